@@ -78,7 +78,7 @@ def start_all_reduce_(x: Tensor, axis: Axis) -> Pending:
     """Launches an in-place sum of the contiguous `x` over the axis."""
     if axis.size == 1:
         return Pending(x)
-    if sums_exchanged(x) and axis.size == 2 and x.numel() * x.element_size() <= EXCHANGED_BYTES:
+    if x.is_cpu and axis.exchanges_sums and axis.size == 2 and x.numel() * x.element_size() <= EXCHANGED_BYTES:
         return _exchanged(torch.stack([x, x]), x, axis)
     return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True))
 
@@ -103,7 +103,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     x = x.contiguous()
     part = part_length(x, axis, 0)
     result = x.new_empty(part, *x.shape[1:]) if out is None else out
-    if sums_exchanged(x):
+    if x.is_cpu and axis.exchanges_sums:
         return _exchanged(x.view(axis.size, part, *x.shape[1:]), result, axis)
     work = getattr(dist, REDUCE_SCATTER)(result, x, group=axis.group, async_op=True)
     return Pending(result, work, x)
@@ -117,11 +117,6 @@ def start_all_to_all(x: Tensor, outgoing: list[int], incoming: list[int], axis: 
     x = x.contiguous()
     result = x.new_empty(sum(incoming), *x.shape[1:])
     return Pending(result, dist.all_to_all_single(result, x, incoming, outgoing, group=axis.group, async_op=True), x)
-
-
-def sums_exchanged(x: Tensor) -> bool:
-    """Whether blocks of `x` are exchanged and added here, as on CPUs: gloo's own sums are slower."""
-    return x.is_cpu
 
 
 def _exchanged(blocks: Tensor, result: Tensor, axis: Axis) -> Pending:

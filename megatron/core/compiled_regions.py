@@ -7,10 +7,11 @@ kernels, and outside of it hooks, weight-gradient queues and the order of collec
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, cached_property, wraps
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from megatron.core.torch_private import raise_recompile_limit
 
@@ -18,6 +19,43 @@ RECOMPILE_LIMIT = 64
 """Variants (shape, stride, dtype, needs a gradient) of one region. Beyond its limit torch runs a region uncompiled."""
 
 Region = TypeVar("Region", bound=Callable[..., Any])
+
+
+class CompiledRegion:
+    """A region whose compiled twin runs. A `TorchFunctionMode` sees the call as that of one function, as it sees those
+    of torch."""
+
+    def __init__(self, function: Callable[..., Any], static: bool) -> None:
+        self.function, self.static = function, static
+
+    @cached_property
+    def twin(self) -> Callable[..., Any]:
+        """Made by the first call, as to load the compiler takes a second."""
+        raise_recompile_limit(RECOMPILE_LIMIT)
+        if self.static:
+            return torch.compile(self.function, dynamic=False, options={"deterministic": True})
+        return torch.compile(self.function)
+
+    def __call__(self, *operands: Any) -> Any:
+        if has_torch_function(operands):
+            return handle_torch_function(self, operands, *operands)
+        return self.twin(*operands)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def torch_function(function: Function) -> Function:
+    """Decorator of a function of tensors that is called by position: a `TorchFunctionMode` sees a call of it as one of
+    `function`, as it sees functions of torch, and not what it consists of."""
+
+    @wraps(function)
+    def call(*operands: Any) -> Any:
+        if has_torch_function(operands):
+            return handle_torch_function(function, operands, *operands)
+        return function(*operands)
+
+    return cast("Function", call)
 
 
 def region(function: Region, compiled: bool, static: bool = False) -> Region:
@@ -32,7 +70,4 @@ def region(function: Region, compiled: bool, static: bool = False) -> Region:
 
 @cache
 def _compiled(function: Region, static: bool) -> Region:
-    raise_recompile_limit(RECOMPILE_LIMIT)
-    if static:
-        return torch.compile(function, dynamic=False, options={"deterministic": True})  # type: ignore[return-value]
-    return torch.compile(function)  # type: ignore[return-value]
+    return cast("Region", CompiledRegion(function, static))

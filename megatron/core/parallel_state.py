@@ -42,6 +42,9 @@ class Axis:
     size: int = 1
     ranks: tuple[int, ...] = (0,)
 
+    exchanges_sums: bool = True
+    """Whether sums of CPU tensors are exchanged and added up by the ranks, as gloo's own take longer."""
+
     @property
     def first(self) -> bool:
         return self.rank == 0
@@ -141,20 +144,21 @@ def initialize_model_parallel(
 
 
 def build_groups(
-    config: ModelParallelConfig, timeout: timedelta | None = None, lanes: bool | None = None
+    config: ModelParallelConfig, timeout: timedelta | None = None, backend: str | None = None
 ) -> ParallelState:
-    """`initialize_model_parallel` for a configuration; `timeout` is that of the groups' collectives, `lanes` as in
+    """`initialize_model_parallel` for a configuration; `timeout` is that of the groups' collectives, `backend` as in
     `build_parallel_state`."""
     dims = ParallelDims.from_config(config, dist.get_world_size())
     global _STATE
-    _STATE = build_parallel_state(dims, dist.get_rank(), timeout, lanes)
+    _STATE = build_parallel_state(dims, dist.get_rank(), timeout, backend)
     return _STATE
 
 
 def build_parallel_state(
-    dims: ParallelDims, rank: int, timeout: timedelta | None = None, lanes: bool | None = None
+    dims: ParallelDims, rank: int, timeout: timedelta | None = None, backend: str | None = None
 ) -> ParallelState:
-    """Builds the groups of `rank`. With `lanes`, the default under NCCL, a pipeline has one group for each of `LANES`.
+    """Builds the groups of `rank` as `backend` needs them, by default torch.distributed's own. Under NCCL a pipeline
+    has one group for each of `LANES`.
 
     Every rank calls `new_group` equally often, and the n-th calls of all ranks cut the world into disjoint groups.
     torch relies on it: it names a group after the number of groups made before, and NCCL with a bound device makes
@@ -168,6 +172,8 @@ def build_parallel_state(
     cuts["embd"] = [  # both ends of each pipeline, and each rank in between alone
         part for ranks in cuts["pp"] for part in (ranks[:1] + ranks[1:][-1:], *((inner,) for inner in ranks[1:-1]))
     ]
+    backend = backend or (dist.get_backend() if dist.is_initialized() else "gloo")
+    exchanges = backend != "nccl"
     made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
 
     def group_of(name: str) -> tuple[int, ...]:
@@ -183,11 +189,12 @@ def build_parallel_state(
         ranks, key = group_of(name), tuple(cut)
         if key not in made:
             made[key] = new_group(name) if max(map(len, cut)) > 1 else None
-        found[name] = Axis(made[key] if len(ranks) > 1 else None, ranks.index(rank), len(ranks), ranks)
-    if dims.pp > 1 and ("nccl" in dist.get_backend() if lanes is None else lanes):
+        group = made[key] if len(ranks) > 1 else None
+        found[name] = Axis(group, ranks.index(rank), len(ranks), ranks, exchanges)
+    if dims.pp > 1 and "nccl" in backend:
         found |= {name: replace(found["pp"], group=new_group("pp")) for name in LANES[1:]}
     size = dims.world_size
-    world = Axis(dist.group.WORLD if size > 1 else None, rank, size, tuple(range(size)))
+    world = Axis(dist.group.WORLD if size > 1 else None, rank, size, tuple(range(size)), exchanges)
     return ParallelState(dims, rank, found, world)
 
 

@@ -22,6 +22,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.parts import LINEAR_FORMATS, MICROBATCH_RUNNERS, linear_format
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
+from megatron.core.tensor_parallel.hardware import HARDWARE, Hardware
 from megatron.core.torch_private import set_group_timeout
 from megatron.training.config.output_files import unwritable
 from megatron.training.config.run_config import RunConfig
@@ -67,6 +68,7 @@ class Runtime:
     state: ParallelState
     phases: StartupPhases = field(default_factory=StartupPhases)
     watchdog: Watchdog = field(default_factory=Watchdog)
+    hardware: Hardware = HARDWARE
 
     @property
     def is_main(self) -> bool:

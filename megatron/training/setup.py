@@ -66,6 +66,7 @@ def build_stages(
             pair=pair,
             offload=offload,
             device=runtime.device,
+            hardware=runtime.hardware,
             seed=config.training.seed,
             init_threads=host_threads(runtime.device),
             lazy=config.ddp.shards_parameters,

@@ -79,7 +79,7 @@ def test_messages_in_lanes_change_nothing(
     plain, build = train_in_world(p, flags_of(schedule, p, m), steps=1), parallel_state.build_parallel_state
 
     def build_with_lanes(*args: Any) -> parallel_state.ParallelState:
-        state = build(*args[:3], lanes=True)
+        state = build(*args[:3], backend="nccl")
         assert len({lane.group for lane in state.lanes}) == 4
         return state
 

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron.core.moe import dispatcher
+from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.training.progress import Interval
 from megatron.training.train_step import train_step
 from tests.extensions import needs
@@ -109,7 +109,7 @@ def test_experts_wait_only_for_sizes_of_all_to_all_messages(
 ) -> None:
     """As on a GPU, where the number of each expert's rows stays there: `reads` for each layer and micro-batch. What is
     made of these numbers is made on the host and copied from pinned memory (`integers_on`, `copied_to`)."""
-    monkeypatch.setattr(dispatcher, "on_device", lambda x: True)
+    monkeypatch.setattr(Hardware, "host_waits_for", lambda self, x: True)
     for found in run_world(2, waits, f"{flags} --bf16 --moe-grouped-gemm"):
         assert found == VERDICT + Counter({"host_to_device.py:read tolist": 2 * 2 * reads})
 

@@ -49,7 +49,7 @@ def test_all_ranks_make_their_groups_together(tp: int, pp: int, cp: int, dp: int
     for rank in range(dims.world_size):
         calls: list[tuple[int, ...]] = []
         with mock.patch.object(dist, "new_group", lambda ranks, calls=calls, **kwargs: calls.append(tuple(ranks))):
-            state = ps.build_parallel_state(dims, rank, lanes=True)
+            state = ps.build_parallel_state(dims, rank, backend="nccl")
         assert all(rank in ranks for ranks in calls)
         assert len(state.lanes) == (len(ps.LANES) if pp > 1 else 1 if "pp" in state.axes else 0)
         made.append(calls)

@@ -19,7 +19,7 @@ from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.config.model import TransformerConfig
 from megatron.core.init import site_key
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.parts import ATTENTION_BACKENDS, CONTEXT_PARALLEL, TILE_KERNELS
+from megatron.core.parts import CONTEXT_PARALLEL, TILE_KERNELS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 
 
@@ -75,16 +75,6 @@ class Unfused(AttentionBackend):
         return TorchKernel(scale), TorchKernel(scale)
 
 
-def kernels_of(
-    backend: str, scale: float, dtype: torch.dtype, device: torch.device, head_dim: int, value_head_dim: int
-) -> tuple[Kernel, Kernel]:
-    return ATTENTION_BACKENDS[backend].tiles(scale, dtype, device, head_dim, value_head_dim)
-
-
-def dropout_kernel(backend: str, scale: float, dropout: Dropout) -> Kernel:
-    return ATTENTION_BACKENDS[backend].dropout(scale, dropout)
-
-
 def sinks_metas(name: str, config: TransformerConfig, init: Init | None = None) -> list[ParamMeta]:
     """The attention sink of each head in the attention of this name, where sinks are learned. Their initial values are
     those of weights by default."""
@@ -132,8 +122,8 @@ class CoreAttention(nn.Module):
         self.scale, self.span, self.cp = config.attention_scale, config.layer(ctx.layer).span, ctx.state.cp
         self.window, self.chunk = self.span.window, self.span.chunk
         self.p, self.key = config.attention_dropout, site_key(ctx.seed, f"{name}.attention_dropout")
-        self.backend = backend = ctx.attention_backend
-        self.fused = ATTENTION_BACKENDS[backend].causal(self.scale, ctx.device)
+        self.hardware, self.backend = ctx.hardware, ctx.hardware.attention(ctx.attention_backend)
+        self.fused = self.backend.causal(self.scale, ctx.device)
         self.across_ranks = CONTEXT_PARALLEL[ctx.cp_comm_type] if self.cp.size > 1 else None
         heads = config.num_attention_heads // ctx.tp.size
         self.local_heads, self.first_head = heads, heads * ctx.tp.rank
@@ -146,7 +136,7 @@ class CoreAttention(nn.Module):
             of_heads = alibi_slopes(config.num_attention_heads)[self.first_head : self.first_head + heads]
             self.slopes = torch.tensor(of_heads, dtype=torch.promote_types(ctx.dtype, torch.float32), device=ctx.device)
         widths = config.head_dim, config.value_head_dim
-        self.kernel, self.varlen_kernel = kernels_of(backend, self.scale, ctx.dtype, ctx.device, *widths)
+        self.kernel, self.varlen_kernel = self.backend.tiles(self.scale, ctx.dtype, ctx.device, *widths)
         self.cap = config.attn_logit_softcapping
         if self.slopes is not None or self.cap is not None:
             self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap)
@@ -155,7 +145,7 @@ class CoreAttention(nn.Module):
         self.softmax_offset = build_sinks(config, ctx, sinks)
         self.sink_heads = slice(self.first_head - first, self.first_head - first + heads)
         self.of_tiles = config.attends_in_tiles
-        self.always_tiles = self.of_tiles or unequal or ATTENTION_BACKENDS[backend].always_tiles
+        self.always_tiles = self.of_tiles or unequal or self.backend.always_tiles
         self.max_logits: Tensor | None = None
         self.dtype, self.device = ctx.dtype, ctx.device
 
@@ -211,7 +201,7 @@ class CoreAttention(nn.Module):
         if dropout:
             masks = Dropout(self.p, self.key, self.first_head, context.sample_index)
             if self.slopes is None and self.cap is None and self.max_logits is None:
-                kernel = dropout_kernel(self.backend, self.scale, masks)
+                kernel = self.backend.dropout(self.scale, masks)
             else:
                 note = None if self.max_logits is None else self._note
                 kernel = TorchKernel(self.scale, masks, self.slopes, self.cap, note)

@@ -253,17 +253,12 @@ def open_checkpoint(folder: PurePath, world: Axis) -> Checkpoint:
 
 def on_first_rank(fn: Callable[[], T], world: Axis) -> T:
     """Runs `fn` on the first rank alone, and returns its result on all ranks. A failure is raised on all ranks."""
-    outcome: list[Any] = list(_attempt(fn)) if runs_for_all(world) else [None, None]
+    outcome: list[Any] = list(_attempt(fn)) if world.first else [None, None]
     if world.size > 1:
         dist.broadcast_object_list(outcome, src=world.ranks[0], group=world.group)
     result, problem = outcome
     _raise_first([problem])
     return result
-
-
-def runs_for_all(world: Axis) -> bool:
-    """Whether this rank does what one rank does for all. In a rehearsal each does, as it has no other."""
-    return world.first
 
 
 Problem = tuple[bool, str]

@@ -135,7 +135,7 @@ class Dispatcher(ABC):
         self.ep, self.expt_tp, self.both = (ctx.state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep"))
         self.num_experts, self.local_experts, self.choices = num_experts, num_experts // self.ep.size, choices
         self.first = self.ep.rank * self.local_experts
-        self.grouped, self.padded, self.compiled, self.pair = grouped, padded, ctx.compiled, ctx.pair
+        self.grouped, self.padded, self.hardware, self.pair = grouped, padded, ctx.hardware, ctx.pair
 
     @abstractmethod
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
@@ -148,7 +148,7 @@ class Dispatcher(ABC):
 
     def copies(self, assignments: Tensor, rows: int, k: int) -> tuple[RowMap, RowMap]:
         """The maps of `rows` tokens and of their k assignments each to sorted `assignments`, of which none is spare."""
-        if on_device(assignments):
+        if self.hardware.host_waits_for(assignments):
             kept = None if assignments.shape[0] == rows * k else assignments
             slots, valid = inverse_of(assignments, rows * k, kept)
             return self.copies_to_slots(assignments, slots, valid, k)
@@ -158,7 +158,9 @@ class Dispatcher(ABC):
         self, assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int
     ) -> tuple[RowMap, RowMap]:
         """The maps of tokens and of assignments to slots; see `slot_map`."""
-        of_tokens, of_assignments = (slot_map(assignments, slots, valid, each, self.compiled) for each in (k, 1))
+        of_tokens, of_assignments = (
+            slot_map(assignments, slots, valid, each, self.hardware.compiled) for each in (k, 1)
+        )
         return of_tokens, of_assignments
 
 
@@ -177,7 +179,7 @@ class AllGatherDispatcher(Dispatcher):
         experts = local_numbers(all_gather(chosen, both), self.first, local)
         order, counts = sort_assignments(experts, local)
         rows = tokens * min(k, local) if most is None else min(tokens * k, most * both.size * local)
-        if on_device(chosen) and self.grouped and rows * self.ep.size <= SPARE_ROWS * tokens * k:
+        if self.hardware.host_waits_for(chosen) and self.grouped and rows * self.ep.size <= SPARE_ROWS * tokens * k:
             assignments, slots = order[:rows], inverse_of(order, order.shape[0])[0]
             dropless = self.ep.size == 1 and most is None
             valid = None if dropless else experts.flatten() < local
@@ -206,7 +208,7 @@ class AllToAllDispatcher(Dispatcher):
         # [ep * expt_tp, E]: the number of assignments from each rank of the group to each expert.
         table = all_gather(counts[None], self.both)
         padded = most is not None and self.padded and self.ep.size > 1
-        if padded or (self.ep.size == 1 and on_device(chosen) and self.grouped):
+        if padded or (self.ep.size == 1 and self.hardware.host_waits_for(chosen) and self.grouped):
             routes = self._by_bounds(chosen, order, table, most)
             return lambda: routes
         share = even_shares(order.shape[0], self.choices)[: self.num_experts] * self.both.size
@@ -262,11 +264,6 @@ def behind(first: RowMap, copies: tuple[RowMap, RowMap]) -> tuple[RowMap, RowMap
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
-
-
-def on_device(x: Tensor) -> bool:
-    """Whether to read `x` would make the host wait."""
-    return x.is_cuda
 
 
 def even_shares(total: int, parts: int) -> list[int]:

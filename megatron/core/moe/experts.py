@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.compiled_regions import region
+from megatron.core.compiled_regions import region, torch_function
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import HostCopy, has_values, integers_on
 from megatron.core.param_meta import Fused, Init, ParamMeta
@@ -131,6 +131,7 @@ def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) ->
 
 
 @operation
+@torch_function
 def add_products_grouped_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
     """`add_each_product_`, for a kernel that does it at once."""
     add_each_product_(out, dy, x, segments)

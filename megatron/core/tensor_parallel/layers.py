@@ -32,6 +32,7 @@ from megatron.core.init import free_storage
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import LINEARS, kernel_for
+from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.tensor_parallel.linear_gemms import (
     PLAIN,
     Cuts,
@@ -62,8 +63,8 @@ class TPContext(Section):
     device: torch.device
     queue: WeightGradQueue
     cp_comm_type: str = "p2p"
-    compiled: bool = False
-    """Whether torch.compile compiles element-wise regions."""
+    hardware: Hardware = field(default_factory=Hardware)
+    """What the layers ask about the device, and whether regions are compiled."""
 
     attention_backend: str = "auto"
     """--attention-backend, or what `backend_choice` found; "auto" for torch's own order."""
@@ -86,6 +87,11 @@ class TPContext(Section):
     @property
     def tp(self) -> Axis:
         return self.state.tp
+
+    @property
+    def compiled(self) -> bool:
+        """Whether torch.compile compiles element-wise regions."""
+        return self.hardware.compiled
 
     def of_layer(self, number: int) -> TPContext:
         """Context of transformer layer `number`: without `format` where that layer stays in `dtype`."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.compiled_regions import region
+from megatron.core.compiled_regions import region, torch_function
 from megatron.core.dropout import mixed, round_to_bf16, uniform_of
 from megatron.core.torch_private import index_put_impl_
 
@@ -160,6 +160,7 @@ def saved_without_graph(ctx: Any) -> tuple[Tensor, ...]:
     return tuple(x.detach() for x in ctx.saved_tensors)
 
 
+@torch_function
 def add_product_(out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) -> None:
     """out [o, i] += dy [n, o]ᵀ x [n, i], summed in the precision of `out`. With `overwrite` out = dyᵀ x.
 
@@ -169,7 +170,7 @@ def add_product_(out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) ->
     beta = 0 if overwrite else 1
     if out.dtype == dy.dtype:
         out.addmm_(dy.t(), x, beta=beta)
-    elif adds_in_one_kernel(out):
+    elif out.is_cuda and out.dtype == torch.float32:
         torch.addmm(out, dy.t(), x, out_dtype=torch.float32, beta=beta, out=out)
     elif dy.dtype == torch.bfloat16:
         rows = max(1, CONVERTED_AT_ONCE // out.shape[1])
@@ -180,11 +181,6 @@ def add_product_(out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) ->
     else:
         product = dy.t().mm(x)
         out.copy_(product) if overwrite else out.add_(product)
-
-
-def adds_in_one_kernel(out: Tensor) -> bool:
-    """Whether a product of 16-bit matrices is added to `out` by the kernel that computes it, as on GPUs."""
-    return out.is_cuda and out.dtype == torch.float32
 
 
 def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from megatron.core import torch_private
-from megatron.core.compiled_regions import region
+from megatron.core.compiled_regions import region, torch_function
 from megatron.core.parts import operation
 from megatron.extensions.fp8.flags import ALIGNMENT, TILE
 
@@ -266,6 +266,7 @@ def _blocks_as_columns(scale: Tensor) -> Tensor:
     return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
 
 
+@torch_function
 def dequantized_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Computes `scaled_mm` without an fp8 kernel."""
     out = a.dequantized() @ b.dequantized().t()
@@ -273,6 +274,7 @@ def dequantized_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | 
 
 
 @operation
+@torch_function
 def add_fp8_product_(out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
     """out [o, i] += dy x^T, for dy [o, n] and x [i, n] cast by columns. With `overwrite` out = dy x^T."""
     product = scaled_mm(dy, x, out.dtype)

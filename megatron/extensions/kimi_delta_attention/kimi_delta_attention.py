@@ -67,7 +67,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.out_norm = make_parameter(out_norm, ctx)
         """One weight for all heads."""
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False, output_init), ctx)
-        self.kernel, self.recompute, self.compiled = None, True, ctx.compiled
+        self.kernel, self.recompute, self.hardware = None, True, ctx.hardware
         self.prepare, self.gated = region(delta_operands, ctx.compiled), region(sigmoid_gated_norm, ctx.compiled)
 
     def _projected(self, x: Tensor) -> Tensor:

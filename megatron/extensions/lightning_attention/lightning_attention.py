@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.hardware import HARDWARE
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.norm import WideRMSNorm
@@ -45,7 +46,7 @@ class LightningAttention(nn.Module):
         heads, width, hidden = config.num_attention_heads, config.head_dim, config.hidden_size
         init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
         of_heads = replace(config, qk_layernorm_scope="all", norm_epsilon=EPSILON)
-        self.cp, self.layer, self.width, self.compiled = ctx.state.cp, ctx.layer, config.head_dim, ctx.compiled
+        self.cp, self.layer, self.width, self.hardware = ctx.state.cp, ctx.layer, config.head_dim, ctx.hardware
         self.chunk, self.heads = config.options(LightningFlags).lightning_chunk_size, heads // ctx.tp.size
         first = ctx.tp.rank * self.heads + self.cp.rank * (self.heads // self.cp.size)
         self.rates = partial(decay_rates, range(first, first + self.heads // self.cp.size), ctx.layer, config)
@@ -70,7 +71,7 @@ class LightningAttention(nn.Module):
         q, k, v = F.silu(mixed).chunk(3, dim=-1)
         wide = torch.promote_types(mixed.dtype, torch.float32)
         rule: Callable[..., tuple[Tensor, Tensor]] = partial(
-            ssd_chunks, chunk=self.chunk, compiled=self.compiled and cache is None
+            ssd_chunks, chunk=self.chunk, hardware=HARDWARE if cache is not None else self.hardware
         )
         steps, state = mixed.new_ones(mixed.shape[:3], dtype=wide), None
         if cache is not None:

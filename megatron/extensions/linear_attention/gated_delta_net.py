@@ -81,7 +81,7 @@ class GatedDeltaNet(nn.Module):
         """One weight for all heads."""
         out_proj = RowLinear(f"{name}.out_proj", heads * self.value_width, hidden, False, output_init)
         self.out_proj = row_parallel(out_proj, ctx)
-        self.kernel, self.compiled = flash_rule(ctx.dtype, ctx.device), ctx.compiled
+        self.kernel, self.hardware = flash_rule(ctx.dtype, ctx.device), ctx.hardware
         self.recompute = self.kernel is None or config.recomputes("core_attn")
         self.prepare, self.gated = region(delta_operands, ctx.compiled), region(gated_norm, ctx.compiled)
 
@@ -109,7 +109,7 @@ class GatedDeltaNet(nn.Module):
             out = self.kernel(*operands, documents_in_steps(context.documents, self.steps))
         else:
             number = None if number is None else number.repeat_interleave(self.steps, dim=0)
-            out, _ = gated_delta_chunks(*operands, number, compiled=self.compiled)
+            out, _ = gated_delta_chunks(*operands, number, hardware=self.hardware)
         return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:

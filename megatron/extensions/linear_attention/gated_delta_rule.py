@@ -32,10 +32,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.attention import loops
 from megatron.core.attention.tiles import Documents
 from megatron.core.attention.varlen import cumulative_lengths
 from megatron.core.compiled_regions import region
+from megatron.core.tensor_parallel.hardware import HARDWARE, Hardware
 
 CHUNK = 64
 """Tokens of a chunk. A chunk costs products of [CHUNK, CHUNK], a sequence s / CHUNK steps one after another."""
@@ -71,7 +71,7 @@ def gated_delta_chunks(
     number: Tensor | None = None,
     state: Tensor | None = None,
     chunk: int = CHUNK,
-    compiled: bool = False,
+    hardware: Hardware = HARDWARE,
 ) -> tuple[Tensor, Tensor]:
     """In chunks of `chunk` tokens: out [s, b, heads, dv] and the state [b, heads, dk, dv] behind the last token, both
     in fp32, or fp64 for fp64 operands.
@@ -81,21 +81,21 @@ def gated_delta_chunks(
     """
     length, samples, heads, values = v.shape
     groups, wide = k.shape[2], torch.promote_types(q.dtype, torch.float32)
-    q, k, v, g, beta = region(_operands, compiled)(q, k, v, g, beta, min(chunk, length))
+    q, k, v, g, beta = region(_operands, hardware.compiled)(q, k, v, g, beta, min(chunk, length))
     numbers = None if number is None else numbers_in_chunks(number, g.shape[-2])
     if g.shape[-1] > 1:
-        keys, scores, reach, left = channel_products(q, k, g, numbers, compiled)
+        keys, scores, reach, left = channel_products(q, k, g, numbers, hardware.compiled)
     else:
         total, reach, left = decays(g.squeeze(-1), numbers)
-        keys, scores = region(decayed, compiled)(torch.stack((k, q)) @ k.mT, total, numbers).unbind()
+        keys, scores = region(decayed, hardware.compiled)(torch.stack((k, q)) @ k.mT, total, numbers).unbind()
     mixed = keys * beta
     rows = torch.eye(g.shape[-2], dtype=wide, device=v.device).expand(mixed.shape)
     solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads what is below
-    values_in, keys_in, kept, read_by = region(_weighted, compiled)(q, k, v, beta, reach, left)
+    values_in, keys_in, kept, read_by = region(_weighted, hardware.compiled)(q, k, v, beta, reach, left)
     if state is None:
         state = v.new_zeros(samples, heads, k.shape[-1], values)
     folded = (x.flatten(1, 3) for x in (solved @ values_in, solved @ keys_in, kept, reach[..., -1:, :].mT))
-    written, states, final = _Scan.apply(*folded, state.to(wide).flatten(0, 1))
+    written, states, final = _Scan.apply(hardware, *folded, state.to(wide).flatten(0, 1))
     written, states = (x.unflatten(1, (samples, groups, -1)) for x in (written, states))
     out = read_by @ states + scores @ written
     out = out.permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(2, 3)[:length]
@@ -224,33 +224,34 @@ class _Scan(torch.autograd.Function):
     # state S [n, dk, dv] -> [chunks, n, chunk, dv], [chunks, n, dk, dv], [n, dk, dv]
     @staticmethod
     def forward(
-        ctx: Any, written: Tensor, read: Tensor, keys: Tensor, carried: Tensor, state: Tensor
+        ctx: Any, hardware: Hardware, written: Tensor, read: Tensor, keys: Tensor, carried: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         states = written.new_empty(len(read) + 1, *state.shape)
         states[0] = state
         new = torch.empty_like(written)
-        for c in loops.each(range(len(written))):
+        for c in hardware.each(range(len(written))):
             torch.baddbmm(written[c], read[c], states[c], alpha=-1, out=new[c])
             behind = torch.mul(states[c], carried[c], out=states[c + 1])
             torch.baddbmm(behind, keys[c].mT, new[c], out=behind)
         states, final = states[:-1], states[-1].clone()
+        ctx.hardware = hardware
         ctx.save_for_backward(read, keys, carried, new, states)
         return new, states, final
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_new: Tensor, grad_states: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, grad_new: Tensor, grad_states: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         read, keys, carried, new, states = ctx.saved_tensors
         grad_written, grads = torch.empty_like(new), states.new_empty(len(new) + 1, *grad.shape)
         grads[-1] = grad
-        for c in loops.each(range(len(new) - 1, -1, -1)):
+        for c in ctx.hardware.each(range(len(new) - 1, -1, -1)):
             torch.baddbmm(grad_new[c], keys[c], grads[c + 1], out=grad_written[c])
             before = torch.addcmul(grad_states[c], grads[c + 1], carried[c], out=grads[c])
             torch.baddbmm(before, read[c].mT, grad_written[c], alpha=-1, out=before)
         behind = grads[1:]
         grad_read = -(grad_written @ states.mT)
         grad_carried = (behind * states).sum_to_size(carried.shape)
-        return grad_written, grad_read, new @ behind.mT, grad_carried, grads[0]
+        return None, grad_written, grad_read, new @ behind.mT, grad_carried, grads[0]
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Documents | None], Tensor]

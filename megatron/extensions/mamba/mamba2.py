@@ -79,7 +79,7 @@ class Mamba2(nn.Module):
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, init, role="packed")
         self.in_proj = column_parallel(in_proj, ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", width, hidden, False, output_init), ctx)
-        self.compiled, self.with_input = ctx.compiled, region(with_input, ctx.compiled)
+        self.hardware, self.with_input = ctx.hardware, region(with_input, ctx.compiled)
         self.prepare, self.gated = region(mamba_operands, ctx.compiled), region(gated_group_norm, ctx.compiled)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -120,7 +120,7 @@ class Mamba2(nn.Module):
     def _mix(self, mixed: Tensor, number: Tensor | None) -> Tensor:
         """mixed [s, b, groups/(tp*cp), channels] -> [s, b, heads/(tp*cp) * p]"""
         (x, dt, B, C), _ = self._operands(mixed, number, None)
-        y, _ = ssd_chunks(x, dt, self._decay(), B, C, number, chunk=self.chunk, compiled=self.compiled)
+        y, _ = ssd_chunks(x, dt, self._decay(), B, C, number, chunk=self.chunk, hardware=self.hardware)
         return self.with_input(y, x, local_slice(self.d, self.cp))
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:

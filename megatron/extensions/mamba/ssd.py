@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.attention import loops
 from megatron.core.compiled_regions import region
+from megatron.core.tensor_parallel.hardware import HARDWARE, Hardware
 from megatron.extensions.linear_attention.gated_delta_rule import decayed, decays, in_chunks, numbers_in_chunks
 
 CHUNK = 128
@@ -59,7 +59,7 @@ def ssd_chunks(
     number: Tensor | None = None,
     state: Tensor | None = None,
     chunk: int = CHUNK,
-    compiled: bool = False,
+    hardware: Hardware = HARDWARE,
 ) -> tuple[Tensor, Tensor]:
     """In chunks of `chunk` tokens: y [s, b, heads, p] and the state [b, heads, n, p] behind the last token, both in
     fp32, or fp64 for fp64 operands.
@@ -68,18 +68,18 @@ def ssd_chunks(
     document. Without a state it is zero.
     """
     groups, width = B.shape[2], x.shape[-1]
-    written, g, B, C = region(_operands, compiled)(x, dt, a, B, C, min(chunk, len(x)))
+    written, g, B, C = region(_operands, hardware.compiled)(x, dt, a, B, C, min(chunk, len(x)))
     numbers = None if number is None else numbers_in_chunks(number, written.shape[-2])
     total, reach, left = decays(g.squeeze(-1), numbers)
-    kept = B.squeeze(3).mT @ region(_weighted_columns, compiled)(written, left)
+    kept = B.squeeze(3).mT @ region(_weighted_columns, hardware.compiled)(written, left)
     kept = kept.unflatten(-1, (-1, width))  # [chunks, b, groups, n, heads of a group, p]
     if state is None:
         state = kept.new_zeros(*x.shape[1:3], B.shape[-1], width)
     state = state.to(kept.dtype).unflatten(1, (groups, -1)).transpose(2, 3)
-    states, final = _Scan.apply(kept, reach[..., -1:, :].transpose(3, 4), state)
-    out = region(decayed, compiled)(C @ B.mT, total, numbers) @ written
+    states, final = _Scan.apply(hardware, kept, reach[..., -1:, :].transpose(3, 4), state)
+    out = region(decayed, hardware.compiled)(C @ B.mT, total, numbers) @ written
     read = (C.squeeze(3) @ states.flatten(-2)).unflatten(-1, (-1, width))
-    return region(_summed, compiled)(out, read, reach)[: len(x)], final.transpose(2, 3).flatten(1, 2)
+    return region(_summed, hardware.compiled)(out, read, reach)[: len(x)], final.transpose(2, 3).flatten(1, 2)
 
 
 def _operands(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, chunk: int) -> tuple[Tensor, ...]:
@@ -112,21 +112,22 @@ class _Scan(torch.autograd.Function):
     # kept K [chunks, b, groups, n, heads of a group, p], carried r [chunks, b, groups, 1, heads of a group, 1],
     # state S [b, groups, n, heads of a group, p] -> [chunks, b, groups, n, heads of a group, p], one without chunks
     @staticmethod
-    def forward(ctx: Any, kept: Tensor, carried: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hardware: Hardware, kept: Tensor, carried: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         states = kept.new_empty(len(kept) + 1, *state.shape)
         states[0] = state
-        for c in loops.each(range(len(kept))):
+        for c in hardware.each(range(len(kept))):
             torch.addcmul(kept[c], states[c], carried[c], out=states[c + 1])
         states, final = states[:-1], states[-1].clone()
+        ctx.hardware = hardware
         ctx.save_for_backward(carried, states)
         return states, final
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_states: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, grad_states: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         carried, states = ctx.saved_tensors
         grads = states.new_empty(len(states) + 1, *grad.shape)
         grads[-1] = grad
-        for c in loops.each(range(len(states) - 1, -1, -1)):
+        for c in ctx.hardware.each(range(len(states) - 1, -1, -1)):
             torch.addcmul(grad_states[c], grads[c + 1], carried[c], out=grads[c])
-        return grads[1:], (grads[1:] * states).sum((3, 5), keepdim=True), grads[0]
+        return None, grads[1:], (grads[1:] * states).sum((3, 5), keepdim=True), grads[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.core import compiled_regions
-from megatron.core.attention import loops
 from megatron.core.batch import Batch
 from megatron.core.config.layers import RecomputeConfig, Rotation, Span
 from megatron.core.config.model import TransformerConfig
@@ -33,6 +31,7 @@ from megatron.core.parts import linear_format
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stage_parameters import built_layers
 from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
 from megatron.core.torch_private import (
@@ -46,9 +45,13 @@ from megatron.core.torch_private import (
 from megatron.core.transformer.activation_store import build_store
 from megatron.core.transformer.recompute import Segment, recompute_segments
 from megatron.extensions.fp8.flags import Fp8Flags
-from megatron.extensions.planner import as_on_gpus as gpus
-from megatron.extensions.planner.as_on_gpus import as_on_gpus, replaced
-from megatron.extensions.planner.live_memory import LiveMemory
+from megatron.extensions.planner.as_on_gpus import (
+    PlannedFunctions,
+    PlannedGPU,
+    PlannedHardware,
+    PlannedRegions,
+    plans_fused_dropout,
+)
 from megatron.extensions.planner.time.events import BufferCounts, PassEvents, StageMemory
 from megatron.extensions.planner.time.recorder import Recorder, done
 from megatron.training.config.flags import with_named
@@ -63,8 +66,9 @@ class FakeGroup(dist.ProcessGroup):
 
 
 @contextmanager
-def fake_state(parallel: ModelParallelConfig) -> Iterator[ParallelState]:
-    """The first rank's place in the model-parallel part of a layout: what a stage needs to be built and run."""
+def fake_state(parallel: ModelParallelConfig, exchanges_sums: bool = True) -> Iterator[ParallelState]:
+    """The first rank's place in the model-parallel part of a layout: what a stage needs to be built and run.
+    `exchanges_sums` as in `Axis`."""
     groups: list[FakeGroup] = []
     known = known_groups()
 
@@ -77,7 +81,7 @@ def fake_state(parallel: ModelParallelConfig) -> Iterator[ParallelState]:
         # Point-to-point messages name global ranks, which torch looks up in here.
         known.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         known.pg_map[group] = ("fake", None)  # type: ignore[assignment]
-        return Axis(group, 0, size, tuple(range(size)))
+        return Axis(group, 0, size, tuple(range(size)), exchanges_sums)
 
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     ep, expt_tp = parallel.expert_model_parallel_size, parallel.expert_tp
@@ -107,6 +111,9 @@ class MicroBatch:
 
     bf16_sums: bool = False
     """Whether gradients are summed in bf16 (--main-grads-dtype)."""
+
+    packs: bool = True
+    """As in `PlannedGPU`."""
 
     @classmethod
     def of(cls, config: RunConfig) -> MicroBatch:
@@ -179,9 +186,10 @@ class Part(NamedTuple):
 class FakeStages:
     """Stages of one configuration on fake tensors. Use it within `fake_stages`."""
 
-    def __init__(self, batch: MicroBatch, state: ParallelState, device: str) -> None:
-        on_gpus, backend = batch.device == "cuda", batch.parallel.attention_backend
-        self.recorder = Recorder(on_gpus and not batch.bf16_sums, "auto" if backend == "triton" else backend)
+    def __init__(
+        self, batch: MicroBatch, state: ParallelState, device: str, recorder: Recorder, hardware: Hardware
+    ) -> None:
+        self.recorder, self.hardware = recorder, hardware
         run = RunConfig(parallel=batch.parallel, extension_options=batch.parallel.extension_options)
         run = with_named(run, WITHOUT_GROUPS)
         self.batch, self.state, self.device = batch, state, device
@@ -219,6 +227,7 @@ class FakeStages:
             offload=self.offload,
             initialize=False,
             device=self.device,
+            hardware=self.hardware,
         ).train()
         ends = list(accumulate(len(unit.layers) for unit in part.units))
         stage.decoder.segments = [
@@ -423,29 +432,27 @@ def _drop_grad(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def regions_as_kernels(live: LiveMemory) -> AbstractContextManager[None]:
-    """Has compiled regions run by `live`."""
-    as_kernel = lambda function, static: lambda *args: live.run_region(function, args)  # noqa: E731
-    return replaced((compiled_regions, "_compiled", as_kernel))
-
-
 @contextmanager
 def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
     """Stages of the first rank of a layout, on fake tensors, or on meta ones. The process' own groups stay as they
     are."""
+    on_gpus, backend = batch.device == "cuda", batch.parallel.attention_backend
+    live = Recorder(on_gpus and not batch.bf16_sums, "auto" if backend == "triton" else backend)
+    hardware: Hardware = PlannedHardware(launches=live)
+    functions: list[AbstractContextManager[Any]] = [torch.device("meta")] if meta else []
+    if on_gpus:
+        dropout = plans_fused_dropout(batch.model, batch.parallel)
+        hardware = PlannedGPU(launches=live, fused_dropout=dropout, packs=batch.packs)
+        functions = [PlannedFunctions(live, live, "meta" if meta else None)]
+    elif batch.parallel.compiles(batch.device):
+        functions.append(PlannedRegions(live))
     tensors = nullcontext() if meta else FakeTensorMode()
-    if batch.device == "cuda":
-        kernels: AbstractContextManager[Any] = as_on_gpus(batch.model, batch.parallel, "meta" if meta else None)
-    else:
-        kernels = torch.device("meta") if meta else nullcontext()
     # A run on a GPU may have switched off the kernel by which a plan sees attention: the flag is that of all devices.
     seen = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
-    with fake_state(batch.parallel) as state, tensors, NoValues(), kernels, seen:
-        fakes = FakeStages(batch, state, "meta" if meta else "cpu")
-        live = fakes.recorder
-        launches = (gpus, "launched", live.attention), (gpus, "multiplied", live.product), (gpus, "unseen", live.unseen)
-        with regions_as_kernels(live), replaced(*launches, (loops, "each", live.some_of)):
-            yield fakes
+    with fake_state(batch.parallel, not on_gpus) as state, tensors, NoValues(), ExitStack() as stack, seen:
+        for mode in functions:
+            stack.enter_context(mode)
+        yield FakeStages(batch, state, "meta" if meta else "cpu", live, hardware)
 
 
 def _recorded(batch: MicroBatch, parts: Sequence[Part]) -> list[PassEvents]:

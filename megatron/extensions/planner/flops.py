@@ -17,8 +17,6 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parts import OPTIMIZERS
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
-from megatron.extensions.planner import as_on_gpus
-from megatron.extensions.planner.as_on_gpus import FakeKernel, replaced
 from megatron.extensions.planner.fake_stage import MicroBatch, Part, StageParts, Unit
 from megatron.extensions.planner.time.events import Attention, Product
 
@@ -62,11 +60,11 @@ def model_flops(
         attn_logit_softcapping=None,
         recompute_granularity="none",
     )
-    parts = StageParts(MicroBatch(config, ModelParallelConfig(compile=True), 1, "cuda"), kinds=kinds)
+    # Only kernels that do not pack tell a launch, and multiply keys and values of their own widths.
+    batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cuda", packs=False)
+    parts = StageParts(batch, kinds=kinds)
     layers = [Part((Unit((number,)),)) for number in range(config.num_layers)]
-    kernels = FakeKernel(), FakeKernel()  # no other tells a launch, or multiplies keys and values of their own widths
-    with replaced((as_on_gpus, "planned_kernels_of", lambda *settings: kernels)):
-        found = parts.of([Part(first=True, last=True), *layers])
+    found = parts.of([Part(first=True, last=True), *layers])
     products = [each for part in found for each in part.every if isinstance(each, Product) and not each.again]
     attention = 0.0
     for part, tokens in zip(found, [fmean(modules or seen), *seen], strict=True):  # modules are at the ends

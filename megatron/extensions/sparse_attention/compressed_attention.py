@@ -247,11 +247,11 @@ class CompressedKeys(SelectedKeys):
                 chunk._replace(first=max(0, chunk.keys - (chunk.rows.stop - chunk.rows.start) - window + 1))
                 for chunk in chunks
             )
-        of_tokens = Queries((last - window + 1).maximum(begin), last, near)
+        of_tokens = Queries((last - window + 1).maximum(begin), last, near, self.hardware)
         if not ratio:
             return of_tokens, of_tokens
         far = tuple(chunk._replace(keys=chunk.keys // ratio) for chunk in chunks)
-        return of_tokens, Queries(before, before + (last - begin + 1) // ratio - 1, far)
+        return of_tokens, Queries(before, before + (last - begin + 1) // ratio - 1, far, self.hardware)
 
 
 class CompressedAttention(MultiLatentAttention):

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.attention import loops
 from megatron.core.attention.tiles import Spans
 from megatron.core.attention.varlen import sinks_grad
 from megatron.core.collectives import all_reduce_
 from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.tensor_parallel.weight_grad import add_rows_
 from megatron.core.transformer.recompute import again
 
@@ -55,6 +55,7 @@ class Queries(NamedTuple):
     first: Tensor
     last: Tensor
     chunks: tuple[Chunk, ...]
+    hardware: Hardware
 
     def hidden(self, chunk: Chunk) -> Tensor:
         """[rows, 1 or b, keys] bool, true where a query could not see the key."""
@@ -119,7 +120,7 @@ def selected(index: Index, queries: Queries, topk: int) -> Tensor:
     all keys mean nothing."""
     n, b = index.q.shape[:2]
     picked = torch.full((n, b, topk), -1, dtype=torch.int32, device=index.q.device)
-    for chunk in loops.each(queries.chunks):
+    for chunk in queries.hardware.each(queries.chunks):
         if chunk.keys > topk:
             scores = index_scores(index, chunk, index_products(index, chunk))
             picked[chunk.rows] = largest(scores.masked_fill(queries.hidden(chunk), -torch.inf), topk)
@@ -223,7 +224,7 @@ class AttentionToSelected(torch.autograd.Function):
             out[at] = reduce(add, [rows.of_keys(of_rows, rows.k[..., :width]) for rows, of_rows in pairs])
         picked, bounds = [each.picked for each in seen], [x for each in seen for x in each.queries[:2]]
         ctx.save_for_backward(q, sinks, out, lse, *k, *picked, *bounds)
-        ctx.settings = [each.queries.chunks for each in seen], scale, width
+        ctx.settings = [each.queries[2:] for each in seen], scale, width
         ctx.mark_non_differentiable(of_first)
         return out, of_first
 
@@ -231,10 +232,10 @@ class AttentionToSelected(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """With P the weights: dS = P * (dO vᵀ - rowsum(dO * O)), and dV = Pᵀ dO."""
-        (q, sinks, out, lse, *more), (chunks, scale, width) = ctx.saved_tensors, ctx.settings
-        count = len(chunks)
+        (q, sinks, out, lse, *more), (loops, scale, width) = ctx.saved_tensors, ctx.settings
+        count = len(loops)
         k, picked, bounds = more[:count], more[count : 2 * count], more[2 * count :]
-        queries = [Queries(bounds[2 * at], bounds[2 * at + 1], each) for at, each in enumerate(chunks)]
+        queries = [Queries(*bounds[2 * at : 2 * at + 2], *loop) for at, loop in enumerate(loops)]
         dq, dk = torch.empty_like(q), [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in k]
         for parts in _parts(q, k, tuple(map(Keys, queries, picked))):
             at = parts[0].rows
@@ -257,7 +258,8 @@ class AttentionToSelected(torch.autograd.Function):
 
 def _parts(q: Tensor, k: Sequence[Tensor], seen: tuple[Keys, ...]) -> Iterator[list[Rows]]:
     """By chunk of queries, the rows of each set of keys."""
-    for chunks in loops.each(list(zip(*(each.queries.chunks for each in seen), strict=True))):
+    hardware, of_sets = seen[0].queries.hardware, list(zip(*(each.queries.chunks for each in seen), strict=True))
+    for chunks in hardware.each(of_sets):
         sets = zip(k, seen, chunks, strict=True)
         yield [Rows(q, x, each.queries, chunk, each.picked) for x, each, chunk in sets]
 
@@ -287,7 +289,7 @@ def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
     wide = torch.promote_types(index.q.dtype, torch.float32)
     total = torch.zeros((), dtype=torch.float64, device=index.q.device)
     found = Index(*(torch.zeros(x.shape, dtype=wide, device=x.device) for x in index))
-    for chunk in loops.each(loss.queries.chunks):
+    for chunk in loss.queries.hardware.each(loss.queries.chunks):
         rows = Rows(loss.q, loss.k, loss.queries, chunk, loss.picked)
         with again():
             scores = rows.scores(loss.scale)

@@ -190,7 +190,8 @@ class SelectedKeys(CoreAttention):
             return None
         own = self._own(index)
         mine = tuple(chunk.moved(own.start) for chunk in queries.chunks if chunk.rows.start in own)
-        of_own = Queries(queries.first[own.start : own.stop], queries.last[own.start : own.stop], mine)
+        first, last = (bound[own.start : own.stop] for bound in (queries.first, queries.last))
+        of_own = queries._replace(first=first, last=last, chunks=mine)
         return all_gather(selected(index, of_own, self.topk), self.rows)
 
     def _with_loss(
@@ -218,12 +219,13 @@ class SelectedKeys(CoreAttention):
         of_query = b * max(self.index_heads * length, max(heads, width) * min(self.topk, length))
         if cache is not None:
             chunks = chunks_of((range(n),), self.rows.size, max(1, CHUNK // of_query), length)
-            return Queries(q.new_zeros((n, 1), dtype=torch.int64), cache.positions.t(), chunks)
+            return Queries(q.new_zeros((n, 1), dtype=torch.int64), cache.positions.t(), chunks, self.hardware)
         chunks = chunks_of(rank_spans(length, self.cp.rank, self.cp.size), self.rows.size, max(1, CHUNK // of_query))
         last = context.places_of(q, 0)
         if context.documents is None:
-            return Queries(torch.zeros_like(last)[:, None], last[:, None], chunks)
-        return Queries(document_begins(context.documents, length, q.device)[last], last[:, None], chunks)
+            return Queries(torch.zeros_like(last)[:, None], last[:, None], chunks, self.hardware)
+        begins = document_begins(context.documents, length, q.device)[last]
+        return Queries(begins, last[:, None], chunks, self.hardware)
 
 
 @lru_cache(maxsize=64)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.attention.context_parallel import local_attention
-from megatron.core.attention.core_attention import kernels_of
 from megatron.core.attention.tile_kernels import Causal, TorchKernel
 from megatron.core.attention.tiles import rank_spans
 from megatron.core.attention.varlen import packed_attention
+from megatron.core.parts import ATTENTION_BACKENDS
 from megatron.extensions.fusions.attention.backends import MODULE, CudnnKernel, Flash3, Flash3Attention
 from megatron.extensions.fusions.attention.flash_kernels import EqualWidthsKernel, FlashCPUKernel, FlashCUDAKernel
 from tests.pure.test_packed_attention import Twin
@@ -198,10 +198,12 @@ def test_kernels_by_flag() -> None:
     cpu = torch.device("cpu")
     for backend in ("auto", "flash", "flash3", "cudnn", "unfused"):
         kind = TorchKernel if backend == "unfused" else FlashCPUKernel
-        assert [type(kernel) for kernel in kernels_of(backend, SCALE, torch.bfloat16, cpu, 8, 8)] == [kind] * 2
+        assert [type(kernel) for kernel in ATTENTION_BACKENDS[backend].tiles(SCALE, torch.bfloat16, cpu, 8, 8)] == [
+            kind
+        ] * 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        plain, varlen = kernels_of("cudnn", SCALE, torch.bfloat16, torch.device("cuda", 0), 8, 8)
+        plain, varlen = ATTENTION_BACKENDS["cudnn"].tiles(SCALE, torch.bfloat16, torch.device("cuda", 0), 8, 8)
         assert type(plain) is CudnnKernel and type(varlen) is FlashCUDAKernel
 
 

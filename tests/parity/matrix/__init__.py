@@ -29,6 +29,7 @@ from megatron.core.datasets import mock as mock_data
 from megatron.core.datasets.gpt_dataset import Sample
 from megatron.core.distributed import param_layout
 from megatron.core.moe import dispatcher, layer
+from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.testing.layout_matrix import TOLERANCE
 from megatron.testing.snapshot import Snapshot, differences, train_in_world
 from tests.parity.matrix.combination import FACTORS, Combination
@@ -107,7 +108,7 @@ def settings(combination: Combination) -> Iterator[None]:
     if combination["documents"] == "masked":
         patches.append((mock_data.MockGPTDataset, "__getitem__", _masked_sample))
     if combination["row counts"] == "on the device":
-        patches.append((dispatcher, "on_device", lambda x: True))
+        patches.append((Hardware, "host_waits_for", lambda self, x: True))
         kinds = {name: _counting_on_the_device(kind) for name, kind in dispatcher.DISPATCHERS.items()}
         patches.append((layer, "DISPATCHERS", kinds))
     with ExitStack() as stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from megatron.core.models.gpt.multi_token import MULTI_TOKEN, MultiTokenPredicti
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import LOSSES
+from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts, build_format
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
@@ -54,6 +56,7 @@ class GPTModel(nn.Module):
         pair: PassPair | None = None,
         offload: ActivationStore | None = None,
         device: torch.device | str = "cpu",
+        hardware: Hardware | None = None,
         seed: int = 1234,
         initialize: bool = True,
         lazy: bool = False,
@@ -72,7 +75,7 @@ class GPTModel(nn.Module):
             pair=pair or PassPair(),
             cp_comm_type=parallel.cp_comm_type,
             attention_backend=parallel.attention_backend,
-            compiled=parallel.compiles(torch.device(device).type),
+            hardware=replace(hardware or Hardware(), compiled=parallel.compiles(torch.device(device).type)),
             format=build_format(parallel, config.num_layers, config.mtp_depths, casts or WeightCasts()),
             seed=seed,
             lazy=lazy,

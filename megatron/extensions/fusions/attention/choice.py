@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.attention.context_parallel import local_attention
-from megatron.core.attention.core_attention import dropout_kernel, kernels_of
 from megatron.core.attention.tile_kernels import Causal, Dropout
 from megatron.core.attention.tiles import Spans, rank_spans
 from megatron.core.parallel_state import Axis
@@ -111,12 +110,13 @@ def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> 
     grad = operand(rows, shape.heads, shape.value_head_dim).detach()
     scale = shape.head_dim**-0.5
     widths = shape.head_dim, shape.value_head_dim
-    fused = ATTENTION_BACKENDS[backend].causal(scale, device)
-    plain, varlen = kernels_of(backend, scale, shape.dtype, device, *widths)
+    kernels = ATTENTION_BACKENDS[backend]
+    fused = kernels.causal(scale, device)
+    plain, varlen = kernels.tiles(scale, shape.dtype, device, *widths)
     kernel = varlen if shape.documents or shape.window is not None else plain
     if shape.dropout:
         numbers = torch.arange(shape.samples, device=device)
-        kernel = dropout_kernel(backend, scale, Dropout(shape.dropout, 0, 0, numbers))
+        kernel = kernels.dropout(scale, Dropout(shape.dropout, 0, 0, numbers))
     causal = Causal(kernel, None, shape.window)
 
     def run() -> object:

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.torch_private import default_group, known_groups, schema_of
-from megatron.extensions.planner.as_on_gpus import replaced
 from megatron.extensions.planner.live_memory import tensors_of
 from megatron.extensions.planner.rehearsal.matching import Collective, Group, Splits
+from megatron.training.foreign import replaced
 
 LIBRARY = Path(__file__).resolve().parents[3]
 

@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -23,21 +23,24 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dist_checkpointing import storage
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parallel_state import ParallelState, build_groups
+from megatron.core.parallel_state import Axis, ParallelState, build_groups
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.torch_private import FakeTensorMode, fake_store
-from megatron.extensions.planner.as_on_gpus import as_on_gpus, replaced
-from megatron.extensions.planner.fake_stage import NoValues, regions_as_kernels
+from megatron.extensions.planner.as_on_gpus import (
+    PlannedFunctions,
+    PlannedGPU,
+    PlannedHardware,
+    PlannedRegions,
+    plans_fused_dropout,
+)
+from megatron.extensions.planner.fake_stage import NoValues
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, call_site, places_of
 from megatron.extensions.planner.rehearsal.matching import Box, Failure, Holder, RankRecord, coords_of
 from megatron.extensions.planner.time.pipeline import Schedule
 from megatron.extensions.simulator.simulator import StageCosts, held_at_peak
 from megatron.testing.local_world import die_with_parent
-from megatron.training import setup
 from megatron.training.config.batch_size import microbatches_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Parts
@@ -90,18 +93,20 @@ class RankMode(LiveMemory):
         most = sorted(found.items(), key=lambda item: -sum(item[1]))[:HOLDERS]
         return tuple(Holder(sum(sizes), len(sizes), site) for site, sizes in most)
 
-    def host_pools(self) -> AbstractContextManager[None]:
+    def count_host_pool(self, run: TrainingRun) -> None:
         """Counts the buffers of offloaded activations as the host's."""
-        real = setup.build_store
+        store = next((model.decoder.offload for model in run.stages.values()), None)
+        if store is not None:
+            store.pool = type(store.pool)(False)
+            self.on_host.append(self.count_apart(store.pool))
 
-        def made(config: ModelParallelConfig, device: torch.device | str) -> Any:
-            store = real(config, device)
-            if store is not None:
-                store.pool = type(store.pool)(False)
-                self.on_host.append(self.count_apart(store.pool))
-            return store
 
-        return replaced((setup, "build_store", made))
+class EveryRank(Axis):
+    """The world of a rank that has no others: it does by itself what the first rank does for all."""
+
+    @property
+    def first(self) -> bool:
+        return True
 
 
 T = TypeVar("T")
@@ -310,21 +315,23 @@ def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phas
         dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
         stack.callback(dist.destroy_process_group)
         phases.begin("process groups")
-        state = build_groups(config.parallel, lanes=on_gpu)
+        state = build_groups(config.parallel, backend="nccl" if on_gpu else "gloo")
         mode.log.name_groups({**state.axes, "world": state.world})
-    runtime = Runtime(Launch(rank, size, rank % 8), torch.device("cpu"), state, StartupPhases(phases.begin))
+    launch, device, hardware = Launch(rank, size, rank % 8), torch.device("cpu"), PlannedHardware()
+    if on_gpu:
+        hardware = PlannedGPU(fused_dropout=plans_fused_dropout(config.model, config.parallel))
+    state = replace(state, world=EveryRank(**vars(state.world)))
+    runtime = Runtime(launch, device, state, StartupPhases(phases.begin), hardware=hardware)
     for context in (
         FakeTensorMode(allow_non_fake_inputs=True),
         NoValues(),
         mode,
-        replaced((storage, "runs_for_all", lambda world: True)),  # it does itself what the first rank does for all
         mode.log.objects(),
-        mode.host_pools(),
-        as_on_gpus(config.model, config.parallel) if on_gpu else nullcontext(),
-        regions_as_kernels(mode),
+        PlannedFunctions(mode) if on_gpu else PlannedRegions(mode),
     ):
         stack.enter_context(context)
     run = build_run(config, runtime, WithoutInputs())
+    mode.count_host_pool(run)
     stack.callback(run.data.close)
     record.built = mode.now
     phases.begin("step")
