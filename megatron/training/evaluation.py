@@ -14,6 +14,7 @@ from megatron.training.hooks import Evaluation, Log
 from megatron.training.metrics.console import perplexity
 from megatron.training.metrics.progress_bar import ProgressBar
 from megatron.training.metrics.sinks import Record
+from megatron.training.progress import EVALUATION
 from megatron.training.run import TrainingRun
 
 
@@ -73,7 +74,9 @@ def summed_loss(
             first = first_sample + step * training.eval_batch_size
             taken = iterator.next_step(first, training.eval_batch_size)
             batches = put_on_device(taken, run.config.model, runtime)
-            total += loss_and_tokens(run.pipeline.evaluate(batches), count_tokens(batches), runtime)
+            with run.timers(EVALUATION):
+                losses = run.pipeline.evaluate(batches)
+            total += loss_and_tokens(losses, count_tokens(batches), runtime)
             if bar is not None:
                 bar.update(step + 1)
     own = [(meter, counts.flatten()) for meter, counts in counted if counts is not None]

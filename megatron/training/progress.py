@@ -78,9 +78,15 @@ STEP_PARTS = ("data", "forward", "backward", GRAD_SYNC, "optimizer")
 """Reading samples, the passes through the model, the end of the reduction of gradients, and the update."""
 
 
+EVALUATION, SAVE = "evaluation batch", "save"
+"""What comes between steps."""
+
+
 class StepTimers:
-    """The parts of a step as contexts: `with timers("forward"):`. Whoever times or traces them adds a watcher, whose
-    context is entered around each part. Costs nothing without any."""
+    """The parts of a step as contexts, `with timers("forward"):`, and each batch of an `EVALUATION` and each `SAVE`.
+
+    Whoever times or traces them adds a watcher, whose context is entered around each part. Costs nothing without any.
+    """
 
     def __init__(self) -> None:
         self.watchers: list[Callable[[str], AbstractContextManager[None]]] = []

@@ -18,7 +18,7 @@ from megatron.training.initialize import give_back_memory, limit_waits
 from megatron.training.metrics.banner import banner
 from megatron.training.metrics.run_log import RunLog
 from megatron.training.metrics.summary import summarize
-from megatron.training.progress import Interval
+from megatron.training.progress import SAVE, Interval
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import settle
 
@@ -91,7 +91,8 @@ def save(run: TrainingRun) -> None:
     """Starts a checkpoint of the current iteration. Collective."""
     settle(run)
     run.guard.store_means()
-    run.saver.save(run.measured)
+    with run.timers(SAVE):
+        run.saver.save(run.measured)
     for callback in run.callbacks:
         callback.on_checkpoint(run)
 

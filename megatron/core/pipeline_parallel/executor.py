@@ -7,7 +7,7 @@ is all in the list (`passes.pipeline_lists`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,8 @@ class PipelineExecutor:
         """The rank of the world whose message it waits for."""
         self.after: Callable[[Action], None] = _nothing
         """Called after each action, for diagnosis."""
+        self.watchers: list[Callable[[Action], AbstractContextManager[None]]] = []
+        """Contexts entered around each action, with the wait for its message."""
         self.timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
         """Wraps what "forward" and "backward" actions of training compute, without the wait for their messages. A
         forward and a backward that run in turns count as backward."""
@@ -193,6 +195,15 @@ class PipelineExecutor:
 
     def run_action(self, action: Action) -> None:
         """Runs one action, with the wait for its message."""
+        if self.watchers:
+            with ExitStack() as stack:
+                for watcher in self.watchers:
+                    stack.enter_context(watcher(action))
+                self._handle(action)
+        else:
+            self._handle(action)
+
+    def _handle(self, action: Action) -> None:
         if self._training and action.kind in COMPUTE:
             self.use_weights(action.microbatch >= self._microbatches)
         self._handlers[action.kind](action)

@@ -46,7 +46,7 @@ def traced(rank: int, size: int, flags: str, folder: str) -> tuple[float, bool]:
     """(the last loss, whether torch.distributed and the executor are as they were)"""
     functions = dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait
     run, _ = run_of(rank, size, flags, folder)
-    as_before = "run_action" not in vars(run.pipeline.executor) and not run.timers.watchers
+    as_before = not run.pipeline.executor.watchers and not run.timers.watchers
     after = dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait
     return run.measured["lm_loss"], as_before and functions == after
 

@@ -13,16 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron.core.parallel_state import JOINT_AXES, LANES, SINGLE_AXES, ParallelState
+from megatron.training.foreign import replaced
 
 MAIN_TRACK = "training thread"
 
@@ -168,16 +168,14 @@ class CollectiveTaps:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Records until the end of the block."""
-        with ExitStack() as stack:
-            for name, label in COLLECTIVES.items():
-                if hasattr(dist, name):
-                    stack.enter_context(patch.object(dist, name, self._collective(getattr(dist, name), label)))
-            for name, label in MESSAGES.items():
-                tap = self._collective(getattr(dist, name), label)
-                stack.enter_context(patch.object(dist, name, tap))
-                stack.enter_context(patch.object(distributed_c10d, name, tap))  # P2POp compares with it
-            stack.enter_context(patch.object(dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)))
-            stack.enter_context(patch.object(dist.Work, "wait", self._wait(dist.Work.wait)))
+        there = {name: label for name, label in (COLLECTIVES | MESSAGES).items() if hasattr(dist, name)}
+        taps = {name: self._collective(getattr(dist, name), label) for name, label in there.items()}
+        with replaced(
+            *((dist, name, tap) for name, tap in taps.items()),
+            *((distributed_c10d, name, taps[name]) for name in MESSAGES),  # P2POp compares with it
+            (dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)),
+            (dist.Work, "wait", self._wait(dist.Work.wait)),
+        ):
             yield
         self._launched.clear()
 

@@ -24,7 +24,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -41,6 +40,7 @@ from megatron.extensions.diagnosis.trace.recorder import CollectiveTaps, Recorde
 from megatron.extensions.diagnosis.trace.trace_file import write_trace
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Meter, RunView
+from megatron.training.progress import STEP_PARTS
 from megatron.training.reliability.untrusted import parse_integer
 from megatron.training.run import TrainingRun
 
@@ -148,7 +148,7 @@ PART_NAMES = {"grad_sync": "end of the gradient reduction"}
 class Tracer(Callback):
     """Starts after --trace-step-start iterations and stops after --trace-step-end. All methods are collective.
 
-    While it records it wraps the actions of the pipeline, the phases of the step, saves, evaluations and
+    While it records it watches the actions of the pipeline and the parts of the step, saves and evaluations, and wraps
     torch.distributed; before and afterwards they are as they were.
     """
 
@@ -165,7 +165,7 @@ class Tracer(Callback):
         self._step: AbstractContextManager[None] | None = None
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
-        self.runtime, self.pipeline, self.timers, self.saver = run.runtime, run.pipeline, run.timers, run.saver
+        self.runtime, self.pipeline, self.timers = run.runtime, run.pipeline, run.timers
         return ()
 
     def on_start(self, run: RunView) -> None:
@@ -206,12 +206,8 @@ class Tracer(Callback):
         self._progress = run.progress
         taps = self._taps
         taps.enter_context(CollectiveTaps(recorder, state).installed())
-        for owner, name, traced in (
-            (self.pipeline.executor, "run_action", self._actions(self.pipeline.executor.run_action)),
-            (self.pipeline, "evaluate", self._wrapped(self.pipeline.evaluate, "evaluation batch")),
-            (self.saver, "save", self._wrapped(self.saver.save, "save")),
-        ):
-            taps.enter_context(patch.object(owner, name, traced))
+        self.pipeline.executor.watchers.append(self._action)
+        taps.callback(self.pipeline.executor.watchers.remove, self._action)
         self.timers.watchers.insert(0, self._part)
         taps.callback(self.timers.watchers.remove, self._part)
         collections: list[AbstractContextManager[None]] = []
@@ -226,36 +222,26 @@ class Tracer(Callback):
         gc.callbacks.append(collected)
         taps.callback(gc.callbacks.remove, collected)
 
-    def _wrapped(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            assert self._recorder is not None
-            with self._recorder.span(name, "step", {"iteration": self._progress.iteration}):
-                return function(*args, **kwargs)
-
-        return traced
-
     @contextmanager
     def _part(self, part: str) -> Iterator[None]:
-        """A span of a part of a step; the first one begins that of the step."""
+        """A span of a part of a step, or of what comes between steps; the first part begins the span of the step."""
         assert self._recorder is not None
         if part == "data" and self._step is None:
             self._iteration = self._progress.iteration + 1
             self._step = self._recorder.span(f"step {self._iteration}", "step", {"iteration": self._iteration})
             self._step.__enter__()
-        with self._recorder.span(PART_NAMES.get(part, part), "step"):
+        args = {} if part in STEP_PARTS else {"iteration": self._progress.iteration}
+        with self._recorder.span(PART_NAMES.get(part, part), "step", args):
             yield
 
-    def _actions(self, run_action: Callable[[Action], None]) -> Callable[[Action], None]:
-        def traced(action: Action) -> None:
-            assert self._recorder is not None
-            kind, stage, microbatch = action
-            args: dict[str, Any] = {"kind": kind.value, "stage": stage, "microbatch": microbatch}
-            if self._iteration is not None:
-                args["iteration"] = self._iteration
-            with self._recorder.span(str(action), PIPELINE, args):
-                run_action(action)
-
-        return traced
+    def _action(self, action: Action) -> AbstractContextManager[None]:
+        """A span of an action of the pipeline."""
+        assert self._recorder is not None
+        kind, stage, microbatch = action
+        args: dict[str, Any] = {"kind": kind.value, "stage": stage, "microbatch": microbatch}
+        if self._iteration is not None:
+            args["iteration"] = self._iteration
+        return self._recorder.span(str(action), PIPELINE, args)
 
     def _measure(self, when: str) -> Offset:
         """The offset of this rank's host, measured by its first rank."""
