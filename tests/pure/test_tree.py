@@ -190,3 +190,12 @@ def test_the_library_does_not_know_its_extensions() -> None:
                 if named and "megatron.extensions" in node.value:
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}")
     assert not found, "\n".join(found)
+
+
+def test_nothing_but_tests_replaces_attributes_by_mocks() -> None:
+    """What differs, as on the device of a plan, is an argument. Functions of other libraries are replaced in
+    `megatron.training.foreign` alone."""
+    files = [path for folder in ("megatron", "tools") for path in (ROOT / folder).rglob("*.py")]
+    importing = re.compile(r"^\s*(from|import) (unittest|mock)\b", re.MULTILINE)
+    assert len(files) > 400
+    assert [path for path in files if importing.search(path.read_text())] == []

@@ -29,7 +29,6 @@ from functools import cache, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -38,15 +37,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron.core import compiled_regions
+from megatron.core.compiled_regions import RECOMPILE_LIMIT, CompiledRegion
+from megatron.core.parallel_state import ParallelState
 from megatron.core.torch_private import FakeTensorMode, TorchDispatchMode, cudnn_attention
 from megatron.extensions.planner.device_file import DeviceFile, device_names, read_device
 from megatron.extensions.planner.fake_stage import NoValues
 from megatron.training.config.run_config import RunConfig
+from megatron.training.foreign import replaced
+from megatron.training.hooks import Parts
 from tools.bench.gpu import SHAPES, add_model_flags, config_of, model_flags
-from tools.bench.side_by_side import own_run
 
 GUARD = r"""
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -163,6 +165,18 @@ def _properties(device: DeviceFile) -> SimpleNamespace:
     )
 
 
+class _Idle:
+    """A stream, or an event of one, that has nothing to wait for."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self
+
+
 @contextmanager
 def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
     """Within it tensors are fake, `cuda:0` is `device`, and attention runs by cuDNN.
@@ -185,7 +199,7 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
         get_device_properties=lambda device=None: properties, current_device=lambda: 0, set_device=lambda device: None
     )
     # Operations of fake tensors are in the order of the program, whatever stream they are launched on.
-    stream = mock.MagicMock(device=torch.device("cuda", 0))
+    stream = _Idle()
     create: Any = DeviceProperties.create
     deduce = UniformValueConstantFolder._deduce_value
 
@@ -197,7 +211,7 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
 
         def patch(target: Any, **values: Any) -> None:
             for name, value in values.items():
-                stack.enter_context(mock.patch.object(target, name, value))
+                stack.enter_context(replaced((target, name, value)))
 
         # torch.cuda.is_available stays False: FakeTensorMode then touches no driver.
         patch(
@@ -209,7 +223,7 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
             get_device_capability=lambda device=None: capability,
             get_device_properties=lambda device=None: properties,
             synchronize=lambda device=None: None,
-            Event=mock.MagicMock,
+            Event=_Idle,
             Stream=lambda device=None, **kwargs: stream,
             current_stream=lambda device=None: stream,
             stream=lambda stream: nullcontext(),
@@ -254,16 +268,27 @@ def watched_regions(mode: FakeTensorMode) -> Iterator[dict[str, RegionUse]]:
     uses: dict[str, RegionUse] = {}
 
     @cache
-    def compiled(function: Callable[..., Any], static: bool = False) -> Callable[..., Any]:
+    def compiled(region: CompiledRegion) -> Callable[..., Any]:
+        function = region.function
         name = f"{function.__module__.removeprefix('megatron.core.')}.{function.__qualname__}"
-        return _watched(function, static, uses.setdefault(name, RegionUse(name)), mode)
+        return _watched(function, region.static, uses.setdefault(name, RegionUse(name)), mode)
 
-    limit = max(torch._dynamo.config.recompile_limit, compiled_regions.RECOMPILE_LIMIT)
-    with (
-        mock.patch.object(compiled_regions, "_compiled", compiled),
-        torch._dynamo.config.patch(recompile_limit=limit),
-    ):
+    limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    with _Regions(compiled), torch._dynamo.config.patch(recompile_limit=limit):
         yield uses
+
+
+class _Regions(TorchFunctionMode):
+    """Runs compiled regions by what `compiled` makes of them."""
+
+    def __init__(self, compiled: Callable[[CompiledRegion], Callable[..., Any]]) -> None:
+        super().__init__()
+        self.compiled = compiled
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) is CompiledRegion:
+            return self.compiled(func)(*args)
+        return func(*args, **(kwargs or {}))
 
 
 def _watched(function: Callable[..., Any], static: bool, use: RegionUse, mode: FakeTensorMode) -> Callable[..., Any]:
@@ -324,7 +349,7 @@ def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings:
 
     given = {"cudagraphs": BoxedBool(False), "is_inference": False, **settings}
     with (
-        mock.patch.object(GraphLowering, "compile_to_module", generate),
+        replaced((GraphLowering, "compile_to_module", generate)),
         config.patch(force_disable_caches=True, compile_threads=1),
         V.set_debug_handler(DebugContext()),
     ):
@@ -335,17 +360,25 @@ def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings:
     raise AssertionError("Inductor generated no module")
 
 
+class _Given(Parts):
+    """Parts of a run whose kernels are given: there is nothing to time."""
+
+    def with_registered(self, config: RunConfig) -> Parts:
+        from megatron.extensions.fusions.hooks import KernelChoice
+
+        parts = super().with_registered(config)
+        return Parts([each for each in parts.callbacks if not isinstance(each, KernelChoice)], parts.metrics)
+
+
 def run_step(config: RunConfig) -> None:
     """The first step of the run of pretrain_gpt.py, within `fake_cuda`."""
-    from megatron.extensions.fusions.hooks import KernelChoice
+    from megatron.training.initialize import Runtime, set_determinism
+    from megatron.training.reliability.launch import Launch
+    from megatron.training.setup import build_run
     from megatron.training.train_step import train_step
 
-    with (
-        mock.patch("megatron.training.initialize.choose_device", return_value=torch.device("cuda", 0)),
-        mock.patch.object(KernelChoice, "choose", lambda self, config, parallel, runtime: parallel),  # is given
-        mock.patch.object(KernelChoice, "on_model"),  # there is nothing to time
-    ):
-        run = own_run(config)
+    set_determinism(config)
+    run = build_run(config, Runtime(Launch(), torch.device("cuda", 0), ParallelState()), _Given())
     train_step(run)
     run.data.close()
 

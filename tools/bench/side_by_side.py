@@ -19,12 +19,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
@@ -156,6 +155,18 @@ def interleaved(
     return found
 
 
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of the environment for the processes that are started in the block."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 class _Worker:
     """The processes that build a contestant and then run a round on request, in a separate folder."""
 
@@ -166,7 +177,7 @@ class _Worker:
         self._pools, self._pids, self._built = [], [], []
         for rank in map(str, range(contestant.ranks)):
             pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-            with mock.patch.dict(os.environ, environ | {"RANK": rank, "LOCAL_RANK": rank}):
+            with _environment(environ | {"RANK": rank, "LOCAL_RANK": rank}):
                 self._pids.append(pool.submit(os.getpid))
             self._built.append(pool.submit(_build, contestant, self._folder.name))
             self._pools.append(pool)

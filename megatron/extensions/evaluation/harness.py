@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
-from unittest import mock
 
 import lm_eval.api.metrics
 import lm_eval.api.task
@@ -29,6 +28,7 @@ from megatron.extensions.evaluation.rows import Row, Score, continuation_row, ro
 from megatron.extensions.evaluation.scoring import Scorer
 from megatron.extensions.inference.generation import Request
 from megatron.training.config.yaml_text import compose_yaml
+from megatron.training.foreign import replaced
 
 T = TypeVar("T")
 
@@ -192,10 +192,8 @@ class Suite:
 def _quietly() -> Iterator[None]:
     """Without the harness' bars and lines of progress. What other threads print is still seen."""
     no_bar = partial(tqdm.tqdm, disable=True)
-    with ExitStack() as patches:
-        for module in (tqdm, lm_eval.api.task):
-            patches.enter_context(mock.patch.object(module, "tqdm", no_bar))
-        patches.enter_context(mock.patch.object(lm_eval.api.metrics, "print", create=True))
+    bars = ((module, "tqdm", no_bar) for module in (tqdm, lm_eval.api.task))
+    with replaced(*bars, (lm_eval.api.metrics, "print", lambda *values, **options: None)):
         yield
 
 
