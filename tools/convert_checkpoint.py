@@ -22,6 +22,7 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 
+from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.extensions.conversion.convert import Conversion, parse_bytes, parse_dtype
 from megatron.extensions.conversion.flags import FORMATS
@@ -82,7 +83,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_extension_flag(parser, argv)
     add_family_flag(parser, argv, writes=True)
     add = parser.add_argument
-    add("--input", type=Path, required=True, help="folder of the model to convert")
+    add("--input", type=located, required=True, help="folder of the model to convert")
     add("--output", type=Path, required=True, help="folder to create")
     add("--to", choices=FORMATS, help="format of the output: Hugging Face (hf), ours (dcp) or Megatron-LM's (megatron)")
     add(

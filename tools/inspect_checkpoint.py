@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 
@@ -25,6 +25,7 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
+from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.dist_checkpointing.integrity import read_manifest
 from megatron.core.dist_checkpointing.path_kind import OURS, PATH_KINDS, kind_of, refusal
 from megatron.core.dist_checkpointing.state_dict import MODEL, model_key
@@ -33,7 +34,7 @@ from megatron.core.parallel_state import Axis
 from megatron.extensions.conversion.formats import Origin
 from megatron.training.checkpoints.checkpoint_fit import choose_run_checkpoint, saved_progress
 
-from .common import run_tool, tool_parser
+from .common import add_extension_flag, run_tool, tool_parser
 
 MOST_LINES = 40
 """Tensors of which each gets a line of its own."""
@@ -41,8 +42,9 @@ MOST_LINES = 40
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_parser(__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a folder of checkpoints")
-    parser.add_argument("other", type=Path, nargs="?", help="a checkpoint to compare with")
+    add_extension_flag(parser, argv)
+    parser.add_argument("checkpoint", type=located, help="a checkpoint, or a folder of checkpoints")
+    parser.add_argument("other", type=located, nargs="?", help="a checkpoint to compare with")
     args = parser.parse_args(argv)
     try:
         one = open_or_complain(args.checkpoint)
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 class ForeignWeights:
     """The parameters of a model of another format, with what this tool asks of a `Checkpoint`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: PurePath) -> None:
         from megatron.extensions.conversion.convert import recognize  # of which checkpoints of ours have no need
         from megatron.extensions.conversion.formats import Options
 
@@ -79,7 +81,7 @@ class ForeignWeights:
 Contents = Checkpoint | ForeignWeights
 
 
-def open_or_complain(path: Path) -> Contents:
+def open_or_complain(path: PurePath) -> Contents:
     """The checkpoint at `path`: a checkpoint, its files verified, or the weights of a model. Raises ValueError if there
     is nothing that is whole."""
     if (kind := kind_of(path)) not in OURS and PATH_KINDS.facts(kind).model:

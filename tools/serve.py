@@ -27,6 +27,7 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
+from megatron.core.dist_checkpointing.file_storage import resolved
 from megatron.extensions.inference.chat_template import find_chat_template
 from megatron.extensions.inference.generation import Engine
 from megatron.extensions.inference.model import LoadedModel
@@ -69,7 +70,7 @@ def serve(args: argparse.Namespace, model: LoadedModel, engine: Engine) -> None:
     loop = EngineLoop(engine, args.max_waiting)
     limits = Limits(new_tokens=args.max_tokens_limit)
     template = lru_cache(partial(find_chat_template, model.tokenizer_config, args.chat_template))
-    name = args.served_model_name or args.load.resolve().name
+    name = args.served_model_name or resolved(args.load).name
     api = OpenAIApi(model, engine, name, limits, template)
     http = HttpLimits(args.max_body_bytes, answer_seconds=args.request_timeout, connections=args.max_connections)
     log = partial(print, file=sys.stderr, flush=True) if args.log_requests else lambda line: None

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests.apart import ROOT, losses_in
-from tests.forked import forked_ranks, join, run_forked
+from tests.forked import forked_ranks, join, run_forked, run_program
 from tests.tiny import TINY
 
 FLAKY = """
@@ -71,6 +71,7 @@ def test_a_run_resumes_bitwise_from_a_storage_without_renames(tmp_path: Path, se
     (tmp_path / "flaky.py").write_text(FLAKY)
     url, screen = f"flaky://{server}/run", tmp_path / "screen"
     stored = [*flags, "--extension", str(tmp_path / "flaky.py"), "--save", url, "--load", url, "--keep-last", "2"]
+    stored += ["--export-hf-interval", "8", "--export-hf-dir", str(tmp_path / "hf")]
     with forked_ranks(2, stored, screen) as ranks:
         codes = join(ranks)
     assert codes[0] == -9 and codes[1] != 0, "rank 0 was killed before it published iteration 6"
@@ -82,6 +83,12 @@ def test_a_run_resumes_bitwise_from_a_storage_without_renames(tmp_path: Path, se
     assert not [name for name in left if name.endswith(".unfinished")]
     folders = {name.partition("/")[0] for name in left if "/" in name}
     assert folders == {"iter_0000004", "iter_0000006", "iter_0000008"}, "the second run holds the one that it loaded"
+    extension = ["--extension", str(tmp_path / "flaky.py")]
+    same = run_program("tools/inspect_checkpoint.py", *extension, url, tmp_path / "whole", code=0)
+    assert "equal" in same.stdout
+    exported = tmp_path / "exported"
+    run_program("tools/convert_checkpoint.py", *extension, "--input", url, "--output", exported, code=0)
+    run_program("tools/inspect_checkpoint.py", exported, tmp_path / "hf" / "iter_0000008", code=0)
     with urlopen(f"http://{server}/run/metrics.jsonl") as answer:
         (tmp_path / "metrics.jsonl").write_bytes(answer.read())
     assert losses_in(tmp_path / "metrics.jsonl") == losses_in(tmp_path / "whole" / "metrics.jsonl")
@@ -94,5 +101,7 @@ def test_a_storage_that_does_not_answer_is_a_problem_of_the_flag(tmp_path: Path)
 
 
 def test_a_url_without_a_storage_is_refused(tmp_path: Path) -> None:
+    tool = run_program("tools/inspect_checkpoint.py", "other://bucket/run", code=2)
+    assert "other://bucket/run is a URL, and no storage is registered for other://; use" in tool.stderr
     said = run_forked(1, [*TINY.split(), "--save", "other://bucket/run"], tmp_path / "screen", code=2)
     assert "--save other://bucket/run: is a URL, and no storage is registered for other://; use" in said

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.dist_checkpointing.path_kind import reader_of, refusal
 from megatron.core.parts import MODEL_LOADERS
 from megatron.extensions import load
@@ -122,7 +123,8 @@ def model_parser(about: str | None, argv: Sequence[str] | None) -> argparse.Argu
     parser = tool_parser(about)
     add_extension_flag(parser, argv)
     add_family_flag(parser, argv)
-    parser.add_argument("--load", type=Path, required=True, help="checkpoint, folder of them, or Hugging Face folder")
+    text = "checkpoint, folder of them, or Hugging Face folder"
+    parser.add_argument("--load", type=located, required=True, help=text)
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the tokenizer's")
     parser.add_argument("--batch-size", type=int, default=8, help="texts that grow at once (default: 8)")
     parser.add_argument("--device", default="cuda" if is_available() else "cpu", help="default: cuda, or cpu")

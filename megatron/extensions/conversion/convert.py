@@ -9,12 +9,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.file_storage import resolved
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.fsync import sync_folder
@@ -96,7 +97,7 @@ def _locked(folder: Path, final: Path) -> Iterator[None]:
 WEEK = 7 * 24 * 3600.0
 
 
-def recognize(path: Path) -> Format:
+def recognize(path: PurePath) -> Format:
     """The format of the checkpoint in a folder. Raises ValueError if it has none."""
     kind = kind_of(path)
     found = [name for name in FORMATS if kind in FORMATS.facts(name).kinds]
@@ -109,7 +110,7 @@ def recognize(path: Path) -> Format:
 class Conversion:
     """A planned conversion. ValueError, in one line, for whatever is known before a weight is read."""
 
-    def __init__(self, path: Path, output: Path, to: str | None, options: Options, force: bool = False) -> None:
+    def __init__(self, path: PurePath, output: Path, to: str | None, options: Options, force: bool = False) -> None:
         kind = recognize(path)
         usual = next((name for name in FORMATS if FORMATS.facts(name).usual), "dcp")
         to = to or (usual if kind.name == "dcp" else "dcp")
@@ -118,7 +119,7 @@ class Conversion:
             raise ValueError(f"--to {to}: this format can be read only")
         self.output, self.force = output, force
         refuse(output, force)
-        if output.resolve() in (path.resolve(), *path.resolve().parents):
+        if output.resolve() in (resolved(path), *resolved(path).parents):
             raise ValueError(f"--output {output} contains the input; choose another folder")
         self.source: Source = kind.open(path, options)
         self.target: Target = plan(self.source, output, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ STATE_KINDS = (MAIN_PARAM, "exp_avg", "exp_avg_sq", "momentum_buffer")
 class DCPSource(Source):
     """An opened checkpoint, its files verified: itself, or the latest of a folder."""
 
-    def __init__(self, path: Path, options: Options) -> None:
+    def __init__(self, path: PurePath, options: Options) -> None:
         remarks: list[str] = []
         checkpoint = choose_run_checkpoint(path, Axis(), remarks.append)
         if checkpoint is None:

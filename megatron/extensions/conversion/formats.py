@@ -171,7 +171,9 @@ class Format:
     """A format by name."""
 
     name: str
-    open: Callable[[Path, Options], Source]
+    open: Callable[[Any, Options], Source]
+    """Opens a path: a `PurePath` in any storage for checkpoints of ours, a `Path` for formats of the local disk."""
+
     plan: Callable[[Source, Path, Options], Target] | None
     """Plans what to write, given the source and the folder where the output will lie; None: it can only be read."""
 

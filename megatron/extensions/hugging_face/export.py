@@ -17,8 +17,9 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.extensions import load
 from megatron.extensions.conversion.convert import Conversion
@@ -42,7 +43,7 @@ COUNTS = struct.Struct("qq")
 class ExportProcess:
     """The process of one export. It sees no GPU, and gives way to training."""
 
-    def __init__(self, checkpoint: Path, output: Path, families: Sequence[str]) -> None:
+    def __init__(self, checkpoint: PurePath, output: Path, families: Sequence[str]) -> None:
         self.checkpoint, self.began = checkpoint, time.monotonic()
         # A file, because a pipe fills up while nobody reads it during training.
         self._counts = tempfile.TemporaryFile()  # noqa: SIM115
@@ -102,16 +103,16 @@ class HFExporter:
 
     doing = "exporting to Hugging Face"
 
-    def __init__(self, config: RunConfig, held: list[Path]) -> None:
-        options, save = config.options(HuggingFaceConfig), config.checkpoint.save
-        assert save is not None and options.export_hf_interval is not None
+    def __init__(self, config: RunConfig, held: list[PurePath]) -> None:
+        options, save = config.options(HuggingFaceConfig), config.checkpoint.save_folder or Path()
+        assert options.export_hf_interval is not None
         self.interval, self.held, self.families = options.export_hf_interval, held, options.hf_family or ()
-        self.root = Path(options.export_hf_dir or Path(save) / "hf")
-        self._waiting: deque[tuple[Path, Path]] = deque()
+        self.root = Path(options.export_hf_dir or save / "hf")
+        self._waiting: deque[tuple[PurePath, Path]] = deque()
         self._running: ExportProcess | None = None
         self._said = set[str]()
 
-    def add(self, iteration: int, checkpoint: Path) -> None:
+    def add(self, iteration: int, checkpoint: PurePath) -> None:
         """Queues a complete checkpoint if its turn has come."""
         if iteration % self.interval == 0:
             self.held.append(checkpoint)
@@ -153,8 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     the exit code."""
     load()
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name in ("checkpoint", "output"):
-        parser.add_argument(name, type=Path)
+    parser.add_argument("checkpoint")
+    parser.add_argument("output", type=Path)
     for flag in ("--extension", "--hf-family"):
         parser.add_argument(flag, action="append", default=[])
     parser.add_argument("--counts", type=int, help="file descriptor for the progress")
@@ -165,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         load_extensions(args.extension)
         add_families(args.hf_family)
         options = Options(family=family_to_write(args.hf_family))
-        conversion = Conversion(args.checkpoint, args.output, "hf", options, force=True)
+        conversion = Conversion(located(args.checkpoint), args.output, "hf", options, force=True)
         for note in conversion.notes:
             print(f"{NOTE}{visible(' '.join(note.split()))}")
         total = conversion.target.nbytes

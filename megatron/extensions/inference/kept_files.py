@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
@@ -44,10 +44,10 @@ def keep_tokenizer(config: TokenizerConfig, folder: Path) -> None:
             temporary.write_bytes(content)
 
 
-def found_tokenizer(config: TokenizerConfig, checkpoints: Path) -> TokenizerConfig:
+def found_tokenizer(config: TokenizerConfig, checkpoints: PurePath) -> TokenizerConfig:
     """The tokenizer of a run whose checkpoints, or one of them, are in this folder: where the run had it, or as it was
     kept if its files are no longer there."""
-    if _present(config):
+    if _present(config) or not isinstance(checkpoints, Path):
         return config
     for folder in (checkpoints / FOLDER, checkpoints.parent / FOLDER):
         kept = _kept(config, folder)

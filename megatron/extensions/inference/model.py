@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.tokenizers import Tokenizer, build_tokenizer, tokenize_beginning
@@ -73,7 +74,11 @@ class LoadedModel:
 
 @contextmanager
 def loaded_model(
-    path: Path | str, layout: ModelParallelConfig, device: str, launch: Launch, tokenizer: TokenizerConfig | None = None
+    path: PurePath | str,
+    layout: ModelParallelConfig,
+    device: str,
+    launch: Launch,
+    tokenizer: TokenizerConfig | None = None,
 ) -> Iterator[LoadedModel]:
     """The model of a checkpoint, saved at any layout, or of a Hugging Face folder, over the ranks of this launch.
     Collective.
@@ -87,11 +92,11 @@ def loaded_model(
     try:
         found = torch.device(device) if launch.world_size == 1 else runtime.device
         layout_of = partial(fitting_layout, layout, launch.world_size)
-        stages, config = load_stages(Path(path), layout_of, runtime.state, found)
+        stages, config = load_stages(located(path), layout_of, runtime.state, found)
         choose_products([getattr(torch, config.parallel.params_dtype)], found, runtime.state.world)
         pipeline, control = pipeline_layout(config.model, layout), control_axis(runtime.state.world)
         runner = StageRunner(stages, runtime.state, pipeline, control)
-        of_run = tokenizer or found_tokenizer(config.tokenizer, Path(path))
+        of_run = tokenizer or found_tokenizer(config.tokenizer, located(path))
         built = build_tokenizer(of_run, config.model.vocab_size)
         yield LoadedModel(runner, built, of_run, config, layout_of(config), runtime.state)
     finally:

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from megatron.core.dist_checkpointing.file_storage import UrlPath, located
@@ -111,7 +111,7 @@ def text_rule(text: str) -> tuple[str, str] | None:
 
 def checked_texts(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The parser of a tool, which from here on refuses a text or path by `text_rule`. A flag or an argument that may be
-    any text has the type `any_text`."""
+    any text has the type `any_text`, and a path in any storage the type `located`."""
 
     def text(given: str) -> str:
         if (broken := text_rule(given)) is not None:
@@ -120,7 +120,14 @@ def checked_texts(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     for kind in (None, str):
         parser.register("type", kind, text)
+
+    def stored(given: str) -> PurePath:
+        if "://" in text(given) and (broken := path_rule("stored", given)) is not None:
+            raise argparse.ArgumentTypeError(f"{_shown(given)} {'; '.join(broken)}")
+        return located(given)
+
     parser.register("type", Path, lambda given: Path(text(given)))
+    parser.register("type", located, stored)
     return parser
 
 

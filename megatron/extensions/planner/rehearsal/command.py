@@ -9,11 +9,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.file_storage import located, storage_of
 from megatron.core.dist_checkpointing.path_kind import kind_of
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis
@@ -107,7 +108,7 @@ def start_of_run(config: RunConfig) -> tuple[list[str], list[str]]:
     options = config.checkpoint
     if options.load is None:
         return ["a run would start at iteration 0, without --load"], []
-    load = Path(options.load)
+    load = located(options.load)
     if kind_of(load) in MODEL_LOADERS:
         return [f"a run would start at iteration 0 with the weights of {load}, which were not read"], []
     try:
@@ -116,12 +117,12 @@ def start_of_run(config: RunConfig) -> tuple[list[str], list[str]]:
         return [], [f"start: {error}"]
 
 
-def _start(config: RunConfig, load: Path) -> tuple[list[str], list[str]]:
+def _start(config: RunConfig, load: PurePath) -> tuple[list[str], list[str]]:
     options, lines = config.checkpoint, list[str]()
     checkpoint = choose_run_checkpoint(load, Axis(), lines.append, verified=False)
     if checkpoint is None:
         check_may_start(options)
-        missing = "there is no such folder" if not load.exists() else "it holds no checkpoint"
+        missing = "there is no such folder" if not storage_of(load).exists(load) else "it holds no checkpoint"
         return [f"a run would start at iteration 0: --load {load}: {missing} on this machine"], []
     plan, consumed = plan_of(config), int(checkpoint.payload.get("consumed_samples") or 0)
     there = config if len(plan.phases) < 2 else plan.trained(consumed).config
