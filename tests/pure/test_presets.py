@@ -13,8 +13,11 @@ import yaml
 
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.training.config.arguments import command_line, parse_args, with_flags
+from megatron.training.config.prepare import prepare
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.reliability.launch import Launch
+from tests.tiny import TINY
 
 T = TypeVar("T")
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -100,3 +103,14 @@ def test_suggested_flags_win_over_a_files_number_of_layers_in_a_stage(tmp_path: 
     file.write_text(text.replace("num-virtual-stages-per-pipeline-rank: 4", "num-layers-per-virtual-pipeline-stage: 5"))
     assert "stage: 5" in file.read_text()
     check_suggestions(["--config", str(file), "--mock-data"], 96 * 4)
+
+
+@pytest.mark.parametrize(("stated", "noted"), [(99, True), (257, False), (300, False)])
+def test_a_vocabulary_below_the_tokenizers_is_noted(
+    stated: int, noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"{TINY} --tokenizer-type ByteTokenizer --vocab-size {stated} --dry-run".split()
+    with pytest.raises(SystemExit):
+        prepare(command_line(flags, Launch()), Launch())
+    said = f"--vocab-size {stated}: has no effect: it is below the 257 tokens of the tokenizer, which the model has"
+    assert (said in capsys.readouterr().err) == noted

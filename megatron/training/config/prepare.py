@@ -67,7 +67,7 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
             print(redacted(note), file=sys.stderr)
     vocab_size, unread = _vocabulary(config, line, world_size)
     (inputs if vocab_size is not None else problems).extend(unread)
-    found = findings(config, world_size, vocab_size)
+    found = [*findings(config, world_size, vocab_size), *_smaller_vocabulary(config, vocab_size)]
     if launch.rank == 0:
         for notice in (each for each in found if each.harmless and each.flag not in not_given):
             print(notice, file=sys.stderr)
@@ -104,6 +104,15 @@ def _vocabulary(config: RunConfig, line: CommandLine, world_size: int) -> tuple[
         return stated, unread
     remedy = "for a plan without it, add --vocab-size with its number of tokens"
     return None, [replace(each, remedy=f"{each.remedy}; {remedy}") for each in unread]
+
+
+def _smaller_vocabulary(config: RunConfig, tokens: int | None) -> list[Problem]:
+    """A notice where --vocab-size has no effect, because the tokenizer has more `tokens`."""
+    stated = config.model.vocab_size
+    if stated is None or tokens is None or config.tokenizer.tokenizer_type == "NullTokenizer" or stated >= tokens:
+        return []
+    rule = f"has no effect: it is below the {tokens} tokens of the tokenizer, which the model has"
+    return [Problem("--vocab-size", stated, rule, "remove it", harmless=True)]
 
 
 def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> list[Problem]:
