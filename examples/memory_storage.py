@@ -10,6 +10,7 @@ Like object stores of clouds, it has no renames, and writes each object whole.
 import json
 import sys
 from contextlib import suppress
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import PurePath
 from typing import ClassVar
@@ -50,6 +51,8 @@ class MemoryStorage(Storage):
                 return answer.headers["Content-Length"].encode() if method == "HEAD" else answer.read()
         except HTTPError as error:
             raise FileNotFoundError(f"there is no {path}") if error.code == 404 else error from None
+        except HTTPException as error:
+            raise OSError(f"{path}: {error!r}") from error
 
 
 class Server(BaseHTTPRequestHandler):

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.file_storage import UrlPath, located
 from megatron.training.reliability.launch import tell_last
-from megatron.training.reliability.url_credentials import redacted
+from megatron.training.reliability.url_credentials import redacted, take_credentials
 from megatron.training.reliability.visible_text import CONTROLS, visible, visible_value
 
 NO_URL = (
@@ -26,6 +26,12 @@ NO_URL = (
 NO_STORAGE = "use a path of a mounted file system, or name by --extension a file that registers one (docs/extending.md)"
 """Remedy where a URL is given whose scheme no extension has registered."""
 
+
+SECRET = (
+    "has credentials, which would be saved with the run",
+    "give them to the storage in the environment (docs/extending.md)",
+)
+"""Rule and remedy where the URL of a storage has a password, a token or a signature."""
 
 LONGEST_NAME = 255
 """Bytes of a file's name on the file systems of Linux."""
@@ -123,7 +129,7 @@ def checked_texts(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     def stored(given: str) -> PurePath:
         if "://" in text(given) and (broken := path_rule("stored", given)) is not None:
-            raise argparse.ArgumentTypeError(f"{_shown(given)} {'; '.join(broken)}")
+            raise argparse.ArgumentTypeError(f"{_shown(redacted(given))} {'; '.join(broken)}")
         return located(given)
 
     parser.register("type", Path, lambda given: Path(text(given)))
@@ -186,6 +192,8 @@ def path_rule(kind: str, path: str) -> tuple[str, str] | None:
     """(rule, remedy) of a path that no file can have, or of a device that never ends, else None. `kind` is that
     of `FlagSpec.path`."""
     if "://" in path:
+        if kind == "stored" and take_credentials(path) != path:
+            return SECRET
         if kind == "stored" and not isinstance(located(path), UrlPath):
             return f"is a URL, and no storage is registered for {path.partition('://')[0]}://", NO_STORAGE
         return NO_URL if kind == "local" else None
