@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from megatron.core.batch import Batch
-from megatron.core.collectives import PassPair
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import global_token_count
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -21,8 +20,7 @@ from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.registry import imported
-from megatron.core.tensor_parallel.linear_gemms import WeightCasts
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.core.transformer.pass_context import PassContext
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Meter
 from megatron.training.initialize import Runtime
@@ -140,9 +138,7 @@ class Pipeline:
         config: RunConfig,
         runtime: Runtime,
         stages: dict[int, GPTModel],
-        queue: WeightGradQueue,
-        casts: WeightCasts,
-        pair: PassPair,
+        passes: PassContext,
     ) -> None:
         self.schedule, self.pp = config.parallel.schedule, runtime.state.pp
         self.group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
@@ -152,14 +148,14 @@ class Pipeline:
         self.layout = pipeline_layout(config.model, config.parallel)
         shape, dtype = hidden_shape(config, runtime.state.tp.size), getattr(torch, config.parallel.params_dtype)
         p2p = PipelineP2P(self.pp, shape, dtype, runtime.device, lanes=runtime.state.lanes)
-        self.executor = PipelineExecutor(stages, self.layout, p2p, queue, casts, pair)
+        self.executor = PipelineExecutor(stages, self.layout, p2p, passes.queue, passes.casts, passes.pair)
         self.of_step = imported(PIPELINE_SCHEDULES.facts(self.schedule).of_step)
         self._step_before = 0
         """Micro-batches of the last step, if it has begun passes of the next one."""
         self.graph: Any = None
         """The entry of MICROBATCH_RUNNERS that trains in place of the executor."""
         if (runner := config.parallel.microbatch_runner) is not None:
-            self.graph = MICROBATCH_RUNNERS[runner].build(config.parallel, self._one, runtime.device, casts)
+            self.graph = MICROBATCH_RUNNERS[runner].build(config.parallel, self._one, runtime.device, passes.casts)
 
     @property
     def loss_rank(self) -> int:

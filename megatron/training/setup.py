@@ -12,15 +12,14 @@ from megatron.core.collectives import PassPair
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.init import initialize_parameters_
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import freeze_parameters
 from megatron.core.parts import LOG_FORMATS, PASS_PAIRS
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
-from megatron.core.tensor_parallel.linear_gemms import WeightCasts
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.activation_store import build_store
+from megatron.core.transformer.pass_context import PassContext
 from megatron.training.checkpoints.checkpointing import Checkpointer, load_start
 from megatron.training.checkpoints.saving import RunSaver
 from megatron.training.config.flags import with_named
@@ -41,9 +40,7 @@ from megatron.training.step_guard import StepGuard
 def build_stages(
     config: RunConfig,
     runtime: Runtime,
-    queue: WeightGradQueue,
-    casts: WeightCasts,
-    pair: PassPair,
+    passes: PassContext,
     parallel: ModelParallelConfig,
 ) -> dict[int, GPTModel]:
     """Builds this rank's pipeline stages, by `parallel` in place of `config.parallel`. Initial weights do not depend on
@@ -52,24 +49,23 @@ def build_stages(
     layout = pipeline_layout(model, config.parallel)
     holds = pipeline_stages(model, config.parallel)
     stages: dict[int, GPTModel] = {}
-    offload = build_store(config.parallel, runtime.device)
+    tied = tied_stages(model, layout)
+    weights = WeightSetup(
+        runtime.device,
+        config.training.seed,
+        lazy=config.ddp.shards_parameters,
+        threads=host_threads(runtime.device),
+    )
     for stage in layout.stages_of(state.pp.rank):
         stages[stage] = GPTModel(
             model,
             parallel,
             state,
-            **vars(holds[stage]),
-            tied_stages=tied_stages(model, layout),
+            replace(holds[stage], tied_stages=tied),
             embedding=stages[0].embedding if 0 in stages else None,
-            queue=queue,
-            casts=casts,
-            pair=pair,
-            offload=offload,
-            device=runtime.device,
+            passes=passes,
+            weights=weights,
             hardware=runtime.hardware,
-            seed=config.training.seed,
-            init_threads=host_threads(runtime.device),
-            lazy=config.ddp.shards_parameters,
         )
     return stages
 
@@ -99,7 +95,7 @@ def _counted_from(progress: Progress, config: RunConfig, runtime: Runtime) -> Ru
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective."""
     phases, state = runtime.phases, runtime.state
-    queue, casts, named = WeightGradQueue(), WeightCasts(), config.parallel.pass_pair
+    named = config.parallel.pass_pair
     pair = PassPair() if named is None else PASS_PAIRS[named](config.parallel)
     with phases("data"):
         plan = plan_of(config).continued(read_history(config.checkpoint))
@@ -113,7 +109,8 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         parallel = config.parallel
         for callback in parts.callbacks:
             parallel = callback.choose(plan.longest.config, parallel, runtime)
-        stages = build_stages(config, runtime, queue, casts, pair, parallel)
+        passes = PassContext(pair=pair, offload=build_store(config.parallel, runtime.device))
+        stages = build_stages(config, runtime, passes, parallel)
         for line in freeze_parameters(stages.values(), config.optimizer, state.world):
             runtime.say(f" {line}")
         for callback in parts.callbacks:
@@ -124,12 +121,8 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             config.parallel,
             state,
             list(stages.values()),
-            config.optimizer.use_distributed_optimizer,
-            config.optimizer.group_of,
-            config.optimizer.whole_roles,
-            queue,
-            casts,
-            getattr(torch, config.optimizer.gradients_dtype or "", None),
+            config.optimizer,
+            passes,
             partial(
                 initialize_parameters_,
                 seed=config.training.seed,
@@ -149,7 +142,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             checkpointer = replace(checkpointer, config=config, plan=plan)
         lines = LOG_FORMATS.build(config.logging.log_format, config, plan.iterations)
         saver = RunSaver(checkpointer, runtime, progress, lines)
-    pipeline = Pipeline(config, runtime, stages, queue, casts, pair)
+    pipeline = Pipeline(config, runtime, stages, passes)
     timers = pipeline.executor.timed = StepTimers()
     pipeline.executor.validate = optimizer.validate
     meters: list[Meter] = [

@@ -155,6 +155,7 @@ def test_a_rank_without_parameters():
 def test_both_configurations_must_agree():
     state = build_parallel_state(ParallelDims(), 0)
     parallel = ModelParallelConfig(fp64=True)
-    ddp = DistributedDataParallel(DDPConfig(), parallel, state, [ToyStage(state)], use_distributed_optimizer=False)
+    other = OptimizerConfig(use_distributed_optimizer=False)
+    ddp = DistributedDataParallel(DDPConfig(), parallel, state, [ToyStage(state)], other)
     with pytest.raises(ValueError, match="use_distributed_optimizer is True in OptimizerConfig and False"):
         DistributedOptimizer(OptimizerConfig(), ddp, state)

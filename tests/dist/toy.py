@@ -138,8 +138,7 @@ def build(state, distributed=True, dtype="fp64", bucket_size=100, compiled=False
     parallel = ModelParallelConfig(**{dtype: True}, compile=compiled)
     stage = ToyStage(state, getattr(torch, parallel.params_dtype))
     config = optimizer_config(use_distributed_optimizer=distributed, **flags)
-    whole = config.whole_roles
-    ddp = DistributedDataParallel(DDPConfig(bucket_size), parallel, state, [stage], distributed, whole_roles=whole)
+    ddp = DistributedDataParallel(DDPConfig(bucket_size), parallel, state, [stage], config)
     return ddp, DistributedOptimizer(config, ddp, state)
 
 

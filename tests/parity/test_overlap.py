@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
+from megatron.core.distributed.param_and_grad_buffer import Bucket, BufferKind, ParamAndGradBuffer
 from megatron.core.distributed.param_layout import plan_buffers
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
@@ -140,7 +140,8 @@ def reduced(rank: int, world_size: int, shard: bool) -> torch.Tensor:
     meta = ParamMeta("decoder.final_layernorm.weight", (300,))
     (layout,) = plan_buffers([(meta, (300,))], world_size)
     parameter = torch.nn.Parameter(torch.zeros(300))
-    buffer = ParamAndGradBuffer(layout, [parameter], state.dp_cp, torch.float32, shard, torch.bfloat16)
+    kind = BufferKind(torch.float32, torch.bfloat16, shard)
+    buffer = ParamAndGradBuffer(layout, [parameter], state.dp_cp, kind)
     parameter.main_grad.copy_(values(rank))  # type: ignore[attr-defined]
     (bucket,) = buffer.buckets
     bucket.start_grad_sync()

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.integrity import MANIFEST, write_manifest
 from megatron.core.dist_checkpointing.path_kind import read_latest
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Update
 from megatron.core.optimizer.optimizer import Rates
 from megatron.core.parallel_state import ParallelState
@@ -54,16 +54,9 @@ class Run:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.stages = {0: GPTModel(config.model, config.parallel, seed=config.training.seed)}
+        self.stages = {0: GPTModel(config.model, config.parallel, weights=WeightSetup(seed=config.training.seed))}
         stages, options = list(self.stages.values()), config.optimizer
-        ddp = DistributedDataParallel(
-            config.ddp,
-            config.parallel,
-            STATE,
-            stages,
-            options.use_distributed_optimizer,
-            whole_roles=options.whole_roles,
-        )
+        ddp = DistributedDataParallel(config.ddp, config.parallel, STATE, stages, options)
         self.optimizer = DistributedOptimizer(config.optimizer, ddp, STATE)
 
     def step(self, number: int) -> None:

@@ -12,11 +12,11 @@ import yaml
 from megatron.core.config.layers import Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
+from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters, stage_metas
-from megatron.core.pipeline_parallel.stages import Stage
 from tests import gpt_cases
 from tests.extensions import installed
 
@@ -72,8 +72,8 @@ def test_parameters_are_those_of_the_built_model(
         state = ParallelState(ParallelDims(tp=tp, pp=pp), 0, axes)
         stage = Stage(layers, first=number == 0, last=number == pp - 1)
         tied = (0, pp - 1) if pp > 1 else ()
-        ends = {"first": stage.first, "last": stage.last, "tied_stages": tied}
-        model = GPTModel(config, parallel, state, layers=layers, **ends, device="meta", initialize=False)
+        whole = replace(stage, tied_stages=tied)
+        model = GPTModel(config, parallel, state, whole, weights=WeightSetup("meta", initialize=False))
         metas = stage_metas(config, stage, sequence_parallel=sequence_parallel, tied_stages=tied)
         assert [parameter.meta for parameter in model.parameters()] == metas
         for parameter, meta in zip(model.parameters(), metas, strict=True):

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.core import parts
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters, model_states, stage_metas
 from megatron.core.registry import NoFacts, Registry
@@ -111,7 +111,7 @@ def test_a_part_counts_by_what_its_constructor_makes(monkeypatch: pytest.MonkeyP
     own = replace(GPT, normalization="own")
     norms, width = 2 * own.num_layers + 1, own.hidden_size
     assert count_parameters(own).norms == count_parameters(replace(GPT, normalization="RMSNorm")).norms + norms * width
-    built = GPTModel(own, device="meta", initialize=False)
+    built = GPTModel(own, weights=WeightSetup("meta", initialize=False))
     assert [parameter.meta for parameter in built.parameters()] == stage_metas(own)
     with pytest.raises(ValueError, match="normalization = 'own'"):
         choose_family(own)

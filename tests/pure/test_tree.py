@@ -18,8 +18,8 @@ from tests.conftest import CAMPAIGNS
 
 # What decides by integers and text runs on a login node, where torch may be missing or slow to import.
 WITHOUT_TORCH = {
-    "megatron/core": "boxes config distributed.param_layout optimizer.param_scheduler optimizer.planned_states "
-    "param_meta parallel_dims tokenizers",
+    "megatron/core": "boxes config distributed.param_layout models.stage optimizer.param_scheduler "
+    "optimizer.planned_states param_meta parallel_dims tokenizers",
     "megatron/core/pipeline_parallel": "actions layout passes schedules stages walk",
     "megatron/training": "config config.arguments config.validation reliability.launch",
     "megatron/extensions/hugging_face": "family_files flags rules write_config",
@@ -199,3 +199,50 @@ def test_nothing_but_tests_replaces_attributes_by_mocks() -> None:
     importing = re.compile(r"^\s*(from|import) (unittest|mock)\b", re.MULTILINE)
     assert len(files) > 400
     assert [path for path in files if importing.search(path.read_text())] == []
+
+
+ARGUMENTS = 8
+
+KEYWORDS_OF_LM_EVAL = "lm_eval_model.model: CheckpointLM.__init__"
+"""lm-eval passes the user's `--model_args`, and the arguments of its own classes, by keyword."""
+
+PAST_ARGUMENTS = {
+    KEYWORDS_OF_LM_EVAL,
+    # torch calls these by position, one argument for each result of their backward.
+    "core.tensor_parallel.layers: LinearFunction.forward",
+    "extensions.fusions.fused_norm: _FusedNorm.forward",
+    "extensions.fusions.split_heads: _SplitHeads.forward",
+    # Pure functions of tensors, which torch.compile traces.
+    "extensions.linear_attention.gated_delta_net: delta_operands",
+    "extensions.linear_attention.gated_delta_rule: gated_delta_chunks",
+    "extensions.mamba.ssd: ssd_chunks",
+}
+"""Functions with more arguments. Others are grouped, as in `WeightSetup`: nothing may be added here."""
+
+
+def named_functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """(name with those of the classes and functions around it, function)"""
+    for node in ast.iter_child_nodes(tree):
+        named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        inside = f"{within}.{node.name}".lstrip(".") if named else within
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield inside, node
+        yield from named_functions(node, inside)
+
+
+def arguments_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Arguments without `self` and `cls`."""
+    given = function.args.posonlyargs + function.args.args
+    return len(given) + len(function.args.kwonlyargs) - (bool(given) and given[0].arg in ("self", "cls"))
+
+
+def test_functions_have_few_arguments() -> None:
+    """Triton's kernels may have more: a launch has no other values than its arguments."""
+    found = {
+        f"{'.'.join(path.relative_to(ROOT / 'megatron').with_suffix('').parts)}: {name}"
+        for path, tree in trees("megatron").items()
+        for name, function in named_functions(tree)
+        if arguments_of(function) > ARGUMENTS and not path.stem.endswith("_triton")
+    }
+    assert found - PAST_ARGUMENTS == set(), f"more than {ARGUMENTS} arguments: group those that belong together"
+    assert PAST_ARGUMENTS - found == set(), "delete these from the exceptions"

@@ -138,10 +138,13 @@ def layer_tflop(config: RunConfig) -> float:
 
 def layer(config: RunConfig, device: torch.device) -> Call:
     from megatron.core.batch import Batch
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
+    from megatron.core.models.stage import Stage
 
     model, samples = config.model, config.training.micro_batch_size
-    stage = GPTModel(model, config.parallel, layers=(0,), first=False, last=False, device=device, initialize=False)
+    stage = GPTModel(
+        model, config.parallel, stage=Stage((0,), False, False), weights=WeightSetup(device, initialize=False)
+    )
     for parameter in stage.train().parameters():
         torch.nn.init.normal_(parameter, std=0.02)
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]

@@ -15,29 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.grad_readiness import GradReadiness, wait_before_forward
 from megatron.core.distributed.param_and_grad_buffer import (
     Bucket,
+    BufferKind,
     ParamAndGradBuffer,
     SmallGrads,
     WholeUnits,
     have_values,
 )
-from megatron.core.distributed.param_layout import DEFAULT, GroupOf, launch_order, plan_buffers
+from megatron.core.distributed.param_layout import DEFAULT, launch_order, plan_buffers
 from megatron.core.init import alloc_storage, has_storage
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.parts import PARAM_GATHERS, SHARDING_STRATEGIES, param_gather
-from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import (
-    WeightGradQueue,
     accumulate_weight_grad,
     is_stale,
     mark_stale,
     rounding_sum,
 )
 from megatron.core.torch_private import foreach_mul_, foreach_zero_
+from megatron.core.transformer.pass_context import PassContext
 
 
 class DistributedDataParallel:
@@ -53,12 +54,11 @@ class DistributedDataParallel:
     parameters outside of a forward pass.
 
     With a `data_parallel_sharding_strategy` that shards gradients or parameters, matrices are whole only around the
-    passes of their unit; `queue` is where split backwards leave weight gradients,
-    `casts` are the kept casts of parameters. `initialize` sets the values of parameters that have no memory yet
-    (`GPTModel(lazy=True)`). Call `gather_params_` before you read such parameters.
+    passes of their unit; `passes` are the objects that the modules share. `initialize` sets the values of parameters
+    that have no memory yet (`WeightSetup.lazy`). Call `gather_params_` before you read such parameters.
 
-    Gradients are in the main dtype, or in `grad_dtype`; a sum over ranks is in the main dtype all the same, unless
-    `grad_reduce_in_bf16` is set.
+    Gradients are in the main dtype, or in the `gradients_dtype` of `optimizer`; a sum over ranks is in the main dtype
+    all the same, unless `grad_reduce_in_bf16` is set.
     """
 
     def __init__(
@@ -67,16 +67,13 @@ class DistributedDataParallel:
         parallel_config: ModelParallelConfig,
         state: ParallelState,
         modules: Sequence[nn.Module],
-        use_distributed_optimizer: bool = True,
-        group_of: GroupOf = DEFAULT.group_of,
-        whole_roles: Collection[str] = (),
-        queue: WeightGradQueue | None = None,
-        casts: WeightCasts | None = None,
-        grad_dtype: torch.dtype | None = None,
+        optimizer: OptimizerConfig = DEFAULT,
+        passes: PassContext | None = None,
         initialize: Callable[[Sequence[Tensor]], None] = have_values,
     ) -> None:
         self.config, self.parallel_config, self.state, self.modules = ddp_config, parallel_config, state, list(modules)
-        self.use_distributed_optimizer, self.whole_roles = use_distributed_optimizer, frozenset(whole_roles)
+        self.use_distributed_optimizer, self.whole_roles = optimizer.use_distributed_optimizer, optimizer.whole_roles
+        passes = passes or PassContext()
         gather = param_gather(parallel_config)
         every = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
         for param in (param for module in self.modules for param in module.parameters()):
@@ -92,23 +89,26 @@ class DistributedDataParallel:
             data_parallel_size=axes[False].size,
             expert_data_parallel_size=axes[True].size,
             bucket_size=ddp_config.ddp_bucket_size,
-            group_of=group_of,
-            whole_roles=whole_roles,
+            group_of=optimizer.group_of,
+            whole_roles=optimizer.whole_roles,
             linears_apart=gather is not None,
             units_apart=ddp_config.shards_gradients,
         )
         self.device = self.params[0].device if self.params else _communication_device(state.world)
         self.main_dtype: torch.dtype = getattr(torch, parallel_config.main_dtype)
         strategy: type[WholeUnits] = SHARDING_STRATEGIES[ddp_config.data_parallel_sharding_strategy or "optim"]
+        kind = BufferKind(
+            getattr(torch, optimizer.gradients_dtype) if optimizer.gradients_dtype else self.main_dtype,
+            torch.bfloat16 if ddp_config.grad_reduce_in_bf16 else self.main_dtype,
+            optimizer.use_distributed_optimizer,
+            ddp_config.shards_parameters,
+        )
         self.buffers = [
             ParamAndGradBuffer(
                 layout,
                 self.params,
                 axes[layout.expert],
-                grad_dtype or self.main_dtype,
-                use_distributed_optimizer,
-                torch.bfloat16 if ddp_config.grad_reduce_in_bf16 else self.main_dtype,
-                ddp_config.shards_parameters,
+                kind,
                 initialize,
                 copies[layout.expert],
                 strategy.bucket,
@@ -124,7 +124,9 @@ class DistributedDataParallel:
         self._reduced_whole = [bucket for bucket in self.buckets if bucket not in by_unit]
         """Buckets whose gradients are reduced once a step, in launch order."""
         of_units = [bucket for bucket in self.buckets if bucket in by_unit]
-        self.units = strategy(self.modules, self.params, of_units, ddp_config.shards_parameters, queue, casts)
+        self.units = strategy(
+            self.modules, self.params, of_units, ddp_config.shards_parameters, passes.queue, passes.casts
+        )
         self.param_gather: Any = None if gather is None else PARAM_GATHERS[gather](self)
         """Casts weights before they are gathered; None where all are gathered in their own format."""
         self._started = 0

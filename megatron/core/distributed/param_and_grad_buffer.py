@@ -8,6 +8,7 @@ of a unit has flat tensors of its own, whose memory comes and goes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -172,13 +173,24 @@ def have_values(params: Sequence[Tensor]) -> None:
 ALONE = Axis()
 
 
+@dataclass(frozen=True)
+class BufferKind:
+    """Dtypes of a buffer's gradients, and what is sharded over data-parallel ranks."""
+
+    grad_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    """Dtype of reductions over ranks."""
+
+    shard_grads: bool
+    shard_params: bool = False
+
+
 class ParamAndGradBuffer:
     """Memory of one `BufferLayout`.
 
     Moves `params`, the list that the layout was planned from, into it. Values, shapes and the Parameter objects stay
     the same; `initialize` sets the values of those that have no memory yet, one bucket at a time. `param.data` becomes
-    a view, and `param.main_grad` a view of zeroed gradients in `grad_dtype`.
-    Reductions over ranks use `reduce_dtype`.
+    a view, and `param.main_grad` a view of zeroed gradients.
     `copies` are ranks that hold the same shards, whose gradients are added up once a step. `of_unit` is the class of
     the buckets of units.
     """
@@ -188,20 +200,17 @@ class ParamAndGradBuffer:
         layout: BufferLayout,
         params: Sequence[nn.Parameter],
         axis: Axis,
-        grad_dtype: torch.dtype,
-        shard_grads: bool,
-        reduce_dtype: torch.dtype,
-        shard_params: bool = False,
+        kind: BufferKind,
         initialize: Callable[[Sequence[Tensor]], None] = have_values,
         copies: Axis = ALONE,
         of_unit: type[Bucket] = Bucket,
     ) -> None:
         assert axis.size == layout.data_parallel_size, "the layout is planned for another data-parallel size"
-        self.layout, self.axis, self.shard_grads, self.reduce_dtype = layout, axis, shard_grads, reduce_dtype
-        self.shard_params, self.copies = shard_params and layout.by_unit, copies
+        self.layout, self.axis, self.shard_grads, self.reduce_dtype = layout, axis, kind.shard_grads, kind.reduce_dtype
+        self.shard_params, self.copies = kind.shard_params and layout.by_unit, copies
         sample = params[layout.params[0].index]
-        self.param_data = torch.zeros(layout.kept(shard_params), dtype=sample.dtype, device=sample.device)
-        self.grad_data = torch.zeros(layout.kept(True), dtype=grad_dtype, device=sample.device)
+        self.param_data = torch.zeros(layout.kept(kind.shard_params), dtype=sample.dtype, device=sample.device)
+        self.grad_data = torch.zeros(layout.kept(True), dtype=kind.grad_dtype, device=sample.device)
         self.buckets: list[Bucket] = []
         for bucket_layout in layout.buckets:
             bucket = (of_unit if layout.by_unit else Bucket)(bucket_layout, self)

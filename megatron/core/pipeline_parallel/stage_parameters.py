@@ -6,7 +6,7 @@ extension is counted by its own constructor, and no list repeats it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,9 +14,10 @@ import torch
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
+from megatron.core.models.stage import Stage
 from megatron.core.param_meta import ParamMeta
-from megatron.core.pipeline_parallel.stages import Stage, whole_model
+from megatron.core.pipeline_parallel.stages import whole_model
 
 
 class Tensors(NamedTuple):
@@ -107,12 +108,8 @@ def _built(config: TransformerConfig, stage: Stage, sequence_parallel: bool, tie
         return GPTModel(
             config,
             parallel,
-            layers=stage.layers,
-            first=stage.first,
-            last=stage.last,
-            tied_stages=tied_stages,
-            device="meta",
-            initialize=False,
+            stage=replace(stage, tied_stages=tied_stages),
+            weights=WeightSetup("meta", initialize=False),
         )
 
 

@@ -5,23 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.stage import Stage
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import layout_of
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Contents of one pipeline stage: its layers by global number, the embedding (first), norm and head (last), and
-    with the head the modules of multi-token prediction."""
-
-    layers: Sequence[int]
-    first: bool = True
-    last: bool = True
 
 
 def whole_model(config: TransformerConfig) -> Stage:

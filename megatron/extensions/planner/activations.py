@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from megatron.core.models.stage import Stage
 from megatron.core.pipeline_parallel.actions import Action, Kind, units
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
-from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout
+from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.planner.fake_stage import MicroBatch, Part, PlannerCache, StageParts, Unit
 from megatron.extensions.planner.time.events import StageMemory
 from megatron.extensions.planner.time.pipeline import Schedule

@@ -24,13 +24,13 @@ from megatron.core.batch import Batch
 from megatron.core.config.layers import RecomputeConfig, Rotation, Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
+from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.parts import linear_format
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stage_parameters import built_layers
-from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
@@ -43,6 +43,7 @@ from megatron.core.torch_private import (
     local_scalar_overload,
 )
 from megatron.core.transformer.activation_store import build_store
+from megatron.core.transformer.pass_context import PassContext
 from megatron.core.transformer.recompute import Segment, recompute_segments
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.planner.as_on_gpus import (
@@ -219,14 +220,9 @@ class FakeStages:
             self.batch.model,
             self.parallel,
             self.state,
-            layers=[number for unit in part.units for number in unit.layers],
-            first=part.first,
-            last=part.last,
-            queue=self.queue,
-            casts=self.casts,
-            offload=self.offload,
-            initialize=False,
-            device=self.device,
+            Stage([number for unit in part.units for number in unit.layers], part.first, part.last),
+            passes=PassContext(self.queue, self.casts, offload=self.offload),
+            weights=WeightSetup(self.device, initialize=False),
             hardware=self.hardware,
         ).train()
         ends = list(accumulate(len(unit.layers) for unit in part.units))
@@ -325,9 +321,9 @@ def _layers_of(model: TransformerConfig, parallel: ModelParallelConfig) -> Itera
     """All layers, on the meta device, which builds a layer ten times as fast as fake tensors do."""
     if not parallel.extension_options:  # which may make layers differ
         return built_layers(model, False)
-    ends: dict[str, Any] = {"layers": range(model.num_layers), "first": False, "last": False}
+    layers = Stage(range(model.num_layers), first=False, last=False)
     with fake_state(parallel) as state:
-        stage = GPTModel(model, parallel, state, **ends, initialize=False, device=torch.device("meta"))
+        stage = GPTModel(model, parallel, state, layers, weights=WeightSetup("meta", initialize=False))
     return stage.decoder.layers
 
 

@@ -19,12 +19,13 @@ from megatron.core.config.param_groups import lines_of_groups
 from megatron.core.distributed.param_layout import BufferLayout, host_slots, place_states, plan_buffers, unit_of
 from megatron.core.facts import UpdateBytes
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN
+from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import UPDATES_AHEAD, param_gather, update_ahead
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
-from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, tied_stages
+from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.training.config.batch_size import byte_text, formats_of_states, microbatches_of
 from megatron.training.config.run_config import RunConfig

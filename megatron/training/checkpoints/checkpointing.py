@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.state_dict import (
     optimizer_state,
 )
 from megatron.core.dist_checkpointing.storage import Checkpoint, MismatchError, on_first_rank, save
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
@@ -319,10 +319,8 @@ def stages_without_weights(
             model,
             parallel,
             state,
-            **vars(holds[stage]),
-            tied_stages=tied_stages(model, pipeline),
-            device=device,
-            initialize=False,
+            replace(holds[stage], tied_stages=tied_stages(model, pipeline)),
+            weights=WeightSetup(device, initialize=False),
         ).eval()
         for stage in pipeline.stages_of(state.pp.rank)
     }

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core.batch import Batch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.pipeline_parallel.stage_parameters import model_states
 from megatron.extensions.hash_routing.hash_router import HashRouter
 from megatron.training.config.flags import with_fields
@@ -16,7 +16,7 @@ CONFIG = with_fields(model_of("sqrtsoftplus"), {"num_layers": 3, "moe_n_hash_lay
 
 
 def test_tables_are_random_and_fixed() -> None:
-    model, other = GPTModel(CONFIG, FP64), GPTModel(CONFIG, FP64, seed=5)
+    model, other = GPTModel(CONFIG, FP64), GPTModel(CONFIG, FP64, weights=WeightSetup(seed=5))
     tables = {meta.name: dtype for meta, dtype in model_states(CONFIG)}
     assert tables == {
         "decoder.layers.0.mlp.router.tid2eid": "int64",

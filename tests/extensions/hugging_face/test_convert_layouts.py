@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.latest_checkpoint import candidates
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.stage import Stage
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.pipeline_parallel.layout import split_layers
@@ -60,8 +61,8 @@ def load_and_save(rank: int, world_size: int, saved: RunConfig, load: Path, new:
     stage, model = state.pp.rank, config.model
     layers = split_layers(model.num_layers, 2, 1.0, 1.0)[stage]
     tied = tied_stages(model, pipeline_layout(model, parallel))
-    part = GPTModel(model, parallel, state, layers=layers, first=stage == 0, last=stage == 1, tied_stages=tied)
-    ddp = DistributedDataParallel(config.ddp, parallel, state, [part], True)
+    part = GPTModel(model, parallel, state, Stage(layers, stage == 0, stage == 1, tied))
+    ddp = DistributedDataParallel(config.ddp, parallel, state, [part])
     optimizer = DistributedOptimizer(config.optimizer, ddp, state)
     checkpointer = Checkpointer(config, state, {stage: part}, optimizer)
     progress = load_start(checkpointer)
@@ -107,9 +108,7 @@ def bytes_read(rank: int, world_size: int, folder: Path) -> int:
     weights = HFWeights(hf.tensors, model, hf.config["model_type"])
     state = initialize_model_parallel(2, 2)
     layers = split_layers(model.num_layers, 2, 1.0, 1.0)[state.pp.rank]
-    stage = GPTModel(
-        model, ModelParallelConfig(fp32=True), state, layers=layers, first=state.pp.first, last=state.pp.last
-    )
+    stage = GPTModel(model, ModelParallelConfig(fp32=True), state, Stage(layers, state.pp.first, state.pp.last))
     for parameter in stage.parameters():
         weights.read(parameter.meta.name, shard_of(parameter.meta, state.coords))
     return total

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.core.batch import Batch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.extensions.conversion.convert import Conversion
 from megatron.extensions.conversion.formats import Options
 from megatron.extensions.hugging_face.read_config import config_from_hf
@@ -105,7 +105,7 @@ def test_names_of_qwen3_next() -> None:
     """One module, whose parts beside the layer have names of their own (as transformers' list of renamed weights has
     them for other files of this layout), there and back byte by byte."""
     config = replace(config_from_hf(random_model("qwen3-next").config.to_dict()), mtp_num_layers=1)
-    mine = GPTModel(config, FP64, seed=3)
+    mine = GPTModel(config, FP64, weights=WeightSetup(seed=3))
     parameters = {p.meta.name: p.detach() for p in mine.parameters()}
     stored = to_hf(parameters, config, "qwen3_next")
     around = {name for name in stored if name.startswith("mtp.") and not name.startswith("mtp.layers.0.")}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.extensions.hugging_face.layouts import Box
@@ -67,7 +67,7 @@ def there_and_back(stored: Mapping[str, Tensor], config: TransformerConfig, mode
 
 def model_of(read: Mapping[str, Tensor], config: TransformerConfig) -> GPTModel:
     """The model of whole parameters, in fp64."""
-    model = GPTModel(config, FP64, initialize=False).eval()
+    model = GPTModel(config, FP64, weights=WeightSetup(initialize=False)).eval()
     copy_shards_(model.parameters(), read, ParallelState().coords)
     return model
 

@@ -61,7 +61,7 @@ def texts(config: TransformerConfig, parallel: ModelParallelConfig, state: Paral
     layout, stages = pipeline_layout(config, parallel), pipeline_stages(config, parallel)
     tied = tied_stages(config, layout)
     models = {
-        stage: GPTModel(config, parallel, state, **vars(stages[stage]), tied_stages=tied).eval()
+        stage: GPTModel(config, parallel, state, replace(stages[stage], tied_stages=tied)).eval()
         for stage in layout.stages_of(state.pp.rank)
     }
     runner = StageRunner(models, state, layout, state.world)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.pass_context import PassContext
 from megatron.extensions.offload.saved_activations import ActivationOffload, HostPool
 from megatron.testing.snapshot import differences
 from megatron.training.config.arguments import parse_args, with_flags
@@ -43,7 +44,7 @@ def test_offload_changes_no_bit(layers: int, flags: str) -> None:
 
 def model_with(offload: ActivationOffload | None) -> GPTModel:
     config = replace(with_dropout(LLAMA), num_layers=3)
-    return GPTModel(config, ModelParallelConfig(fp32=True), offload=offload).train()
+    return GPTModel(config, ModelParallelConfig(fp32=True), passes=PassContext(offload=offload)).train()
 
 
 def batch_of(model: GPTModel, samples: int = 2, first: int = 0) -> Batch:

@@ -11,7 +11,7 @@ import torch._dynamo  # torch.optim needs it: once here, not in every forked ran
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.optimizer import matrix_plan
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
@@ -223,7 +223,7 @@ def test_states_of_another_rule_are_refused_with_the_remedy(tmp_path: Path, monk
 
 def test_the_packed_projection_of_mamba2_is_left_to_the_scalar_optimizer() -> None:
     """As in Megatron-LM: its rows are gates, inputs, B, C and step sizes."""
-    layer = GPTModel(model_of("mamba"), device="meta", initialize=False).decoder.layers[0].self_attention
+    layer = GPTModel(model_of("mamba"), weights=WeightSetup("meta", initialize=False)).decoder.layers[0].self_attention
     metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters() if p.meta.matrix}
     whole = OptimizerConfig("muon", lr=1e-2).whole_roles
     assert {name for name, meta in metas.items() if meta.role in whole} == {"out_proj.weight"}
@@ -233,7 +233,7 @@ def test_the_packed_projection_of_mamba2_is_left_to_the_scalar_optimizer() -> No
 def test_matrices_of_delta_nets() -> None:
     """Each channel of a convolution is a filter over tokens: it maps no vector to another. The input projection is one
     matrix, as in Megatron-LM."""
-    layer = GPTModel(delta.DELTA_NET, device="meta", initialize=False).decoder.layers[0].self_attention
+    layer = GPTModel(delta.DELTA_NET, weights=WeightSetup("meta", initialize=False)).decoder.layers[0].self_attention
     metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters()}
     whole = OptimizerConfig("muon", lr=1e-2).whole_roles
     assert {name for name, meta in metas.items() if meta.role not in whole} == {"conv1d.weight"}

@@ -19,12 +19,13 @@ from megatron.core import compiled_regions
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
+from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.parts import NORMALIZATIONS
-from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.activation_store import build_store
 from megatron.core.transformer.norm import LayerNorm
+from megatron.core.transformer.pass_context import PassContext
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fp8.recipes import DelayedGemms
 from megatron.extensions.planner.activations import ActivationPlan
@@ -76,10 +77,10 @@ def settle(live: LiveMemory) -> None:
 def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> tuple[int, int]:
     """Bytes that are still there after a forward pass of a built stage, its weights and its output excluded, and bytes
     of buffers on the host."""
-    model, of_device = batch.model, {"device": batch.device}
+    model = batch.model
     offload = build_store(batch.parallel, batch.device)
-    ends = {"first": stage.first, "last": stage.last, "offload": offload}
-    built = GPTModel(model, batch.parallel, state, layers=stage.layers, **ends, **of_device, initialize=False).train()
+    passes, weights = PassContext(offload=offload), WeightSetup(batch.device, initialize=False)
+    built = GPTModel(model, batch.parallel, state, stage, passes=passes, weights=weights).train()
     dtype, rows = getattr(torch, batch.parallel.params_dtype), model.seq_length // state.cp.size
     rows //= state.tp.size if batch.parallel.sequence_parallel else 1
     whole = Batch.of_tokens(torch.zeros(batch.samples, model.seq_length, dtype=torch.int64))
@@ -93,7 +94,9 @@ def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> tuple[int,
         on_host = live.count_apart(offload.pool) if offload is not None else []
         hidden = None
         if not stage.first:
-            hidden = torch.zeros(rows, batch.samples, model.residual_size, dtype=dtype, **of_device).requires_grad_()
+            hidden = torch.zeros(
+                rows, batch.samples, model.residual_size, dtype=dtype, device=batch.device
+            ).requires_grad_()
         output = built(hidden, local)
     if state.tp.size * state.cp.size > 1:
         settle(live)

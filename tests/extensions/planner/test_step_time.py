@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.models.stage import Stage
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.planner.commands import DryRun
 from megatron.extensions.planner.device_file import DeviceFile, Link, read_device
 from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache

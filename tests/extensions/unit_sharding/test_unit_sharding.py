@@ -11,7 +11,7 @@ import pytest
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.distributed.param_layout import unit_of
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.extensions.unit_sharding.unit_sharding import Order, UnitBucket
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
@@ -203,7 +203,7 @@ def test_a_model_to_be_sharded_is_built_without_memory() -> None:
     live_memory = pytest.importorskip("megatron.extensions.planner.live_memory")
     model = config("--global-batch-size 1", 1).model
     with live_memory.LiveMemory() as live:
-        built = GPTModel(model, ModelParallelConfig(fp32=True), lazy=True)
+        built = GPTModel(model, ModelParallelConfig(fp32=True), weights=WeightSetup(lazy=True))
     whole = sum(parameter.nbytes for parameter in built.parameters())
     assert live.now < whole / 100
     assert live.peak - live.now <= max(parameter.nbytes for parameter in built.parameters())

@@ -3,41 +3,61 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.batch import Batch, BatchContext, EarlierTokens
-from megatron.core.collectives import PassPair, all_gather
+from megatron.core.collectives import all_gather
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.init import has_storage, initialize_parameters_
 from megatron.core.models.gpt.embedding import Embedding
 from megatron.core.models.gpt.loss import Head, masked_sum
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN, MultiTokenPrediction
+from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import LOSSES
 from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.core.tensor_parallel.linear_gemms import WeightCasts, build_format
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from megatron.core.transformer.activation_store import ActivationStore
+from megatron.core.tensor_parallel.linear_gemms import build_format
 from megatron.core.transformer.block import TransformerBlock
+from megatron.core.transformer.pass_context import PassContext
+
+
+@dataclass(frozen=True)
+class WeightSetup:
+    """How the parameters of a stage are created."""
+
+    device: torch.device | str = "cpu"
+    seed: int = 1234
+    """Seed of the initial weights."""
+
+    initialize: bool = True
+    """False if other weights will be loaded."""
+
+    lazy: bool = False
+    """Parameters have no memory, and no values, until `DistributedDataParallel` takes them over."""
+
+    threads: int = 1
+    """Threads that draw initial weights."""
+
+
+ORDINARY = WeightSetup()
 
 
 class GPTModel(nn.Module):
-    """One stage: the embedding on the first, `layers` (global numbers), final norm and head on the last.
+    """One stage, by default the whole model: the embedding on the first, layers, final norm and head on the last.
 
     Hidden states are [s, b, w], or [s/tp, b, w] under sequence parallelism, w being the residual stream's width; the
     first stage takes None for them and reads the batch's tokens. Without groups (`ParallelState()`) and with all layers
-    it is an ordinary module. The weights are set from `seed`, unless `initialize` is false because others will be
-    loaded. With `lazy`, parameters have no memory, and no values, until `DistributedDataParallel` takes them over.
+    it is an ordinary module. `passes` is the same for all stages of a rank.
 
-    With tied embeddings or multi-token prediction the last stage needs the embedding too. The stages `tied_stages` hold
-    it, if they are on different ranks; a last stage whose rank has the first one too takes over that one's `embedding`.
+    With tied embeddings or multi-token prediction the last stage needs the embedding too. `Stage.tied_stages` hold it,
+    if they are on different ranks; a last stage whose rank has the first one too takes over that one's `embedding`.
     """
 
     def __init__(
@@ -45,51 +65,42 @@ class GPTModel(nn.Module):
         config: TransformerConfig,
         parallel: ModelParallelConfig | None = None,
         state: ParallelState | None = None,
+        stage: Stage | None = None,
         *,
-        layers: Sequence[int] | None = None,
-        first: bool = True,
-        last: bool = True,
-        tied_stages: tuple[int, ...] = (),
         embedding: Embedding | None = None,
-        queue: WeightGradQueue | None = None,
-        casts: WeightCasts | None = None,
-        pair: PassPair | None = None,
-        offload: ActivationStore | None = None,
-        device: torch.device | str = "cpu",
+        passes: PassContext | None = None,
+        weights: WeightSetup = ORDINARY,
         hardware: Hardware | None = None,
-        seed: int = 1234,
-        initialize: bool = True,
-        lazy: bool = False,
-        init_threads: int = 1,
     ) -> None:
         super().__init__()
-        parallel, state = parallel or ModelParallelConfig(), state or ParallelState()
-        layers = tuple(range(config.num_layers) if layers is None else layers)
+        parallel, state, passes = parallel or ModelParallelConfig(), state or ParallelState(), passes or PassContext()
+        stage = stage or Stage(range(config.num_layers))
+        layers, first, last, device = tuple(stage.layers), stage.first, stage.last, torch.device(weights.device)
         assert all(0 <= number < config.num_layers for number in layers), f"{layers} of {config.num_layers}"
         ctx = TPContext(
             state=state,
             sequence_parallel=parallel.sequence_parallel,
             dtype=getattr(torch, parallel.params_dtype),
-            device=torch.device(device),
-            queue=queue or WeightGradQueue(),
-            pair=pair or PassPair(),
+            device=device,
+            queue=passes.queue,
+            pair=passes.pair,
             cp_comm_type=parallel.cp_comm_type,
             attention_backend=parallel.attention_backend,
-            hardware=replace(hardware or Hardware(), compiled=parallel.compiles(torch.device(device).type)),
-            format=build_format(parallel, config.num_layers, config.mtp_depths, casts or WeightCasts()),
-            seed=seed,
-            lazy=lazy,
+            hardware=replace(hardware or Hardware(), compiled=parallel.compiles(device.type)),
+            format=build_format(parallel, config.num_layers, config.mtp_depths, passes.casts),
+            seed=weights.seed,
+            lazy=weights.lazy,
             extension_options=parallel.extension_options,
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last
         self.sequence_parallel = parallel.sequence_parallel and state.tp.size > 1
         self.compiled = ctx.compiled
         needed = holds_embedding(config, first, last)
-        self.embedding = (embedding or Embedding(config, ctx, tied_stages)) if needed else None
+        self.embedding = (embedding or Embedding(config, ctx, stage.tied_stages)) if needed else None
         known = self.embedding or embedding
         tied_weight = known.word_embeddings.weight if config.tied_embeddings and known is not None else None
-        self.decoder = TransformerBlock(config, ctx, layers, first=first, final_norm=last, offload=offload)
-        self.output_layer = Head(config, ctx, tied_stages, tied_weight) if last else None
+        self.decoder = TransformerBlock(config, ctx, layers, first=first, final_norm=last, offload=passes.offload)
+        self.output_layer = Head(config, ctx, stage.tied_stages, tied_weight) if last else None
         self.mtp = MultiTokenPrediction(config, ctx) if last and config.mtp_depths else None
         self.loss = LOSSES[config.loss_func](config, ctx) if last else None
         self.loss_watchers: list[Callable[[Tensor, Batch], None]] = []
@@ -101,8 +112,9 @@ class GPTModel(nn.Module):
                 f"parameters {', '.join(twice)}: a name must belong to one parameter of the model; begin it with the "
                 "name that the part was given"
             )
-        if initialize:
-            initialize_parameters_([p for p in self.parameters() if has_storage(p)], seed, state.coords, init_threads)
+        if weights.initialize:
+            unset = [parameter for parameter in self.parameters() if has_storage(parameter)]
+            initialize_parameters_(unset, weights.seed, state.coords, weights.threads)
 
     def set_positions(self, config: TransformerConfig) -> None:
         """Continues with the rotary embeddings of `config`, which differs from the model's in their flags and in the

@@ -1,0 +1,28 @@
+"""Objects that the passes of all stages of a rank share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron.core.collectives import PassPair
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.core.transformer.activation_store import ActivationStore
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """Objects that the passes of all stages of a rank share: one for the stages, their gradient buffers and the
+    pipeline."""
+
+    queue: WeightGradQueue = field(default_factory=WeightGradQueue)
+    """Weight gradients that a split backward leaves for later."""
+
+    casts: WeightCasts = field(default_factory=WeightCasts)
+    """Kept casts of parameters."""
+
+    pair: PassPair = field(default_factory=PassPair)
+    """Runs two passes in turns."""
+
+    offload: ActivationStore | None = None
+    """Where activations are kept until the backward; None: on the device."""
