@@ -14,7 +14,7 @@ from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import PurePath
 from typing import ClassVar
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from megatron.core.dist_checkpointing.file_storage import STORAGES, Storage
@@ -51,8 +51,8 @@ class MemoryStorage(Storage):
                 return answer.headers["Content-Length"].encode() if method == "HEAD" else answer.read()
         except HTTPError as error:
             raise FileNotFoundError(f"there is no {path}") if error.code == 404 else error from None
-        except HTTPException as error:
-            raise OSError(f"{path}: {error!r}") from error
+        except (HTTPException, URLError) as error:
+            raise OSError(f"{path}: {error}") from error
 
 
 class Server(BaseHTTPRequestHandler):

@@ -80,7 +80,7 @@ def test_a_run_resumes_bitwise_from_a_storage_without_renames(tmp_path: Path, se
     said = run_forked(2, stored, screen)
     assert f" loaded checkpoint of iteration 4 from {url}: starting at iteration 4" in said and "skipped" not in said
     left = objects(server)
-    assert not [name for name in left if name.endswith(".unfinished")]
+    assert not [name for name in left if ".unfinished" in name or ".written" in name]
     folders = {name.partition("/")[0] for name in left if "/" in name}
     assert folders == {"iter_0000004", "iter_0000006", "iter_0000008"}, "the second run holds the one that it loaded"
     extension = ["--extension", str(tmp_path / "flaky.py")]
@@ -97,7 +97,12 @@ def test_a_run_resumes_bitwise_from_a_storage_without_renames(tmp_path: Path, se
 def test_a_storage_that_does_not_answer_is_a_problem_of_the_flag(tmp_path: Path) -> None:
     flags = [*TINY.split(), "--extension", str(ROOT / "examples" / "memory_storage.py")]
     said = run_forked(1, [*flags, "--save", "mem://127.0.0.1:9/run"], tmp_path / "screen", code=2)
-    assert "--save mem://127.0.0.1:9/run: cannot be reached: " in said
+    assert "--save mem://127.0.0.1:9/run: cannot be written: " in said
+    said = run_forked(1, [*flags, "--load", "mem://127.0.0.1:9/run"], tmp_path / "screen", code=2)
+    assert "--load mem://127.0.0.1:9/run: cannot be read: " in said
+    tool = ["--extension", ROOT / "examples" / "memory_storage.py", "--load", "mem://127.0.0.1:9/run", "--prompt", "a"]
+    done = run_program("tools/generate_text.py", *tool, code=2)
+    assert "error: mem://127.0.0.1:9/run: " in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_url_without_a_storage_is_refused(tmp_path: Path) -> None:

@@ -144,15 +144,16 @@ def model_flag_problems(args: argparse.Namespace) -> list[str]:
 def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> LoadedModel:
     """The model that the flags of `model_parser` name, until `stack` ends. Where it cannot be loaded, the first rank
     raises ValueError, and the others end with its exit code."""
+    from megatron.core.dist_checkpointing.storage import CheckpointError
     from megatron.extensions.inference.model import loaded_model
 
     tokenizer = config_of(TokenizerConfig, args) if args.tokenizer_type else None
     try:
         layout = config_of(ModelParallelConfig, args)
         return stack.enter_context(loaded_model(args.load, layout, args.device, launch, tokenizer))
-    except ValueError:
+    except (ValueError, CheckpointError) as error:
         if launch.rank == 0:
-            raise
+            raise ValueError(str(error)) from None
         sys.exit(2)
 
 

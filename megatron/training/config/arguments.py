@@ -145,7 +145,12 @@ def _with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     """The configuration with the flags that follow from a model in --load that is no checkpoint of ours: also from one
     whose folder holds the checkpoints of the run that started from it."""
     load = config.checkpoint.load
-    kinds = () if load is None or kind_of(load) == "checkpoint" else tuple(MODEL_FLAGS)
+    try:
+        kinds = () if load is None or kind_of(load) == "checkpoint" else tuple(MODEL_FLAGS)
+    except OSError as error:
+        rule, remedy = f"cannot be read: {error}", "correct it, or mend the disk or storage that it is in"
+        reader.problems.append(Problem("--load", load, rule, remedy))
+        return config
     found = next((kind for kind in kinds if PATH_KINDS[kind](str(load))), None)
     return config if found is None else MODEL_FLAGS[found](config, reader)
 

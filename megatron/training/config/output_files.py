@@ -10,6 +10,7 @@ import os
 import stat
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -120,11 +121,13 @@ def _kind_of_no_file(path: Path) -> str | None:
 
 
 def _unreachable(name: str, root: UrlPath) -> Iterator[Problem]:
-    """The problem of a URL whose storage does not answer."""
+    """The problem of a URL whose storage does not answer or takes no file. Leaves no files."""
+    storage, probe = storage_of(root), root / f".written-{uuid.uuid4().hex}"
     try:
-        storage_of(root).names(root)
+        storage.write(probe, b"")
+        storage.remove(probe)
     except OSError as error:
-        yield Problem(name, str(root), f"cannot be reached: {error}", "correct it, or start that storage")
+        yield Problem(name, str(root), f"cannot be written: {error}", "correct it, or start or mend that storage")
 
 
 def unwritable(config: RunConfig) -> Iterator[Problem]:
