@@ -13,7 +13,7 @@ from megatron.extensions.planner.device_file import DeviceError, device_names, r
 from megatron.extensions.planner.rehearsal.matching import DISTINCT, chosen_ranks
 from megatron.extensions.planner.terminal import at_interrupt, end_process
 from megatron.training.config.commands import Command, GivenOptions, Prepared
-from megatron.training.config.input_files import missing_inputs
+from megatron.training.config.input_files import absent_checkpoint, missing_inputs
 from megatron.training.config.problem import Problem, path_rule
 
 
@@ -131,7 +131,12 @@ class DryRun(Command):
         inputs = [*run.inputs, *missing_inputs(run.config, run.problems)]
         if run.problems:
             run.refuse([*run.problems, *inputs])
+        # Only the cluster may have the folder, or an earlier job will make it: the run itself insists on it.
+        absent = [each for each in inputs if each == absent_checkpoint(run.config)]
+        inputs = [each for each in inputs if each not in absent]
         if run.launch.rank == 0:
+            for each in absent:
+                print(each, file=sys.stderr)
             if run.config.optimizer.parameter_rules:  # a run finds it out as it builds the model
                 try:
                     run.config.optimizer.check_names({meta.name for meta in stage_metas(run.config.model)})

@@ -188,6 +188,12 @@ def test_a_plan_without_the_files_of_the_tokenizer() -> None:
     assert done.stdout == "" and "for a plan without it, add --vocab-size" in done.stderr
 
 
+def test_a_plan_notes_a_checkpoint_that_only_the_run_needs(tmp_path: Path) -> None:
+    done = pretrain(f"{RIGHT} --load {tmp_path}/no", code=0)
+    assert "parameters" in done.stdout
+    assert f"--load {tmp_path}/no: does not exist, and is not the folder of --save; correct the path" in done.stderr
+
+
 def test_files_that_a_run_misses_are_problems_behind_its_plan(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     missing = f"--valid v={tmp_path}/y --save {tmp_path}/file --load {tmp_path}/no --exit-on-missing-checkpoint"
