@@ -4,6 +4,9 @@ Every block fenced as bash is run, block after block, by one shell in a copy of 
 fenced as text: their flags are validated. A block that is not meant to be run, such as an sbatch line, is fenced
 without a language. The programs of one page start as a reader starts them; those of the others are forked from this
 process, which has imported torch.
+
+Every block fenced as python is run, too. A fragment has a comment before it with the Python that it needs around it: a
+line `<!-- python`, the program with a line BLOCK in the place of the fragment, and a line `-->`.
 """
 
 from __future__ import annotations
@@ -24,13 +27,17 @@ from megatron.training.config.arguments import command_line
 from megatron.training.config.flags import spelling_table
 from megatron.training.config.validation import notices, validate
 from megatron.training.reliability.launch import Launch
-from tests.apart import ROOT, losses_in, run_command
+from tests.apart import ROOT, losses_in, python_apart, run_command
 from tests.extensions import installed
 
 README = (ROOT / "README.md").read_text()
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 BASH_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TEXT_BLOCK = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PYTHON_BLOCK = re.compile(
+    r"(?:^<!-- python\n((?:(?!-->)[^\n]*\n)*)-->\n\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+"""(the Python around a block if any, the block)"""
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -179,3 +186,33 @@ def test_table_of_bubbles_is_what_the_simulator_finds() -> None:
             assert float(share) == round(100 * bubble, 1)
             assert alone == pytest.approx(0 if ahead == "0" else bubble)
     assert "with p = 4 and m = 8, 3/8 instead of 3/11." in text and round(300 / 11, 1) == float(rows[0][1])
+
+
+def python_programs(page: str) -> list[str]:
+    """The blocks of Python of a page, completed."""
+    found = PYTHON_BLOCK.findall(page)
+    assert len(found) == page.count("```python"), "a comment `<!-- python` ends with `-->`, an empty line and its block"
+    programs = [[block if line.strip() == "BLOCK" else line for line in around.splitlines()] for around, block in found]
+    return ["\n".join(program) or block for program, (_, block) in zip(programs, found, strict=True)]
+
+
+PYTHON = [
+    pytest.param(program, id=f"{page}-{number}")
+    for page in ("CONTRIBUTING.md", *PAGES)
+    for number, program in enumerate(python_programs((ROOT / page).read_text()), 1)
+]
+
+
+@pytest.mark.parametrize("program", PYTHON)
+def test_python_of_the_docs(program: str, tmp_path: Path) -> None:
+    (tmp_path / "block.py").write_text(program)
+    python_apart(
+        "-c", "import os, runpy, sys; os.chdir(sys.argv[1]); runpy.run_path('block.py')", str(tmp_path), code=0
+    )
+
+
+def test_a_wrong_keyword_in_the_docs_is_found(tmp_path: Path) -> None:
+    (program,) = (each.values[0] for each in PYTHON if "suits=" in str(each.values[0]))
+    (tmp_path / "block.py").write_text(str(program).replace("suits=", "takes="))
+    ended = python_apart(str(tmp_path / "block.py"), code=1)
+    assert "unexpected keyword argument 'takes'" in ended.stderr
