@@ -63,7 +63,10 @@ class Registry(Collection[str], Generic[P, F]):
         form: str | Callable[[F], str] | None = None,
         attributes: Sequence[str] = (),
     ) -> None:
-        self.flag, self._make_facts, self._form, self._attributes = flag, facts, form, attributes
+        self.flag = flag
+        self._make_facts = facts
+        self._form = form
+        self._attributes = attributes
         self._entries: dict[str, _Entry[F]] = {}
         self._substitutes: dict[str, list[tuple[str, Callable[..., bool]]]] = {}
 

@@ -92,7 +92,9 @@ class CheckpointLM(ParallelLM):
             raise ModelArgumentError(
                 f"--model_args max_length={longest}: the model has {limit} positions; nearest: {limit}"
             )
-        runner, state, tokenizer = self.loaded.runner, self.loaded.state, self.loaded.tokenizer
+        runner = self.loaded.runner
+        state = self.loaded.state
+        tokenizer = self.loaded.tokenizer
         executor = PipelineExecutor(runner.stages, runner.layout, runner.p2p)
         scorer = Scorer(
             forward=scores_by(executor, self.loaded.layout, state),

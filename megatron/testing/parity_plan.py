@@ -114,7 +114,9 @@ class ParityPlan:
 def read_flags(flags: Sequence[str], steps: int) -> RunConfig:
     """The configuration of the flags, tiny where they leave it open. Raises ValueError with every problem."""
     config = parse_args(["--config", str(DEFAULTS), *flags])
-    data, model, training = config.data, config.model, config.training
+    data = config.data
+    model = config.model
+    training = config.training
     if not (data.data_path or data.per_split or data.dataset_type):
         data = replace(data, mock_data=True)
     if config.tokenizer.tokenizer_type is not None:

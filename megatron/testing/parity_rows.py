@@ -24,7 +24,9 @@ LAYOUTS, EXPERT_LAYOUTS = (
 )
 CHECKPOINTS = ("dp2-to-tp2-sp-pp2-dp2", "tp2-sp-pp2-dp2-to-dp2")
 EXPERT_CHECKPOINTS = ("ep2-to-tp2-sp-pp2-dp2", "tp2-sp-pp2-ep2-to-dp2-replicated")
-ONE_PROCESS, FINITE_DIFFERENCES, GIVEN = "one-process", "finite-differences", "given"
+ONE_PROCESS = "one-process"
+FINITE_DIFFERENCES = "finite-differences"
+GIVEN = "given"
 
 
 def of_schedule(schedule: str) -> dict[str, str]:

@@ -222,7 +222,9 @@ def _gradients(run: TrainingRun, label: Label) -> Iterator[Fragment]:
 def _moments(run: TrainingRun, label: Label) -> Iterator[Fragment]:
     places = _places(run)
     for piece in run.optimizer.sharded_state():
-        name, shape, order = piece.meta.name, piece.global_shape, label.order("moment", *places[piece.meta.name])
+        name = piece.meta.name
+        shape = piece.global_shape
+        order = label.order("moment", *places[piece.meta.name])
         for offset, values in piece.boxes(run.runtime.state.coords):
             yield Fragment(f"{label} {piece.key} {name}", shape, offset, values, order)
 

@@ -154,11 +154,15 @@ def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
 
 def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames) -> Splits:
     """The data sets of a phase, which takes up the training sources where the phases before it have left them."""
-    config, training, order = phase.config, phase.config.training, demands.order
+    config = phase.config
+    training = phase.config.training
+    order = demands.order
     # Evaluation takes as many as Megatron-LM counts: the order of their samples depends on it.
     once = training.eval_iters * training.eval_batch_size
     for_valid = None if training.full_validation else (plan.iterations // training.eval_interval + 1) * once
-    order.planned, order.take_up, order.present = phase.planned, phase.take_up, []
+    order.planned = phase.planned
+    order.take_up = phase.take_up
+    order.present = []
     # What is no indexed dataset has every sample of the run under its number.
     size = phase.samples if config.data.dataset == "gpt" else plan.samples
     made = _build(config, (size, for_valid, once), demands)

@@ -22,7 +22,9 @@ def evaluate(run: TrainingRun, split: str, log: Log) -> None:
     """Evaluates the data sets of "valid" or "test" of the current phase, and logs the loss and perplexity of each,
     unless the run is asked to stop meanwhile. If all of them have names, the loss without a name is that of all tokens.
     Each validation reads the next samples. Collective."""
-    training, runtime, iteration = run.config.training, run.runtime, run.progress.iteration
+    training = run.config.training
+    runtime = run.runtime
+    iteration = run.progress.iteration
     number = max(0, iteration - 1) // training.eval_interval if split == "valid" else 0
     runtime.watchdog.doing(f"evaluation ({split}) at iteration {iteration}")
     sums: dict[str, tuple[float, float]] = {}

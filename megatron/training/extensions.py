@@ -93,7 +93,10 @@ def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown
     name, or for one whose file is missing. `shown` is the source in messages.
 
     Raises ExtensionError, which lists the others, each with the flag that allows it."""
-    recorded, refused, missing, elsewhere = [], [], [], list(given)
+    recorded = []
+    refused = []
+    missing = []
+    elsewhere = list(given)
     for name in names:
         moved = next((each for each in elsewhere if Path(each).name == Path(name).name), None)
         if moved is not None:

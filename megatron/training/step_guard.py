@@ -44,7 +44,9 @@ class StepGuard:
     """Judges every step, and counts skipped ones and the samples of the others in the run's progress."""
 
     def __init__(self, config: RunConfig, device: torch.device, progress: Progress) -> None:
-        self.checks, self._progress, named = config.checks, progress, STEP_JUDGES.chosen(config)
+        self.checks = config.checks
+        self._progress = progress
+        named = STEP_JUDGES.chosen(config)
         self.judge: Any = None if named is None else STEP_JUDGES[named](config, device, progress.running_means)
         """Called by the optimizer before it updates the weights; None if spikes are not checked for."""
 
@@ -60,7 +62,9 @@ class StepGuard:
         if self._pending is None:
             return None
         (step, result), self._pending = self._pending, None
-        progress, checks, nan = self._progress, self.checks, is_nan(result)
+        progress = self._progress
+        checks = self.checks
+        nan = is_nan(result)
         refused = (nan and checks.check_for_nan_in_loss_and_grad) or (result.spike and result.skipped)
         ends = refused and progress.nan_iterations + progress.skipped_spikes >= checks.max_skipped_iterations
         if not ends:

@@ -42,7 +42,9 @@ def start_run(run: TrainingRun, resources: ExitStack) -> None:
 
 def build_tasks(run: TrainingRun, log: RunLog, resources: ExitStack) -> list[Task]:
     """The periodic tasks of a run in the order in which they are performed, those of extensions before the save."""
-    config, first, over = run.config, run.progress.iteration + 1, partial(run.plan.is_over, run)
+    config = run.config
+    first = run.progress.iteration + 1
+    over = partial(run.plan.is_over, run)
     minutes = config.parallel.distributed_timeout_minutes
     limit = partial(limit_waits, run.runtime, run.pipeline.executor.p2p, "--distributed-timeout-minutes", minutes)
     after_first = lambda: run.progress.iteration == first  # noqa: E731

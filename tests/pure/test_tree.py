@@ -246,3 +246,13 @@ def test_functions_have_few_arguments() -> None:
     }
     assert found - PAST_ARGUMENTS == set(), f"more than {ARGUMENTS} arguments: group those that belong together"
     assert PAST_ARGUMENTS - found == set(), "delete these from the exceptions"
+
+
+def test_an_assignment_binds_at_most_two_targets() -> None:
+    found = []
+    for path in sorted((ROOT / "megatron").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            packed = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
+            if packed and isinstance(node.value, ast.Tuple) and len(node.value.elts) > 2:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found, "\n".join(found)

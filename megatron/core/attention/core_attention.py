@@ -119,7 +119,9 @@ class CoreAttention(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, sinks: Sequence[ParamMeta] = ()) -> None:
         """`sinks`: the parameter of learned attention sinks [heads], if there is one."""
         super().__init__()
-        self.scale, self.span, self.cp = config.attention_scale, config.layer(ctx.layer).span, ctx.state.cp
+        self.scale = config.attention_scale
+        self.span = config.layer(ctx.layer).span
+        self.cp = ctx.state.cp
         self.window, self.chunk = self.span.window, self.span.chunk
         self.p, self.key = config.attention_dropout, site_key(ctx.seed, f"{name}.attention_dropout")
         self.hardware, self.backend = ctx.hardware, ctx.hardware.attention(ctx.attention_backend)

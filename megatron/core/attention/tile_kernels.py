@@ -136,7 +136,11 @@ class TorchKernel:
         note: Callable[[Tensor], None] | None = None,
     ) -> None:
         """`note` is called with the largest scores [heads] of each tile in the forward."""
-        self.scale, self.dropout, self.slopes, self.cap, self.note = scale, dropout, slopes, cap, note
+        self.scale = scale
+        self.dropout = dropout
+        self.slopes = slopes
+        self.cap = cap
+        self.note = note
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         for tile in tiles:

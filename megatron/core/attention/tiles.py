@@ -147,7 +147,8 @@ def _halves(tile: Tile, longest: int, times: int) -> Iterator[Tile]:
     if not tile.diagonal or len(tile.queries) <= longest or not times:
         yield tile
         return
-    half, window, bare = len(tile.queries) // 2, tile.window, replace(tile, window=None)
+    half, window = len(tile.queries) // 2, tile.window
+    bare = replace(tile, window=None)
     first = replace(bare, queries=tile.queries[:half], keys=tile.keys[:half])
     last = replace(bare, queries=tile.queries[half:], first_query=tile.first_query + half)
     between = replace(last, keys=tile.keys[:half], diagonal=False)

@@ -196,7 +196,10 @@ class _Builder:
     """Builds splits; opens each indexed dataset once for all of them."""
 
     def __init__(self, config: DatasetConfig, format: SampleFormat, seed: int, demands: Demands) -> None:
-        self.config, self.format, self.seed, self.demands = config, format, seed, demands
+        self.config = config
+        self.format = format
+        self.seed = seed
+        self.demands = demands
         self.open, self.say = cache(IndexedDataset), cache(demands.say)
 
     def own_split(self, split: str, values: Sequence[str] | None, size: int | None) -> Dataset | None:
@@ -309,7 +312,9 @@ class _Builder:
 def training_sources(config: DatasetConfig) -> list[tuple[str, float, float | None]]:
     """(prefix, share of its documents that is for training, share of the samples) of each data set of the training
     split; the last is None where several have no weights, as all of each is used."""
-    flag, values, share = "--data-path", config.data_path, 1.0
+    flag = "--data-path"
+    values = config.data_path
+    share = 1.0
     if config.dataset != "gpt":
         return []
     if config.per_split:

@@ -238,7 +238,9 @@ class GPTDataset(TextDataset):
             elif count and self.pieces is not None:
                 start = int(self.pieces.starts[number]) + offset
                 found.append((int(self.pieces.documents[number]), start, count))
-            first, offset, left = first + 1, 0, left - count
+            first = first + 1
+            offset = 0
+            left = left - count
         return found
 
     def _text(self, index: int) -> NDArray[np.int64]:

@@ -21,7 +21,9 @@ STREAM = 1 << 18
 """Documents of a stream, or draws of a blend, that are processed at a time."""
 
 # For blends: draws in a block, draws before it that correct a wrong guess, and the limit of counts in parallel blocks.
-BLOCK, LEAD, CELLS = 1 << 10, 1 << 7, 1 << 16
+BLOCK = 1 << 10
+LEAD = 1 << 7
+CELLS = 1 << 16
 
 
 def parse_split(split: str) -> tuple[float, float, float]:

@@ -29,7 +29,11 @@ class SourceOrder:
     def __init__(
         self, indexed: IndexedDataset, documents: range | Pieces, *, seed: int, split: str, cache: IndexCache
     ) -> None:
-        self.indexed, self.documents, self.seed, self.split, self.cache = indexed, documents, seed, split, cache
+        self.indexed = indexed
+        self.documents = documents
+        self.seed = seed
+        self.split = split
+        self.cache = cache
         self.segments: list[GPTDataset] = []
         self.taken = 0
         """Samples of the segments that are taken."""
@@ -80,7 +84,9 @@ class _View(TextDataset):
     """The samples of segments from number `first` on."""
 
     def __init__(self, segments: Sequence[GPTDataset], first: int) -> None:
-        self.segments, self.first, self.format = list(segments), first, segments[0].format
+        self.segments = list(segments)
+        self.first = first
+        self.format = segments[0].format
         self.ends = np.cumsum([len(segment) for segment in segments])
         self.samples = int(self.ends[-1]) - first
         # Segments that are added later change no sample.
@@ -117,7 +123,9 @@ def split_tokens(lengths: NDArray, shares: Sequence[float], wanted: Sequence[boo
     sizes[largest] += total - sum(sizes)
     if sizes[largest] < (block if wanted[largest] else 0):
         return None
-    begins, parts, first = np.append(0, ends[:-1]), [], 0
+    begins = np.append(0, ends[:-1])
+    parts = []
+    first = 0
     for size in sizes:
         starts, stops = np.maximum(begins, first), np.minimum(ends, first + size)
         some = np.flatnonzero(stops > starts)

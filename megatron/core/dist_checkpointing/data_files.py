@@ -222,7 +222,9 @@ class DataWriter(dcp.FileSystemWriter):
         return map(planner.resolve_data, items)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results, written, number = list[WriteResult](), TensorFormat(), 0
+        results = list[WriteResult]()
+        written = TensorFormat()
+        number = 0
         items = list(reversed(plan.items))
         resolved = self.resolved(plan.items, planner)
         while items or not number:

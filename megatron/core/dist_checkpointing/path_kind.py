@@ -17,7 +17,10 @@ from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.parts import DATA_READERS
 from megatron.core.registry import Registry
 
-METRICS_FILE, RUN_CONFIG, EVENTS, OUTCOME = "metrics.jsonl", "run_config.yaml", "run_events.jsonl", "outcome"
+METRICS_FILE = "metrics.jsonl"
+RUN_CONFIG = "run_config.yaml"
+EVENTS = "run_events.jsonl"
+OUTCOME = "outcome"
 LEASE = ".lease"
 
 TOKENIZER_FOLDER = "tokenizer"

@@ -86,7 +86,9 @@ class _Reader:
 
     def follow(self) -> None:
         """Follows one pickle to its end."""
-        self.stack, self.marked, self.memo = [], [], {}
+        self.stack = []
+        self.marked = []
+        self.memo = {}
         while (code := self.take(1)) != pickle.STOP:
             OPERATIONS[code](self)
 

@@ -32,7 +32,10 @@ def model_state(
     modules: Iterable[nn.Module], state: ParallelState, sharded: Iterable[OptimizerPiece] = ()
 ) -> StateDict:
     """State dict of the parameters of this rank's stages, for saving. Of some the rank has `sharded` pieces alone."""
-    writers, of_shards, entries, pieces = _Writers(state), _Writers(state, True), _Entries(), _by_name(sharded)
+    writers = _Writers(state)
+    of_shards = _Writers(state, True)
+    entries = _Entries()
+    pieces = _by_name(sharded)
     for meta, param in tagged_parameters(modules):
         key, parts = model_key(meta.name), pieces.get(meta.name)
         mine = (writers if parts is None else of_shards).mine(key, meta)

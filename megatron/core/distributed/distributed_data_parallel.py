@@ -71,7 +71,10 @@ class DistributedDataParallel:
         passes: PassContext | None = None,
         initialize: Callable[[Sequence[Tensor]], None] = have_values,
     ) -> None:
-        self.config, self.parallel_config, self.state, self.modules = ddp_config, parallel_config, state, list(modules)
+        self.config = ddp_config
+        self.parallel_config = parallel_config
+        self.state = state
+        self.modules = list(modules)
         self.use_distributed_optimizer, self.whole_roles = optimizer.use_distributed_optimizer, optimizer.whole_roles
         passes = passes or PassContext()
         gather = param_gather(parallel_config)

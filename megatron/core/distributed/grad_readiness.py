@@ -28,7 +28,9 @@ class GradReadiness:
     """
 
     def __init__(self, params: Sequence[nn.Parameter], buckets: Sequence[Bucket], start: Callable[[int], None]) -> None:
-        self.params, self.buckets, self.start = params, buckets, start
+        self.params = params
+        self.buckets = buckets
+        self.start = start
         self.bucket_of = bucket_numbers(buckets)
         self.per_microbatch: list[float] | None = None
         self.microbatches = 0

@@ -36,7 +36,9 @@ class Bucket:
     """
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
-        self.layout, self.axis, self.reduce_dtype = layout, buffer.axis, buffer.reduce_dtype
+        self.layout = layout
+        self.axis = buffer.axis
+        self.reduce_dtype = buffer.reduce_dtype
         self.shard_grads, self.copies = buffer.shard_grads, buffer.copies
         shard_grads = self.shard_grads
         self.shard_range = layout.shard(self.axis.rank)
@@ -206,7 +208,10 @@ class ParamAndGradBuffer:
         of_unit: type[Bucket] = Bucket,
     ) -> None:
         assert axis.size == layout.data_parallel_size, "the layout is planned for another data-parallel size"
-        self.layout, self.axis, self.shard_grads, self.reduce_dtype = layout, axis, kind.shard_grads, kind.reduce_dtype
+        self.layout = layout
+        self.axis = axis
+        self.shard_grads = kind.shard_grads
+        self.reduce_dtype = kind.reduce_dtype
         self.shard_params, self.copies = kind.shard_params and layout.by_unit, copies
         sample = params[layout.params[0].index]
         self.param_data = torch.zeros(layout.kept(kind.shard_params), dtype=sample.dtype, device=sample.device)

@@ -197,7 +197,9 @@ def _fill_buckets(
         if filling:
             stop = start + round_up(cursor - start, num_shards * ALIGNMENT)
             buckets.append(BucketLayout(start, stop, tuple(filling), num_shards))
-            start, cursor, filling = stop, stop, []
+            start = stop
+            cursor = stop
+            filling = []
 
     for index, meta, numel in members:
         if meta.shared_stages or (

@@ -133,9 +133,14 @@ class Dispatcher(ABC):
         """`grouped`: whether the kernels of experts read the numbers of rows on the device. `padded`: whether messages
         are padded to what an expert accepts at most. `choices`: experts, and zero-computation experts."""
         self.ep, self.expt_tp, self.both = (ctx.state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep"))
-        self.num_experts, self.local_experts, self.choices = num_experts, num_experts // self.ep.size, choices
+        self.num_experts = num_experts
+        self.local_experts = num_experts // self.ep.size
+        self.choices = choices
         self.first = self.ep.rank * self.local_experts
-        self.grouped, self.padded, self.hardware, self.pair = grouped, padded, ctx.hardware, ctx.pair
+        self.grouped = grouped
+        self.padded = padded
+        self.hardware = ctx.hardware
+        self.pair = ctx.pair
 
     @abstractmethod
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
@@ -232,7 +237,9 @@ class AllToAllDispatcher(Dispatcher):
 
         Without all-to-all a rank's rows are its assignments as they are sorted. Otherwise `most` are sent to each
         expert. Received rows are sorted by expert, spare rows last."""
-        ep, expt_tp, local = self.ep, self.expt_tp, self.local_experts
+        ep = self.ep
+        expt_tp = self.expt_tp
+        local = self.local_experts
         k, valid = chosen.shape[1], None if most is None else chosen.flatten() < self.num_experts
         slots = inverse_of(order, order.shape[0])[0]
         arriving = table.view(ep.size, expt_tp.size, -1)[:, :, self.first : self.first + local].transpose(0, 1)

@@ -41,7 +41,10 @@ class Segments:
     """
 
     def __init__(self, sizes: Sequence[int] | None, ends: Tensor | None, device: torch.device, spare: bool) -> None:
-        self._sizes, self._ends, self._device, self.spare = sizes, ends, device, spare
+        self._sizes = sizes
+        self._ends = ends
+        self._device = device
+        self.spare = spare
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int], device: torch.device) -> Segments:
@@ -180,14 +183,19 @@ class GroupedLinearFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, segments: Segments, gemms: GroupedGemms, queue: WeightGradQueue
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.segments, ctx.gemms, ctx.queue = weight, segments, gemms, queue
+        ctx.weight = weight
+        ctx.segments = segments
+        ctx.gemms = gemms
+        ctx.queue = queue
         return gemms.forward(x, weight, segments)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = saved_without_graph(ctx)
-        weight, segments, gemms = ctx.weight, ctx.segments, ctx.gemms
+        weight = ctx.weight
+        segments = ctx.segments
+        gemms = ctx.gemms
         dy = dy.contiguous()
         dx = gemms.input_grad(dy, weight, segments) if ctx.needs_input_grad[0] else None
 
@@ -226,14 +234,19 @@ class GroupedBiasFunction(torch.autograd.Function):
         layer: GroupedLinear,
     ) -> Tensor:
         ctx.save_for_backward(factors)
-        ctx.bias, ctx.segments, ctx.first, ctx.layer = bias, segments, first, layer
+        ctx.bias = bias
+        ctx.segments = segments
+        ctx.first = first
+        ctx.layer = layer
         add = region(_with_bias, layer.compiled)
         return add(y, bias.flatten(1), segments.experts_of(y.shape[0]), factors, first)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (factors,), bias, segments = ctx.saved_tensors, ctx.bias.flatten(1), ctx.segments
+        (factors,) = ctx.saved_tensors
+        bias = ctx.bias.flatten(1)
+        segments = ctx.segments
         columns = dy.narrow(1, ctx.first, bias.shape[1]).contiguous()
         of_factors = None
         if factors is not None and ctx.needs_input_grad[2]:
@@ -332,7 +345,9 @@ class GroupedLinear(nn.Module):
         super().__init__()
         weight, *bias = (make_parameter(meta, ctx) for meta in metas)
         self.weight, self.bias = weight, bias[0] if bias else None
-        self.gemms, self.queue, self.compiled = _build_gemms(grouped, cuts, ctx), ctx.queue, ctx.compiled
+        self.gemms = _build_gemms(grouped, cuts, ctx)
+        self.queue = ctx.queue
+        self.compiled = ctx.compiled
         self.first_column = ctx.state.axis("expt_tp").rank * bias[0].shape[1] if bias and cuts.inputs else 0
 
     def forward(self, x: Tensor, segments: Segments, factors: Tensor | None = None) -> Tensor:
@@ -393,7 +408,9 @@ def expert_metas(name: str, config: TransformerConfig) -> tuple[list[ParamMeta],
     The output of linear_fc2 is a partial sum over expert tensor parallelism: each rank holds the bias of a part of the
     columns, and adds that.
     """
-    count, hidden, ffn = config.num_experts, config.expert_io_size, config.moe_ffn_size
+    count = config.num_experts
+    hidden = config.expert_io_size
+    ffn = config.moe_ffn_size
     assert count is not None
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     fc1, dim = ((count, 2, ffn, hidden), 2) if config.gated else ((count, ffn, hidden), 1)

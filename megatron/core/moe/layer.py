@@ -93,7 +93,9 @@ def latent_projections(name: str, config: TransformerConfig) -> tuple[Replicated
     layers have them; None without a latent."""
     if config.moe_latent_size is None:
         return None
-    hidden, latent, bias = config.hidden_size, config.moe_latent_size, config.add_bias_linear
+    hidden = config.hidden_size
+    latent = config.moe_latent_size
+    bias = config.add_bias_linear
     return (
         ReplicatedLinear(f"{name}.fc1_latent_proj", hidden, latent, bias, Init("normal", config.init_method_std)),
         ReplicatedLinear(f"{name}.fc2_latent_proj", latent, hidden, bias, Init("normal", config.output_init_std)),

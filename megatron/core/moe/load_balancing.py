@@ -91,7 +91,9 @@ class _AgainstRunningLoads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, probabilities: Tensor, loads: RunningLoads, number: int) -> Tensor:
-        ctx.loads, ctx.number, ctx.shape = loads, number, probabilities.shape
+        ctx.loads = loads
+        ctx.number = number
+        ctx.shape = probabilities.shape
         return probabilities.new_zeros(())
 
     @staticmethod

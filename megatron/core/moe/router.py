@@ -41,7 +41,9 @@ class RouterFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, queue: WeightGradQueue) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.dtype, ctx.queue = weight, dtype, queue
+        ctx.weight = weight
+        ctx.dtype = dtype
+        ctx.queue = queue
         return F.linear(x.to(dtype), weight.to(dtype))
 
     @staticmethod

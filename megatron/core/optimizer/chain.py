@@ -106,7 +106,9 @@ class Chain(Optimizer):
         state: ParallelState,
     ) -> None:
         super().__init__(config, shards)
-        self.plan, self.axis, self.dtype = plan, state.axis("stage"), ddp.main_dtype
+        self.plan = plan
+        self.axis = state.axis("stage")
+        self.dtype = ddp.main_dtype
         self.on_host = any(shard.on_host for shard in shards)
         self.device = shards[0].device if shards else ddp.device
         self.by_element = OPTIMIZERS.facts(config.elementwise).by_element
@@ -126,7 +128,9 @@ class Chain(Optimizer):
             self._batches = list(_batches(self._params, ROUND * self.axis.size))
 
     def _on_rank(self, planned: PlannedParam, shard: OptimizerShard, state: ParallelState) -> _Param:
-        meta, here, coords = planned.meta, self.axis.rank, state.coords
+        meta = planned.meta
+        here = self.axis.rank
+        coords = state.coords
         held = planned.part_within(*shard.range)
         first = planned.range.start + held[0] - shard.range[0]
         span = slice(first, first + held[1] - held[0]) if held[0] < held[1] else slice(0, 0)

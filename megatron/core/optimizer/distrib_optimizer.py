@@ -227,7 +227,9 @@ class DistributedOptimizer:
                 f"whole_roles is {sorted(config.whole_roles)} in OptimizerConfig and {sorted(ddp.whole_roles)} in "
                 "DistributedDataParallel; give both the same"
             )
-        self.config, self.ddp, self.scaler = config, ddp, build_loss_scaler(config, ddp.parallel_config.fp16)
+        self.config = config
+        self.ddp = ddp
+        self.scaler = build_loss_scaler(config, ddp.parallel_config.fp16)
         self.grad_norm = GradNorm(ddp.buckets, state, ddp.device)
         self.shards = _build_shards(config, ddp)
         self._on_device = [shard for shard in self.shards if not shard.on_host]

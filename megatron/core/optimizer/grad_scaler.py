@@ -39,7 +39,9 @@ class DynamicLossScaler(LossScaler):
 
     def __init__(self, initial_scale: float, min_scale: float, window: int, hysteresis: int) -> None:
         super().__init__(initial_scale)
-        self.min_scale, self.window, self.hysteresis = min_scale, window, hysteresis
+        self.min_scale = min_scale
+        self.window = window
+        self.hysteresis = hysteresis
         self.good_steps = 0
         self.allowance = hysteresis
 

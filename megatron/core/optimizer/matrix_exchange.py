@@ -44,7 +44,10 @@ class MatrixExchange:
     them."""
 
     def __init__(self, plan: MatrixPlan, axis: Axis, dtype: torch.dtype, device: torch.device) -> None:
-        self.plan, self.axis, self.dtype, self.device = plan, axis, dtype, device
+        self.plan = plan
+        self.axis = axis
+        self.dtype = dtype
+        self.device = device
         self._owned, self._mine = plan.owned(axis.rank), plan.parts(axis.rank)
         self._theirs = [
             self._mine if place == axis.rank else plan.parts(place, self._owned) for place in range(axis.size)
@@ -54,7 +57,9 @@ class MatrixExchange:
     def _round(self, numbers: Sequence[int]) -> _Round:
         """The round of the matrices with these numbers."""
         if (key := tuple(numbers)) not in self._rounds:
-            plan, me, everyone = self.plan, self.axis.rank, range(self.axis.size)
+            plan = self.plan
+            me = self.axis.rank
+            everyone = range(self.axis.size)
             own = [number for number in numbers if plan.owners[number] == me]
             of_owner = [[number for number in numbers if plan.owners[number] == place] for place in everyone]
             self._rounds[key] = _Round(

@@ -93,7 +93,9 @@ class MatrixPlan:
         round_size: int | None = None,
         wanted: Callable[[ParamMeta], bool] | None = None,
     ) -> None:
-        self.dims, self.ranks, self.distributed = dims, tuple(ranks), distributed
+        self.dims = dims
+        self.ranks = tuple(ranks)
+        self.distributed = distributed
         self._layouts = [layout for layout in layouts if layout.whole or wanted is not None]
         self._data_rank = {
             axis: {rank: i for group in dims.groups(*names) for i, rank in enumerate(group)}

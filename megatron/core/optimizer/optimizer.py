@@ -38,7 +38,9 @@ class Shard:
     into them and memory is final before the first step."""
 
     def __init__(self, bucket: Bucket, layout: BufferLayout, place: StateRange, main_dtype: torch.dtype) -> None:
-        self.bucket, self.group, self.whole = bucket, layout.group, layout.whole
+        self.bucket = bucket
+        self.group = layout.group
+        self.whole = layout.whole
         self.on_host, self.numel = place.on_host, place.numel
         first = bucket.owned_range[0]
         self.range = first + place.start, first + place.stop

@@ -24,7 +24,9 @@ from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 
-ELEMENTS, REDUCED, MATRICES = "elements", "reduced", "matrices"
+ELEMENTS = "elements"
+REDUCED = "reduced"
+MATRICES = "matrices"
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Name of a dtype that a state may have -> bytes of an element."""

@@ -122,7 +122,10 @@ class ParameterUpdate:
         place: Place,
         scalars: tuple[float, float, Tensor],
     ) -> None:
-        self.meta, self.param, self.update, self.states = meta, param, update, states
+        self.meta = meta
+        self.param = param
+        self.update = update
+        self.states = states
         self.lr, self.weight_decay, self.step = scalars
         self._place = place
 
@@ -177,7 +180,9 @@ class Place:
     ) -> None:
         """`local` is the box of the local tensor. `counts`: whether sums count this rank's elements, or those of a
         replica. `reduced`: shapes of states by name."""
-        self.start, self.counts, self.reduced = held[0], counts, reduced
+        self.start = held[0]
+        self.counts = counts
+        self.reduced = reduced
         self.boxes = boxes_of_flat_range(*local, *held)
 
 
@@ -217,7 +222,9 @@ class AdamMoments(Transform):
     """Divides the average of gradients by the root of the average of their squares, as Adam (arXiv 1412.6980)."""
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self.beta1, self.beta2, self.eps = config.adam_beta1, config.adam_beta2, config.adam_eps
+        self.beta1 = config.adam_beta1
+        self.beta2 = config.adam_beta2
+        self.eps = config.adam_eps
 
     def states(self, meta: ParamMeta) -> Sequence[State]:
         return [elements("exp_avg", meta), elements("exp_avg_sq", meta)]

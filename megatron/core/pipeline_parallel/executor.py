@@ -63,7 +63,11 @@ class PipelineExecutor:
     ) -> None:
         pp = p2p.pp
         assert sorted(stages) == layout.stages_of(pp.rank), f"stages {sorted(stages)} on pipeline rank {pp.rank}"
-        self.stages, self.layout, self.pp, self.p2p, self.queue = stages, layout, pp, p2p, queue
+        self.stages = stages
+        self.layout = layout
+        self.pp = pp
+        self.p2p = p2p
+        self.queue = queue
         self.casts, self.pair = casts or WeightCasts(), pair or PassPair()
         self.current: Action | None = None
         """The action being run, for whoever reports a hang."""
@@ -174,12 +178,17 @@ class PipelineExecutor:
         last_forward: Callable[..., Tensor] | None = None,
         microbatches: int = 0,
     ) -> None:
-        self._batches, self._seed, self._training, self._in_turns = batches, loss_scale_seed, training, False
+        self._batches = batches
+        self._seed = loss_scale_seed
+        self._training = training
+        self._in_turns = False
         self._last_forward, self._microbatches = last_forward, microbatches
         self._losses = {}
 
     def _clear(self) -> None:
-        self._outbox, self._arriving, self._saved = {}, {}, {}
+        self._outbox = {}
+        self._arriving = {}
+        self._saved = {}
 
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
         self.current, *pair = unit

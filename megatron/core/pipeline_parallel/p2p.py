@@ -61,7 +61,10 @@ class PipelineP2P:
     ) -> None:
         assert len(lanes) in (0, 1, 4) and all(lane.ranks == pp.ranks for lane in lanes)
         self.lanes = tuple(lanes) if len(lanes) == 4 else (pp,) * 4
-        self.pp, self.shape, self.dtype, self.device = pp, tuple(shape), dtype, device
+        self.pp = pp
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.device = device
         self.timeout: timedelta | None = None
         """How long gloo may wait for a message, in place of what the group was made with. NCCL asks the group."""
         self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()

@@ -92,7 +92,9 @@ def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *
 
 
 def _check_complete(actions: set[Action], num_stages: int, microbatches: int, forward_only: bool) -> None:
-    forward, whole, halves = {Kind.F}, {Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}
+    forward = {Kind.F}
+    whole = {Kind.F, Kind.B}
+    halves = {Kind.F, Kind.I, Kind.W}
     legal = (forward,) if forward_only else (whole, halves)
     kinds: dict[tuple[int, int], set[Kind]] = {(s, i): set() for s in range(num_stages) for i in range(microbatches)}
     for kind, stage, microbatch in actions:

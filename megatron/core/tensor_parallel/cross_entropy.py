@@ -79,7 +79,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         total = (sums * (maxima - maximum).exp_()).sum(0)
 
         ctx.save_for_backward(logits, local_labels, elsewhere, maximum, total)
-        ctx.columns, ctx.overwrite, ctx.compiled, ctx.z_loss_coeff = columns, overwrite, compiled, z_loss_coeff
+        ctx.columns = columns
+        ctx.overwrite = overwrite
+        ctx.compiled = compiled
+        ctx.z_loss_coeff = z_loss_coeff
         loss = total.log() + (maximum - targets.sum(0))
         return loss + z_loss_coeff * (total.log() + maximum).square() if z_loss_coeff else loss
 

@@ -54,7 +54,9 @@ class EmbeddingFunction(torch.autograd.Function):
             ctx.elsewhere = ((ids < start) | (ids >= stop)).unsqueeze(-1)
             ids = (ids - start).clamp_(0, stop - start - 1)
         ctx.save_for_backward(ids)
-        ctx.weight, ctx.boundary, ctx.axis = weight, boundary, axis
+        ctx.weight = weight
+        ctx.boundary = boundary
+        ctx.axis = axis
         rows = F.embedding(ids, weight)
         if ctx.elsewhere is not None:
             rows.masked_fill_(ctx.elsewhere, 0.0)
@@ -84,7 +86,9 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, meta: ParamMeta, ctx: TPContext) -> None:
         super().__init__()
         self.weight = make_parameter(meta, ctx)
-        self.vocab_rows, self.axis, self.boundary = meta.global_shape[0], ctx.tp, row_boundary(ctx)
+        self.vocab_rows = meta.global_shape[0]
+        self.axis = ctx.tp
+        self.boundary = row_boundary(ctx)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism; W [V/t, h]. ValueError for an unknown

@@ -177,7 +177,11 @@ class LinearFunction(torch.autograd.Function):
         local, saved = given_input(x) or gemms.cast_input(x, needs_dw)
         ctx.save_for_backward(*(saved if needs_dw else ()))
         # The parameter itself: activation checkpointing returns saved tensors without their attributes.
-        ctx.weight, ctx.boundary, ctx.axis, ctx.queue, ctx.gemms = weight, boundary, axis, queue, gemms
+        ctx.weight = weight
+        ctx.boundary = boundary
+        ctx.axis = axis
+        ctx.queue = queue
+        ctx.gemms = gemms
         ctx.of_output = of_output
         ctx.bias_shape = None if bias is None else bias.shape
         del saved  # keeps nothing alive that autograd drops
@@ -193,7 +197,10 @@ class LinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x = saved_without_graph(ctx)
-        weight, boundary, axis, gemms = ctx.weight, ctx.boundary, ctx.axis, ctx.gemms
+        weight = ctx.weight
+        boundary = ctx.boundary
+        axis = ctx.axis
+        gemms = ctx.gemms
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
 
         gathering = enter(x, boundary, axis) if needs_dw and not ctx.queue.defers(weight) else None
@@ -235,7 +242,10 @@ class ParallelLinear(nn.Module):
         super().__init__()
         weight, *bias = (make_parameter(meta, ctx) for meta in metas)
         self.weight, self.bias = weight, bias[0] if bias else None
-        self.axis, self.queue, self.boundary, self.compiled = ctx.tp, ctx.queue, boundary, ctx.compiled
+        self.axis = ctx.tp
+        self.queue = ctx.queue
+        self.boundary = boundary
+        self.compiled = ctx.compiled
         of_layer = ctx.tp, boundary.cuts, ctx.device, ctx.compiled
         self.gemms = PLAIN if ctx.format is None else ctx.format.linear(name, *of_layer)
 
@@ -338,7 +348,9 @@ class OutputLayer(nn.Module):
         weight, *bias = metas
         self.weight = make_parameter(weight, ctx) if tied_weight is None else tied_weight
         self.bias = make_parameter(bias[0], ctx) if bias else None
-        self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, column_boundary(ctx)
+        self.axis = ctx.tp
+        self.queue = ctx.queue
+        self.boundary = column_boundary(ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s, b, h], or [s/t, b, h] under sequence parallelism -> logits [s, b, V/t]; W [V/t, h]"""

@@ -64,7 +64,9 @@ def build_plain(name: str, config: TransformerConfig, ctx: TPContext) -> Activat
 
 def build_gated(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
     """A gated function of `FUNCTIONS` with --activation-func-clamp-value and --glu-linear-offset."""
-    kind, clamp, offset = config.activation, config.activation_func_clamp_value, config.glu_linear_offset
+    kind = config.activation
+    clamp = config.activation_func_clamp_value
+    offset = config.glu_linear_offset
     plain = clamp is None and offset == 0
     return FusedActivation(kind if plain else Bounded(kind, clamp, offset), ctx.compiled)
 
@@ -149,7 +151,9 @@ def functions_of(kind: Kind) -> Functions:
     """forward(x) and backward(x, gradient of the output) of a function that may be bounded."""
     if isinstance(kind, str):
         return FUNCTIONS[kind]
-    (forward, backward), clamp, offset = FUNCTIONS[kind.name], kind.clamp, kind.offset
+    (forward, backward) = FUNCTIONS[kind.name]
+    clamp = kind.clamp
+    offset = kind.offset
 
     def of_bounded(x: Tensor) -> Tensor:
         return forward(_bounded(x, clamp, offset))

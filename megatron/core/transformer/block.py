@@ -73,7 +73,9 @@ class TransformerBlock(nn.Module):
         self.final_layernorm = build_norm(norm, config.hidden_size, config, ctx) if final_norm else nn.Identity()
         self.offload, offloaded = offload, offload.num_layers if offload is not None else 0
         self.segments = recompute_segments(config, len(self.layers), offloaded)
-        self.numbers, self.device, self.dtype = tuple(numbers), ctx.device, ctx.dtype
+        self.numbers = tuple(numbers)
+        self.device = ctx.device
+        self.dtype = ctx.dtype
         kinds = [config.layer(number) for number in numbers]
         rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)
         self.rotary = {rotation: RotaryEmbedding(config, ctx.device, ctx.dtype, rotation) for rotation in rotations}

@@ -77,7 +77,9 @@ class WideRMSNorm(nn.Module):
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        self.size, self.eps, self.tp = heads * config.head_dim, config.norm_epsilon, ctx.tp
+        self.size = heads * config.head_dim
+        self.eps = config.norm_epsilon
+        self.tp = ctx.tp
         self.one_plus = config.apply_layernorm_1p
         self.weight = make_parameter(heads_norm_meta(name, heads, config), ctx)
 

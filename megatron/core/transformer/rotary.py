@@ -110,7 +110,9 @@ def rotate_queries_and_keys_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [s, b, heads, head_dim], its first rotary_dim channels turned: channel i pairs with i + rotary_dim / 2."""
     half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    first = x[..., :half]
+    second = x[..., half : 2 * half]
+    rest = x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 

@@ -37,7 +37,9 @@ class SelfAttention(nn.Module):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.head_counts = ctx.layer, config.head_dim, head_counts(config)
+        self.layer = ctx.layer
+        self.head_dim = config.head_dim
+        self.head_counts = head_counts(config)
         self.group_rows, self.value_scale = group_rows(config), config.attention_value_scale
         self.bound, self.normed_last = config.clip_qkv, config.qk_layernorm_after_rotary
         qkv, proj = attention_linears(name, config)

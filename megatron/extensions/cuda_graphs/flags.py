@@ -27,7 +27,9 @@ class CudaGraphFlags:
     def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
         """A graph replays the recorded kernels on the same memory. It cannot contain host decisions that change from
         batch to batch, or host waits."""
-        c, p, impl = config, config.parallel, self.cuda_graph_impl
+        c = config
+        p = config.parallel
+        impl = self.cuda_graph_impl
         if impl == "none":
             return
         name, graph = "--cuda-graph-impl", f"--cuda-graph-impl {impl}"

@@ -68,7 +68,9 @@ class GraphedMicrobatches:
         dtype: torch.dtype,
         casts: WeightCasts | None = None,
     ) -> None:
-        self.run, self.recorder, self.warm_up_steps = run, recorder, warm_up_steps
+        self.run = run
+        self.recorder = recorder
+        self.warm_up_steps = warm_up_steps
         self.casts = casts or WeightCasts()
         self._made: MadeCasts = {}
         self._seed = torch.ones((), dtype=dtype, device=device)

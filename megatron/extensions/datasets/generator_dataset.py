@@ -30,7 +30,9 @@ class GeneratorDataset(TextDataset):
     the stream is."""
 
     def __init__(self, stream: Stream, samples: int, format: SampleFormat, fingerprint: str) -> None:
-        self.stream, self.samples, self.format = stream, samples, format
+        self.stream = stream
+        self.samples = samples
+        self.format = format
         self.fingerprint = content_hash({"stream": fingerprint, "sequence_length": format.seq_length})
         self._lock = Lock()
         self._reader: Iterator[Sequence[int] | NDArray] | None = None

@@ -30,7 +30,9 @@ from megatron.core.transformer.activation_store import tensors_in
 from megatron.training.forward_backward import ForwardBackward, Pipeline
 from megatron.training.progress import Step
 
-FORWARD, BACKWARD, WEIGHT_GRADIENT = "forward", "backward", "weight gradient"
+FORWARD = "forward"
+BACKWARD = "backward"
+WEIGHT_GRADIENT = "weight gradient"
 PASSES = (FORWARD, BACKWARD, WEIGHT_GRADIENT)
 LOSS = "loss"
 """How the cross entropy is named, which is no module."""
@@ -132,7 +134,9 @@ class _Notes:
     """Findings of this rank: the first of each stage and micro-batch."""
 
     def __init__(self, rank: int, executor: PipelineExecutor, batches: list[Batch]) -> None:
-        self.rank, self.executor, self.batches = rank, executor, batches
+        self.rank = rank
+        self.executor = executor
+        self.batches = batches
         self.found: list[Finding] = []
         self._calls: dict[tuple[int, int], int] = {}
 

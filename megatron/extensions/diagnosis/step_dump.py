@@ -38,7 +38,9 @@ from megatron.training.reliability.visible_text import visible
 from megatron.training.run import TrainingRun
 from megatron.training.step_guard import Verdict
 
-FINDING, CONFIG, SAMPLES = "finding.json", "run_config.yaml", "samples-*.npz"
+FINDING = "finding.json"
+CONFIG = "run_config.yaml"
+SAMPLES = "samples-*.npz"
 
 ADVICE = "replay the step, in one process or at another layout, and look at the module and the samples"
 NOT_REPRODUCED = (
@@ -105,7 +107,10 @@ def save_step(saved: SavedStep, batches: Sequence[MicroBatch], checkpointer: Che
     `batches` are the step's samples on this data-parallel rank, `before` is where the run was before the step. Raises
     CheckpointError, on every rank, if a rank cannot write.
     """
-    config, state, step, world = checkpointer.config, checkpointer.state, saved.step, checkpointer.state.world
+    config = checkpointer.config
+    state = checkpointer.state
+    step = saved.step
+    world = checkpointer.state.world
     assert config.checkpoint.save_folder is not None
     folder = config.checkpoint.save_folder / "nan" / f"iter_{step.iteration:07d}"
     plan = checkpointer.plan

@@ -60,7 +60,9 @@ class Stragglers(Callback, Meter):
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         world = run.runtime.state.world
         self.hosts = gather_objects(socket.gethostname(), world)
-        self.world, self.device, self.clock = world, run.runtime.device, PhaseClock(run.runtime.device)
+        self.world = world
+        self.device = run.runtime.device
+        self.clock = PhaseClock(run.runtime.device)
         run.timers.watchers.append(self.clock)
         return (self,)
 

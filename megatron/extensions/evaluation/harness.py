@@ -66,7 +66,10 @@ class ParallelLM(LM):
         self, tokenizer: Tokenizer, scorer: Scorer, generate: ContinueRequests, max_gen_toks: int = MOST_TOKENS
     ) -> None:
         super().__init__()
-        self.tokenizer, self.scorer, self.generate, self.max_gen_toks = tokenizer, scorer, generate, max_gen_toks
+        self.tokenizer = tokenizer
+        self.scorer = scorer
+        self.generate = generate
+        self.max_gen_toks = max_gen_toks
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-likelihood, whether it is greedy) of each continuation."""
@@ -129,7 +132,9 @@ class Suite:
         Raises ValueError with all problems, a line each."""
         os.environ.setdefault("DISABLE_MULTIPROC", "1")  # bootstraps would fork the process that trains
         disable_progress_bars()
-        suite, problems, notes = cls({}, {}, limit, ()), list[str](), list[str]()
+        suite = cls({}, {}, limit, ())
+        problems = list[str]()
+        notes = list[str]()
         paths = [Path(name) for name in names if is_file(name)]
         folders = list(dict.fromkeys(path if path.is_dir() else path.parent for path in paths))
         manager = TaskManager(include_path=folders, include_defaults=len(paths) < len(names))

@@ -57,7 +57,9 @@ class EvalTasks(Callback):
 def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
     """Evaluates all tasks and logs their scores, unless the run is asked to stop meanwhile. Dropout is off, and neither
     gradients nor any state of the training changes. Collective."""
-    config, runtime, iteration = run.config, run.runtime, run.progress.iteration
+    config = run.config
+    runtime = run.runtime
+    iteration = run.progress.iteration
     runtime.watchdog.doing(f"evaluation tasks at iteration {iteration}")
     start = time.perf_counter()
     try:
@@ -81,7 +83,10 @@ def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
 def model_of(run: TrainingRun) -> ParallelLM:
     """A run's model at its layout. It continues texts with cached keys and values, or under context parallelism, which
     has no such cache, by passes over whole texts."""
-    config, runtime, pipeline, state = run.config, run.runtime, run.pipeline, run.runtime.state
+    config = run.config
+    runtime = run.runtime
+    pipeline = run.pipeline
+    state = run.runtime.state
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
     budget = config.options(EvalTasksConfig).eval_tasks_batch_tokens
     scorer = Scorer(

@@ -97,7 +97,10 @@ class Fp8GroupedGemms:
         add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Any], None],
     ) -> None:
         self.add_weight_grad_ = add_weight_grad_
-        self.casts, self.expt_tp, self.cuts, self.compiled = fp8.casts, expt_tp, cuts, compiled
+        self.casts = fp8.casts
+        self.expt_tp = expt_tp
+        self.cuts = cuts
+        self.compiled = compiled
         self.in_blocks = fp8.config.fp8_recipe == "blockwise"
         self.in_one_kernel = in_one_kernel
 

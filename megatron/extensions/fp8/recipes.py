@@ -85,7 +85,9 @@ class Wanted(NamedTuple):
     columns: bool = False
 
 
-ROWS, COLUMNS, BOTH = Wanted(), Wanted(False, True), Wanted(True, True)
+ROWS = Wanted()
+COLUMNS = Wanted(False, True)
+BOTH = Wanted(True, True)
 
 
 class Fp8Gemms(nn.Module):
@@ -105,7 +107,10 @@ class Fp8Gemms(nn.Module):
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
         super().__init__()
         assert fp8.config.fp8_format is not None
-        self.tp, self.cuts, self.casts, self.compiled = tp, cuts, fp8.casts, compiled
+        self.tp = tp
+        self.cuts = cuts
+        self.casts = fp8.casts
+        self.compiled = compiled
         self.grad_format = formats(fp8.config.fp8_format)[1]
 
     @property
@@ -346,7 +351,9 @@ class DelayedScaling(Meter):
     def __init__(self, config: Fp8Flags, modules: Iterable[nn.Module], stage: Axis) -> None:
         found = (part for module in modules for part in module.modules())
         self.layers = [part for part in found if isinstance(part, DelayedGemms)]
-        self.stage, self.margin, self.takes_max = stage, config.fp8_margin, config.fp8_amax_compute_algo == "max"
+        self.stage = stage
+        self.margin = config.fp8_margin
+        self.takes_max = config.fp8_amax_compute_algo == "max"
         if not self.layers:
             return
         self.history = torch.stack([layer.amax_history.data for layer in self.layers])

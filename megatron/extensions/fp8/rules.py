@@ -34,7 +34,9 @@ def fp8(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _formats(c: RunConfig) -> Iterator[Problem]:
-    p, own, layers = c.parallel, c.options(Fp8Flags), c.model.num_layers
+    p = c.parallel
+    own = c.options(Fp8Flags)
+    layers = c.model.num_layers
     if own.fp8_format is not None and not p.bf16:
         others = [f"--{name}" for name in ("fp16", "fp32", "fp64") if getattr(p, name)]
         rule = "needs bf16 parameters and activations"
@@ -89,7 +91,10 @@ def _scaling(c: RunConfig) -> Iterator[Problem]:
 
 def _shapes(c: RunConfig) -> Iterator[Problem]:
     """Each rank's fp8 matrices must have aligned dimensions, both features and tokens."""
-    m, p, own, b = c.model, c.parallel, c.options(Fp8Flags), c.training.micro_batch_size
+    m = c.model
+    p = c.parallel
+    own = c.options(Fp8Flags)
+    b = c.training.micro_batch_size
     tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     sizes = (tp, cp, b, m.hidden_size, m.num_attention_heads, m.seq_length)
     if own.fp8_format is None or min(sizes) < 1 or m.head_dim < 1:
@@ -204,7 +209,9 @@ def _kinds(c: RunConfig) -> _Kinds:
 
 def _multi_token(c: RunConfig) -> Iterator[Problem]:
     """The projection has a rank's share of the hidden size as output features, and is in fp8 if the last layer is."""
-    m, own, tp = c.model, c.options(Fp8Flags), c.parallel.tensor_model_parallel_size
+    m = c.model
+    own = c.options(Fp8Flags)
+    tp = c.parallel.tensor_model_parallel_size
     if min(m.mtp_depths, m.num_layers, m.hidden_size, tp) < 1 or m.num_layers - 1 not in own.layers(m.num_layers):
         return
     alignment, under = alignment_of(c.parallel, tp)

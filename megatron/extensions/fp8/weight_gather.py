@@ -73,7 +73,9 @@ class WeightGather:
     """Casts this rank's parts of `weights`, all that `axis` gathers in fp8, in the same order on its ranks."""
 
     def __init__(self, weights: Sequence[tuple[GatheredWeight, Fp8Gemms]], parts: Sequence[Part], axis: Axis) -> None:
-        self.weights, self.parts, self.axis = weights, parts, axis
+        self.weights = weights
+        self.parts = parts
+        self.axis = axis
         gemms = weights[0][1]
         self.tp = gemms.tp if isinstance(gemms, TensorwiseGemms) else Axis()
         """Ranks that share the scale of a weight."""

@@ -48,7 +48,9 @@ class Fusions:
         widths = m.window_size, m.attention_chunk_size
         some_local = any(width is not None and width < m.seq_length for width in widths)
         local = "--window-size" if m.window_size is not None else "--attention-chunk-size"
-        cudnn, triton, drops = backend == "cudnn", backend == "triton", m.attention_dropout > 0
+        cudnn = backend == "cudnn"
+        triton = backend == "triton"
+        drops = m.attention_dropout > 0
         wide = not (p.bf16 or p.fp16)
         with_dropout = "plain torch" if p.cpu or wide else "the kernel triton"
         for beside, given, why in (

@@ -183,7 +183,9 @@ class _FusedNorm(torch.autograd.Function):
             total, normed, *statistics = region(_added_and_normalized, True, static=True)(x, update, mask, norm)
         bits = () if mask is None else mask[1:]
         ctx.save_for_backward(total, weight, *bits, *statistics)
-        ctx.p, ctx.of_update, ctx.one_plus = None if mask is None else mask.p, of_update, norm.one_plus
+        ctx.p = None if mask is None else mask.p
+        ctx.of_update = of_update
+        ctx.one_plus = norm.one_plus
         ctx.adds = update is not None
         ctx.set_materialize_grads(False)
         return total, normed
@@ -213,7 +215,9 @@ def _with_casts_and_sum(of_update: OutputGradient, operands: tuple[Any, ...]) ->
     """`_backward_of_both` without a mask, that hands the casts and the sum of the update's gradient over."""
     total, of_total, of_normed, weight, statistics, one_plus = operands
     of_sum = None if of_total is None else _rows(of_total)
-    of_rows, sums, order = tuple(part.view(-1, 1) for part in statistics), of_update.needs_sum, of_update.order()
+    of_rows = tuple(part.view(-1, 1) for part in statistics)
+    sums = of_update.needs_sum
+    order = of_update.order()
     found = norm_gradients(_rows(total), of_sum, _rows(of_normed), weight, of_rows, one_plus, sums, order)
     dx = found.of_total.view(total.shape)
     of_update.put(dx, found.pair, found.row_sum)

@@ -89,7 +89,9 @@ class RunShapes:
 
     @classmethod
     def of(cls, config: RunConfig, device: torch.device) -> RunShapes:
-        model, parallel, own = config.model, config.parallel, config.options(Fp8Flags)
+        model = config.model
+        parallel = config.parallel
+        own = config.options(Fp8Flags)
         tp, length = parallel.tensor_model_parallel_size, model.seq_length // parallel.context_parallel_size
         return cls(
             tokens=config.training.micro_batch_size * length,

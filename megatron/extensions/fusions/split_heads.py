@@ -72,7 +72,9 @@ class _SplitHeads(torch.autograd.Function):
         of_qkv: OutputGradient | None,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tables)
-        ctx.settings, ctx.compiled, ctx.bias = (qkv.shape[2], interleaved), compiled, bias
+        ctx.settings = (qkv.shape[2], interleaved)
+        ctx.compiled = compiled
+        ctx.bias = bias
         ctx.shape, ctx.of_qkv = qkv.shape, of_qkv
         if not tables:
             return _split(qkv, counts)

@@ -106,7 +106,9 @@ class HFExporter:
     def __init__(self, config: RunConfig, held: list[PurePath]) -> None:
         options, save = config.options(HuggingFaceConfig), config.checkpoint.save_folder or Path()
         assert options.export_hf_interval is not None
-        self.interval, self.held, self.families = options.export_hf_interval, held, options.hf_family or ()
+        self.interval = options.export_hf_interval
+        self.held = held
+        self.families = options.hf_family or ()
         self.root = Path(options.export_hf_dir or save / "hf")
         self._waiting: deque[tuple[PurePath, Path]] = deque()
         self._running: ExportProcess | None = None

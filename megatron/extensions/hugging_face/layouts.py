@@ -76,7 +76,9 @@ class Pieces(Layout):
     def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
         if self.joined is None:
             return self._piece(config, 0, tensors[0], box)
-        found, start, counts = [], 0, self._counts(config, len(tensors))
+        found = []
+        start = 0
+        counts = self._counts(config, len(tensors))
         wanted, first = box[self.joined], 0 if self.section is None else self.sections or len(counts)
         for at, count in enumerate(counts):
             inside = slice(max(wanted.start - start, 0), min(wanted.stop - start, count))
@@ -122,7 +124,9 @@ class _Section:
     """The section number `at` of a tensor's dim, whose length is divided in proportion to `counts`."""
 
     def __init__(self, tensor: Sliceable, dim: int, start: int, counts: Sequence[int], at: int) -> None:
-        self.tensor, self.dim, self.shape = tensor, dim % len(tensor.shape), list(tensor.shape)
+        self.tensor = tensor
+        self.dim = dim % len(tensor.shape)
+        self.shape = list(tensor.shape)
         unit = self.shape[self.dim] // sum(counts)
         self.start, self.shape[self.dim] = start * unit, counts[at] * unit
 

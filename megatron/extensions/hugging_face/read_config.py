@@ -358,7 +358,9 @@ def _in_bf16(value: float) -> float:
 
 def _adjusted_width(hf: Mapping[str, Any], width: int) -> int:
     """The width of the MLPs of LFM2: two thirds of that given, times a factor, up to the next multiple."""
-    width, factor, multiple = int(2 * width / 3), hf["block_ffn_dim_multiplier"], hf["block_multiple_of"]
+    width = int(2 * width / 3)
+    factor = hf["block_ffn_dim_multiplier"]
+    multiple = hf["block_multiple_of"]
     return width if factor is None else math.ceil(int(factor * width) / multiple) * multiple
 
 

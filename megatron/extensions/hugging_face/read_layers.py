@@ -10,7 +10,10 @@ from typing import Any, get_args, get_origin
 from megatron.extensions.hugging_face.families import Family
 from megatron.extensions.hybrid_layers.flags import DENSE, EXPERTS
 
-FULL, LOCAL, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
+FULL = "full_attention"
+LOCAL = "sliding_attention"
+CHUNKED = "chunked_attention"
+LINEAR = "linear_attention"
 """In layer_types of config.json, a layer that sees all earlier tokens, and those with a sliding window, chunked
 attention or linear attention."""
 
@@ -151,7 +154,9 @@ def selecting(period: int, offset: int, layers: int) -> list[bool]:
 
 def selections_from_hf(hf: Mapping[str, Any]) -> dict[str, int]:
     """Which layers select keys: the first ones, and each N-th behind them."""
-    period, offset, layers = hf["index_topk_freq"], hf["index_skip_topk_offset"], hf["num_hidden_layers"]
+    period = hf["index_topk_freq"]
+    offset = hf["index_skip_topk_offset"]
+    layers = hf["num_hidden_layers"]
     check_count("index_topk_freq", period)
     full = listed_layers(hf, "indexer_types", ("shared", "full"), selecting(period, offset, layers).__getitem__)
     if all(full):

@@ -142,7 +142,9 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _entry(path: Path, name: str, entry: Mapping[str, Any], base: int) -> FileTensor:
-    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    (begin, end) = entry["data_offsets"]
     if dtype not in DTYPES:
         raise ValueError(f"{name} has the unknown dtype {dtype!r}")
     if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):

@@ -13,7 +13,9 @@ from megatron.training.config.run_config import RunConfig
 def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default: int = 0) -> Iterator[Problem]:
     """The problem of a number of `what` that tensor- and context-parallel ranks cannot share evenly. Without a value of
     the flag it is the `default`."""
-    tp, cp, count = c.parallel.tensor_model_parallel_size, c.parallel.context_parallel_size, value or default
+    tp = c.parallel.tensor_model_parallel_size
+    cp = c.parallel.context_parallel_size
+    count = value or default
     if not divides(tp * cp, count):
         ranks, near = f"--tensor-model-parallel-size {tp}", multiples(count, max(tp * cp, 1))
         if cp > 1:

@@ -84,7 +84,10 @@ class ApiServer:
     def __init__(
         self, address: tuple[str, int], api: OpenAIApi, loop: EngineLoop, limits: HttpLimits, log: Callable[[str], None]
     ) -> None:
-        self.api, self.loop, self.limits, self.log = api, loop, limits, log
+        self.api = api
+        self.loop = loop
+        self.limits = limits
+        self.log = log
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.socket = socket.create_server(address, family=family, backlog=128)
         config = uvicorn.Config(
@@ -194,7 +197,9 @@ class ApiServer:
 
     async def _body(self, request: Request) -> bytes:
         """Raises ApiError if it is too long or comes too late, ClientDisconnect if it does not come whole."""
-        size, most, parts = int(request.headers.get("Content-Length", 0)), self.limits.body_bytes, list[bytes]()
+        size = int(request.headers.get("Content-Length", 0))
+        most = self.limits.body_bytes
+        parts = list[bytes]()
         try:
             async with asyncio.timeout(self.limits.read_seconds):
                 stream = request.stream()

@@ -25,7 +25,10 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
 
     def body(self) -> dict[str, Any]:
         kinds = {404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
@@ -92,7 +95,11 @@ class OpenAIApi:
     def __init__(
         self, model: LoadedModel, engine: Engine, name: str, limits: Limits, template: Callable[[], ChatTemplate]
     ) -> None:
-        self.model, self.engine, self.name, self.limits, self.template = model, engine, name, limits, template
+        self.model = model
+        self.engine = engine
+        self.name = name
+        self.limits = limits
+        self.template = template
         self.created = int(time.time())
 
     def models(self) -> dict[str, Any]:

@@ -47,7 +47,9 @@ class EngineLoop:
     """
 
     def __init__(self, engine: Engine, most_waiting: int, grace: float = 5.0) -> None:
-        self.engine, self.most_waiting, self.grace = engine, most_waiting, grace
+        self.engine = engine
+        self.most_waiting = most_waiting
+        self.grace = grace
         self._inbox: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
         self._owner: dict[Generation, tuple[Job, int]] = {}
         self._pending, self._lock = 0, threading.Lock()

@@ -37,8 +37,13 @@ class KimiDeltaAttention(GatedDeltaNet):
         nn.Module.__init__(self)  # its parameters are others
         own, hidden = config.options(KimiDeltaFlags), config.hidden_size
         heads, taps = own.kda_num_heads, own.kda_conv_kernel_dim
-        self.cp, self.layer, self.eps, width = ctx.state.cp, ctx.layer, config.norm_epsilon, own.kda_head_dim
-        self.channels, self.value_width, self.widths = (width, width, width, width, 1, width), width, (width, width)
+        self.cp = ctx.state.cp
+        self.layer = ctx.layer
+        self.eps = config.norm_epsilon
+        width = own.kda_head_dim
+        self.channels = (width, width, width, width, 1, width)
+        self.value_width = width
+        self.widths = (width, width)
         init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
         within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
         steps, decays = Init("inverse_softplus", low=1e-3, high=0.1), Init("log_of_uniform", low=1.0, high=16.0)
@@ -67,7 +72,9 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.out_norm = make_parameter(out_norm, ctx)
         """One weight for all heads."""
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False, output_init), ctx)
-        self.kernel, self.recompute, self.hardware = None, True, ctx.hardware
+        self.kernel = None
+        self.recompute = True
+        self.hardware = ctx.hardware
         self.prepare, self.gated = region(delta_operands, ctx.compiled), region(sigmoid_gated_norm, ctx.compiled)
 
     def _projected(self, x: Tensor) -> Tensor:

@@ -73,8 +73,12 @@ class LatentLinears:
 
 def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
     """The linear layers and norms of multi-latent attention (arXiv 2405.04434, equations 37 to 47)."""
-    own, hidden, heads = config.options(LatentAttentionFlags), config.hidden_size, config.num_attention_heads
-    q_rank, kv_rank, rotary = own.q_lora_rank, own.kv_lora_rank, own.qk_pos_emb_head_dim
+    own = config.options(LatentAttentionFlags)
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
+    q_rank = own.q_lora_rank
+    kv_rank = own.kv_lora_rank
+    rotary = own.qk_pos_emb_head_dim
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     q_name = f"{name}.linear_q_up_proj" if q_rank else f"{name}.linear_q_proj"
     kv_out = (heads, own.qk_head_dim + own.v_head_dim)

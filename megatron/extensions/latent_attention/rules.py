@@ -62,7 +62,9 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 def _aligned(c: RunConfig, facts: LinearFormatFacts) -> Iterator[Problem]:
     """Each rank's matrices in another format must have aligned dimensions, and so must its tokens that are projected to
     latents."""
-    m, own, tp = c.model, c.options(LatentAttentionFlags), c.parallel.tensor_model_parallel_size
+    m = c.model
+    own = c.options(LatentAttentionFlags)
+    tp = c.parallel.tensor_model_parallel_size
     if m.moe_latent_size is None:  # else that of experts says so
         yield from tokens_for_latents(c)
     heads = m.num_attention_heads // tp if tp > 0 and m.num_attention_heads % tp == 0 else 0

@@ -43,10 +43,15 @@ class LightningAttention(nn.Module):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        heads, width, hidden = config.num_attention_heads, config.head_dim, config.hidden_size
+        heads = config.num_attention_heads
+        width = config.head_dim
+        hidden = config.hidden_size
         init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
         of_heads = replace(config, qk_layernorm_scope="all", norm_epsilon=EPSILON)
-        self.cp, self.layer, self.width, self.hardware = ctx.state.cp, ctx.layer, config.head_dim, ctx.hardware
+        self.cp = ctx.state.cp
+        self.layer = ctx.layer
+        self.width = config.head_dim
+        self.hardware = ctx.hardware
         self.chunk, self.heads = config.options(LightningFlags).lightning_chunk_size, heads // ctx.tp.size
         first = ctx.tp.rank * self.heads + self.cp.rank * (self.heads // self.cp.size)
         self.rates = partial(decay_rates, range(first, first + self.heads // self.cp.size), ctx.layer, config)

@@ -55,8 +55,12 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         own, hidden = config.options(LinearAttentionFlags), config.hidden_size
-        groups, heads, taps = own.linear_num_key_heads, own.linear_num_value_heads, own.linear_conv_kernel_dim
-        self.cp, self.layer, self.channels = ctx.state.cp, ctx.layer, own.linear_channels
+        groups = own.linear_num_key_heads
+        heads = own.linear_num_value_heads
+        taps = own.linear_conv_kernel_dim
+        self.cp = ctx.state.cp
+        self.layer = ctx.layer
+        self.channels = own.linear_channels
         self.eps = own.linear_norm_epsilon or config.norm_epsilon
         self.strength = 2.0 if own.linear_allow_neg_eigval else 1.0
         self.value_width, self.steps = own.linear_value_head_dim, own.linear_num_householder

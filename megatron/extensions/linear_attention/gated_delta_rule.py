@@ -191,12 +191,16 @@ def channel_products(
     i, and from there to token i, so that no factor is above 1.
     """
     chunk, earlier = g.shape[-2], torch.ones(g.shape[-2:-1] * 2, dtype=g.dtype, device=g.device).tril()
-    total, both, rows = earlier @ g, torch.stack((k, q)), []
+    total = earlier @ g
+    both = torch.stack((k, q))
+    rows = []
     for start in range(0, chunk, BLOCK):
         within, before, behind = region(_of_block, compiled)(both, k, total, start)
         across = behind @ before.mT
         rows.append(F.pad(torch.cat((across, within), -1), (0, chunk - start - within.shape[-1])))
-    products, reach, left = torch.cat(rows, -2), total.exp(), (total[..., -1:, :] - total).exp()
+    products = torch.cat(rows, -2)
+    reach = total.exp()
+    left = (total[..., -1:, :] - total).exp()
     if number is not None:
         before, number = number[..., :1, None], number[..., 1:, None]
         products = products.masked_fill(number != number.mT, 0.0)

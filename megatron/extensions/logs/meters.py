@@ -49,7 +49,9 @@ class SourceTallies(Tallies):
     """The losses by source on one rank: the last pipeline stage adds those of a sample to the row of its source."""
 
     def __init__(self, run: TrainingRun) -> None:
-        self.names, state, device = run.data.sources.names, run.runtime.state, run.runtime.device
+        self.names = run.data.sources.names
+        state = run.runtime.state
+        device = run.runtime.device
         last = [model for model in run.stages.values() if model.last]
         tallies = [torch.zeros(len(self.names), 2, dtype=torch.float64, device=device) for _ in last]
         super().__init__(tallies, len(self.names), state.tp.first, device)
@@ -92,7 +94,9 @@ class ModelSums(Callback, Meter):
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         options = self.config.options(LogsConfig)
-        self.run, self.norm, self.zeros = run, options.log_params_norm, options.log_num_zeros_in_grad
+        self.run = run
+        self.norm = options.log_params_norm
+        self.zeros = options.log_num_zeros_in_grad
         return (self,)
 
     @torch.no_grad()

@@ -15,7 +15,9 @@ from megatron.training.config.problem import Problem, divides, multiples, unless
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
-HEADS, GROUPS, WIDTH = "--mamba-num-heads", "--mamba-num-groups", "--mamba-head-dim"
+HEADS = "--mamba-num-heads"
+GROUPS = "--mamba-num-groups"
+WIDTH = "--mamba-head-dim"
 TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
 EXPAND = 2
 """Channels of all heads, in hidden sizes, where --mamba-num-heads is not given."""
@@ -84,8 +86,13 @@ def described(config: TransformerConfig) -> str:
 
 def mamba2(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Rules of a model with Mamba-2."""
-    own, m, p = c.options(MambaFlags), c.model, c.parallel
-    tp, cp, groups, heads = p.tensor_model_parallel_size, p.context_parallel_size, own.mamba_num_groups, num_heads(m)
+    own = c.options(MambaFlags)
+    m = c.model
+    p = c.parallel
+    tp = p.tensor_model_parallel_size
+    cp = p.context_parallel_size
+    groups = own.mamba_num_groups
+    heads = num_heads(m)
     if own.mamba_multipliers is not None and len(own.mamba_multipliers) != len(group_channels(m)):
         rule = f"must be {len(group_channels(m))} numbers: for gates, inputs, B, C and step sizes"
         yield Problem("--mamba-multipliers", own.mamba_multipliers, rule, "use for example 1 1 1 1 1")

@@ -52,8 +52,12 @@ class Mamba2(nn.Module):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        own, hidden, channels = config.options(MambaFlags), config.hidden_size, group_channels(config)
-        heads, groups, taps = num_heads(config), own.mamba_num_groups, own.mamba_conv_kernel_dim
+        own = config.options(MambaFlags)
+        hidden = config.hidden_size
+        channels = group_channels(config)
+        heads = num_heads(config)
+        groups = own.mamba_num_groups
+        taps = own.mamba_conv_kernel_dim
         width, mixed = heads * own.mamba_head_dim, (groups, sum(channels[1:4]))
         init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
         within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
@@ -61,7 +65,10 @@ class Mamba2(nn.Module):
         def by_heads(key: str, shape: tuple[int, ...], init: Init, role: str = "hidden") -> nn.Parameter:
             return make_parameter(ParamMeta(f"{name}.{key}", shape, {"tp": 0}, init, role=role), ctx)
 
-        self.cp, self.layer, self.eps, self.chunk = ctx.state.cp, ctx.layer, config.norm_epsilon, own.mamba_chunk_size
+        self.cp = ctx.state.cp
+        self.layer = ctx.layer
+        self.eps = config.norm_epsilon
+        self.chunk = own.mamba_chunk_size
         self.min_step, self.factors = own.mamba_min_step_size, own.mamba_multipliers
         self.groups, self.head_dim = own.mamba_num_groups // ctx.tp.size, own.mamba_head_dim
         self.gates, *self.channels = channels

@@ -36,7 +36,9 @@ def ssd_steps(
 ) -> tuple[Tensor, Tensor]:
     """Token by token; for a few tokens, and to check `ssd_chunks`, whose arguments and results these are."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    x, dt, a = x.to(wide), dt.to(wide), a.to(wide)
+    x = x.to(wide)
+    dt = dt.to(wide)
+    a = a.to(wide)
     B, C = (t.to(wide).repeat_interleave(x.shape[2] // B.shape[2], dim=2) for t in (B, C))
     state = x.new_zeros(*x.shape[1:3], B.shape[-1], x.shape[-1]) if state is None else state.to(wide)
     decay, out = (dt * a).exp(), []
@@ -85,7 +87,9 @@ def ssd_chunks(
 def _operands(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, chunk: int) -> tuple[Tensor, ...]:
     """x dt, dt a, B and C in chunks, see `in_chunks`"""
     groups, wide = B.shape[2], torch.promote_types(x.dtype, torch.float32)
-    x, dt, a = x.to(wide), dt.to(wide), a.to(wide)
+    x = x.to(wide)
+    dt = dt.to(wide)
+    a = a.to(wide)
     return tuple(in_chunks(t, wide, chunk, groups) for t in (x * dt.unsqueeze(-1), dt * a, B, C))
 
 

@@ -36,8 +36,13 @@ class Mamba1(BetweenProjections):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        own, hidden, channels = config.options(Mamba1Flags), config.hidden_size, channels_of(config)
-        self.cp, self.tp, self.layer, self.widths = ctx.state.cp, ctx.tp, ctx.layer, low_rank_widths(config)
+        own = config.options(Mamba1Flags)
+        hidden = config.hidden_size
+        channels = channels_of(config)
+        self.cp = ctx.state.cp
+        self.tp = ctx.tp
+        self.layer = ctx.layer
+        self.widths = low_rank_widths(config)
         (rank, states, _), taps = self.widths, own.mamba1_conv_kernel_dim
         init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
         of_taps, of_rank = (Init("uniform", low=-(size**-0.5), high=size**-0.5) for size in (taps, rank))

@@ -220,7 +220,9 @@ class LegacyTensors:
         return next(table[first].dtype for table in self.tables.values() if first in table)
 
     def read(self, name: str, kind: str | None = None) -> Tensor:
-        tables, meta, way = self.tables if kind is None else self.states[kind], self.metas[name], self.ways[name]
+        tables = self.tables if kind is None else self.states[kind]
+        meta = self.metas[name]
+        way = self.ways[name]
         whole: Tensor | None = None
         for rank, offset, shape in self._boxes(meta):
             tensors = self._parts(tables, way, rank, meta.expert)

@@ -172,7 +172,9 @@ def layout_of(
     Buffers are filled from the last parameter to the first. Parameters are aligned within their bucket. A bucket ends
     once it has `bucket_size` elements; its end is not padded.
     """
-    places, base, at = [], 0, 0
+    places = []
+    base = 0
+    at = 0
     for name, size in reversed(parameters):
         alone = tied_apart and name in DECOUPLED
         at = -(-at // ALIGNMENT) * ALIGNMENT

@@ -49,7 +49,9 @@ def find_ways(
 ) -> dict[str, Way]:
     """The first way of each parameter whose tensors are all present. Raises ValueError for all that is missing, of
     another shape, or unknown: present and in no way, and not `used` either."""
-    found, problems, known = dict[str, Way](), [], set(used)
+    found = dict[str, Way]()
+    problems = []
+    known = set(used)
     for name, meta in metas.items():
         ways = list(ways_of(meta))
         way = next((way for way in ways if all(each in present for each in way.names)), None)

@@ -37,7 +37,9 @@ class TorchDistTarget(Target):
     """A folder with one checkpoint. Layers are stacked under one name if all are of one kind."""
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
-        self.source, self.options, self.config = source, options, source.config
+        self.source = source
+        self.options = options
+        self.config = source.config
         refuse_inexpressible(self.config)
         self.training = None if options.weights_only or options.dtype else source.training()
         if self.training is not None and "exp_avg" not in self.training.kinds:

@@ -88,7 +88,9 @@ class ActivationOffload:
     """
 
     def __init__(self, num_layers: int, smallest: int, device: torch.device | str) -> None:
-        self.num_layers, self.smallest, self.device = num_layers, smallest, torch.device(device)
+        self.num_layers = num_layers
+        self.smallest = smallest
+        self.device = torch.device(device)
         self.pool = self.new_pool()
         self.to_host, self.to_device = CopyQueue(self.device), CopyQueue(self.device)
         self.sent = 0

@@ -60,7 +60,10 @@ class Muon(Optimizer):
         self._coefficients = coefficients(self.options.muon_coefficient_type, self.options.muon_num_ns_steps)
 
     def step(self, values: StepValues) -> None:
-        config, rates, skip, skipped = self.options, values.rates, values.skip, values.skip > 0
+        config = self.options
+        rates = values.rates
+        skip = values.skip
+        skipped = values.skip > 0
         for shard in self.shards:
             assert shard.main.grad is not None
             tensors = (shard.main.grad, shard.states["momentum_buffer"])

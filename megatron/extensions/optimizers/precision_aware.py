@@ -190,7 +190,9 @@ def join_master(params: Tensor, remainders: Tensor) -> Tensor:
 CHUNK = 2**18
 """Elements of an update that is not compiled: its temporary tensors stay in the cache of a CPU."""
 
-EXP_AVG, EXP_AVG_SQ, MAIN = 0x3C6EF372, 0x1B873593, 0x52DCE729
+EXP_AVG = 0x3C6EF372
+EXP_AVG_SQ = 0x1B873593
+MAIN = 0x52DCE729
 """Salts of the random bits of each state."""
 
 
@@ -203,7 +205,9 @@ class PackedShard(Shard):
         self, bucket: Bucket, layout: BufferLayout, place: StateRange, config: OptimizerConfig, main_dtype: torch.dtype
     ) -> None:
         super().__init__(bucket, layout, place, main_dtype)
-        params, numel, device = self.params, self.numel, self.device
+        params = self.params
+        numel = self.numel
+        device = self.device
         names = str(params.dtype).removeprefix("torch."), str(main_dtype).removeprefix("torch.")
         plan, options = config.state_plan, config.options(PrecisionAwareFlags)
         self.kind = plan.main_kind(config, *names, on_host=self.on_host)
@@ -309,7 +313,9 @@ class PrecisionAwareAdam:
     def __init__(
         self, config: OptimizerConfig, shards: Sequence[PackedShard], device: torch.device, compiled: bool
     ) -> None:
-        self.config, self.shards, self.device = config, shards, device
+        self.config = config
+        self.shards = shards
+        self.device = device
         self._update = region(adam_step_, compiled, static=True)
         self._chunk = None if compiled else CHUNK
         self._factor: Tensor | None = None
@@ -346,7 +352,9 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
     kind, skipped = shard.kind, scalars.skip > 0
     before = read_main(kind, part, shard.main)
     lr, weight_decay, factor = (value.to(before.dtype) for value in scalars[:3])
-    beta1, beta2, number = config.adam_beta1, config.adam_beta2, scalars.number
+    beta1 = config.adam_beta1
+    beta2 = config.adam_beta2
+    number = scalars.number
     grad = part.grads.to(before.dtype) * factor
     exp_avg = shard.exp_avg.read(*part.exp_avg).to(before.dtype)
     exp_avg = exp_avg.lerp(grad, 1 - beta1)

@@ -33,7 +33,9 @@ class QKClip:
         state: ParallelState,
     ) -> None:
         options = config.options(QKClipFlags)
-        self.threshold, self.alpha, self.shards = options.qk_clip_threshold, options.qk_clip_alpha, shards
+        self.threshold = options.qk_clip_threshold
+        self.alpha = options.qk_clip_alpha
+        self.shards = shards
         self.data = state.dp_cp
         """The ranks that see other tokens of the same heads."""
         every: dict[int, Any] = {id(layer): layer for module in modules for layer in module.modules()}

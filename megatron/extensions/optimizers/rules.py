@@ -23,7 +23,10 @@ def muon(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def qk_clip(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    o, m, p, switch = c.options(QKClipFlags), c.model, c.parallel, "--qk-clip"
+    o = c.options(QKClipFlags)
+    m = c.model
+    p = c.parallel
+    switch = "--qk-clip"
     if not o.qk_clip:
         return
     if p.attention_backend not in ("auto", "unfused"):
@@ -42,7 +45,9 @@ def with_max_logits(c: RunConfig) -> RunConfig:
 
 
 def precision_aware(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    o, p, switch = c.options(PrecisionAwareFlags), c.parallel, "--use-precision-aware-optimizer"
+    o = c.options(PrecisionAwareFlags)
+    p = c.parallel
+    switch = "--use-precision-aware-optimizer"
     if not o.use_precision_aware_optimizer:
         return
     if c.optimizer.optimizer != "adam":
@@ -73,7 +78,9 @@ def precision_aware(c: RunConfig, world_size: int) -> Iterator[Problem]:
 def _blocks_cut(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """fp8 has scales of blocks, and one result at all layouts only if no layout cuts a block: tensor parallelism must
     leave runs of whole blocks of each parameter."""
-    o, m, p = c.options(PrecisionAwareFlags), c.model, c.parallel
+    o = c.options(PrecisionAwareFlags)
+    m = c.model
+    p = c.parallel
     flags = [name for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(o, name) == "fp8"]
     sizes = {"tp": p.tensor_model_parallel_size, "expt_tp": p.expert_tensor_parallel_size or 1, "ep": 1}
     if not flags or not m.vocab_size or max(sizes.values()) == 1:

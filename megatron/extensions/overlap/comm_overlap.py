@@ -116,7 +116,9 @@ class _ColumnFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Overlapped) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.layer, ctx.weight, ctx.bias_shape = layer, weight, None if bias is None else bias.shape
+        ctx.layer = layer
+        ctx.weight = weight
+        ctx.bias_shape = None if bias is None else bias.shape
         flat_bias = None if bias is None else bias.flatten()
         return layer.overlap.gather_matmul(x, matrix_of(weight).t(), layer.axis, flat_bias)[1]
 
@@ -124,7 +126,9 @@ class _ColumnFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = saved_without_graph(ctx)
-        layer, weight, axis = ctx.layer, ctx.weight, ctx.layer.axis
+        layer = ctx.layer
+        weight = ctx.weight
+        axis = ctx.layer.axis
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         at_once = needs_dw and not layer.queue.defers(weight)
         dx = reducing = dw = None

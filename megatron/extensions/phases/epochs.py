@@ -44,7 +44,9 @@ class Epochs:
     """Tokens taken of each source, as a function of consumed samples. `sizes` are the tokens of an epoch."""
 
     def __init__(self, plan: RunPlan, dataset: Dataset, names: Sequence[str], sizes: Sequence[int]) -> None:
-        self.plan, self.dataset, self.names = plan, dataset, list(names)
+        self.plan = plan
+        self.dataset = dataset
+        self.names = list(names)
         self.sizes = np.array(sizes, np.int64)
         self._at, self._tokens = 0, np.zeros(len(names), np.int64)
 

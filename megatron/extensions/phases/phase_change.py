@@ -42,7 +42,9 @@ class PhasedDataset:
 
     def __init__(self, firsts: Sequence[int], parts: Sequence[Dataset], end: int, numbered_by_run: bool) -> None:
         assert firsts[0] == 0 and len(firsts) == len(parts)
-        self.firsts, self.parts, self.end = list(firsts), list(parts), end
+        self.firsts = list(firsts)
+        self.parts = list(parts)
+        self.end = end
         self.zeros = [0] * len(parts) if numbered_by_run else self.firsts
         self.fingerprint = parts[0].fingerprint
 

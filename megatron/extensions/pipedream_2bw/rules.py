@@ -24,7 +24,9 @@ def two_versions(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _excluded(c: RunConfig) -> Iterator[tuple[str, str]]:
-    m, p, o = c.model, c.parallel, c.optimizer
+    m = c.model
+    p = c.parallel
+    o = c.optimizer
     if p.fp16:
         yield "--fp16", "the passes of a step begin before the loss scale that they need is known"
     if list(LINEAR_FORMATS.wanted(p)):

@@ -46,8 +46,12 @@ class ActivationPlan(StageParts):
     ) -> StageMemory:
         """`total` with the peaks of a stage that runs its parts one after the other. What the part before has offloaded
         is on the device too: in the forward pass not yet let go of, in the backward fetched ahead."""
-        forward, backward, weight = [0], [0], [0]
-        kept, below, before = 0, total.for_weights, 0
+        forward = [0]
+        backward = [0]
+        weight = [0]
+        kept = 0
+        below = total.for_weights
+        before = 0
         for number, unit in enumerate(units):
             kept += parts[number].kept
             below -= parts[number].for_weights

@@ -221,7 +221,9 @@ class PlannedBackend:
     """An `AttentionBackend` as on GPUs; the kernels of cuDNN, which need no packing, are planned as FlashAttention."""
 
     def __init__(self, name: str, hardware: PlannedGPU) -> None:
-        self.name, self.hardware, self.own = name, hardware, ATTENTION_BACKENDS[name]
+        self.name = name
+        self.hardware = hardware
+        self.own = ATTENTION_BACKENDS[name]
         self.always_tiles: bool = self.own.always_tiles
 
     def causal(self, scale: float, device: torch.device) -> nn.Module:

@@ -22,7 +22,9 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
     plans, rehearses = "--dry-run" in given.options, "--rehearse" in given.options
     to_plan = "replace --rehearse by --dry-run" if rehearses else "add --dry-run"
     device, gpus_per_node = _device(given, to_plan)
-    suggest, json_file, memory = given.last("--suggest"), given.last("--json"), _device_memory(given)
+    suggest = given.last("--suggest")
+    json_file = given.last("--json")
+    memory = _device_memory(given)
     if suggest not in (None, "", "all"):
         rule, remedy = "must be all or nothing", "--suggest, or --suggest all to search until none can be faster"
         given.problems.append(Problem("--suggest", suggest, rule, remedy))

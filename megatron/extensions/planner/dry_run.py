@@ -74,7 +74,9 @@ def print_plan(
     from megatron.extensions.planner.fake_stage import PlannerCache
     from megatron.extensions.planner.time.step_time import predict_step
 
-    config, world_size, plan_file = asked.config, asked.world_size, asked.json_file
+    config = asked.config
+    world_size = asked.world_size
+    plan_file = asked.json_file
     dims, cache = ParallelDims.from_config(config.parallel, world_size), PlannerCache()
     run = plan_of(config)
     largest = run.longest.config

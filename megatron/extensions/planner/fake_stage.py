@@ -193,7 +193,9 @@ class FakeStages:
         self.recorder, self.hardware = recorder, hardware
         run = RunConfig(parallel=batch.parallel, extension_options=batch.parallel.extension_options)
         run = with_named(run, WITHOUT_GROUPS)
-        self.batch, self.state, self.device = batch, state, device
+        self.batch = batch
+        self.state = state
+        self.device = device
         self.parallel = parallel = replace(run.parallel, compile=batch.parallel.compiles(batch.device))
         self.queue, self.casts = WeightGradQueue(), WeightCasts()
         self.offload = build_store(parallel, self.device)
@@ -254,10 +256,15 @@ class FakeStages:
 
     def _recorded(self, stage: GPTModel) -> PassEvents:
         """Runs one micro-batch through a stage and back, as the executor does."""
-        live, peak, held, events = self.recorder, dict[str, int](), dict[str, int](), {}
+        live = self.recorder
+        peak = dict[str, int]()
+        held = dict[str, int]()
+        events = {}
 
         def end(part: str) -> None:
-            peak[part], held[part], events[part] = live.peak, live.now, live.take()
+            peak[part] = live.peak
+            held[part] = live.now
+            events[part] = live.take()
             live.restart_peak()
 
         live.begin()

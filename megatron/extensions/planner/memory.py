@@ -153,7 +153,10 @@ class RankStates:
 
 def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankStates:
     """Parameters and bytes of states of the ranks at `pp_rank`."""
-    model, parallel, optimizer, ddp = config.model, config.parallel, config.optimizer, config.ddp
+    model = config.model
+    parallel = config.parallel
+    optimizer = config.optimizer
+    ddp = config.ddp
     layout, stages = pipeline_layout(model, parallel), pipeline_stages(model, parallel)
     mine = [stages[s] for s in layout.stages_of(pp_rank)]
     metas = _metas_of(model, parallel, mine, tied_stages(model, layout))
@@ -206,7 +209,10 @@ def _units_in_flight(buffers: Sequence[BufferLayout], config: RunConfig, stages:
         reductions[unit] = _reduction_bytes(size, bucket.num_shards, parallel, ddp)  # of the last bucket
     if not sizes:
         return UnitsInFlight()
-    units, held, first, last = list(sizes), 0, stages[0].first, stages[-1].last
+    units = list(sizes)
+    held = 0
+    first = stages[0].first
+    last = stages[-1].last
     backward = units
     if config.model.tied_embeddings and last and EMBEDDING in sizes:  # the output layer's unit is the embedding
         backward = inner = [unit for unit in units if unit != EMBEDDING]

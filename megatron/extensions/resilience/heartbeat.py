@@ -81,7 +81,9 @@ def unseal(token: str, data: bytes) -> dict[str, Any]:
 
 def check_beat(message: dict[str, Any], world: int) -> None:
     """Raises ValueError unless a message is one of `Links.message` in a world of this size."""
-    sender, end, ages = message.get("from"), message.get("end"), message.get("ages")
+    sender = message.get("from")
+    end = message.get("end")
+    ages = message.get("ages")
     if not (_is_rank(sender, world) and isinstance(end, str) and end in ENDS and _are_ages(ages, world)):
         raise ValueError("its values have wrong types, or name ranks that do not exist")
 
@@ -171,7 +173,9 @@ class Links:
     """State of this host's links to others. Hosts are called by the number of their first rank."""
 
     def __init__(self, here: int, timeout: float) -> None:
-        self.here, self.timeout, self.peers = here, timeout, dict[int, Peer]()
+        self.here = here
+        self.timeout = timeout
+        self.peers = dict[int, Peer]()
 
     def know(self, host: int, address: Any, now: float) -> None:
         """Learns where a host is."""
@@ -244,7 +248,9 @@ class Heartbeat:
     """The process: sends, receives, and reports its findings to the ranks of this host."""
 
     def __init__(self, parent: int, links: Links, world: int, family: int) -> None:
-        self.parent, self.links, self.world = parent, links, world
+        self.parent = parent
+        self.links = links
+        self.world = world
         self.token, self.ears = "", list[int]()
         self._network = socket.socket(family, socket.SOCK_DGRAM)
         self._network.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)

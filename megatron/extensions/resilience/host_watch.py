@@ -113,8 +113,13 @@ class HostWatch(Watch):
     def __init__(
         self, launch: Launch, status: RankStatus, failures: FailureHandler, board: Board, timeout: float
     ) -> None:
-        self._launch, self._status, self._failures, self._board = launch, status, failures, board
-        self._store, self._timeout, self._token = AskedStore(board.store), timeout, ""
+        self._launch = launch
+        self._status = status
+        self._failures = failures
+        self._board = board
+        self._store = AskedStore(board.store)
+        self._timeout = timeout
+        self._token = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
         self._excused = dict[int, float]()

@@ -92,7 +92,9 @@ class SaveLease:
     taken it, or if it is gone from the folder."""
 
     def __init__(self, folder: Path, lost: Callable[[LeaseError], object]) -> None:
-        self._file, self._folder, self._lost = folder / LEASE, folder, lost
+        self._file = folder / LEASE
+        self._folder = folder
+        self._lost = lost
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self._owner = asdict(Peer.here()) | {"token": os.urandom(8).hex(), "since": since}
         self._count = 0

@@ -26,7 +26,9 @@ class RetentionFlags:
     lm_loss, or valid_NAME_loss of a named validation set. The link SAVE/best names it."""
 
     def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        metric, interval, training = self.save_retain_best, config.checkpoint.save_interval, config.training
+        metric = self.save_retain_best
+        interval = config.checkpoint.save_interval
+        training = config.training
         validates = metric != "lm_loss"
         if metric and metric not in (known := _metrics(config)):
             yield Problem("--save-retain-best", metric, "is no metric of this run", f"use {' or '.join(known)}")

@@ -45,7 +45,9 @@ def shape_of(config: TransformerConfig) -> tuple[int, int]:
 
 def rg_lru(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Rules of a model with RG-LRU."""
-    own, hidden, heads = c.model.options(RgLruFlags), c.model.hidden_size, c.model.num_attention_heads
+    own = c.model.options(RgLruFlags)
+    hidden = c.model.hidden_size
+    heads = c.model.num_attention_heads
     width, blocks = own.rg_lru_width or hidden, own.rg_lru_num_blocks or heads
     yield from unless_shared(c, BLOCKS, own.rg_lru_num_blocks, "the blocks of RG-LRU", heads)
     if not divides(blocks, width):

@@ -45,12 +45,12 @@ class RgLru(BetweenProjections):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        (blocks, width), taps, hidden = (
-            shape_of(config),
-            config.options(RgLruFlags).rg_lru_conv_kernel_dim,
-            config.hidden_size,
-        )
-        self.cp, self.layer, self.width = ctx.state.cp, ctx.layer, width
+        (blocks, width) = shape_of(config)
+        taps = config.options(RgLruFlags).rg_lru_conv_kernel_dim
+        hidden = config.hidden_size
+        self.cp = ctx.state.cp
+        self.layer = ctx.layer
+        self.width = width
         channels = blocks * width
         init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
         of_taps, of_gates = (Init("normal", (0.01 / size) ** 0.5) for size in (taps, width))

@@ -35,7 +35,9 @@ class BetweenProjections(nn.Module):
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
         mixed = self.in_proj(x)
-        length, documents, cache = len(mixed) * self.cp.size, context.documents, context.cache
+        length = len(mixed) * self.cp.size
+        documents = context.documents
+        cache = context.cache
         number = None if documents is None else documents_begun(documents, length, mixed.device)
         again = self.training and cache is None
         return self.out_proj(recomputed(self._mix, mixed, number, None) if again else self._mix(mixed, number, cache))

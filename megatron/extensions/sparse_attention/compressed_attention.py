@@ -105,11 +105,9 @@ class Compressor(nn.Module):
         sequences. Rows come twice where keys are made of two windows: the rows of the next window's key, then the rows
         of the window's own."""
         super().__init__()
-        init, rows, hidden = (
-            Init("normal", config.init_method_std),
-            width * (2 if ratio == SELECTED else 1),
-            config.hidden_size,
-        )
+        init = Init("normal", config.init_method_std)
+        rows = width * (2 if ratio == SELECTED else 1)
+        hidden = config.hidden_size
         self.ape = make_parameter(
             ParamMeta(f"{name}.ape", (ratio, rows), {}, init, partial_over, role="convolution"), ctx
         )
@@ -230,7 +228,10 @@ class CompressedKeys(SelectedKeys):
         self, q: Tensor, kv: Tensor, windows: Windows, cache: EarlierTokens | None, context: BatchContext
     ) -> tuple[Queries, Queries]:
         """The tokens and the compressed keys that the queries of this rank's part of the sequence could see."""
-        (n, b, heads, width), length, window, ratio = q.shape, len(kv), self.near, self.ratio
+        (n, b, heads, width) = q.shape
+        length = len(kv)
+        window = self.near
+        ratio = self.ratio
         count = length // ratio if ratio else 0
         of_query = b * max(heads * 3 * window, heads * count, width * min(self.topk, count))
         longest = max(1, min(2 * window, CHUNK // of_query))
@@ -241,7 +242,9 @@ class CompressedKeys(SelectedKeys):
             near = chunks
         else:
             places = context.places_of(q, 0)
-            last, begin, before = places[:, None], windows.begin[places], windows.before[places]
+            last = places[:, None]
+            begin = windows.begin[places]
+            before = windows.before[places]
             chunks = chunks_of(rank_spans(length, self.cp.rank, self.cp.size), self.rows.size, longest)
             near = tuple(
                 chunk._replace(first=max(0, chunk.keys - (chunk.rows.stop - chunk.rows.start) - window + 1))
@@ -261,7 +264,9 @@ class CompressedAttention(MultiLatentAttention):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         nn.Module.__init__(self)  # its parameters are others
         own, of_groups = config.options(LatentAttentionFlags), config.options(CompressedAttentionFlags)
-        linears, self.tp, self.width = latent_linears(name, config), ctx.tp, config.head_dim
+        linears = latent_linears(name, config)
+        self.tp = ctx.tp
+        self.width = config.head_dim
         init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
         ratio, hidden = ratios(config)[ctx.layer], config.hidden_size
         self.rotary_width, self.rotation = own.qk_pos_emb_head_dim, config.layer(ctx.layer).rotation
@@ -309,7 +314,9 @@ class CompressedAttention(MultiLatentAttention):
 
     def _heads(self, latents: tuple[Tensor, ...], context: BatchContext) -> tuple[Tensor, ...]:  # type: ignore[override]
         """The operands of `CompressedKeys`."""
-        (q, kv, *more), width, tables = latents, self.rotary_width, self._tables(context)
+        (q, kv, *more) = latents
+        width = self.rotary_width
+        tables = self._tables(context)
         q = F.rms_norm(self.linear_q(q).unflatten(-1, (-1, self.width)), (self.width,), eps=self.eps)
         kv = rotated_last(self.to_heads(kv, self.tp).unsqueeze(2), width, *tables).squeeze(2)
         heads = rotated_last(q, width, *tables), kv, *(self.to_heads(x, self.tp) for x in more[:1])

@@ -46,7 +46,9 @@ def untrained_indexer(c: RunConfig) -> Iterator[Problem]:
 
 def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Rules of a model with sparse attention."""
-    m, own, name = c.model, c.options(SparseAttentionFlags), "--experimental-attention-variant"
+    m = c.model
+    own = c.options(SparseAttentionFlags)
+    name = "--experimental-attention-variant"
     shown = "dsa" if m.experimental_attention_variant == "dsa" else None
     name = name if shown else "D in --hybrid-layer-pattern"
     if m.attention != MLA:
@@ -102,8 +104,13 @@ def _shared_selections(c: RunConfig) -> Iterator[Problem]:
 
 def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Rules of a model with compressed attention."""
-    m, p, own, latent = c.model, c.parallel, c.options(CompressedAttentionFlags), c.options(LatentAttentionFlags)
-    text, ranks, of_index = own.csa_compress_ratios, p.tensor_model_parallel_size, c.options(SparseAttentionFlags)
+    m = c.model
+    p = c.parallel
+    own = c.options(CompressedAttentionFlags)
+    latent = c.options(LatentAttentionFlags)
+    text = own.csa_compress_ratios
+    ranks = p.tensor_model_parallel_size
+    of_index = c.options(SparseAttentionFlags)
     yield from untrained_indexer(c)
     if m.attention != MLA:
         rule = "has the heads and the latent of queries of --multi-latent-attention"

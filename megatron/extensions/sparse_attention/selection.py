@@ -77,7 +77,9 @@ class Index(NamedTuple):
 def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) -> tuple[Chunk, ...]:
     """Chunks of at most `longest` queries at the positions `spans`, each within one of equal shards of the rows. Of
     queries behind earlier tokens `keys` are the tokens that there are."""
-    shard, found, row = sum(map(len, spans)) // shards, list[Chunk](), 0
+    shard = sum(map(len, spans)) // shards
+    found = list[Chunk]()
+    row = 0
     for span in spans:
         start = span.start
         while start < span.stop:
@@ -132,7 +134,9 @@ class Rows:
 
     def __init__(self, q: Tensor, k: Tensor, queries: Queries, chunk: Chunk, picked: Tensor | None) -> None:
         """q [n, b, h, w], k [s, b, w], picked [n, b, topk] or None for all keys"""
-        self.rows, self.q, self.samples = chunk.rows, q[chunk.rows], k.shape[1]
+        self.rows = chunk.rows
+        self.q = q[chunk.rows]
+        self.samples = k.shape[1]
         self.keys, self.flat = slice(chunk.first, chunk.keys), None
         if picked is None or chunk.keys <= picked.shape[-1]:
             self.k, self.hidden = k[self.keys], queries.hidden(chunk)
@@ -234,7 +238,9 @@ class AttentionToSelected(torch.autograd.Function):
         """With P the weights: dS = P * (dO vᵀ - rowsum(dO * O)), and dV = Pᵀ dO."""
         (q, sinks, out, lse, *more), (loops, scale, width) = ctx.saved_tensors, ctx.settings
         count = len(loops)
-        k, picked, bounds = more[:count], more[count : 2 * count], more[2 * count :]
+        k = more[:count]
+        picked = more[count : 2 * count]
+        bounds = more[2 * count :]
         queries = [Queries(*bounds[2 * at : 2 * at + 2], *loop) for at, loop in enumerate(loops)]
         dq, dk = torch.empty_like(q), [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in k]
         for parts in _parts(q, k, tuple(map(Keys, queries, picked))):
@@ -325,7 +331,9 @@ class AttachLoss(torch.autograd.Function):
     def forward(
         ctx: Any, out: Tensor, loss: Loss | None, scale: Tensor | None, tally: Tensor, *index: Tensor
     ) -> Tensor:
-        ctx.shapes, ctx.scale, ctx.tally = [(x.shape, x.dtype, x.device) for x in index], scale, tally
+        ctx.shapes = [(x.shape, x.dtype, x.device) for x in index]
+        ctx.scale = scale
+        ctx.tally = tally
         if loss is not None:
             total, gradients = divergence(Index(*index), loss)
             ctx.entries = torch.stack((total, torch.full_like(total, index[0].shape[0] * index[0].shape[1])))

@@ -64,7 +64,9 @@ class IndexerLinears(NamedTuple):
 
 def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
     """The linear layers of the indexer of this name."""
-    own, hidden, init = config.options(SparseAttentionFlags), config.hidden_size, Init("normal", config.init_method_std)
+    own = config.options(SparseAttentionFlags)
+    hidden = config.hidden_size
+    init = Init("normal", config.init_method_std)
     heads, width = own.dsa_indexer_n_heads, own.dsa_indexer_head_dim
     q_rank = config.options(LatentAttentionFlags).q_lora_rank or hidden
     return IndexerLinears(
@@ -123,7 +125,10 @@ class SelectedKeys(CoreAttention):
     ) -> None:
         """`width`: channels of keys that are values."""
         super().__init__(name, config, ctx, sinks)
-        own, self.width, self.tp, self.layer = config.options(SparseAttentionFlags), width, ctx.tp, ctx.layer
+        own = config.options(SparseAttentionFlags)
+        self.width = width
+        self.tp = ctx.tp
+        self.layer = ctx.layer
         self.topk, self.coeff = own.dsa_indexer_topk, own.dsa_indexer_loss_coeff
         self.index_heads, self.shares = own.dsa_indexer_n_heads, own.dsa_indexer_topk_freq > 1
         self.sparse_loss = own.dsa_indexer_use_sparse_loss

@@ -63,7 +63,10 @@ class FillInMiddle(TextDataset):
 
     def __init__(self, inner: Dataset, config: DatasetConfig, tokenizer: Tokenizer, seed: int) -> None:
         assert isinstance(inner, TextDataset)
-        self.inner, self.config, self.tokenizer, self.seed = inner, config.options(FillInMiddleConfig), tokenizer, seed
+        self.inner = inner
+        self.config = config.options(FillInMiddleConfig)
+        self.tokenizer = tokenizer
+        self.seed = seed
         self.tokens = SpecialTokens.of(self.config, tokenizer)
         self.samples = len(inner)
         self.format = replace(inner.format, pad=self.tokens.pad)

@@ -79,14 +79,18 @@ def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -
                 kind = format_of(file, stream)
                 unit, read = READERS[kind]
                 position = raw.tell if raw.seekable() and not raw.closed else int
-                records, size, first = list[Record](), 0, 1
+                records = list[Record]()
+                size = 0
+                first = 1
                 for record in read(stream, reading):
                     number += 1
                     records.append(record)
                     size += _size(record)
                     if size >= chunk_bytes:
                         yield Chunk(file.path, unit, first, records, size, position(), kind in ("jsonl", "json"))
-                        records, size, first = [], 0, number + 1
+                        records = []
+                        size = 0
+                        first = number + 1
                 if records:
                     yield Chunk(file.path, unit, first, records, size, position(), kind in ("jsonl", "json"))
         except Damaged as error:
@@ -248,7 +252,10 @@ def _text_file(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
 def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
     """The objects of an array, each decoded when it is complete."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    text, at, ended, piece = "", 0, False, 1 << 18
+    text = ""
+    at = 0
+    ended = False
+    piece = 1 << 18
 
     def more() -> None:
         nonlocal text, at, ended, piece

@@ -127,7 +127,9 @@ class TextData:
         tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
         if tokenizer.eod is None:
             job = replace(job, append_eod=False)
-        total, done, began = sum(file.size for file in files), 0, time.monotonic()
+        total = sum(file.size for file in files)
+        done = 0
+        began = time.monotonic()
         logger.warning("tokenizing %d files, %.1f MB, into %s", len(files), total / 1e6, target)
         temporary = target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}.tmp")
         damaged = temporary.with_suffix(".damaged")

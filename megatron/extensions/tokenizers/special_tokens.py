@@ -13,11 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+CONFIG = "tokenizer_config.json"
+MAP = "special_tokens_map.json"
+ADDED = "added_tokens.json"
 FILES = (CONFIG, MAP, ADDED)
 """Files beside a tokenizer.json that change its tokens."""
 
-DECODER, EXTRA, LEGACY_EXTRA = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
+DECODER = "added_tokens_decoder"
+EXTRA = "extra_special_tokens"
+LEGACY_EXTRA = "additional_special_tokens"
 """Keys of tokenizer_config.json."""
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

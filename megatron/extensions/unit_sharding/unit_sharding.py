@@ -244,7 +244,9 @@ class UnitSharding(WholeUnits):
         casts: WeightCasts | None,
     ) -> None:
         super().__init__(modules, params, buckets, shards_params, queue, casts)
-        self.shards_params, self.queue, self.order = shards_params, queue, Order()
+        self.shards_params = shards_params
+        self.queue = queue
+        self.order = Order()
         self._reducing: deque[UnitBucket] = deque()
         bucket_of = {id(params[place.index]): bucket for bucket in buckets for place in bucket.layout.params}
         for bucket in buckets:

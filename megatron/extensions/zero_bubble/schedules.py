@@ -62,8 +62,12 @@ def zb_v(p: int, m: int) -> Schedule:
     lists = []
     for rank in range(p):
         down, up = rank, 2 * p - 1 - rank
-        f0, i0, w0 = (Kind.F, down), (Kind.I, down), (Kind.W, down)
-        f1, i1, w1 = (Kind.F, up), (Kind.I, up), (Kind.W, up)
+        f0 = (Kind.F, down)
+        i0 = (Kind.I, down)
+        w0 = (Kind.W, down)
+        f1 = (Kind.F, up)
+        i1 = (Kind.I, up)
+        w1 = (Kind.W, up)
         fed = n - (2 * p - 1 - rank)  # rounds of the steady state that still have a forward to start
         order = [f0] * (2 * (p - rank) - 1) + [f1, f0] * rank + [f1, i1, w1] * (p - rank)
         order += [f0, i0, w0, f1, i1, w1] * fed + [i0, w0, f1, i1, w1] * (n - p - fed)

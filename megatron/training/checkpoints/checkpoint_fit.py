@@ -79,7 +79,9 @@ def check_may_start(options: CheckpointConfig) -> None:
 def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, data_fingerprint: str | None) -> None:
     """Raises ValueError, with every difference at once, if the run would not continue what was saved. Data are compared
     if both fingerprints are known."""
-    options, saved, problems = config.checkpoint, saved_config(checkpoint), []
+    options = config.checkpoint
+    saved = saved_config(checkpoint)
+    problems = []
     before, now = (each.model.vocab_size or 0 for each in (saved, config))
     if now > before and not (options.finetune and _same_rows(saved, config)):
         problems.append(

@@ -93,7 +93,9 @@ class Checkpointer:
 
         `metrics`: what was measured at this iteration, for cleanups to choose by.
         """
-        config, optimizer, zero = self.config, self.optimizer, self.config.optimizer.use_distributed_optimizer
+        config = self.config
+        optimizer = self.optimizer
+        zero = self.config.optimizer.use_distributed_optimizer
         if self.plan is not None:
             past = self.plan.sizes.points(progress.iteration, progress.consumed_samples)
             progress = replace(progress, past_batches=past)

@@ -45,7 +45,10 @@ class RunSaver:
         self.options = checkpointer.config.checkpoint
         self.writer = build_saver(checkpointer.config, runtime.state.world, progress)
         """None without --save."""
-        self.checkpointer, self._runtime, self._progress, self._lines = checkpointer, runtime, progress, lines
+        self.checkpointer = checkpointer
+        self._runtime = runtime
+        self._progress = progress
+        self._lines = lines
         self.last = progress.iteration or None
         """The iteration that was saved last, or loaded."""
 
@@ -61,7 +64,9 @@ class RunSaver:
     def prepare(self) -> None:
         """Allocates staging memory if checkpoints are saved during the run. Warns if --save holds checkpoints of
         later iterations, which this run will replace."""
-        save, root, iteration = self.options.save, self.options.save_root, self._progress.iteration
+        save = self.options.save
+        root = self.options.save_root
+        iteration = self._progress.iteration
         later = [number for number in saved_folders(root) if number > iteration] if root is not None else []
         if later:
             self._runtime.say(

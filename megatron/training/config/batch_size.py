@@ -133,7 +133,9 @@ def _width(m: TransformerConfig) -> str:
 
 def formats_of_states(config: RunConfig) -> str:
     """Number formats of parameters, gradients and optimizer states."""
-    params, main, optimizer = config.parallel.params_dtype, config.parallel.main_dtype, config.optimizer
+    params = config.parallel.params_dtype
+    main = config.parallel.main_dtype
+    optimizer = config.optimizer
     state = optimizer.state_plan.described(optimizer, params, main)
     return f"parameters {params}, gradients {optimizer.gradients_dtype or main}, {state}"
 

@@ -249,7 +249,9 @@ class FlagReader(GivenOptions):
         if not node.tag.endswith(":map"):
             self.problems.append(Problem("--config", path, "must be a mapping", "write one `name: value` a line"))
             return
-        earlier, self.values, self.given = self.values, {}, {}
+        earlier = self.values
+        self.values = {}
+        self.given = {}
         for key, value in node.value:
             self.read_entry(path, str(key.value), plain(value))
         self.finish()
@@ -260,7 +262,9 @@ class FlagReader(GivenOptions):
         """Adds a problem for each value of a file that names code which no run of the user's own has recorded, apart
         from fields that are `replaced`."""
         for name in self.values.keys() & self.sources.keys() - set(replaced):
-            flag, path, values = field_table()[name], self.sources[name], self.values[name]
+            flag = field_table()[name]
+            path = self.sources[name]
+            values = self.values[name]
             texts = values if isinstance(values, tuple) else (values,)
             named = [text for text in texts if flag.spec.names_code is not None and flag.spec.names_code(text)]
             if refused := [text for text in named if standing(path, text) != "recorded"]:

@@ -15,7 +15,9 @@ from megatron.training.run import TrainingRun
 
 def banner(run: TrainingRun) -> Iterator[str]:
     """One line for each subject."""
-    config, dims, device = run.config, run.runtime.state.dims, run.runtime.device
+    config = run.config
+    dims = run.runtime.state.dims
+    device = run.runtime.device
     model, tokens = config.model, run.plan.tokens(run.batch_sizes.samples(run.train_iters))
     count = count_parameters(model).total
     active = f", active per token {active_parameters(model):,}" if model.num_experts is not None else ""

@@ -67,7 +67,9 @@ def progress_line(record: Record, train_iters: int) -> str:
 
 def parts_by_weight(record: Record, train_iters: int) -> list[str]:
     """What a line says: what went wrong in the interval, then the rest by what is looked at most."""
-    loss, norm, mfu = record["lm_loss"], record["grad_norm"], record.get("mfu")
+    loss = record["lm_loss"]
+    norm = record["grad_norm"]
+    mfu = record.get("mfu")
     share = 100 * record["iteration"] / train_iters
     share_of_peak = "" if mfu is None else f" ({100 * mfu:.3g} % MFU)"
     parts = [

@@ -29,7 +29,9 @@ class ExpertLoad(Meter):
     def __init__(
         self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device
     ) -> None:
-        self.config, self.stage, self.seq_length = config, state.axis("stage"), config.seq_length
+        self.config = config
+        self.stage = state.axis("stage")
+        self.seq_length = config.seq_length
         kinds = (*config.layers, *config.mtp_layers)
         self.numbers = [number for number, kind in enumerate(kinds) if kind.experts]
         """Of layers with experts; modules of multi-token prediction count on."""

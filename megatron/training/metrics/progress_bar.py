@@ -23,7 +23,10 @@ class ProgressBar:
         say: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.what, self.total, self.unit, self.clock = what, total, unit, clock
+        self.what = what
+        self.total = total
+        self.unit = unit
+        self.clock = clock
         self.say = say if say is not None else lambda line: print(line, file=sys.stderr, flush=True)
         self.began = self.last = clock()
         self._bar: Any = None

@@ -32,7 +32,9 @@ class RunLog:
     """
 
     def __init__(self, run: TrainingRun, resources: ExitStack) -> None:
-        config, runtime, iteration = run.plan.base, run.runtime, run.progress.iteration
+        config = run.plan.base
+        runtime = run.runtime
+        iteration = run.progress.iteration
         self._runtime, self._lines = runtime, run.lines
         self._sinks: list[Sink] = []
         self._bar: Any = None  # tqdm's

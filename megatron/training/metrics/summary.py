@@ -39,7 +39,9 @@ def summarize(run: TrainingRun) -> Record:
 def _of_steps(run: TrainingRun, losses: Tensor, flops: float) -> Record:
     """Values that every run logs; `losses` [steps, 2] are loss sums and tokens over the world, `flops` those of a token
     in the model."""
-    config, interval, progress = run.config, run.interval, run.progress
+    config = run.config
+    interval = run.interval
+    progress = run.progress
     results, steps = interval.results, len(interval.results)
     total, tokens = losses[[not result.skipped for result in results]].sum(dim=0).tolist()
     seconds = interval.seconds()

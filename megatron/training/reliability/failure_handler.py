@@ -72,7 +72,10 @@ class FailureHandler:
         self.left = False
         """Whether this rank needs the store no more, whose process may end at any time now."""
 
-        self._launch, self._status, self._stacks, self._signals = launch, status, stacks, signals
+        self._launch = launch
+        self._status = status
+        self._stacks = stacks
+        self._signals = signals
         self._outcome = outcome
         self._store: Board | None = None
         self._ending = threading.Lock()
@@ -88,7 +91,9 @@ class FailureHandler:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all ranks because of an exception on the training thread. Raises it again if not connected."""
-        status, rank, here = self._status, self._launch.rank, socket.gethostname()
+        status = self._status
+        rank = self._launch.rank
+        here = socket.gethostname()
         if isinstance(error, NoStoreError):
             what = f"{error}\nwaited for {status.limit}" if error.waited else str(error)
             alone = Failure(rank, self._launch.name(here), status.phase, "no store", what, ADVICE["no store"])
@@ -140,7 +145,9 @@ class FailureHandler:
     def kill_all(self, number: signal.Signals) -> NoReturn:
         """Ends all ranks at once, by a second signal on this one."""
         with self._only_once():
-            rank, board, phase = self._launch.rank, self._board, self._status.phase_and_action()
+            rank = self._launch.rank
+            board = self._board
+            phase = self._status.phase_and_action()
             message = f"{board.name(rank)}: a second signal, {number.name}, in {phase}: ending at once"
             print(message, file=sys.stderr, flush=True)
             write_error_file(message)
@@ -157,7 +164,9 @@ class FailureHandler:
     def leave(self, message: str) -> NoReturn:
         """Ends all ranks before there is anything to save, to be started again."""
         with self._only_once():
-            code, board, first = ExitCode.TO_BE_RESUMED, self._board, self._launch.rank == 0
+            code = ExitCode.TO_BE_RESUMED
+            board = self._board
+            first = self._launch.rank == 0
             if first:
                 print(message, file=sys.stderr, flush=True)
                 self._outcome.end(code, message)
@@ -298,7 +307,9 @@ class FailureHandler:
 
     def _blamed(self, failure: Failure, silent: Collection[int], standings: dict[int, Standing]) -> Failure:
         """The failure of a rank that waited, attributed to the rank it waited for."""
-        board, status, rank = self._board, self._status, self._launch.rank
+        board = self._board
+        status = self._status
+        rank = self._launch.rank
         limit = f" (the limit is {status.limit})" if status.error is not None and hung(status.error) else ""
         noticed = f"noticed by rank {rank} in {status.place()}: {failure.title}{limit}"
         if silent:

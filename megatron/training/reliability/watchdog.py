@@ -115,7 +115,9 @@ class Watchdog:
         if board is None or self.launch.world_size == 1:
             return
         self._meetings += 1
-        name, deadline, pause = str(self._meetings), time.monotonic() + 60 * minutes, 0.001
+        name = str(self._meetings)
+        deadline = time.monotonic() + 60 * minutes
+        pause = 0.001
         status.meeting = Meeting(tuple(board.ranks), self._meetings, what)
         board.come(name)
         while self.failures.ending or not board.all_came(name):  # at its end a process asks no store
@@ -127,7 +129,9 @@ class Watchdog:
 
     def close(self) -> None:
         """Ends the watch. Rank 0 waits a little for slower ranks, as the store may live in its process."""
-        board, first, code = self.board, self.launch.rank == 0, self.code
+        board = self.board
+        first = self.launch.rank == 0
+        code = self.code
         if board is None:
             return
         self._closed.set()

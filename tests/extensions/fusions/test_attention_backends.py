@@ -18,6 +18,7 @@ from megatron.core.attention.tile_kernels import Causal, TorchKernel
 from megatron.core.attention.tiles import rank_spans
 from megatron.core.attention.varlen import packed_attention
 from megatron.core.parts import ATTENTION_BACKENDS
+from megatron.extensions.fusions.attention import backends
 from megatron.extensions.fusions.attention.backends import MODULE, CudnnKernel, Flash3, Flash3Attention
 from megatron.extensions.fusions.attention.flash_kernels import EqualWidthsKernel, FlashCPUKernel, FlashCUDAKernel
 from tests.pure.test_packed_attention import Twin
@@ -170,8 +171,8 @@ def dense_backward(
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_tiles_by_cudnn(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole samples, and the tiles of context-parallel ranks."""
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", dense_forward)
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", dense_backward)
+    monkeypatch.setattr(backends, "cudnn_attention", dense_forward)
+    monkeypatch.setattr(backends, "cudnn_attention_backward", dense_backward)
     compare(CudnnKernel(SCALE), groups, None, None)
     with pytest.raises(AssertionError, match="documents are left to FlashAttention"):
         local_attention(*operands(groups), Causal(CudnnKernel(SCALE), ((0, 7), (0,), (0,))))

@@ -59,7 +59,9 @@ class PositionEmbedding(nn.Module):
         """[n, 1 or b, h] for the tokens x [n, b, h] of this rank; ValueError past the last position."""
         if context.position_ids is not None or context.places is not None:
             return F.embedding(positions_of(x, context, self.shard) + self.offset, self.weight)
-        rows, start, length = self.weight.shape[0] - self.offset, self.shard * x.shape[0], x.shape[0]
+        rows = self.weight.shape[0] - self.offset
+        start = self.shard * x.shape[0]
+        length = x.shape[0]
         if start + length > rows:
             raise ValueError(
                 f"position {start + length - 1} is beyond --max-position-embeddings {rows}: "

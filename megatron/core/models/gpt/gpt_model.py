@@ -73,9 +73,14 @@ class GPTModel(nn.Module):
         hardware: Hardware | None = None,
     ) -> None:
         super().__init__()
-        parallel, state, passes = parallel or ModelParallelConfig(), state or ParallelState(), passes or PassContext()
+        parallel = parallel or ModelParallelConfig()
+        state = state or ParallelState()
+        passes = passes or PassContext()
         stage = stage or Stage(range(config.num_layers))
-        layers, first, last, device = tuple(stage.layers), stage.first, stage.last, torch.device(weights.device)
+        layers = tuple(stage.layers)
+        first = stage.first
+        last = stage.last
+        device = torch.device(weights.device)
         assert all(0 <= number < config.num_layers for number in layers), f"{layers} of {config.num_layers}"
         ctx = TPContext(
             state=state,
@@ -92,7 +97,10 @@ class GPTModel(nn.Module):
             lazy=weights.lazy,
             extension_options=parallel.extension_options,
         )
-        self.config, self.tp, self.first, self.last = config, state.tp, first, last
+        self.config = config
+        self.tp = state.tp
+        self.first = first
+        self.last = last
         self.sequence_parallel = parallel.sequence_parallel and state.tp.size > 1
         self.compiled = ctx.compiled
         needed = holds_embedding(config, first, last)

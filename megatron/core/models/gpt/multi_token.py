@@ -49,7 +49,9 @@ class MultiTokenLayer(nn.Module):
 
     def __init__(self, depth: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        name, size, self.number = f"{MULTI_TOKEN}.{depth}", config.hidden_size, config.num_layers + depth
+        name = f"{MULTI_TOKEN}.{depth}"
+        size = config.hidden_size
+        self.number = config.num_layers + depth
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.enorm = build_norm(f"{name}.enorm", size, config, ctx)
         self.hnorm = build_norm(f"{name}.hnorm", size, config, ctx)
@@ -88,7 +90,9 @@ class MultiTokenPrediction(nn.Module):
     def forward(self, hidden: Tensor, batch: Batch, embedding: Embedding, head: OutputLayer, loss: TokenLoss) -> Tensor:
         """hidden [s, b, h], or [s/tp, b, h] under sequence parallelism -> weighted sum of the losses of all depths over
         these tokens. The batch must have the `future_*` fields."""
-        tokens, labels, positions = batch.future_tokens, batch.future_labels, batch.future_position_ids
+        tokens = batch.future_tokens
+        labels = batch.future_labels
+        positions = batch.future_position_ids
         mask = batch.future_loss_mask
         assert tokens is not None and labels is not None and positions is not None and mask is not None
         context, sums = BatchContext.of(batch), []

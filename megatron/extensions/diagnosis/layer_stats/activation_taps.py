@@ -26,7 +26,9 @@ from megatron.extensions.diagnosis.layer_stats.alarms import OUTPUT
 Key = tuple[str, int]
 """(statistic, number of the layer in the model). The layers of multi-token prediction count on behind the last one."""
 
-QUERIES, KEYS, LOGITS = "query_norm", "key_norm", "attention_logit_max"
+QUERIES = "query_norm"
+KEYS = "key_norm"
+LOGITS = "attention_logit_max"
 """Maxima. Queries are scaled, so that no logit is above the product of the first two."""
 
 ENTROPY, LOAD = "router_entropy", "expert_load"
@@ -44,7 +46,9 @@ class ActivationTaps:
 
     def __init__(self, stages: Mapping[int, GPTModel], device: torch.device, compiled: bool, clips: bool) -> None:
         """`clips`: QK-clip notes the largest logits, and resets them itself."""
-        self.active, self.device, self.clips = False, device, clips
+        self.active = False
+        self.device = device
+        self.clips = clips
         self.sums: dict[Key, Tensor] = {}
         self.counts: dict[Key, float] = {}
         self.maxima: dict[Key, Tensor] = {}

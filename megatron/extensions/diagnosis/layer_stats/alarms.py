@@ -100,7 +100,9 @@ class LayerRecord:
 
 WINDOW = 10
 HISTORY = 60
-OWN, OTHERS, QUANTILE = 3.0, 2.0, 0.8
+OWN = 3.0
+OTHERS = 2.0
+QUANTILE = 0.8
 
 Member = TypeVar("Member", bound=Hashable)
 
@@ -137,7 +139,9 @@ class GrowthRule(Generic[Member]):
     `family` are not compared: where one of two grows against the other, the other shrinks."""
 
     def __init__(self, threshold: float, warm_up: int, family: Callable[[Member], Any] = lambda member: member) -> None:
-        self.least, self.warm_up, self.family = math.log(threshold), warm_up, family
+        self.least = math.log(threshold)
+        self.warm_up = warm_up
+        self.family = family
         self._tracks: dict[Member, _Track] = {}
 
     def add(self, values: Mapping[Member, float]) -> dict[Member, Growth]:
@@ -158,7 +162,9 @@ class GrowthRule(Generic[Member]):
         if not track.slopes or track.slopes[-1] * WINDOW <= self.least:
             track.above, track.told = 0, False
             return None
-        earlier, slope, family = track.earlier, track.slopes[-1], self.family(name)
+        earlier = track.earlier
+        slope = track.slopes[-1]
+        family = self.family(name)
         rivals = (abs(t.slopes[-1]) for n, t in self._tracks.items() if t.slopes and self.family(n) != family)
         rival = max(rivals, default=0.0)
         known = len(earlier) >= self.warm_up

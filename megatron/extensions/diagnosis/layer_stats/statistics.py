@@ -67,8 +67,12 @@ class LayerStatistics(Callback, Meter):
     """--log-layer-stats: the statistics of one rank's part of the model."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
-        options, config, state = self.config.options(DiagnosisConfig), self.config, run.runtime.state
-        self.interval, self.world, self.device = options.log_layer_stats, state.world, run.runtime.device
+        options = self.config.options(DiagnosisConfig)
+        config = self.config
+        state = run.runtime.state
+        self.interval = options.log_layer_stats
+        self.world = state.world
+        self.device = run.runtime.device
         self.num_experts = config.model.moe_choices
         self._measured: list[tuple[int, Tensor, Tensor]] = []
         self._iteration: int | None = None

@@ -104,7 +104,10 @@ class _OpenSpan:
     __slots__ = ("args", "category", "event", "name", "recorder", "start")
 
     def __init__(self, recorder: Recorder, name: str, category: str, args: Mapping[str, Any]) -> None:
-        self.recorder, self.name, self.category, self.args = recorder, name, category, args
+        self.recorder = recorder
+        self.name = name
+        self.category = category
+        self.args = args
 
     def __enter__(self) -> None:
         self.event = self.recorder.event()
@@ -183,7 +186,9 @@ class CollectiveTaps:
         @functools.wraps(function)
         def tap(*args: Any, **kwargs: Any) -> Any:
             name, facts = self._describe(label, args, kwargs)
-            recorder, start_event, start = self.recorder, self.recorder.event(), time.perf_counter_ns()
+            recorder = self.recorder
+            start_event = self.recorder.event()
+            start = time.perf_counter_ns()
             result = function(*args, **kwargs)
             span = Span(recorder.track(), name, "communication", start, time.perf_counter_ns(), facts)
             if isinstance(result, dist.Work):

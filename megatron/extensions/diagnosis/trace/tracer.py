@@ -165,7 +165,9 @@ class Tracer(Callback):
         self._step: AbstractContextManager[None] | None = None
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
-        self.runtime, self.pipeline, self.timers = run.runtime, run.pipeline, run.timers
+        self.runtime = run.runtime
+        self.pipeline = run.pipeline
+        self.timers = run.timers
         return ()
 
     def on_start(self, run: RunView) -> None:

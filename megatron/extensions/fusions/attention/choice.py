@@ -142,7 +142,9 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
     """Shape of this rank's attention, if kernels may be compared at it; None if no layer has it, if plain torch
     computes it, or in 32 bits, or if nothing may depend on timings because the run is deterministic and there is no
     dropout."""
-    model, parallel, dtype = config.model, config.parallel, getattr(torch, config.parallel.params_dtype)
+    model = config.model
+    parallel = config.parallel
+    dtype = getattr(torch, config.parallel.params_dtype)
     deterministic = config.training.deterministic and parallel.attention_backend == "auto"
     in_torch = model.alibi or model.attn_logit_softcapping is not None
     if in_torch or dtype.itemsize != 2 or (deterministic and not model.attention_dropout):

@@ -72,7 +72,9 @@ def band_of(tiles: tuple[Tile, ...]) -> Band:
     for tile in tiles:
         sample = 0 if tile.sample is None else tile.sample
         rows = slice(tile.queries.start - queries.start, tile.queries.stop - queries.start)
-        begin, n, m = tile.keys.start - keys.start, np.arange(len(tile.queries)), len(tile.keys)
+        begin = tile.keys.start - keys.start
+        n = np.arange(len(tile.queries))
+        m = len(tile.keys)
         low = begin + (0 * n if tile.window is None else np.maximum(0, n + tile.offset - tile.window + 1))
         high = begin + (np.minimum(m, n + tile.offset + 1) if tile.diagonal else 0 * n + m)
         first[sample, rows] = np.minimum(first[sample, rows], low)
@@ -110,7 +112,9 @@ def fits(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
 class FlashDropoutKernel:
     """All tiles in one launch. Raises RuntimeError where GPU, precision or widths do not suit the kernel."""
 
-    needs_places, most_queries, packed = True, None, None
+    needs_places = True
+    most_queries = None
+    packed = None
 
     def __init__(self, scale: float, dropout: Dropout) -> None:
         self.scale, self.dropout = scale, dropout

@@ -237,9 +237,13 @@ def head_tiles(dq, dk, dv, cos, sin, casts, n, groups, q_per_group, HALF: tl.con
     i = (tile * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     j = tl.arange(0, HALF)
     in_i, in_j = i < n, j < HALF
-    source, heads, head = dv, groups, group
+    source = dv
+    heads = groups
+    head = group
     if place < q_per_group:
-        source, heads, head = dq, groups * q_per_group, group * q_per_group + place
+        source = dq
+        heads = groups * q_per_group
+        head = group * q_per_group + place
     elif place == q_per_group:
         source = dk
     at = source + (i[:, None] * heads + head) * (2 * HALF) + j[None, :]

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from megatron.extensions.fusions.kernel_choice import multiprocessors
 
-THREADS, EACH, WARPS = 1024, 16, 32
+THREADS = 1024
+EACH = 16
+WARPS = 32
 """Threads of a program, and neighbouring columns of a block that one of them has: 32 bytes of bf16."""
 
 LOWEST = tl.constexpr(float(torch.finfo(torch.float32).min))

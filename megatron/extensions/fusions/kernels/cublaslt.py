@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-R_32F, COMPUTE_32F, OP_T, ADDS_BIAS = 0, 68, 1, 4
+R_32F = 0
+COMPUTE_32F = 68
+OP_T = 1
+ADDS_BIAS = 4
 TYPES = {
     torch.float32: R_32F,
     torch.float16: 2,
@@ -24,7 +27,13 @@ TYPES = {
     torch.float8_e4m3fn: 28,
     torch.float8_e5m2: 29,
 }
-TRANS_A, EPILOGUE, BIAS_POINTER, A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_TYPE = 3, 7, 8, 17, 18, 25, 26
+TRANS_A = 3
+EPILOGUE = 7
+BIAS_POINTER = 8
+A_SCALE_POINTER = 17
+B_SCALE_POINTER = 18
+FAST_ACCUM = 25
+BIAS_TYPE = 26
 """Attributes of a product. Operand B is not transposed by default."""
 
 MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
@@ -139,7 +148,9 @@ def _prepared(device: int, o: int, i: int, n: int, kind: Kind) -> _Product:
     description = _description(kind)
     pointers = (*((A_SCALE_POINTER, B_SCALE_POINTER) if kind.scaled else ()), *((BIAS_POINTER,) if kind.bias else ()))
     _set_pointers(description, dict.fromkeys(pointers, ALIGNMENT))  # that there are some; a call sets its own
-    a, b, out = _layout(TYPES[kind.b], n, i), _layout(TYPES[kind.a], n, o), _layout(TYPES[kind.out], i, o)
+    a = _layout(TYPES[kind.b], n, i)
+    b = _layout(TYPES[kind.a], n, o)
+    out = _layout(TYPES[kind.out], i, o)
     preference = ctypes.c_void_p()
     _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
     set_preference = "cublasLtMatmulPreferenceSetAttribute"
@@ -187,7 +198,9 @@ def _multiply(
     beta: float,
 ) -> None:
     """out [o, i] = a bᵀ + beta * addend + bias for a [o, n] and b [i, n], all contiguous."""
-    (o, i), n, device = out.shape, a.shape[1], out.device.index
+    (o, i) = out.shape
+    n = a.shape[1]
+    device = out.device.index
     operands = [out, addend, a, b, *(() if bias is None else (bias,))]
     if any(x.data_ptr() % ALIGNMENT or not x.is_contiguous() for x in operands):
         raise RuntimeError("this product takes contiguous operands aligned to 16 bytes")

@@ -124,7 +124,10 @@ class Engine:
         rows: int = 8,
         prefill_tokens: int = 8192,
     ) -> None:
-        self.runner, self.detokenize, self.rows, self.prefill_tokens = runner, detokenize, rows, prefill_tokens
+        self.runner = runner
+        self.detokenize = detokenize
+        self.rows = rows
+        self.prefill_tokens = prefill_tokens
         self.longest, self.vocab_size = runner.config.max_positions, runner.config.vocab_size or 0
         self.waiting: deque[Generation] = deque()
         self.growing: list[Generation] = []

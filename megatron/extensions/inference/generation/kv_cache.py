@@ -98,7 +98,10 @@ class Cached:
         width: int,
         device: torch.device,
     ) -> None:
-        self.cache, self.first, self.counts, self.width = cache, first, counts, width
+        self.cache = cache
+        self.first = first
+        self.counts = counts
+        self.width = width
         self.rows, self.columns = len(counts), max(past) + width
         self.fresh = not any(past)
         """Whether no text has earlier tokens: attention is then that of a batch without a cache."""
@@ -154,7 +157,10 @@ class Cached:
         `TorchKernel` and `add_sinks_`.
         """
         s, b, heads, _ = q.shape
-        groups, cap, slopes, sinks = k.shape[1], core.cap, core.slopes, core.softmax_offset
+        groups = k.shape[1]
+        cap = core.cap
+        slopes = core.slopes
+        sinks = core.softmax_offset
         rows = (q * core.scale).permute(1, 2, 0, 3).reshape(b, groups, heads // groups * s, -1)
         scores = (rows @ k.mT).unflatten(2, (-1, s))  # [b, groups, heads / groups, s, columns]
         scores = scores.to(torch.promote_types(q.dtype, torch.float32))

@@ -71,7 +71,9 @@ class Clock:
     """Seconds of a call, by rounds of many calls; on all ranks at once."""
 
     def __init__(self, device: torch.device, round_seconds: float, rounds: int = 3) -> None:
-        self.device, self.round_seconds, self.rounds = device, round_seconds, rounds
+        self.device = device
+        self.round_seconds = round_seconds
+        self.rounds = rounds
         self.world = dist.get_world_size() if dist.is_initialized() else 1
 
     def seconds(self, call: Callable[[], object]) -> float:

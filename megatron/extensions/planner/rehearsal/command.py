@@ -46,7 +46,9 @@ def rehearse(asked: Prepared, ranks: str, device_memory: float | None) -> int:
     `device_memory` that of --device-memory in GiB. Writes the report to the file of --json ("" is standard output, and
     then nothing else is printed there). Returns the exit code: 1 if a run would fail, or if ranks could not be
     rehearsed. Raises OutputError if the file cannot be written."""
-    config, world_size, json_file = asked.config, asked.world_size, asked.json_file
+    config = asked.config
+    world_size = asked.world_size
+    json_file = asked.json_file
     torch.set_num_threads(1)
     began = time.monotonic()
     limit = None if device_memory is None else round(device_memory * 2**30)
@@ -76,7 +78,9 @@ def _spent() -> str:
 
 def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecord], list[Lost]]:
     """By rank, with progress on standard error."""
-    records, lost, began = list[RankRecord](), list[Lost](), time.monotonic()
+    records = list[RankRecord]()
+    lost = list[Lost]()
+    began = time.monotonic()
     with progress() as say:
         try:
             for found in rehearse_ranks(rehearsal, ranks, len(os.sched_getaffinity(0))):
@@ -156,7 +160,9 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         """What was rehearsed, memory by rank, and traffic by axis."""
-        records, rehearsed, microbatches = self.records, self.rehearsal.rehearsed, self.rehearsal.microbatches
+        records = self.records
+        rehearsed = self.rehearsal.rehearsed
+        microbatches = self.rehearsal.microbatches
         shown = f"{rehearsed} of {microbatches}" if rehearsed < microbatches else str(microbatches)
         ranks = f"{len(records)} of {self.rehearsal.world_size} ranks"
         yield f"Rehearsal of {ranks}, {shown} micro-batches, on fake tensors"
@@ -196,7 +202,9 @@ class Report:
     def _sent_by_axis(self, record: RankRecord) -> dict[str, tuple[int, int]]:
         """(calls, bytes sent) of a whole step by axis. Micro-batches that were not rehearsed send what one in the
         middle of the rehearsal does."""
-        calls, sizes, rehearsed = Counter[str](), Counter[str](), self.rehearsal.rehearsed
+        calls = Counter[str]()
+        sizes = Counter[str]()
+        rehearsed = self.rehearsal.rehearsed
         for each in record.collectives:
             axis = record.axes.get(each.group, "user's")
             times = 1 + (self.rehearsal.microbatches - rehearsed) * (each.microbatch == rehearsed // 2)

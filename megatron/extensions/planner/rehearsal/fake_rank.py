@@ -62,7 +62,9 @@ class RankMode(LiveMemory):
 
     def __init__(self, log: CollectiveLog, limit: int | None) -> None:
         super().__init__()
-        self.log, self.limit, self.peak_phase = log, limit, ""
+        self.log = log
+        self.limit = limit
+        self.peak_phase = ""
         self.sites: dict[int, str] = {}
         self.on_host: list[list[int]] = []
         """Sizes of buffers by pool of the host."""
@@ -301,13 +303,17 @@ def rehearse_rank(rehearsal: Rehearsal, rank: int) -> RankRecord | Lost:
         sites = tuple(places_of(error.__traceback__))
         record.failure = Failure(type(error).__name__, notes, phases()[0], sites, mode.holders() if memory else ())
     record.collectives, record.axes = log.collectives, log.axes
-    record.peak, record.peak_phase, record.host = mode.peak, mode.peak_phase, sum(map(sum, mode.on_host))
+    record.peak = mode.peak
+    record.peak_phase = mode.peak_phase
+    record.host = sum(map(sum, mode.on_host))
     record.seconds = time.process_time() - began
     return record
 
 
 def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phases, stack: ExitStack) -> None:
-    config, rank, size = rehearsal.config, record.rank, rehearsal.world_size
+    config = rehearsal.config
+    rank = record.rank
+    size = rehearsal.world_size
     on_gpu = device_of(config) == "cuda"
     set_determinism(config)
     state = ParallelState()
@@ -317,7 +323,9 @@ def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phas
         phases.begin("process groups")
         state = build_groups(config.parallel, backend="nccl" if on_gpu else "gloo")
         mode.log.name_groups({**state.axes, "world": state.world})
-    launch, device, hardware = Launch(rank, size, rank % 8), torch.device("cpu"), PlannedHardware()
+    launch = Launch(rank, size, rank % 8)
+    device = torch.device("cpu")
+    hardware = PlannedHardware()
     if on_gpu:
         hardware = PlannedGPU(fused_dropout=plans_fused_dropout(config.model, config.parallel))
     state = replace(state, world=EveryRank(**vars(state.world)))

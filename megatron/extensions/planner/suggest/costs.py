@@ -63,7 +63,9 @@ class LayoutCosts:
     """Prices layouts. What layouts share is measured once."""
 
     def __init__(self, run: SearchedRun, device: DeviceFile, gpus_per_node: int) -> None:
-        self.run, self.device, self.gpus_per_node = run, device, gpus_per_node
+        self.run = run
+        self.device = device
+        self.gpus_per_node = gpus_per_node
         self.cache, self._times = PlannerCache(), dict[Family, list[StageTimes]]()
 
     # Exact
@@ -307,7 +309,9 @@ MEASURED = ("kept", "for_weights", "forward", "backward", "weight", "weight_copi
 
 def _state_bytes(meta: ParamMeta, shards: int, config: RunConfig) -> int:
     """Of a matrix of `ELEMENTS` elements for each of `shards` ranks."""
-    optimizer, ddp, parallel = config.optimizer, config.ddp, config.parallel
+    optimizer = config.optimizer
+    ddp = config.ddp
+    parallel = config.parallel
     shape = (shards * ELEMENTS // ALIGNMENT, ALIGNMENT)
     buffers = plan_buffers([(meta, shape)], shards, shards, None, optimizer.group_of, (), False, ddp.shards_gradients)
     dtypes = parallel.params_dtype, parallel.main_dtype

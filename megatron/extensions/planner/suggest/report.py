@@ -122,7 +122,9 @@ def table_lines(found: Sequence[Found], run: SearchedRun) -> Iterator[str]:
 
 def layout_text(layout: Layout) -> str:
     """A layout in the words of its field: `TP 8 PP 4 VP 2 DP 16, MBS 1, interleaved, ZeRO-1`."""
-    family, pipeline, saving = layout.family, layout.pipeline, layout.saving
+    family = layout.family
+    pipeline = layout.pipeline
+    saving = layout.saving
     sizes = {"TP": family.tp, "CP": family.cp, "PP": pipeline.ranks, "VP": pipeline.chunks, "EP": family.ep}
     sizes |= {"ETP": family.expert_tp} if family.ep > 1 and family.expert_tp != family.tp else {}
     text = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
@@ -212,7 +214,10 @@ def print_suggestions(
     Writes the same to the file of --json; if that is "" the JSON is all that is printed. Raises OutputError if it
     cannot be written, DeviceError if no step of this kind can be predicted.
     """
-    config, world_size, plan_file, problems = asked.config, asked.world_size, asked.json_file, asked.problems
+    config = asked.config
+    world_size = asked.world_size
+    plan_file = asked.json_file
+    problems = asked.problems
     speeds, run = read_device(device), SearchedRun(config, world_size)
     if run.unavoidable(problems):
         return False

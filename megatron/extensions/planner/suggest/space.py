@@ -237,7 +237,9 @@ class SearchedRun:
     def own_layout(self) -> Layout:
         """The run's own layout, which must be legal, as a searched one. Where it cuts layers, which modules it computes
         again and how much it offloads is left out."""
-        model, parallel, ddp = self.own.model, self.own.parallel, self.own.ddp
+        model = self.own.model
+        parallel = self.own.parallel
+        ddp = self.own.ddp
         place = pipeline_layout(model, parallel)
         samples, again = self.own.training.micro_batch_size, model.recompute_granularity
         sizes = parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size
@@ -281,7 +283,10 @@ class SearchedRun:
 
 def values_of(run: RunConfig, layout: Layout) -> Mapping[str, Any]:
     """Field -> value of everything that a layout of a run sets, in the order of its flags."""
-    family, pipeline, saving, own = layout.family, layout.pipeline, layout.saving, run.parallel
+    family = layout.family
+    pipeline = layout.pipeline
+    saving = layout.saving
+    own = run.parallel
     by_hand = (
         own.num_virtual_stages_per_pipeline_rank,
         own.num_layers_per_virtual_pipeline_stage,

@@ -137,7 +137,9 @@ class Recorder(LiveMemory):
         """Goes through some parts of a loop. Where the first, the middle, and the last of an odd number of parts do the
         same with sizes that grow evenly, the middle one counts for all of them; elsewhere both halves are tried. The
         last two come first, one behind the other: there may be most memory, what the neighbour leaves included."""
-        outer, passes, counts = self.events, dict[int, list[Event]](), dict[int, int]()
+        outer = self.events
+        passes = dict[int, list[Event]]()
+        counts = dict[int, int]()
         ranges = [range(len(parts))]
         ends = ranges[0][-2:]
         while ranges:
@@ -186,7 +188,9 @@ class Recorder(LiveMemory):
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, kwargs: dict[str, Any]) -> None:
         """A product of a [m, k] or [batches, m, k] and b [k, n]; grouped ones are even over their groups."""
-        batches, (m, k), n = 1, a.shape[-2:], b.shape[-1]
+        batches = 1
+        (m, k) = a.shape[-2:]
+        n = b.shape[-1]
         if "bmm" in name:
             batches = a.shape[0]
         elif "grouped" in name:
@@ -247,7 +251,9 @@ class Recorder(LiveMemory):
             inputs = _Inputs.apply(lambda grads: self.add(Move(read + total_size(grads))), *(leaves[i] for i in places))
             for place, x in zip(places, inputs, strict=True):
                 leaves[place] = x
-        outer, self._changed, first = self._changed, set[int](), next_sequence_number()
+        outer = self._changed
+        self._changed = set[int]()
+        first = next_sequence_number()
         try:
             out = super().run_region(function, tree_unflatten(leaves, tree))
         except Exception:  # a recomputation ends as soon as it has what it is for; the kernel runs whole

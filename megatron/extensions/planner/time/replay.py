@@ -155,7 +155,9 @@ class Replay:
 
     def run(self, events: Iterable[Event]) -> Times:
         """Times of a list of events; `launch` is what the host takes longer than the device."""
-        times, clock, host = Times(), 0.0, 0.0
+        times = Times()
+        clock = 0.0
+        host = 0.0
         free: dict[str, float] = {}
         flying: dict[int, tuple[str, float, float]] = {}
         for event in events:

@@ -126,7 +126,10 @@ class Step:
     def __init__(
         self, config: RunConfig, world_size: int, device: DeviceFile, gpus_per_node: int, cache: PlannerCache
     ) -> None:
-        self.config, self.device, self.gpus_per_node, self.cache = config, device, gpus_per_node, cache
+        self.config = config
+        self.device = device
+        self.gpus_per_node = gpus_per_node
+        self.cache = cache
         self.dims = ParallelDims.from_config(config.parallel, world_size)
         self.network = Network(device, min(gpus_per_node, world_size))
         groups = {axis: placement(self.dims, (axis,), self.network.ranks_per_node) for axis in AXES}
@@ -211,7 +214,10 @@ class Step:
         return self._known_times[id(events)]
 
     def _stage(self, parts: Sequence[PassEvents]) -> StageTimes:
-        forward, backward, weight, once = Times(), Times(), Times(), Times()
+        forward = Times()
+        backward = Times()
+        weight = Times()
+        once = Times()
         exchanges, exchange = 0, 0.0
         for part in parts:
             forward.add(self._times(part.forward))

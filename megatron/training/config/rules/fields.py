@@ -65,7 +65,9 @@ def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
         value = value_of(c, flag)
         if value == flag.default:
             continue
-        name, shown, spec = flag.name, shown_value(value), flag.spec
+        name = flag.name
+        shown = shown_value(value)
+        spec = flag.spec
         idle = [each for each in flag.section_needs if not holds(c, each)]
         missing = [each for each in spec.no_effect_without if not holds(c, each)]
         # Those of its own section are idle as it is, and for the same reason.

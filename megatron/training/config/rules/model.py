@@ -202,7 +202,9 @@ def pattern_of(num_layers: int) -> str:
 
 def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Which layers have linear attention, and what they do not read."""
-    m, flag, cp = c.model, "--linear-attention-freq", c.parallel.context_parallel_size
+    m = c.model
+    flag = "--linear-attention-freq"
+    cp = c.parallel.context_parallel_size
     try:
         variants = m.linear_attentions
     except ValueError:
@@ -292,7 +294,9 @@ DEPTHS = "--mtp-num-layers"
 
 
 def multi_token(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    m, depths, s = c.model, c.model.mtp_depths, c.model.seq_length
+    m = c.model
+    depths = c.model.mtp_depths
+    s = c.model.seq_length
     if depths < 1:
         return
     if 0 < s <= depths:

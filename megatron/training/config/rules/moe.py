@@ -70,7 +70,9 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 def _grouped(c: RunConfig) -> Iterator[Problem]:
     """Experts are multiplied one by one if no kernel multiplies all of them, as far as flags determine it; which
     kernels a GPU has is found when the run starts (`megatron.core.moe.experts.has_grouped_kernel`)."""
-    m, p, flag = c.model, c.parallel, "--moe-grouped-gemm"
+    m = c.model
+    p = c.parallel
+    flag = "--moe-grouped-gemm"
     if not m.moe_grouped_gemm or p.expert_tp < 1:
         return
     dtype = p.params_dtype
@@ -109,7 +111,9 @@ def _router(c: RunConfig) -> Iterator[Problem]:
 
 def expert_groups(m: MoEConfig) -> Iterator[Problem]:
     """A token's experts are chosen from some groups of experts."""
-    groups, best, topk = m.moe_router_num_groups, m.moe_router_group_topk, m.moe_router_topk
+    groups = m.moe_router_num_groups
+    best = m.moe_router_group_topk
+    topk = m.moe_router_topk
     if groups is None or best is None:
         return
     if not divides(groups, m.num_experts):

@@ -21,11 +21,9 @@ PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 
 def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
     p, layers = c.parallel, c.model.num_layers
-    pp, chunks, per_stage = (
-        p.pipeline_model_parallel_size,
-        p.num_virtual_stages_per_pipeline_rank,
-        p.num_layers_per_virtual_pipeline_stage,
-    )
+    pp = p.pipeline_model_parallel_size
+    chunks = p.num_virtual_stages_per_pipeline_rank
+    per_stage = p.num_layers_per_virtual_pipeline_stage
     if layers < 1 or pp < 1 or (chunks is not None and chunks < 1) or (per_stage is not None and per_stage < 1):
         return
     if chunks is not None and per_stage is not None:
@@ -152,7 +150,9 @@ def sharding(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    p, name, count = c.parallel, "--num-distributed-optimizer-instances", c.parallel.num_distributed_optimizer_instances
+    p = c.parallel
+    name = "--num-distributed-optimizer-instances"
+    count = c.parallel.num_distributed_optimizer_instances
     if count == 1:
         return
     if not c.optimizer.use_distributed_optimizer:

@@ -89,7 +89,8 @@ def _faults(value: Any, kind: Any, where: str) -> Iterator[str]:
     kind, parts = get_origin(kinds[0]) or kinds[0], get_args(kinds[0])
     needed: frozenset[str] = frozenset()
     if is_typeddict(kind):
-        kind, needed, hints = dict, kind.__required_keys__, get_type_hints(kind)
+        needed, hints = kind.__required_keys__, get_type_hints(kind)
+        kind = dict
     else:
         hints = dict.fromkeys(value, parts[1]) if kind is dict and isinstance(value, dict) else {}
     if rule := _broken_rule(value, kind, len(parts)):
