@@ -53,7 +53,7 @@ def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Probl
     if kind != "missing":
         return [Problem.of_message("--load", load, f"--load {load}: {refusal(load).removeprefix(f'{load} ')}")]
     remedy = "correct the path"
-    if not _needs_checkpoint(config):
+    if not (options.finetune or options.exit_on_missing_checkpoint):  # these need a checkpoint
         remedy += ", or add --allow-missing-checkpoint to start from scratch"
     if HUB_NAME.fullmatch(load) and not Path(load).parent.exists():
         remedy += f"; a model of the Hugging Face hub is downloaded first: hf download {load} --local-dir FOLDER"
@@ -63,13 +63,9 @@ def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Probl
 def absent_checkpoint(config: RunConfig) -> Problem | None:
     """The problem of a --load that does not exist and that is not needed to know the model, which a plan reports
     without an error; None for any other run."""
-    if _needs_checkpoint(config) or kind_of(config.checkpoint.load or "") != "missing":
+    if config.checkpoint.exit_on_missing_checkpoint or kind_of(config.checkpoint.load or "") != "missing":
         return None
     return next(iter(unusable_checkpoint(config)), None)
-
-
-def _needs_checkpoint(config: RunConfig) -> bool:
-    return config.checkpoint.finetune or config.checkpoint.exit_on_missing_checkpoint
 
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*[A-Za-z0-9]")

@@ -188,8 +188,9 @@ def test_a_plan_without_the_files_of_the_tokenizer() -> None:
     assert done.stdout == "" and "for a plan without it, add --vocab-size" in done.stderr
 
 
-def test_a_plan_notes_a_checkpoint_that_only_the_run_needs(tmp_path: Path) -> None:
-    done = pretrain(f"{RIGHT} --load {tmp_path}/no", code=0)
+@pytest.mark.parametrize("more", ["", " --finetune"])
+def test_a_plan_notes_a_checkpoint_that_only_the_run_needs(more: str, tmp_path: Path) -> None:
+    done = pretrain(f"{RIGHT} --load {tmp_path}/no{more}", code=0)
     assert "parameters" in done.stdout
     assert f"--load {tmp_path}/no: does not exist, and is not the folder of --save; correct the path" in done.stderr
 
