@@ -46,14 +46,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def torch_function(function: Function) -> Function:
-    """Decorator of a function of tensors that is called by position: a `TorchFunctionMode` sees a call of it as one of
+    """Decorator of a function whose tensors are passed by position: a `TorchFunctionMode` sees a call of it as one of
     `function`, as it sees functions of torch, and not what it consists of."""
 
     @wraps(function)
-    def call(*operands: Any) -> Any:
+    def call(*operands: Any, **options: Any) -> Any:
         if has_torch_function(operands):
-            return handle_torch_function(function, operands, *operands)
-        return function(*operands)
+            return handle_torch_function(function, operands, *operands, **options)
+        return function(*operands, **options)
 
     return cast("Function", call)
 

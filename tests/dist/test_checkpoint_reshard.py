@@ -83,17 +83,17 @@ def test_missing_extra_and_misshapen_keys_are_named_on_every_rank(tmp_path: Path
 
 
 def save_weights(rank: int, world_size: int, root: Path, iteration: int = 1, dies_in: tuple[str, str] | None = None):
-    """`dies_in`: rank 0 is killed in that method of a path whose name ends so."""
+    """`dies_in`: rank 0 is killed in that function of `os`, called for a path whose name ends so."""
     if dies_in is not None and rank == 0:
         method, suffix = dies_in
-        original = getattr(Path, method)
+        original = getattr(os, method)
 
-        def dies(self: Path, target: Path) -> Path:
-            if self.name.endswith(suffix):
+        def dies(source: Path, target: Path) -> None:
+            if Path(source).name.endswith(suffix):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return original(self, target)
+            original(source, target)
 
-        setattr(Path, method, dies)
+        setattr(os, method, dies)
     state = initialize_model_parallel()
     payload = {"from": "the killed"} if dies_in else {}
     save(root, iteration, model_state([module_of(ParamMeta("a", (9,)))], state), payload, state.world)

@@ -59,7 +59,8 @@ def parity(extension: Path, flags: str, rows: list[str], folder: Path) -> tuple[
 
 def test_every_example_is_tested() -> None:
     there = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert there == EXAMPLES.keys() | {"early_stopping.py", "trained_share.py", "mlp_output_rms.py", "disk_space.py"}
+    own_tests = {"early_stopping.py", "trained_share.py", "mlp_output_rms.py", "disk_space.py", "memory_storage.py"}
+    assert there == EXAMPLES.keys() | own_tests
 
 
 @pytest.mark.grid("rows", [PART], [PART, []])

@@ -24,6 +24,7 @@ FLAGS = {
     "early_stopping.py": "--patience 3 --eval-interval 2 --eval-iters 1",
     "trained_share.py": "",
     "mlp_output_rms.py": "",
+    "memory_storage.py": "",
 }
 
 # Run in the folder of a library, which is imported once: the plan that is printed, the run, and its conversion.

@@ -13,6 +13,7 @@ from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.attention.tiles import Tile, document_starts, rank_spans
 from megatron.core.dropout import attention_dropout
+from megatron.extensions.fusions.attention import flash_kernels
 from megatron.extensions.fusions.attention.flash_kernels import Flash2, FlashCPUKernel, FlashCUDAKernel
 
 SCALE = 0.4
@@ -233,6 +234,6 @@ def test_tiles_packed_for_gpus(
     groups: int, window: int | None, documents: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The packing and the windows given to the GPU's kernel, with its definition in its place."""
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", varlen_forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", varlen_backward)
+    monkeypatch.setattr(flash_kernels, "flash_attention_forward", varlen_forward)
+    monkeypatch.setattr(flash_kernels, "flash_attention_backward", varlen_backward)
     compare(FlashCUDAKernel(Flash2(SCALE)), groups, window, documents)

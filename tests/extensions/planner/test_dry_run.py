@@ -82,7 +82,7 @@ def test_a_plan_builds_all_layers_once(monkeypatch: pytest.MonkeyPatch, capsys: 
     class CountedModel(GPTModel):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            numbers.append(list(options["layers"]))
+            numbers.append(list(self.decoder.numbers))
 
     for module in (fake_stage, stage_parameters):
         monkeypatch.setattr(module, "GPTModel", CountedModel)
