@@ -2,7 +2,7 @@
 
 python pretrain_gpt.py --extension examples/adafactor.py --optimizer adafactor --lr 1e-2 ...
 
-On one process its updates are those of torch.optim.Adafactor for matrices [rows, columns].
+On one process it updates matrices [rows, columns] as torch.optim.Adafactor does.
 """
 
 from collections.abc import Sequence

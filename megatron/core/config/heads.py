@@ -23,7 +23,7 @@ def group_rows(config: TransformerConfig) -> tuple[int, ...]:
 
 
 def has_even_heads(config: TransformerConfig) -> bool:
-    """Whether all these heads have the same width."""
+    """Returns whether queries, gates, keys and values have heads of one width."""
     return all(
         rows == count * config.head_dim for rows, count in zip(group_rows(config), head_counts(config), strict=True)
     )

@@ -169,12 +169,12 @@ class OptimizerConfig(Section):
 
     @property
     def is_chain(self) -> bool:
-        """Whether parameters that are not updated as whole matrices have chains of transforms."""
+        """True if parameters that are not updated as whole matrices have chains of transforms."""
         return OPTIMIZERS.facts(self.elementwise).chain
 
     @property
     def updates_together(self) -> bool:
-        """Whether all ranks of a stage take part in the update of a parameter."""
+        """True if all ranks of a stage take part in the update of a parameter."""
         facts = OPTIMIZERS.facts(self.elementwise)
         return self.matrices is not None or (facts.chain and not facts.by_element)
 
