@@ -15,13 +15,14 @@ Modules of torch that are slow to import are imported when a function here is ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch._subclasses import fake_tensor
 from torch.distributed import distributed_c10d
 from torch.utils import _device, _python_dispatch, _pytree
@@ -179,6 +180,21 @@ tree_flatten = _pytree.tree_flatten
 
 tree_unflatten = _pytree.tree_unflatten
 """Nested containers from their leaves. torch 2.13. When it goes: as for `tree_flatten`."""
+
+
+@contextmanager
+def no_function_modes() -> Iterator[None]:
+    """Suspends the `TorchFunctionMode`s of the caller, `with torch.device(...)` among them.
+
+    `torch.overrides._push_mode` and `_pop_mode`, torch 2.13. When they go: run the body in a thread, which has none.
+    """
+    modes = [overrides._pop_mode() for _ in range(overrides._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            overrides._push_mode(mode)
+
 
 device_constructors: Callable[[], set[Any]] = _device._device_constructors
 """Functions that make tensors, to which `with torch.device(...)` applies. torch 2.13. When it goes: use that `with`."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatron.core.config.layers import each, layer_pattern
 from megatron.core.config.model import TransformerConfig
@@ -23,7 +24,7 @@ from megatron.core.moe.experts import (
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import RunningLoads, end_step
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.pipeline_parallel.stage_parameters import count_parameters, stage_metas
+from megatron.core.pipeline_parallel.stage_parameters import count_parameters, model_states, stage_metas
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections
 from megatron.training.config.validation import resolve
@@ -227,6 +228,22 @@ def test_planned_parameters_are_those_that_train(biased: bool) -> None:
     layers = [1, 2, 3]
     assert states == [f"decoder.layers.{i}.mlp.router.expert_bias" for i in layers]
     assert count_parameters(config).total == sum(meta.numel for meta in trained)
+
+
+class Doubled(TorchFunctionMode):
+    """fp64 wherever a program asks for fp32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}
+        return func(*args, **named)
+
+
+def test_known_states_depend_on_no_mode_of_the_first_caller() -> None:
+    """What is read of a model on the meta device is kept for all callers."""
+    with Doubled(), Doubled():
+        found = model_states(moe_model(seq_length=48))
+        assert torch.zeros(2, dtype=torch.float32).dtype == torch.float64, "the modes are active again"
+    assert {dtype for _, dtype in found} == {"float32"}
 
 
 def test_states_are_not_rounded_to_the_precision_of_the_run() -> None:

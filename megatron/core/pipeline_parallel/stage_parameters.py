@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.models.stage import Stage
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.stages import whole_model
+from megatron.core.torch_private import no_function_modes
 
 
 class Tensors(NamedTuple):
@@ -102,9 +103,9 @@ def _ends(
 
 
 def _built(config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]) -> GPTModel:
-    """A stage without memory."""
+    """A stage without memory. It depends on no mode of the caller, as what is read from it is kept."""
     parallel = ModelParallelConfig(sequence_parallel=sequence_parallel)
-    with torch.device("meta"):
+    with no_function_modes(), torch.device("meta"):
         return GPTModel(
             config,
             parallel,
