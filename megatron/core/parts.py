@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 from megatron.core import facts
 from megatron.core.registry import NoFacts, Registry
 
-NORMALIZATIONS: Registry[Any, facts.NormFacts] = Registry(
+NORMALIZATIONS: Registry[Any, facts.NormFacts, ...] = Registry(
     "--normalization", facts.NormFacts, "name, size, config, ctx, partial_over"
 )
 """`Norm(name, size, config, ctx, partial_over)`: a module over the last dim, `size` wide. `partial_over` is that of its
@@ -24,7 +24,7 @@ _NORM = "megatron.core.transformer.norm"
 NORMALIZATIONS.register("LayerNorm", f"{_NORM}:LayerNorm", centered=True, biased=True, standard=True)
 NORMALIZATIONS.register("RMSNorm", f"{_NORM}:RMSNorm", standard=True)
 
-ACTIVATIONS: Registry[Any, facts.ActivationFacts] = Registry(
+ACTIVATIONS: Registry[Any, facts.ActivationFacts, ...] = Registry(
     "--activation-func", facts.ActivationFacts, "name, config, ctx"
 )
 """`Activation(name, config, ctx)`: a function or module between the two linear layers of MLPs and experts. It sees a
@@ -36,20 +36,20 @@ for _plain in ("gelu", "gelu_tanh", "relu", "squared_relu"):
 for _gated in ("swiglu", "geglu", "geglu_tanh", "quick_geglu"):
     ACTIVATIONS.register(_gated, f"{_ACTIVATIONS}:build_gated", gated=True, bounded=True)
 
-ATTENTIONS: Registry[Any, facts.AttentionFacts] = Registry(
+ATTENTIONS: Registry[Any, facts.AttentionFacts, ...] = Registry(
     "--attention-module", facts.AttentionFacts, "name, config, ctx"
 )
 """`Attention(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]."""
 
 ATTENTIONS.register("self_attention", "megatron.core.transformer.self_attention:SelfAttention")
 
-LINEAR_ATTENTIONS: Registry[Any, facts.LinearAttentionFacts] = Registry(
+LINEAR_ATTENTIONS: Registry[Any, facts.LinearAttentionFacts, ...] = Registry(
     "--experimental-attention-variant", facts.LinearAttentionFacts, "name, config, ctx"
 )
 """The same in the layers of --linear-attention-freq. Its cache of earlier tokens has a separate size; generation keeps
 it in `context.cache.states`."""
 
-ATTENTION_BACKENDS: Registry[Any, NoFacts] = Registry(
+ATTENTION_BACKENDS: Registry[Any, NoFacts, ...] = Registry(
     "--attention-backend", NoFacts, attributes=("causal", "tiles", "dropout", "always_tiles")
 )
 """A `megatron.core.attention.core_attention.AttentionBackend`: the kernels of attention."""
@@ -59,7 +59,7 @@ ATTENTION_BACKENDS.register("auto", f"{_ATTENTION}:AttentionBackend")
 ATTENTION_BACKENDS.register("flash", f"{_ATTENTION}:AttentionBackend")
 ATTENTION_BACKENDS.register("unfused", f"{_ATTENTION}:Unfused")
 
-TILE_KERNELS: Registry[Any, NoFacts] = Registry(
+TILE_KERNELS: Registry[Any, NoFacts, ...] = Registry(
     "kernel of tiles", NoFacts, "scale, dtype, device, head_dim, value_head_dim"
 )
 """`build(scale, dtype, device, head_dim, value_head_dim)`: a `megatron.core.attention.tile_kernels.Kernel`. Of the
@@ -67,7 +67,7 @@ entry of plain torch, a substitute computes the same faster."""
 
 TILE_KERNELS.register("torch", "megatron.core.attention.tile_kernels:torch_kernel")
 
-CONTEXT_PARALLEL: Registry[Any, facts.ContextParallelFacts] = Registry(
+CONTEXT_PARALLEL: Registry[Any, facts.ContextParallelFacts, ...] = Registry(
     "--cp-comm-type", facts.ContextParallelFacts, "q, k, v, cp, causal, sinks"
 )
 """`attention(q, k, v, cp, causal, sinks)`: attention over context-parallel ranks, see
@@ -75,7 +75,7 @@ CONTEXT_PARALLEL: Registry[Any, facts.ContextParallelFacts] = Registry(
 
 CONTEXT_PARALLEL.register("p2p", "megatron.core.attention.context_parallel:ring_attention")
 
-LINEARS: Registry[Any, NoFacts] = Registry("linear layer", NoFacts, "linear, ctx")
+LINEARS: Registry[Any, NoFacts, ...] = Registry("linear layer", NoFacts, "linear, ctx")
 """`Linear(linear, ctx)`: a linear layer of transformer layers with sharded features, as a description of
 `megatron.core.tensor_parallel.linear_spec` says. A substitute computes and sends the same in another way.
 `ctx.options(Cls)` are the values of an extension's own flags."""
@@ -83,24 +83,24 @@ LINEARS: Registry[Any, NoFacts] = Registry("linear layer", NoFacts, "linear, ctx
 LINEARS.register("column_parallel", "megatron.core.tensor_parallel.layers:ColumnParallelLinear")
 LINEARS.register("row_parallel", "megatron.core.tensor_parallel.layers:RowParallelLinear")
 
-MLPS: Registry[Any, NoFacts] = Registry("--mlp-module", NoFacts, "name, config, ctx")
+MLPS: Registry[Any, NoFacts, ...] = Registry("--mlp-module", NoFacts, "name, config, ctx")
 """`MLP(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h], in layers without experts."""
 
 MLPS.register("mlp", "megatron.core.transformer.mlp:MLP")
 
-LAYERS: Registry[Any, NoFacts] = Registry("--layer-module", NoFacts, "name, config, ctx")
+LAYERS: Registry[Any, NoFacts, ...] = Registry("--layer-module", NoFacts, "name, config, ctx")
 """`Layer(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]; `ctx.layer` is its number."""
 
 LAYERS.register("transformer_layer", "megatron.core.transformer.layer:TransformerLayer")
 
-LAYER_PATTERNS: Registry[Any, facts.WhenFacts] = Registry("pattern of layers", facts.WhenFacts, "config")
+LAYER_PATTERNS: Registry[Any, facts.WhenFacts, ...] = Registry("pattern of layers", facts.WhenFacts, "config")
 """`layers(config)`: the `megatron.core.config.layers.Sublayers` of each layer and of each module of multi-token
 prediction, in a model of which a pattern states them (`when(config)`): layers of one sublayer. It raises ValueError for
 one that is not legal."""
 
 layers_by_pattern = LAYER_PATTERNS.chosen
 
-RESIDUALS: Registry[Any, facts.ResidualFacts] = Registry(
+RESIDUALS: Registry[Any, facts.ResidualFacts, ...] = Registry(
     "residual stream", facts.ResidualFacts, "name, config, ctx", attributes=("enter", "leave")
 )
 """A residual stream other than hidden states to which outputs are added; none of the trunk's. `Residual(name, config,
@@ -108,7 +108,7 @@ ctx)`: a module, (x [s, b, w], sublayer, context) -> [s, b, w], which feeds the 
 output. `Residual.enter(x, config)` makes a stream of hidden states, the module `Residual.leave(name, config, ctx)`
 hidden states of a stream, `name` being that of the norm behind it. `when` is of the model's configuration."""
 
-ROUTERS: Registry[Any, facts.RouterFacts] = Registry("router", facts.RouterFacts, "name, config, ctx")
+ROUTERS: Registry[Any, facts.RouterFacts, ...] = Registry("router", facts.RouterFacts, "name, config, ctx")
 """`Router(name, config, ctx)`: a `megatron.core.moe.router.TopKRouter`. The last one that says so routes a layer."""
 
 ROUTERS.register("top_k", "megatron.core.moe.router:TopKRouter")
@@ -119,13 +119,13 @@ def router_of(config: Any, number: int) -> str:
     return [name for name in ROUTERS if ROUTERS.facts(name).when(config, number)][-1]
 
 
-ROUTER_SCORES: Registry[Any, NoFacts] = Registry("--moe-router-score-function", NoFacts, "config")
+ROUTER_SCORES: Registry[Any, NoFacts, ...] = Registry("--moe-router-score-function", NoFacts, "config")
 """`build(config)`: functions of the router's logits, as `megatron.core.moe.router.SoftmaxScores` has them."""
 
 for _scores in ("softmax", "sigmoid", "sqrtsoftplus"):
     ROUTER_SCORES.register(_scores, f"megatron.core.moe.router:{_scores}_scores")
 
-BALANCINGS: Registry[Any, facts.BalancingFacts] = Registry(
+BALANCINGS: Registry[Any, facts.BalancingFacts, ...] = Registry(
     "--moe-router-load-balancing-type", facts.BalancingFacts, "config"
 )
 """`scores(config)`: the kind of scores (`MoEConfig.moe_router_scores`) that a way to balance experts' loads fixes, or
@@ -134,7 +134,7 @@ None."""
 for _balancing in ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"):
     BALANCINGS.register(_balancing, lambda config: None, loss=_balancing != "none")
 
-RECOMPUTED_PARTS: Registry[Any, facts.RecomputedFacts] = Registry(
+RECOMPUTED_PARTS: Registry[Any, facts.RecomputedFacts, ...] = Registry(
     "--recompute-modules", facts.RecomputedFacts, "config"
 )
 """`has(config)`: whether the model has a part that selective recomputation can compute again. Modules that are such a
@@ -153,14 +153,14 @@ RECOMPUTED_PARTS.register(
     needs="--moe-shared-expert-intermediate-size",
 )
 
-LOSSES: Registry[Any, facts.LossFacts] = Registry(
+LOSSES: Registry[Any, facts.LossFacts, ...] = Registry(
     "--loss-func", facts.LossFacts, "config, ctx", attributes=("prepare",)
 )
 """`Loss(config, ctx)`: see `megatron.core.models.gpt.loss.TokenLoss`."""
 
 LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", multi_token=True)
 
-OPTIMIZERS: Registry[Any, facts.OptimizerFacts] = Registry(
+OPTIMIZERS: Registry[Any, facts.OptimizerFacts, ...] = Registry(
     "--optimizer", facts.OptimizerFacts, facts.OptimizerFacts.form
 )
 """With `chain`, `build(config, meta)` returns the links of a parameter's chain, see
@@ -171,33 +171,36 @@ exchange being what the entry of MATRIX_EXCHANGES builds."""
 OPTIMIZERS.register("adam", "megatron.core.optimizer.optimizer:AdamW", states=("exp_avg", "exp_avg_sq"))
 OPTIMIZERS.register("sgd", "megatron.core.optimizer.optimizer:SGD", states=("momentum_buffer",))
 
-MATRIX_EXCHANGES: Registry[Any, facts.MatrixFacts] = Registry(
+MATRIX_EXCHANGES: Registry[Any, facts.MatrixFacts, ...] = Registry(
     "exchange of matrices", facts.MatrixFacts, "config, ddp, state"
 )
 """`build(config, ddp, state)`: what brings the matrices of one rank's stage together for an optimizer of whole ones."""
 
-STATE_STORES: Registry[Any, facts.StatePlan] = Registry(
-    "store of states", lambda plan: plan, attributes=("shard", "rule")
-)
+
+def _as_given(plan: facts.StatePlan) -> facts.StatePlan:
+    return plan
+
+
+STATE_STORES: Registry[Any, facts.StatePlan, ...] = Registry("store of states", _as_given, attributes=("shard", "rule"))
 """Stores an optimizer's states and updates them, see `megatron.core.optimizer.optimizer.MainStates`. The last one
 whose plan holds is taken."""
 
 STATE_STORES.register("main", "megatron.core.optimizer.optimizer:MainStates", plan=facts.StatePlan())
 
-PARAMETER_RULES: Registry[Any, facts.WhenFacts] = Registry(
+PARAMETER_RULES: Registry[Any, facts.WhenFacts, ...] = Registry(
     "rule of parameters", facts.WhenFacts, "optimizer", attributes=("group", "freezes", "errors")
 )
 """`build(optimizer)`: what flags say of parameters by their names in the whole model. `group(group, name)` is the
 `ParamGroup` of a parameter, given that of the other flags; `groups` says whether any differs. `freezes(name)` says that
 one is not trained. `errors(names)` checks the rule against all names."""
 
-HOST_UPDATES: Registry[Any, facts.HostUpdateFacts] = Registry(
+HOST_UPDATES: Registry[Any, facts.HostUpdateFacts, ...] = Registry(
     "update on the host", facts.HostUpdateFacts, "config, shards, rules, slots, threads"
 )
 """`build(config, shards, rules, slots, threads)`: what updates shards in host memory; none of the trunk's. See
 `megatron.core.optimizer.optimizer.HostUpdateRule`."""
 
-LINEAR_FORMATS: Registry[Any, facts.LinearFormatFacts] = Registry(
+LINEAR_FORMATS: Registry[Any, facts.LinearFormatFacts, ...] = Registry(
     "format of products", facts.LinearFormatFacts, attributes=("build", "check")
 )
 """Number format of the products of linear layers beside that of the parameters; none of the trunk's. `build(config,
@@ -207,7 +210,7 @@ ValueError if the device cannot compute it."""
 linear_format = LINEAR_FORMATS.chosen
 """The format of products that a ModelParallelConfig asks for; None for that of the parameters."""
 
-SHARDING_STRATEGIES: Registry[Any, facts.ShardingFacts] = Registry(
+SHARDING_STRATEGIES: Registry[Any, facts.ShardingFacts, ...] = Registry(
     "--data-parallel-sharding-strategy", facts.ShardingFacts, "modules, params, buckets, shards_params, queue, casts"
 )
 """A `megatron.core.distributed.param_and_grad_buffer.WholeUnits`: what a strategy does around the passes of layers."""
@@ -216,7 +219,7 @@ _WHOLE_UNITS = "megatron.core.distributed.param_and_grad_buffer:WholeUnits"
 SHARDING_STRATEGIES.register("no_shard", _WHOLE_UNITS, about="nothing")
 SHARDING_STRATEGIES.register("optim", _WHOLE_UNITS, about="optimizer state (ZeRO-1)")
 
-PARAM_GATHERS: Registry[Any, facts.WhenFacts] = Registry("gather of parameters", facts.WhenFacts, "ddp")
+PARAM_GATHERS: Registry[Any, facts.WhenFacts, ...] = Registry("gather of parameters", facts.WhenFacts, "ddp")
 """`build(ddp)`: casts weights of linear layers before a `DistributedDataParallel` gathers them; None if it has none
 to cast. Its `cast_()` is called before the gathers. `when` is of the ModelParallelConfig; linear layers then have
 buckets of their own, of which it takes those that it wants (`Bucket.gather_bytes`)."""
@@ -224,13 +227,13 @@ buckets of their own, of which it takes those that it wants (`Bucket.gather_byte
 param_gather = PARAM_GATHERS.chosen
 """The gather of parameters that a ModelParallelConfig asks for; None for one in their own format."""
 
-UPDATE_HOOKS: Registry[Any, facts.WhenFacts] = Registry(
+UPDATE_HOOKS: Registry[Any, facts.WhenFacts, ...] = Registry(
     "hook of updates", facts.WhenFacts, "config, modules, shards, state"
 )
 """`hook(config, modules, shards, state)`: its `after_update(skip)` is called after each update of main parameters
 on the device, before the parameters are written. `skip` is 1 on the device where nothing was updated, else 0."""
 
-UPDATES_AHEAD: Registry[Any, facts.UpdateAheadFacts] = Registry(
+UPDATES_AHEAD: Registry[Any, facts.UpdateAheadFacts, ...] = Registry(
     "update ahead", facts.UpdateAheadFacts, "optimizer", attributes=("validate",)
 )
 """`build(optimizer)`: what updates before the gradient norm is known, and rolls back if it must, or later than at the
@@ -240,19 +243,19 @@ OptimizerConfig. Lists of the pipeline then have VALIDATE, where ranks learn whe
 update_ahead = UPDATES_AHEAD.chosen
 """The update ahead of the norm that an OptimizerConfig asks for; None for updates that wait for it."""
 
-ACTIVATION_STORES: Registry[Any, facts.StoreFacts] = Registry(
+ACTIVATION_STORES: Registry[Any, facts.StoreFacts, ...] = Registry(
     "store of activations", facts.StoreFacts, "config, device"
 )
 """`build(config, device)`: what keeps activations that are saved for the backward elsewhere than on the device; none of
 the trunk's. See `megatron.core.transformer.activation_store.ActivationStore`."""
 
-LR_SCHEDULES: Registry[Any, NoFacts] = Registry("--lr-decay-style", NoFacts, "samples, length, config")
+LR_SCHEDULES: Registry[Any, NoFacts, ...] = Registry("--lr-decay-style", NoFacts, "samples, length, config")
 """`schedule(samples, length, config)`: learning rate after `samples` consumed samples, beyond the warm-up."""
 
 for _style in ("constant", "linear", "cosine", "inverse_square_root", "WSD"):
     LR_SCHEDULES.register(_style.replace("_", "-"), f"megatron.core.optimizer.param_scheduler:{_style.lower()}")
 
-PIPELINE_SCHEDULES: Registry[Any, facts.ScheduleFacts] = Registry(
+PIPELINE_SCHEDULES: Registry[Any, facts.ScheduleFacts, ...] = Registry(
     "--pipeline-schedule", facts.ScheduleFacts, facts.ScheduleFacts.form
 )
 """`schedule(p, m)`: for each of p pipeline ranks its actions on m micro-batches, in order."""
@@ -270,7 +273,7 @@ PIPELINE_SCHEDULES.register(
     always_legal=True,
 )
 
-STAGE_SPLITS: Registry[Any, facts.WhenFacts] = Registry(
+STAGE_SPLITS: Registry[Any, facts.WhenFacts, ...] = Registry(
     "split of layers", facts.WhenFacts, attributes=("virtual", "num_stages", "end_costs", "fixed")
 )
 """Divides the layers among pipeline stages in another way than evenly; none of the trunk's. `virtual(parallel)`:
@@ -279,48 +282,50 @@ whether it makes more stages than ranks; `num_stages(model, parallel)`: how many
 layout)`: stage -> its number of layers. The last three raise ValueError, which names the flag. `when` is of the
 ModelParallelConfig."""
 
-MICROBATCH_RUNNERS: Registry[Any, facts.RunnerFacts] = Registry(
+MICROBATCH_RUNNERS: Registry[Any, facts.RunnerFacts, ...] = Registry(
     "runner", facts.RunnerFacts, attributes=("prepare", "build")
 )
 """Runs micro-batches in place of the pipeline's executor. `prepare(config, device)` is called before the model is
 built. `build(config, run, device, casts)` builds an object whose `train(batches, seed)` returns the losses; `run(batch,
 seed)` is the forward and backward of one micro-batch, and `config` the ModelParallelConfig."""
 
-PASS_PAIRS: Registry[Any, facts.WhenFacts] = Registry("pair of passes", facts.WhenFacts, "config", ("run", "hand_over"))
+PASS_PAIRS: Registry[Any, facts.WhenFacts, ...] = Registry(
+    "pair of passes", facts.WhenFacts, "config", ("run", "hand_over")
+)
 """`build(config)`: a `megatron.core.collectives.PassPair`, by which a forward and a backward pass share a rank; none of
 the trunk's. The lists of schedules then mark such pairs (`ScheduleFacts.in_turns`). `when` and `config` are of the
 ModelParallelConfig."""
 
-DATASETS: Registry[Any, NoFacts] = Registry("--dataset-type", NoFacts, "config, format, seed, sizes")
+DATASETS: Registry[Any, NoFacts, ...] = Registry("--dataset-type", NoFacts, "config, format, seed, sizes")
 """`build(config, format, seed, sizes)`: the `Datasets` of training, validation and test, `sizes` being the samples
 wanted of each (None: one epoch); see `megatron.extensions.datasets.generator_dataset.GeneratorDataset`."""
 
 DATASETS.register("gpt", "megatron.core.datasets.build:build_gpt")
 DATASETS.register("mock", "megatron.core.datasets.build:build_mock")
 
-DATA_READERS: Registry[Any, facts.DataReaderFacts] = Registry(
+DATA_READERS: Registry[Any, facts.DataReaderFacts, ...] = Registry(
     "--data-path", facts.DataReaderFacts, "data, tokenizer, vocab_size, prepare", attributes=("prefix", "describe")
 )
 """`Reader(data, tokenizer, vocab_size, prepare)` of the kind of path of its name (`PATH_KINDS`): `prefix(flag, path)`
 makes a dataset of the files, unless it is there, and returns its prefix; `Reader.describe(flag, path)` is a line about
 them. Both raise ValueError. `prepare()` is due first in each process that it starts."""
 
-DATASET_WRAPPERS: Registry[Any, facts.WhenFacts] = Registry(
+DATASET_WRAPPERS: Registry[Any, facts.WhenFacts, ...] = Registry(
     "data set wrapper", facts.WhenFacts, "dataset, config, tokenizer, seed"
 )
 """`Wrapper(dataset, config, tokenizer, seed)`: a data set that changes the samples of another one; `when` is of the
 DatasetConfig."""
 
-PLANS: Registry[Any, facts.PlanFacts] = Registry("plan", facts.PlanFacts, attributes=("planned", "findings"))
+PLANS: Registry[Any, facts.PlanFacts, ...] = Registry("plan", facts.PlanFacts, attributes=("planned", "findings"))
 """A subclass of `megatron.training.plan.RunPlan`, for runs of several phases."""
 
-BATCH_SCHEDULES: Registry[Any, facts.WhenFacts] = Registry("schedule of batch sizes", facts.WhenFacts, "config")
+BATCH_SCHEDULES: Registry[Any, facts.WhenFacts, ...] = Registry("schedule of batch sizes", facts.WhenFacts, "config")
 """`sizes(config)`: the `megatron.training.config.batch_size.BatchSizes` of a run whose batch size changes
 (`when(config)`)."""
 
 batch_schedule = BATCH_SCHEDULES.chosen
 
-TOKENIZERS: Registry[Any, facts.TokenizerFacts] = Registry(
+TOKENIZERS: Registry[Any, facts.TokenizerFacts, ...] = Registry(
     "--tokenizer-type", facts.TokenizerFacts, "config, vocab_size"
 )
 """`build(config, vocab_size)`: a `megatron.core.tokenizers.Tokenizer`; `vocab_size` is --vocab-size."""
@@ -328,55 +333,55 @@ TOKENIZERS: Registry[Any, facts.TokenizerFacts] = Registry(
 TOKENIZERS.register("NullTokenizer", "megatron.core.tokenizers:null")
 TOKENIZERS.register("ByteTokenizer", "megatron.core.tokenizers:byte")
 
-MODEL_FLAGS: Registry[Any, NoFacts] = Registry("--load", NoFacts, "config, reader")
+MODEL_FLAGS: Registry[Any, NoFacts, ...] = Registry("--load", NoFacts, "config, reader")
 """Kind of path that --load takes beside checkpoints (`megatron.core.dist_checkpointing.path_kind`) ->
 `flags(config, reader)`: the configuration with the flags that the model there determines; problems and notes are added
 to the `FlagReader`. No torch."""
 
-MODEL_LOADERS: Registry[Any, NoFacts] = Registry("--load", NoFacts, attributes=("start", "stages"))
+MODEL_LOADERS: Registry[Any, NoFacts, ...] = Registry("--load", NoFacts, attributes=("start", "stages"))
 """The same kinds of path -> a `megatron.training.checkpoints.checkpointing.ModelLoader`."""
 
-EXPORTERS: Registry[Any, facts.WhenFacts] = Registry("exporter", facts.WhenFacts, "config, held")
+EXPORTERS: Registry[Any, facts.WhenFacts, ...] = Registry("exporter", facts.WhenFacts, "config, held")
 """`Exporter(config, held)`: what is done with complete checkpoints while training continues; see
 `megatron.training.checkpoints.saving.Exporter`. `when` is of the RunConfig."""
 
-CHECKPOINT_CLEANUPS: Registry[Any, facts.WhenFacts] = Registry("cleanup of checkpoints", facts.WhenFacts, "config")
+CHECKPOINT_CLEANUPS: Registry[Any, facts.WhenFacts, ...] = Registry("cleanup of checkpoints", facts.WhenFacts, "config")
 """`build(config)`: what deletes older checkpoints after each save, see
 `megatron.core.dist_checkpointing.async_saver.CheckpointSaver`. `when` and `config` are of the whole RunConfig."""
 
-HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
+HF_FAMILIES: Registry[Any, NoFacts, ...] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
 """A `megatron.extensions.hugging_face.families.Family` for each `model_type` of Hugging Face."""
 
-CALLBACKS: Registry[Any, facts.CallbackFacts] = Registry("callback", facts.CallbackFacts, "config")
+CALLBACKS: Registry[Any, facts.CallbackFacts, ...] = Registry("callback", facts.CallbackFacts, "config")
 """`Callback(config)`: see `megatron.training.hooks.Callback`; `config` is the whole RunConfig."""
 
-METRICS: Registry[Any, NoFacts] = Registry("metric", NoFacts, "config")
+METRICS: Registry[Any, NoFacts, ...] = Registry("metric", NoFacts, "config")
 """`Metric(config)`: see `megatron.training.hooks.Metric`."""
 
-SINKS: Registry[Any, facts.WhenFacts] = Registry(
+SINKS: Registry[Any, facts.WhenFacts, ...] = Registry(
     "sink", facts.WhenFacts, "config, iteration", attributes=("write", "close")
 )
 """`Sink(config, iteration)`: where records are written beside `metrics.jsonl`, opened on the first rank of a run that
 starts after `iteration`; see `megatron.training.metrics.sinks.Sink`. `config` is the whole RunConfig."""
 
-LOG_FORMATS: Registry[Any, NoFacts] = Registry("--log-format", NoFacts, "config, train_iters")
+LOG_FORMATS: Registry[Any, NoFacts, ...] = Registry("--log-format", NoFacts, "config, train_iters")
 """`Lines(config, train_iters)`: a `megatron.training.metrics.console.LogLines`, the console's lines of a run."""
 
 LOG_FORMATS.register("default", "megatron.training.metrics.console:LogLines")
 
-STEP_SEARCHES: Registry[Any, NoFacts] = Registry("step search", NoFacts, "run, verdict")
+STEP_SEARCHES: Registry[Any, NoFacts, ...] = Registry("step search", NoFacts, "run, verdict")
 """`search(run, verdict)`: a `megatron.training.hooks.StepFinding` about a step whose loss or gradient was not finite,
 or None. Called on every rank, before the next update of the weights; it may run the step again."""
 
-STEP_JUDGES: Registry[Any, facts.WhenFacts] = Registry("judge of steps", facts.WhenFacts, "config, device, means")
+STEP_JUDGES: Registry[Any, facts.WhenFacts, ...] = Registry("judge of steps", facts.WhenFacts, "config, device, means")
 """`build(config, device, means)`: a `megatron.core.optimizer.distrib_optimizer.Judge`, which finds spikes on the
 device. Its tensor `state` is kept in checkpoints; a resumed run gives it as `means`."""
 
-HANG_ANALYSES: Registry[Any, NoFacts] = Registry("hang analysis", NoFacts, "status")
+HANG_ANALYSES: Registry[Any, NoFacts, ...] = Registry("hang analysis", NoFacts, "status")
 """`Analysis(status)`: finds the rank that others wait for in vain, built as a rank starts, before its process groups.
 The one registered last is used; see `megatron.training.reliability.rank_status.HangAnalysis`."""
 
-WATCHES: Registry[Any, facts.WatchFacts] = Registry("watch", facts.WatchFacts, "config, watchdog")
+WATCHES: Registry[Any, facts.WatchFacts, ...] = Registry("watch", facts.WatchFacts, "config, watchdog")
 """`Watch(config, watchdog)`: what else the watchdog of a rank looks at; see
 `megatron.training.reliability.watchdog.Watch`."""
 
@@ -390,7 +395,7 @@ class Kernel(Protocol):
     def __call__(self, *operands: Any) -> Any: ...
 
 
-KERNELS: Registry[Kernel, NoFacts] = Registry("kernel", NoFacts, attributes=("suits",))
+KERNELS: Registry[Kernel, NoFacts, ...] = Registry("kernel", NoFacts, attributes=("suits",))
 """Name of an operation -> the kernel that may compute it. The library itself has none."""
 
 LEFT_OUT: set[str] = set()

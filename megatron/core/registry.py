@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
-from inspect import signature
-from typing import Any, Generic, TypeVar, cast, overload
+from inspect import Parameter, signature
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 P = TypeVar("P")
 F = TypeVar("F")
+K = ParamSpec("K")
 Given = TypeVar("Given")
 
 
@@ -48,33 +49,62 @@ def _unwritten(part: Any) -> str:
     return " or ".join(f"{name}()" for name in base.must_write)
 
 
-class Registry(Collection[str], Generic[P, F]):
+def _members(protocol: type) -> list[str]:
+    """The names that a Protocol asks for, without `__call__`."""
+    names: dict[str, None] = {}
+    for base in reversed(protocol.__mro__):
+        if getattr(base, "_is_protocol", False) and base is not Protocol:
+            names |= dict.fromkeys([*vars(base), *vars(base).get("__annotations__", ())])
+    return [name for name in names if not name.startswith("_")]
+
+
+def _call_form(protocol: type) -> str | None:
+    """The arguments of a Protocol's `__call__`, with `=` after those by keyword; None if it is not to be called."""
+    call = next((vars(base)["__call__"] for base in protocol.__mro__ if "__call__" in vars(base)), None)
+    if call is None:
+        return None
+    parameters = list(signature(call).parameters.values())[1:]
+    if any(parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for parameter in parameters):
+        return None
+    return ", ".join(each.name + "=" * (each.kind is Parameter.KEYWORD_ONLY) for each in parameters)
+
+
+class Registry(Collection[str], Generic[P, F, K]):
     """Name -> part of one kind, in order of registration. `flag` is how a command line chooses among them.
 
-    `facts` makes the facts of a part from keyword arguments of `register`. `form` states the arguments that a part is
-    called with, by position, or `NAME=` by keyword, as in "p, m, in_turns="; it may follow from the facts. `attributes`
-    are what a part must have beside.
+    `facts` makes the facts of a part from the keyword arguments of `register`. `protocol` is the Protocol of the parts:
+    each must take the arguments of its `__call__` and have its other members. Where a part is called to make an object,
+    `makes` is the Protocol of these objects, and each part that is a class must have its members.
+
+    `form` and `attributes` state the same by names; `form` may follow from the facts.
     """
 
     def __init__(
         self,
         flag: str,
-        facts: Callable[..., F],
+        facts: Callable[K, F],
         form: str | Callable[[F], str] | None = None,
         attributes: Sequence[str] = (),
+        *,
+        protocol: type[P] | None = None,
+        makes: type | None = None,
     ) -> None:
         self.flag = flag
-        self._make_facts = facts
+        self._make_facts: Callable[..., F] = facts
         self._form = form
-        self._attributes = attributes
+        self._attributes = list(attributes)
+        self._members_of_classes = [] if makes is None else _members(makes)
+        if protocol is not None:
+            self._form = _call_form(protocol)
+            self._attributes = _members(protocol)
         self._entries: dict[str, _Entry[F]] = {}
         self._substitutes: dict[str, list[tuple[str, Callable[..., bool]]]] = {}
 
     @overload
-    def register(self, name: str, part: None = None, **facts: Any) -> Callable[[Given], Given]: ...
+    def register(self, name: str, /, *args: K.args, **facts: K.kwargs) -> Callable[[Given], Given]: ...
     @overload
-    def register(self, name: str, part: Given, **facts: Any) -> Given: ...
-    def register(self, name: str, part: Any = None, **facts: Any) -> Any:
+    def register(self, name: str, part: Given, /, *args: K.args, **facts: K.kwargs) -> Given: ...
+    def register(self, name: str, part: Any = None, /, *args: Any, **facts: Any) -> Any:
         """Adds a part, given or decorated; a string "module:attribute" is imported on first use.
 
         Raises ValueError if the name is taken, with file and line of both, or if the part has not the form of its kind.
@@ -88,7 +118,7 @@ class Registry(Collection[str], Generic[P, F]):
             )
 
         try:
-            known = self._make_facts(**facts)
+            known = self._make_facts(*args, **facts)
         except TypeError:
             wanted, given = (", ".join(names) or "none" for names in (signature(self._make_facts).parameters, facts))
             raise ValueError(
@@ -138,7 +168,9 @@ class Registry(Collection[str], Generic[P, F]):
         if unwritten := _unwritten(part):
             raise ValueError(f"{self.flag} {name}: has no {unwritten} of its own; write it, or correct its spelling")
         form = self._form(facts) if callable(self._form) else self._form
-        if missing := [attribute for attribute in self._attributes if not hasattr(part, attribute)]:
+        wanted = self._attributes + (self._members_of_classes if isinstance(part, type) else [])
+        known = set(dir(part)) | set(getattr(part, "__annotations__", ()))
+        if missing := [attribute for attribute in wanted if attribute not in known and not hasattr(part, attribute)]:
             raise ValueError(f"{self.flag} {name}: has no {', '.join(missing)}; derive it from the class of its kind")
         if form is None:
             return

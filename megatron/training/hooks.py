@@ -292,7 +292,7 @@ def registered(name: str, config: RunConfig) -> Callback:
     return callback
 
 
-MODEL_FLOPS: Registry[Callable[[TransformerConfig], float], NoFacts] = Registry("count of FLOPs", NoFacts, "model")
+MODEL_FLOPS: Registry[Callable[[TransformerConfig], float], NoFacts, ...] = Registry("count of FLOPs", NoFacts, "model")
 """`count(model)`: model FLOPs of forward and backward per token. Without an entry no record has TFLOP/s and MFU."""
 
 
@@ -304,7 +304,7 @@ class FailureFacts:
     """Names of the classes of the errors that it explains: nothing is imported for others, as other ranks wait."""
 
 
-FAILURE_HOOKS: Registry[Any, FailureFacts] = Registry("failure hook", FailureFacts, "error, config, launch, run")
+FAILURE_HOOKS: Registry[Any, FailureFacts, ...] = Registry("failure hook", FailureFacts, "error, config, launch, run")
 """Name of the hook's addition, such as "plan of the memory" -> `explain(error, config, launch, run)`, called on the
 rank that raised `error`; `run` is the `TrainingRun`, or None before it has been built."""
 

@@ -243,7 +243,7 @@ def ends(rank: int, world_size: int, config: RunConfig, searches: list[StepFindi
         assert verdict.ends_run and verdict.step.iteration == run.progress.iteration
         return finding
 
-    registry: Registry[Any, NoFacts] = Registry("step search", NoFacts, "run, verdict")
+    registry: Registry[Any, NoFacts, ...] = Registry("step search", NoFacts, "run, verdict")
     for number, finding in enumerate(searches):
         registry.register(str(number), partial(returns, finding))
     with local_run(config, rank, world_size) as run, mock.patch.object(bad_steps, "STEP_SEARCHES", registry):

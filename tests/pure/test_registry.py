@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from torch import nn
@@ -28,7 +29,7 @@ class Facts:
 
 
 def test_parts_are_registered_by_call_and_by_decorator_in_order() -> None:
-    registry: Registry[Any, Facts] = Registry("--kind", Facts)
+    registry: Registry[Any, Facts, ...] = Registry("--kind", Facts)
 
     @registry.register("b", gated=True)
     def part() -> None: ...
@@ -40,7 +41,7 @@ def test_parts_are_registered_by_call_and_by_decorator_in_order() -> None:
 
 
 def test_a_part_named_by_text_is_imported_when_it_is_used() -> None:
-    registry: Registry[Any, NoFacts] = Registry("--kind", NoFacts)
+    registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts)
     registry.register("prod", "math:prod")
     registry.register("missing", "math:there_is_no_such_thing")
     assert registry["prod"]([2, 3]) == 6
@@ -49,7 +50,7 @@ def test_a_part_named_by_text_is_imported_when_it_is_used() -> None:
 
 
 def test_a_name_that_is_taken_is_refused_with_both_places() -> None:
-    registry: Registry[Any, NoFacts] = Registry("--kind", NoFacts)
+    registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts)
     registry.register("a", 1)
     with pytest.raises(ValueError, match="--kind a is registered twice") as error:
         registry.register("a", 2)
@@ -58,7 +59,7 @@ def test_a_name_that_is_taken_is_refused_with_both_places() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    registry: Registry[Any, NoFacts] = Registry("--kind", NoFacts)
+    registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts)
     registry.register("cosine", 1)
     with pytest.raises(ValueError, match="--kind cosin: must be one of cosine; nearest: cosine, or give the --ext"):
         registry["cosin"]
@@ -67,7 +68,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
 
 
 def test_a_part_must_have_the_form_of_its_kind() -> None:
-    registry: Registry[Any, Facts] = Registry(
+    registry: Registry[Any, Facts, ...] = Registry(
         "--kind", Facts, lambda facts: "a, b, c=" if facts.gated else "a", ("go",)
     )
     registry.register("text", "math:hypot")
@@ -89,13 +90,13 @@ def test_a_part_must_have_the_form_of_its_kind() -> None:
 
 def test_a_lazy_part_is_checked_once() -> None:
     forms: list[Facts] = []
-    registry: Registry[Any, Facts] = Registry("--kind", Facts, lambda facts: forms.append(facts) or "x")
+    registry: Registry[Any, Facts, ...] = Registry("--kind", Facts, lambda facts: forms.append(facts) or "x")
     registry.register("text", "math:sin")
     assert [registry["text"](0), registry["text"](0), len(forms)] == [0, 0, 1]
 
 
 def test_a_substitute_is_built_where_it_suits() -> None:
-    registry: Registry[Any, NoFacts] = Registry("--kind", NoFacts)
+    registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts)
     registry.register("root", "math:sqrt")
     registry.substitute("root", "math:isqrt", when=lambda x: isinstance(x, int))
     assert (registry.build("root", 6.25), registry.build("root", 17)) == (2.5, 4)
@@ -163,3 +164,34 @@ def scaled_norm_metas(
     name: str, size: int, partial_over: tuple[str, ...], config: TransformerConfig
 ) -> list[ParamMeta]:
     return [ParamMeta(f"{name}.{key}", (size,), {}, Init("ones"), partial_over) for key in ("weight", "scale")]
+
+
+class Scale(Protocol):
+    def __call__(self, x: float) -> float: ...
+
+
+class Store(Protocol):
+    size: int
+
+    def keep(self, value: int) -> None: ...
+
+
+class MakeStore(Protocol):
+    def __call__(self, config: int, *, name: str) -> Store: ...
+
+
+def test_a_protocol_states_the_form_of_the_parts() -> None:
+    scales = Registry("--scale", Facts, protocol=Scale)
+    scales.register("sin", "math:sin", gated=True)
+    assert scales["sin"](0.0) == 0.0
+    with pytest.raises(ValueError, match=r"--scale atan2: must take \(x\), and takes \(y, x, /\)"):
+        scales.register("atan2", math.atan2)
+
+    stores = Registry("--store", NoFacts, protocol=MakeStore, makes=Store)
+    kept: Any = type("Kept", (), {"__init__": lambda self, config, *, name: None, "keep": None, "size": 3})
+    assert stores.register("kept", kept) is kept
+    lossy: Any = type("Lossy", (), {"__init__": lambda self, config, *, name: None})
+    with pytest.raises(ValueError, match="--store lossy: has no keep, size"):
+        stores.register("lossy", lossy)
+    with pytest.raises(ValueError, match=r"--store nameless: must take \(config, name=\)"):
+        stores.register("nameless", lambda config: kept(config, name=""))

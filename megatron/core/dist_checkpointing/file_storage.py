@@ -132,7 +132,7 @@ class Storage(Protocol):
         self.remove(final / UNFINISHED)
 
 
-STORAGES: Registry[Callable[[str], Storage], NoFacts] = Registry("storage", NoFacts, "scheme")
+STORAGES: Registry[Callable[[str], Storage], NoFacts, ...] = Registry("storage", NoFacts, "scheme")
 """Scheme of a URL -> a class derived from `Storage`; one object of it serves all URLs of the scheme in a process."""
 
 

@@ -50,7 +50,7 @@ class KindFacts:
         return bool(self.loaded_as or self.convert)
 
 
-PATH_KINDS: Registry[Any, KindFacts] = Registry("kind of path", KindFacts, "path")
+PATH_KINDS: Registry[Any, KindFacts, ...] = Registry("kind of path", KindFacts, "path")
 """`holds(path)`: whether a path, as text, is of this kind. Paths may not exist, or be patterns or URLs."""
 
 OURS = ("checkpoint", "checkpoints")

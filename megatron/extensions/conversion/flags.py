@@ -18,7 +18,7 @@ class FormatFacts:
     """Whether checkpoints of this program are converted to it where --to says nothing."""
 
 
-FORMATS: Registry[Any, FormatFacts] = Registry("--to", FormatFacts, attributes=("open", "plan"))
+FORMATS: Registry[Any, FormatFacts, ...] = Registry("--to", FormatFacts, attributes=("open", "plan"))
 """Each is a `megatron.extensions.conversion.formats.Format`."""
 
 FORMATS.register("dcp", f"{__package__}.dcp_format:DCP_FORMAT", kinds=OURS)

@@ -116,7 +116,7 @@ class CommandFacts:
     """By spelling."""
 
 
-COMMANDS: Registry[Callable[[GivenOptions, int | None], Command | None], CommandFacts] = Registry(
+COMMANDS: Registry[Callable[[GivenOptions, int | None], Command | None], CommandFacts, ...] = Registry(
     "command", CommandFacts, "given, world_size"
 )
 """`read(given, world_size)`: the `Command` that the options ask for, None if there is none; adds their problems to

@@ -25,13 +25,13 @@ class FlagTable(Protocol):
         """File of examples/ -> the flag, of some that are not registered, that asks for what it registers."""
 
 
-FLAG_TABLES: Registry[Callable[[], FlagTable], NoFacts] = Registry("table of flags", NoFacts)
+FLAG_TABLES: Registry[Callable[[], FlagTable], NoFacts, ...] = Registry("table of flags", NoFacts)
 """`table()`: the flags of another program. Read only for a flag or value that no field has."""
 
 Given = Collection[str]
 """Every flag as it was given, alone and with its first value: also those that no field has."""
 
-DIFFERENCES: Registry[Any, NoFacts] = Registry("program", NoFacts, "config, given")
+DIFFERENCES: Registry[Any, NoFacts, ...] = Registry("program", NoFacts, "config, given")
 """`differences(config, given)`: lines about results of a resolved configuration, of flags as `given`, that differ from
 those of this program under equal flags."""
 
