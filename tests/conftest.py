@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core import parts
-from megatron.core.dist_checkpointing import path_kind
 from megatron.core.registry import Registry
 from megatron.extensions import load
-from megatron.training import extensions, hooks
-from megatron.training.config import commands, flags, foreign_flags, input_files
+from megatron.training import extensions
+from megatron.training.config import flags
 from tests.gloo_devices import share_gloo_devices
 from tests.huge_pages import collapse_private_memory
 
@@ -162,8 +160,9 @@ def forget_extensions_at_once() -> Iterator[None]:
 
 def _forgetting() -> Iterator[None]:
     load()
-    kinds = parts, hooks, path_kind, commands, foreign_flags, input_files
-    registries = [part for kind in kinds for part in vars(kind).values() if isinstance(part, Registry)]
+    modules = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
+    found = [part for module in modules for part in vars(module).values() if isinstance(part, Registry)]
+    registries = {id(part): part for part in found}.values()
     tables = [*(registry._entries for registry in registries), flags.EXTENSION_SECTIONS, extensions._LOADED]
     before = [dict(table) for table in tables]
     yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from megatron.core.pipeline_parallel.stage_parameters import count_parameters, m
 from megatron.core.registry import NoFacts, Registry
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.transformer.mlp import MLP
+from megatron.extensions import load
 from megatron.extensions.hugging_face.write_config import choose_family, config_to_hf
 from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
 from megatron.training.config.run_config import RunConfig
@@ -83,9 +85,20 @@ def test_a_part_must_have_the_form_of_its_kind() -> None:
     assert "wrong" not in registry
     with pytest.raises(ValueError, match="--kind text: has no go"):
         registry["text"]
-    for built_in in vars(parts).values():
-        if isinstance(built_in, Registry):
-            assert all(built_in[name] is not None for name in built_in)
+
+
+def registries() -> list[Registry[Any, Any, ...]]:
+    """All registries of the library."""
+    load()
+    modules = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
+    found = [part for module in modules for part in vars(module).values() if isinstance(part, Registry)]
+    return list({id(part): part for part in found}.values())
+
+
+def test_every_built_in_part_has_the_form_of_its_kind() -> None:
+    assert len(registries()) > 10
+    for registry in registries():
+        assert all(registry[name] is not None for name in registry)
 
 
 def test_a_lazy_part_is_checked_once() -> None:
