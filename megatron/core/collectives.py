@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
+from megatron.core.torch_private import AutogradContext
 
 T = TypeVar("T")
 
@@ -157,7 +158,7 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
     """All-gathers Python objects: the value of every rank, in order."""
     if axis.size == 1:
         return [value]
-    values: list[Any] = [None] * axis.size
+    values = [value] * axis.size
     dist.all_gather_object(values, value, group=axis.group)
     return values
 
@@ -176,17 +177,21 @@ LinearMap = Callable[[Tensor], Tensor]
 LinearMaps = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
+class PairContext(AutogradContext):
+    pair: tuple[LinearMaps, LinearMaps]
+
+
 class _AdjointPair(torch.autograd.Function):
     """A map, linear in each of several tensors, whose backward is its adjoint. The adjoint's backward is the map, so it
     differentiates again."""
 
     @staticmethod
-    def forward(ctx: Any, forward: LinearMaps, adjoint: LinearMaps, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: PairContext, forward: LinearMaps, adjoint: LinearMaps, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.pair = forward, adjoint
         return tuple(forward(tensors))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: PairContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         forward, adjoint = ctx.pair
         return None, None, *_AdjointPair.apply(adjoint, forward, *grads)
 

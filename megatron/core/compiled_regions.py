@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, cached_property, wraps
-from typing import Any, TypeVar, cast
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
@@ -18,47 +18,45 @@ from megatron.core.torch_private import raise_recompile_limit
 RECOMPILE_LIMIT = 64
 """Variants (shape, stride, dtype, needs a gradient) of one region. Beyond its limit torch runs a region uncompiled."""
 
-Region = TypeVar("Region", bound=Callable[..., Any])
+K = ParamSpec("K")
+R = TypeVar("R")
 
 
-class CompiledRegion:
+class CompiledRegion(Generic[K, R]):
     """A region whose compiled twin runs. A `TorchFunctionMode` sees the call as that of one function, as it sees those
     of torch."""
 
-    def __init__(self, function: Callable[..., Any], static: bool) -> None:
+    def __init__(self, function: Callable[K, R], static: bool) -> None:
         self.function, self.static = function, static
 
     @cached_property
-    def twin(self) -> Callable[..., Any]:
+    def twin(self) -> Callable[K, R]:
         """Made by the first call, as to load the compiler takes a second."""
         raise_recompile_limit(RECOMPILE_LIMIT)
         if self.static:
             return torch.compile(self.function, dynamic=False, options={"deterministic": True})
         return torch.compile(self.function)
 
-    def __call__(self, *operands: Any) -> Any:
+    def __call__(self, *operands: K.args, **options: K.kwargs) -> R:
         if has_torch_function(operands):
-            return handle_torch_function(self, operands, *operands)
-        return self.twin(*operands)
+            return handle_torch_function(self, operands, *operands, **options)
+        return self.twin(*operands, **options)
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def torch_function(function: Function) -> Function:
+def torch_function(function: Callable[K, R]) -> Callable[K, R]:
     """Decorator of a function whose tensors are passed by position: a `TorchFunctionMode` sees a call of it as one of
     `function`, as it sees functions of torch, and not what it consists of."""
 
     @wraps(function)
-    def call(*operands: Any, **options: Any) -> Any:
+    def call(*operands: K.args, **options: K.kwargs) -> R:
         if has_torch_function(operands):
             return handle_torch_function(function, operands, *operands, **options)
         return function(*operands, **options)
 
-    return cast("Function", call)
+    return call
 
 
-def region(function: Region, compiled: bool, static: bool = False) -> Region:
+def region(function: Callable[K, R], compiled: bool, static: bool = False) -> Callable[K, R]:
     """Returns `function`, or its compiled twin, which is compiled when it first runs.
 
     Shapes that change make a twin dynamic. A `static` one is compiled for each shape instead: its kernels use wide
@@ -69,5 +67,5 @@ def region(function: Region, compiled: bool, static: bool = False) -> Region:
 
 
 @cache
-def _compiled(function: Region, static: bool) -> Region:
-    return cast("Region", CompiledRegion(function, static))
+def _compiled(function: Callable[K, R], static: bool) -> Callable[K, R]:
+    return CompiledRegion(function, static)

@@ -6,13 +6,12 @@ synchronize between ranks, or to rewind for activation recomputation.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
+from megatron.core.torch_private import AutogradContext
 
 HASH_CHUNK = 2**22
 """Elements hashed at a time. Bounds temporary memory, and keeps it in a GPU's cache."""
@@ -80,18 +79,22 @@ def _drop(x: Tensor, p: float, rows: Tensor, columns: Tensor) -> Tensor:
     return x.masked_fill(_dropped(p, rows, columns).view(x.shape), 0.0).mul(1.0 / (1.0 - p))
 
 
+class DropoutContext(AutogradContext):
+    p: float
+
+
 class _CompiledDropout(torch.autograd.Function):
     """`drop_at_once`, which keeps the bits of rows and columns only and recomputes the mask in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
+    def forward(ctx: DropoutContext, x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
         ctx.save_for_backward(row_bits, column_bits)
         ctx.p = p
         return region(drop_at_once, True)(x, p, row_bits, column_bits)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: DropoutContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         return region(drop_at_once, True)(grad, ctx.p, *ctx.saved_tensors), None, None, None
 
 

@@ -18,17 +18,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, overrides
 from torch._subclasses import fake_tensor
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
 from torch.utils import _device, _python_dispatch, _pytree
 
 if TYPE_CHECKING:
+    from torch._C._profiler import _ExperimentalConfig
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+
+
+class AttentionOutputs(Protocol):
+    """Forward of an attention kernel: outputs, log-sum-exps, and what else the backward needs."""
+
+    def __call__(self, *operands: object, **options: object) -> tuple[Tensor, Tensor, *tuple[Tensor, ...]]: ...
+
+
+class AttentionGradients(Protocol):
+    """Backward of an attention kernel: gradients of queries, keys and values."""
+
+    def __call__(self, *operands: object, **options: object) -> tuple[Tensor, Tensor, Tensor]: ...
+
 
 # Operations on lists of tensors, one kernel for many tensors. When one goes: a loop over the tensors.
 
@@ -63,36 +79,36 @@ scaled_grouped_mm: Callable[..., Tensor] = torch._scaled_grouped_mm
 """fp8 matrix products of all experts in one kernel. torch 2.13. When it goes: `torch.nn.functional.scaled_grouped_mm`,
 or one `scaled_mm` per expert."""
 
-grouped_mm_overload: Any = torch.ops.aten._grouped_mm.default
+grouped_mm_overload: Callable[..., Tensor] = torch.ops.aten._grouped_mm.default
 """The operator below `torch.nn.functional.grouped_mm`, which plans answer with a shape. torch 2.13. When it goes: the
 operator that a dispatch mode sees in its place."""
 
-local_scalar_overload: Any = torch.ops.aten._local_scalar_dense.default
+local_scalar_overload: Callable[..., float] = torch.ops.aten._local_scalar_dense.default
 """The operator below `Tensor.item()`, which plans answer with zero. torch 2.13. When it goes: as above."""
 
-resize_storage_overload: Any = torch.ops.inductor.resize_storage_bytes_.default
+resize_storage_overload: Callable[..., None] = torch.ops.inductor.resize_storage_bytes_.default
 """The operator of `resize_storage`, as a dispatch mode sees it. torch 2.13. When it goes: with `resize_storage`."""
 
 index_put_impl_: Callable[..., Tensor] = torch.ops.aten._index_put_impl_
 """`index_put_` that does not read the indices on the host. torch 2.13. When it goes: `Tensor.index_put_`."""
 
-flash_attention_forward: Any = torch.ops.aten._flash_attention_forward
+flash_attention_forward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._flash_attention_forward
 """FlashAttention-2 on packed documents. torch 2.13. When it goes: `torch.nn.attention.varlen.varlen_attn`."""
 
-flash_attention_backward: Any = torch.ops.aten._flash_attention_backward
+flash_attention_backward: AttentionGradients = torch.ops.aten._flash_attention_backward
 """Gradients of `flash_attention_forward`. torch 2.13. When it goes: autograd of `varlen_attn`."""
 
-cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+cudnn_attention: AttentionOutputs = torch.ops.aten._scaled_dot_product_cudnn_attention
 """cuDNN's attention. torch 2.13. When it goes: `scaled_dot_product_attention` under `sdpa_kernel`."""
 
-cudnn_attention_backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+cudnn_attention_backward: AttentionGradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 """Gradients of `cudnn_attention`. torch 2.13. When it goes: autograd of `scaled_dot_product_attention`."""
 
-cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """Flash attention for CPUs, which also returns the log-sum-exp that tiles are merged by. torch 2.13. When it goes:
 `megatron.core.attention.tile_kernels.TorchKernel`."""
 
-cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+cpu_attention_backward: AttentionGradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """Gradients of `cpu_attention`. torch 2.13. When it goes: as for `cpu_attention`."""
 
 # Tensors, storages, modules
@@ -125,20 +141,27 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
-def wrapper_tensor(cls: type[Tensor], shape: Sequence[int], **options: Any) -> Any:
-    """Makes a tensor of a subclass, with a shape and no memory, for a `__new__`. `options`: dtype, device.
+Wrapper = TypeVar("Wrapper", bound=Tensor)
+"""A subclass of Tensor for `wrapper_tensor`, torch 2.13."""
+
+
+def wrapper_tensor(
+    cls: type[Wrapper], shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> Wrapper:
+    """Makes a tensor of a subclass, with a shape and no memory, for a `__new__`.
 
     `Tensor._make_wrapper_subclass`, torch 2.13. When it goes: its public successor; DTensor needs one too.
     """
-    return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), requires_grad=False, **options)
+    make = torch.Tensor._make_wrapper_subclass
+    return make(cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=False)
 
 
-disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+disabled_torch_function: Callable[..., object] = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a subclass: operations do not look for an override. torch 2.13. When it goes: a
 `__torch_function__` that calls the function under `torch._C.DisableTorchFunctionSubclass`."""
 
 
-def forward_hooks(module: nn.Module) -> Iterable[Callable[..., Any]]:
+def forward_hooks(module: nn.Module) -> Iterable[Callable[..., object]]:
     """The forward hooks of a module. `Module._forward_hooks`, torch 2.13. When it goes: keep the handles."""
     return module._forward_hooks.values()
 
@@ -166,7 +189,7 @@ place."""
 in_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
 """Whether a dispatch mode is active. torch 2.13. When it goes: assume one, which initializes in one thread."""
 
-dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
+dispatch_modes: Callable[[], list[TorchDispatchMode]] = _python_dispatch._get_current_dispatch_mode_stack
 """The active dispatch modes. torch 2.13. When it goes: enter the modes by `with` in the second thread."""
 
 push_mode = _python_dispatch._push_mode
@@ -196,11 +219,11 @@ def no_function_modes() -> Iterator[None]:
             overrides._push_mode(mode)
 
 
-device_constructors: Callable[[], set[Any]] = _device._device_constructors
+device_constructors: Callable[[], set[Callable[..., object]]] = _device._device_constructors
 """Functions that make tensors, to which `with torch.device(...)` applies. torch 2.13. When it goes: use that `with`."""
 
 
-def schema_of(operator: Any) -> Any:
+def schema_of(operator: torch._ops.OpOverload) -> torch._C.FunctionSchema:
     """Schema of an operator: its name, arguments and returns.
 
     The `_schema` of an operator, torch 2.13. When it goes: parse the text of the operator.
@@ -222,7 +245,31 @@ def raise_recompile_limit(least: int) -> None:
 # Autograd
 
 
-def sequence_number(node: Any) -> int:
+class AutogradContext(FunctionCtx):
+    """The `ctx` of both passes of an autograd function, for annotations alone: torch makes the objects by itself. Its
+    own `FunctionCtx` is public, but leaves out what a backward reads.
+
+    A function that keeps values of its own on `ctx` declares them in a subclass:
+
+        class DropContext(AutogradContext):
+            p: float
+
+        class Drop(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: DropContext, x: Tensor, p: float) -> Tensor: ...
+    """
+
+    saved_tensors: tuple[Tensor, ...]
+    """What `save_for_backward` was given. An operand that was None is None here too."""
+
+    needs_input_grad: tuple[bool, ...]
+    """For each argument of the forward, whether its gradient is needed."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Saves operands and results of the forward. torch's own annotation leaves out None."""
+
+
+def sequence_number(node: Node) -> int:
     """Number of a node of the graph: nodes made later have a larger one. `Node._sequence_nr`, torch 2.13. When it goes:
     count nodes in a saved-tensor hook."""
     return node._sequence_nr()
@@ -232,7 +279,7 @@ next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
 """The number of the next node that this thread makes. torch 2.13. When it goes: as for `sequence_number`."""
 
 
-def running_node() -> Any:
+def running_node() -> Node | None:
     """The node whose backward runs in this thread; None outside of a backward.
 
     `torch._C._current_autograd_node`, torch 2.13. When it goes: a pre-hook on each node that notes it.
@@ -316,7 +363,7 @@ def storage_info(name: str, offset: int, length: int) -> StorageInfo:
     return _StorageInfo(name, offset, length)
 
 
-def archive_reader(file: Any) -> Any:
+def archive_reader(file: IO[bytes]) -> torch._C.PyTorchFileReader:
     """torch's own reader of the zip files of `torch.save`. `torch._C.PyTorchFileReader`, torch 2.13. When it goes:
     `zipfile`, with a refusal of files that the two could read differently."""
     return torch._C.PyTorchFileReader(file)
@@ -353,7 +400,7 @@ def dump_memory_history(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)
 
 
-def profiler_options(all_threads: bool) -> Any:
+def profiler_options(all_threads: bool) -> _ExperimentalConfig:
     """Options of `torch.profiler.profile`. `_ExperimentalConfig`, torch 2.13. When it goes: leave the option out;
     threads beside the first one are then missing from profiles."""
     from torch._C._profiler import _ExperimentalConfig

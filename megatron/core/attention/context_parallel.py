@@ -9,7 +9,6 @@ only this rank's queries, keys, values, outputs and log-sum-exps. Attention with
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from megatron.core.attention.tiles import Spans, Tile, causal_tiles, joined, ran
 from megatron.core.attention.varlen import add_sinks_, packed_attention, sinks_grad
 from megatron.core.collectives import RingExchange
 from megatron.core.parallel_state import Axis
+from megatron.core.torch_private import AutogradContext
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None) -> Tensor:
@@ -48,12 +48,16 @@ class Ring:
         return found if kernel.needs_places else joined(found)
 
 
+class RingContext(AutogradContext):
+    ring: Ring
+
+
 class RingAttention(torch.autograd.Function):
     """q [n, b, heads, d], k [m, b, groups, d], v [m, b, groups, dv] of this rank, sinks [heads] or None ->
     [n, b, heads, dv]; sums are in fp32 or fp64."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:
+    def forward(ctx: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty((*q.shape[:3], v.shape[-1]), dtype=wide, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
@@ -75,7 +79,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: RingContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         keys, values = k, v
         ring, rows = ctx.ring, Rows(grad, out, lse)

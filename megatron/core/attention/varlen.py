@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.attention.tiles import Documents
 from megatron.core.host_to_device import integers_on
+from megatron.core.torch_private import AutogradContext
 
 Lengths = tuple[Tensor, Tensor, int, int]
 """cu_seqlens of the queries and of the keys, [n + 1] int32, and the rows of the longest sequence of each."""
@@ -56,24 +57,36 @@ def packed_attention(
     return rows.unflatten(0, (samples, length)).transpose(0, 1)
 
 
+class PackedContext(AutogradContext):
+    kernel: PackedKernel
+    settings: tuple[Lengths, Window]
+
+
 class PackedAttention(torch.autograd.Function):
     """Attention by a kernel like `PackedKernel`, of operands and with settings as this takes them. What the kernel
     returns is saved for the backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: PackedKernel, *settings: Any
+        ctx: PackedContext,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        kernel: PackedKernel,
+        lengths: Lengths,
+        window: Window,
     ) -> Tensor:
-        kept = kernel.forward(q, k, v, *settings)
+        kept = kernel.forward(q, k, v, lengths, window)
         if sinks is not None:
             add_sinks_(kept[0], kept[1].movedim(0, -1), sinks)
         ctx.save_for_backward(q, k, v, sinks, *kept)
-        ctx.kernel, ctx.settings = kernel, settings
+        ctx.kernel, ctx.settings = kernel, (lengths, window)
         return kept[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: PackedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, *kept = ctx.saved_tensors
         of_sinks = None if sinks is None else sinks_grad(grad, kept[0], kept[1].movedim(0, -1), sinks)
         gradients = ctx.kernel.backward(grad, (q, k, v), tuple(kept), *ctx.settings)

@@ -7,14 +7,20 @@ tensor that is cast along another dimension later loses nothing by the first cas
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.compiled_regions import Region, region
+from megatron.core.compiled_regions import region
 from megatron.core.tensor_parallel.linear_gemms import Operand, rows_of
 from megatron.extensions.fp8.casts import E4M3, TILE, Scaled, multiplier_of, round_scaled, transpose
 from megatron.extensions.fp8.recipes import INPUT, WEIGHT, Fp8Gemms, Wanted
+
+K = ParamSpec("K")
+R = TypeVar("R")
 
 
 def in_blocks(x: Tensor, rows: int) -> Tensor:
@@ -100,6 +106,6 @@ class BlockwiseGemms(Fp8Gemms):
         whole = rows.values.shape[0] % TILE == 0 and rows.values.shape[1] % TILE == 0
         return self._region(recast_along_columns, whole)(*rows)
 
-    def _region(self, cast: Region, whole: bool) -> Region:
+    def _region(self, cast: Callable[K, R], whole: bool) -> Callable[K, R]:
         """A cast as a region, if a matrix has `whole` tiles: compilers of some versions mix up the scales of others."""
         return region(cast, self.compiled and whole, static=True)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +35,7 @@ from megatron.core.attention.tiles import Documents
 from megatron.core.attention.varlen import cumulative_lengths
 from megatron.core.compiled_regions import region
 from megatron.core.tensor_parallel.hardware import HARDWARE, Hardware
+from megatron.core.torch_private import AutogradContext
 
 CHUNK = 64
 """Tokens of a chunk. A chunk costs products of [CHUNK, CHUNK], a sequence s / CHUNK steps one after another."""
@@ -151,11 +151,15 @@ def decayed(products: Tensor, total: Tensor, number: Tensor | None) -> Tensor:
     return out
 
 
+class DecayedContext(AutogradContext):
+    shape: torch.Size
+
+
 class _Decayed(torch.autograd.Function):
     """The gradient of G_i is the sum over j of R_ij - R_ji with R = results times their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, products: Tensor, total: Tensor, number: Tensor | None) -> Tensor:
+    def forward(ctx: DecayedContext, products: Tensor, total: Tensor, number: Tensor | None) -> Tensor:
         decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).exp_().tril_()
         if number is not None:
             number = number[..., 1:]
@@ -167,7 +171,7 @@ class _Decayed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: DecayedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         decay, decayed = ctx.saved_tensors
         of_total = None
         if ctx.needs_input_grad[1]:
@@ -220,6 +224,10 @@ def _of_block(both: Tensor, k: Tensor, total: Tensor, start: int) -> tuple[Tenso
     return within, before, both[..., own, :] * (total[..., own, :] - first).exp()
 
 
+class ScanContext(AutogradContext):
+    hardware: Hardware
+
+
 class _Scan(torch.autograd.Function):
     """States from chunk to chunk: N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c. Returns all N and S, and the last
     S apart."""
@@ -228,7 +236,13 @@ class _Scan(torch.autograd.Function):
     # state S [n, dk, dv] -> [chunks, n, chunk, dv], [chunks, n, dk, dv], [n, dk, dv]
     @staticmethod
     def forward(
-        ctx: Any, hardware: Hardware, written: Tensor, read: Tensor, keys: Tensor, carried: Tensor, state: Tensor
+        ctx: ScanContext,
+        hardware: Hardware,
+        written: Tensor,
+        read: Tensor,
+        keys: Tensor,
+        carried: Tensor,
+        state: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         states = written.new_empty(len(read) + 1, *state.shape)
         states[0] = state
@@ -244,7 +258,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_new: Tensor, grad_states: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: ScanContext, grad_new: Tensor, grad_states: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         read, keys, carried, new, states = ctx.saved_tensors
         grad_written, grads = torch.empty_like(new), states.new_empty(len(new) + 1, *grad.shape)
         grads[-1] = grad

@@ -18,14 +18,13 @@ adjacent. 16-bit operands are computed in fp32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
 from megatron.core.tensor_parallel.hardware import HARDWARE, Hardware
+from megatron.core.torch_private import AutogradContext
 from megatron.extensions.linear_attention.gated_delta_rule import decayed, decays, in_chunks, numbers_in_chunks
 
 CHUNK = 128
@@ -110,13 +109,19 @@ def _columns(x: Tensor) -> Tensor:
     return x.transpose(3, 4)
 
 
+class ScanContext(AutogradContext):
+    hardware: Hardware
+
+
 class _Scan(torch.autograd.Function):
     """States from chunk to chunk: S_{c+1} = r_c S_c + K_c. Returns all S but the last one, and that apart."""
 
     # kept K [chunks, b, groups, n, heads of a group, p], carried r [chunks, b, groups, 1, heads of a group, 1],
     # state S [b, groups, n, heads of a group, p] -> [chunks, b, groups, n, heads of a group, p], one without chunks
     @staticmethod
-    def forward(ctx: Any, hardware: Hardware, kept: Tensor, carried: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: ScanContext, hardware: Hardware, kept: Tensor, carried: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
         states = kept.new_empty(len(kept) + 1, *state.shape)
         states[0] = state
         for c in hardware.each(range(len(kept))):
@@ -128,7 +133,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_states: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: ScanContext, grad_states: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         carried, states = ctx.saved_tensors
         grads = states.new_empty(len(states) + 1, *grad.shape)
         grads[-1] = grad

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import isqrt
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron.core.torch_private import AutogradContext
 
 MOST_STATES = 2**26
 """Numbers in the states of all tokens that exist at a time."""
@@ -63,19 +64,27 @@ def adjoint(decay: Tensor, grad: Tensor) -> Tensor:
 
 class _SelectiveScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *operands: Any) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(*operands)
-        x, _, _, _, C, _, state = operands
+    def forward(
+        ctx: AutogradContext,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        B: Tensor,
+        C: Tensor,
+        begins: Tensor | None,
+        state: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, dt, a, B, C, begins, state)
         y, final = torch.empty_like(x), torch.empty_like(state)
         for part in _parts(x, C):
-            _, states = _states(part, *operands)
+            _, states = _states(part, x, dt, a, B, C, begins, state)
             y[..., part] = (states @ C.unsqueeze(-1)).squeeze(-1)
             final[:, part] = states[-1]
         return y, final
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad_y: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         operands = ctx.saved_tensors
         x, dt, a, B, C, _, state = operands
         grads = [torch.empty_like(t) for t in (x, dt, a, state)]

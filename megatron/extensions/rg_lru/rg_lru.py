@@ -12,8 +12,6 @@ sequence shards for blocks, and another one trades the outputs back. Gates of ou
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,6 +24,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
+from megatron.core.torch_private import AutogradContext
 from megatron.core.transformer.activations import gelu_tanh
 from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
 from megatron.extensions.linear_attention.gated_delta_net import last_rows
@@ -128,14 +127,14 @@ class _Recurrence(torch.autograd.Function):
     """`recurrence`, which saves its decays and results."""
 
     @staticmethod
-    def forward(ctx: Any, decay: Tensor, written: Tensor, state: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, decay: Tensor, written: Tensor, state: Tensor) -> Tensor:
         h = recurrence(decay, written, state)
         ctx.save_for_backward(decay, h, state)
         return h
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, ...]:
         decay, h, state = ctx.saved_tensors
         of_written = adjoint(decay, grad)
         of_decay = of_written * torch.cat((state.unsqueeze(0), h[:-1]))

@@ -14,10 +14,10 @@ No more than a chunk of scores is in memory. Shapes: n queries of b samples, s k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from megatron.core.collectives import all_reduce_
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.tensor_parallel.weight_grad import add_rows_
+from megatron.core.torch_private import AutogradContext
 from megatron.core.transformer.recompute import again
 
 CHUNK = 2**27
@@ -194,6 +195,10 @@ def joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
+class SelectedContext(AutogradContext):
+    settings: tuple[list[tuple[tuple[Chunk, ...], Hardware]], float, int]
+
+
 class AttentionToSelected(torch.autograd.Function):
     """q [n, b, h, w], sinks [h] or None, a set of keys [s, b, w] for each of `seen`, whose first `width` channels are
     values -> [n, b, h, width], and the log-sum-exps [n, b, h] of the scores of the first set and sinks. Saved are
@@ -201,13 +206,13 @@ class AttentionToSelected(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: SelectedContext,
         q: Tensor,
         sinks: Tensor | None,
         seen: tuple[Keys, ...],
         scale: float,
         width: int,
-        note: Any,
+        note: Callable[[Tensor], None] | None,
         *k: Tensor,
     ) -> tuple[Tensor, Tensor]:
         out = q.new_empty(*q.shape[:3], width)
@@ -234,14 +239,14 @@ class AttentionToSelected(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: SelectedContext, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """With P the weights: dS = P * (dO vᵀ - rowsum(dO * O)), and dV = Pᵀ dO."""
         (q, sinks, out, lse, *more), (loops, scale, width) = ctx.saved_tensors, ctx.settings
         count = len(loops)
         k = more[:count]
         picked = more[count : 2 * count]
         bounds = more[2 * count :]
-        queries = [Queries(*bounds[2 * at : 2 * at + 2], *loop) for at, loop in enumerate(loops)]
+        queries = [Queries(bounds[2 * at], bounds[2 * at + 1], *loop) for at, loop in enumerate(loops)]
         dq, dk = torch.empty_like(q), [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in k]
         for parts in _parts(q, k, tuple(map(Keys, queries, picked))):
             at = parts[0].rows
@@ -323,13 +328,20 @@ def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
     return total, Index(*(gradient.to(x.dtype) for gradient, x in zip(found, index, strict=True)))
 
 
+class LossContext(AutogradContext):
+    shapes: list[tuple[torch.Size, torch.dtype, torch.device]]
+    scale: Tensor | None
+    tally: Tensor
+    entries: Tensor
+
+
 class AttachLoss(torch.autograd.Function):
     """Passes `out` through. The backward adds the gradients of the indexer's loss times `scale`, and the loss to the
     tally, [sum of divergences, tokens]; without a loss the gradients are zero."""
 
     @staticmethod
     def forward(
-        ctx: Any, out: Tensor, loss: Loss | None, scale: Tensor | None, tally: Tensor, *index: Tensor
+        ctx: LossContext, out: Tensor, loss: Loss | None, scale: Tensor | None, tally: Tensor, *index: Tensor
     ) -> Tensor:
         ctx.shapes = [(x.shape, x.dtype, x.device) for x in index]
         ctx.scale = scale
@@ -342,10 +354,11 @@ class AttachLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: LossContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.saved_tensors
         if not gradients:
             zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
             return grad, None, None, None, *zeros
+        assert ctx.scale is not None
         ctx.tally.add_(ctx.entries)
         return grad, None, None, None, *(x * ctx.scale.to(x.dtype) for x in gradients)

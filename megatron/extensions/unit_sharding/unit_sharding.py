@@ -341,10 +341,10 @@ class UnitSharding(WholeUnits):
             return
         for bucket in unit.buckets:
             self._last_users[bucket] = min(unit.number, self._last_users.get(bucket, unit.number))
-        inputs = [x for x in _differentiable(args) if x.grad_fn is not None]
+        inputs = [(sequence_number(x.grad_fn), x) for x in _differentiable(args) if x.grad_fn is not None]
         at_end = not inputs
         if inputs:
-            last = max(inputs, key=lambda x: sequence_number(x.grad_fn))
+            _, last = max(inputs, key=lambda made: made[0])
             last.register_hook(lambda grad: self._after_backward(unit))
         begun: list[bool] = []
 
