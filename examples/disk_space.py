@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import CALLBACKS
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import Problem, extension_flags
-from megatron.training.hooks import Callback, Log, Task
+from megatron.training.hooks import CALLBACKS, Callback, Log, Task
 from megatron.training.run import TrainingRun
 
 

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.parts import CALLBACKS
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
-from megatron.training.hooks import Callback, RunView
+from megatron.training.hooks import CALLBACKS, Callback, RunView
 
 
 @extension_flags("early stopping", may_change=True)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.parts import CALLBACKS
-from megatron.training.hooks import Callback, Meter
+from megatron.training.hooks import CALLBACKS, Callback, Meter
 from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from megatron.core.config import TransformerConfig
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import ACTIVATIONS, CALLBACKS
+from megatron.core.parts import ACTIVATIONS
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import Problem, extension_flags
-from megatron.training.hooks import Callback
+from megatron.training.hooks import CALLBACKS, Callback
 from megatron.training.run import TrainingRun
 
 # 1. Flags. A field is a flag, and the text below it is its help. `flag` states bounds, choices and other flags that it

@@ -8,11 +8,16 @@ It is `trained_share` in metrics.jsonl, TensorBoard and Weights & Biases.
 import torch
 from torch import Tensor
 
-from megatron.training.hooks import METRICS, Metric, StepView
+from megatron.training.hooks import CALLBACKS, Callback, StepView
 
 
-@METRICS.register("trained_share")
-class TrainedShare(Metric):
-    def measure(self, step: StepView) -> tuple[Tensor, int]:
-        masks = [batch.loss_mask for batch in step.batches]
-        return torch.stack([mask.sum() for mask in masks]).sum(), sum(mask.numel() for mask in masks)
+@CALLBACKS.register("trained share")
+class TrainedShare(Callback):
+    def metrics(self):
+        return {"trained_share": trained_share}
+
+
+def trained_share(step: StepView) -> tuple[Tensor, int]:
+    """Tokens whose loss counts, and all tokens."""
+    masks = [batch.loss_mask for batch in step.batches]
+    return torch.stack([mask.sum() for mask in masks]).sum(), sum(mask.numel() for mask in masks)

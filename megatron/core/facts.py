@@ -350,33 +350,8 @@ class DataReaderFacts:
 
 
 @dataclass(frozen=True)
-class PlanFacts:
-    field: str
-    """Field of the flag that asks for it."""
-
-
-@dataclass(frozen=True)
 class TokenizerFacts:
     needs: tuple[str, ...] = ()
     """Fields of TokenizerConfig that must name a file."""
     finds_files: bool = False
     """Whether these may also be names that it finds files by."""
-
-
-def _always(*run: Any) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class CallbackFacts:
-    when: Callable[[Any], bool] = _always
-    """Whether a run of this RunConfig has it; where not, it is not imported."""
-
-    evaluates: str = ""
-    """The flag with which one of its tasks evaluates the model, so that --skip-train has something to do."""
-
-
-@dataclass(frozen=True)
-class WatchFacts:
-    when: Callable[[Any, Any], bool] = _always
-    """(RunConfig, Launch) -> whether ranks have it; where not, it is not imported."""

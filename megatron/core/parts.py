@@ -316,9 +316,6 @@ DATASET_WRAPPERS: Registry[Any, facts.WhenFacts, ...] = Registry(
 """`Wrapper(dataset, config, tokenizer, seed)`: a data set that changes the samples of another one; `when` is of the
 DatasetConfig."""
 
-PLANS: Registry[Any, facts.PlanFacts, ...] = Registry("plan", facts.PlanFacts, attributes=("planned", "findings"))
-"""A subclass of `megatron.training.plan.RunPlan`, for runs of several phases."""
-
 BATCH_SCHEDULES: Registry[Any, facts.WhenFacts, ...] = Registry("schedule of batch sizes", facts.WhenFacts, "config")
 """`sizes(config)`: the `megatron.training.config.batch_size.BatchSizes` of a run whose batch size changes
 (`when(config)`)."""
@@ -341,33 +338,8 @@ to the `FlagReader`. No torch."""
 MODEL_LOADERS: Registry[Any, NoFacts, ...] = Registry("--load", NoFacts, attributes=("start", "stages"))
 """The same kinds of path -> a `megatron.training.checkpoints.checkpointing.ModelLoader`."""
 
-EXPORTERS: Registry[Any, facts.WhenFacts, ...] = Registry("exporter", facts.WhenFacts, "config, held")
-"""`Exporter(config, held)`: what is done with complete checkpoints while training continues; see
-`megatron.training.checkpoints.saving.Exporter`. `when` is of the RunConfig."""
-
-CHECKPOINT_CLEANUPS: Registry[Any, facts.WhenFacts, ...] = Registry("cleanup of checkpoints", facts.WhenFacts, "config")
-"""`build(config)`: what deletes older checkpoints after each save, see
-`megatron.core.dist_checkpointing.async_saver.CheckpointSaver`. `when` and `config` are of the whole RunConfig."""
-
 HF_FAMILIES: Registry[Any, NoFacts, ...] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
 """A `megatron.extensions.hugging_face.families.Family` for each `model_type` of Hugging Face."""
-
-CALLBACKS: Registry[Any, facts.CallbackFacts, ...] = Registry("callback", facts.CallbackFacts, "config")
-"""`Callback(config)`: see `megatron.training.hooks.Callback`; `config` is the whole RunConfig."""
-
-METRICS: Registry[Any, NoFacts, ...] = Registry("metric", NoFacts, "config")
-"""`Metric(config)`: see `megatron.training.hooks.Metric`."""
-
-SINKS: Registry[Any, facts.WhenFacts, ...] = Registry(
-    "sink", facts.WhenFacts, "config, iteration", attributes=("write", "close")
-)
-"""`Sink(config, iteration)`: where records are written beside `metrics.jsonl`, opened on the first rank of a run that
-starts after `iteration`; see `megatron.training.metrics.sinks.Sink`. `config` is the whole RunConfig."""
-
-LOG_FORMATS: Registry[Any, NoFacts, ...] = Registry("--log-format", NoFacts, "config, train_iters")
-"""`Lines(config, train_iters)`: a `megatron.training.metrics.console.LogLines`, the console's lines of a run."""
-
-LOG_FORMATS.register("default", "megatron.training.metrics.console:LogLines")
 
 STEP_SEARCHES: Registry[Any, NoFacts, ...] = Registry("step search", NoFacts, "run, verdict")
 """`search(run, verdict)`: a `megatron.training.hooks.StepFinding` about a step whose loss or gradient was not finite,
@@ -376,14 +348,6 @@ or None. Called on every rank, before the next update of the weights; it may run
 STEP_JUDGES: Registry[Any, facts.WhenFacts, ...] = Registry("judge of steps", facts.WhenFacts, "config, device, means")
 """`build(config, device, means)`: a `megatron.core.optimizer.distrib_optimizer.Judge`, which finds spikes on the
 device. Its tensor `state` is kept in checkpoints; a resumed run gives it as `means`."""
-
-HANG_ANALYSES: Registry[Any, NoFacts, ...] = Registry("hang analysis", NoFacts, "status")
-"""`Analysis(status)`: finds the rank that others wait for in vain, built as a rank starts, before its process groups.
-The one registered last is used; see `megatron.training.reliability.rank_status.HangAnalysis`."""
-
-WATCHES: Registry[Any, facts.WatchFacts, ...] = Registry("watch", facts.WatchFacts, "config, watchdog")
-"""`Watch(config, watchdog)`: what else the watchdog of a rank looks at; see
-`megatron.training.reliability.watchdog.Watch`."""
 
 
 class Kernel(Protocol):

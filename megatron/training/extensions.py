@@ -1,4 +1,5 @@
-"""Loading of extensions: Python files of a user's own that register parts and flags (--extension). No torch itself.
+"""Loading of extensions: Python files of a user's own that register parts and flags (--extension); and the registry of
+callbacks. No torch itself.
 
 An extension is imported before flags are parsed, so that what it registers stands in `--help` and is validated like
 what is built in. Its path is kept in the saved configuration and in checkpoints. These files cannot make it run: the
@@ -12,19 +13,52 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from megatron.core.registry import Registry
 from megatron.training.config.code_record import standing
 from megatron.training.config.flags import ExtensionSection, Resolve, Rules, add_section
 from megatron.training.config.problem import Problem, path_rule
+from megatron.training.config.run_config import RunConfig
 
-__all__ = ["ExtensionError", "Problem", "extension_flags", "load_extensions"]
+__all__ = ["CALLBACKS", "ExtensionError", "Problem", "extension_flags", "load_extensions"]
 
 LIBRARY = str(Path(__file__).resolve().parents[1])
 
 T = TypeVar("T")
+
+
+def _always(config: RunConfig) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class CallbackFacts:
+    """Facts about a callback, known before it is imported."""
+
+    when: Callable[[RunConfig], bool] = _always
+    """Whether a run of this configuration has it; where not, it is not imported."""
+
+    evaluates: str = ""
+    """The flag with which one of its tasks evaluates the model, so that --skip-train has something to do."""
+
+
+class CallbackClass(Protocol):
+    """A class derived from `megatron.training.hooks.Callback`."""
+
+    def __call__(self, config: RunConfig) -> object: ...
+
+
+CALLBACKS = Registry("callback", CallbackFacts, protocol=CallbackClass)
+"""The callbacks that extensions add to runs:
+
+    @CALLBACKS.register("uploads", when=lambda config: config.checkpoint.save is not None)
+    class Uploads(Callback):
+        def on_checkpoint(self, run): ...
+"""
 
 
 class ExtensionError(ValueError):

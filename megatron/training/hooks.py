@@ -7,16 +7,16 @@ passes, reported at log lines), periodic tasks and state in checkpoints. The bui
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import CALLBACKS, METRICS
-from megatron.core.registry import NoFacts, Registry
 from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS
 from megatron.training.progress import Progress, Step
 from megatron.training.reliability.launch import Launch
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
     from megatron.training.initialize import Runtime
     from megatron.training.progress import Interval
+    from megatron.training.reliability.rank_status import HangAnalysis, RankStatus
+    from megatron.training.reliability.watchdog import Watch, Watchdog
 
 
 @dataclass(kw_only=True)
@@ -93,6 +95,22 @@ class Log(Protocol):
 
     def say(self, line: str) -> None:
         """Prints a line, above the progress bar if there is one."""
+
+
+class Exporter(Protocol):
+    """Work on complete checkpoints while training continues. On one rank, apart from `poll` and `abandon`."""
+
+    doing: str
+    """Its current work, for reports of hangs."""
+
+    def add(self, iteration: int, checkpoint: PurePath) -> None:
+        """Takes note of a complete checkpoint. It is not deleted while it is in `held` (`Callback.exporter`)."""
+
+    def poll(self, wait: bool = False) -> list[str]:
+        """Continues the work, and with `wait` ends it. Returns lines to print."""
+
+    def abandon(self) -> list[str]:
+        """Drops the work, for a process that must leave. Returns lines to print."""
 
 
 class Meter:
@@ -189,19 +207,10 @@ class Task:
         return self.at(iteration, last) or (self.also is not None and self.also())
 
 
-class Metric:
-    """A mean over the steps of a log interval and over all ranks, logged under the name it is registered by."""
-
-    must_write = ("measure",)
-    """A registered metric overrides it."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-
-    def measure(self, step: StepView) -> tuple[Tensor | float, Tensor | float]:
-        """(sum, count) of this rank; the metric is the sum of sums over the sum of counts. Tensors stay on the device,
-        so that nothing waits for it. Steps that are skipped do not count."""
-        raise NotImplementedError
+Measure = Callable[[StepView], tuple["Tensor | float", "Tensor | float"]]
+"""A metric: (sum, count) of this rank in a step that has updated the weights. The metric is the sum of sums over the
+sum of counts, over the steps of a log interval and all ranks. Tensors stay on the device, so that nothing waits for
+it."""
 
 
 class Callback:
@@ -214,7 +223,7 @@ class Callback:
         self.config = config
 
     def __init_subclass__(cls) -> None:
-        """Raises ValueError for a method on_... of no event, which would never be called."""
+        """Raises ValueError for a method on_... of no event, or one that is misspelt, which would never be called."""
         super().__init_subclass__()
         events = [name for name in dir(Callback) if name.startswith("on_")]
         for name in vars(cls):
@@ -222,6 +231,27 @@ class Callback:
                 near = get_close_matches(name, events, n=1)
                 remedy = f"nearest: {near[0]}" if near else f"events: {', '.join(events)}"
                 raise ValueError(f"callback {cls.__name__}: {name} is no event; {remedy}")
+            others = [other for other in vars(Callback) if other[0] != "_"]
+            if (
+                name[0] != "_"
+                and not hasattr(Callback, name)
+                and (near := get_close_matches(name, others, n=1, cutoff=0.9))
+            ):
+                raise ValueError(f"callback {cls.__name__}: {name} is never called; nearest: {near[0]}")
+
+    def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
+        """What else the watchdog of this rank looks at. Before the ranks meet, as soon as they hear of each other's
+        failures."""
+        return ()
+
+    def hang_analysis(self, status: RankStatus) -> HangAnalysis | None:
+        """What finds the ranks that others wait for in vain, before process groups are built; the last callback that
+        has one decides."""
+        return None
+
+    def on_failure(self, error: BaseException, launch: Launch, run: Any | None) -> None:
+        """On a rank that ends with `error`, before all ranks end: for notes on the error (`error.add_note`). `run` is
+        None before it has been built. Other ranks wait meanwhile."""
 
     def on_setup(self, runtime: Runtime) -> None:
         """Once the ranks have met, before the model is built: for reading inputs. A ValueError ends the run."""
@@ -234,12 +264,21 @@ class Callback:
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
         """Once this rank's stages are built, before gradients and states have memory. Collective."""
 
+    def metrics(self) -> Mapping[str, Measure]:
+        """Means over log intervals, by the name that they have in records."""
+        return {}
+
+    def flops_per_token(self, model: TransformerConfig) -> float | None:
+        """Model FLOPs of forward and backward per token, for TFLOP/s and MFU in records; None to leave it to others. On
+        the first rank."""
+        return None
+
     def meters(self, run: Any) -> Sequence[Meter]:
-        """Its meters in `run`, a `TrainingRun` that is built and has loaded its checkpoint. Collective."""
+        """Its meters in `run`, which is built and has loaded its checkpoint. Collective."""
         return ()
 
     def tasks(self, run: Any, log: Log) -> Sequence[Task]:
-        """The periodic tasks that it adds to `run`, a `TrainingRun`."""
+        """The periodic tasks that it adds to a run."""
         return ()
 
     def state(self) -> Any:
@@ -249,6 +288,14 @@ class Callback:
     def load_state(self, state: Any) -> None:
         """Takes what `state` returned when the checkpoint was saved that the run resumes from. Called before
         `meters`."""
+
+    def exporter(self, held: list[PurePath]) -> Exporter | None:
+        """What is done with complete checkpoints while training continues. Checkpoints in `held` are not deleted."""
+        return None
+
+    def clean_checkpoints(self, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
+        """Deletes older checkpoints in `root` after that of iteration `newest` is complete, but none in `held`. On one
+        rank, on the thread that writes checkpoints. May raise OSError."""
 
     def on_start(self, run: RunView) -> None:
         """Before the first step, after a checkpoint was loaded."""
@@ -276,45 +323,36 @@ class Parts:
     """Objects that a program adds to a run: `pretrain(config, launch, Parts(callbacks=[...]))`."""
 
     callbacks: Sequence[Callback] = ()
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    metrics: Mapping[str, Measure] = field(default_factory=dict)
 
     def with_registered(self, config: RunConfig) -> Parts:
-        """These, after those that extensions have registered."""
-        callbacks = [registered(name, config) for name in CALLBACKS.wanted(config)]
-        metrics = {name: METRICS[name](config) for name in METRICS}
-        return Parts((*callbacks, *self.callbacks), metrics | dict(self.metrics))
+        """These, after those that extensions have registered, and the metrics of all callbacks."""
+        callbacks = (*(registered(name, config) for name in CALLBACKS.wanted(config)), *self.callbacks)
+        metrics = {name: measure for callback in callbacks for name, measure in callback.metrics().items()}
+        return Parts(callbacks, metrics | dict(self.metrics))
 
 
 def registered(name: str, config: RunConfig) -> Callback:
     """A registered callback, built."""
-    callback: Callback = CALLBACKS[name](config)
+    callback = CALLBACKS[name](config)
+    assert isinstance(callback, Callback), f"callback {name} must be derived from Callback"
     callback.name = name
     return callback
 
 
-MODEL_FLOPS: Registry[Callable[[TransformerConfig], float], NoFacts, ...] = Registry("count of FLOPs", NoFacts, "model")
-"""`count(model)`: model FLOPs of forward and backward per token. Without an entry no record has TFLOP/s and MFU."""
+def add_watches(callbacks: Sequence[Callback], watchdog: Watchdog) -> None:
+    """Adds what callbacks have watched to a watchdog that is connected, and the analysis of hangs."""
+    for callback in callbacks:
+        watchdog.watches += callback.watches(watchdog)
+        watchdog.status.analysis = callback.hang_analysis(watchdog.status) or watchdog.status.analysis
 
 
-@dataclass(frozen=True)
-class FailureFacts:
-    """Facts about a failure hook before it is imported."""
-
-    errors: tuple[str, ...] = ("BaseException",)
-    """Names of the classes of the errors that it explains: nothing is imported for others, as other ranks wait."""
-
-
-FAILURE_HOOKS: Registry[Any, FailureFacts, ...] = Registry("failure hook", FailureFacts, "error, config, launch, run")
-"""Name of the hook's addition, such as "plan of the memory" -> `explain(error, config, launch, run)`, called on the
-rank that raised `error`; `run` is the `TrainingRun`, or None before it has been built."""
-
-
-def explain_failure(error: BaseException, config: RunConfig, launch: Launch, run: Any) -> None:
-    """Calls the hooks for errors of this class. An error in a hook must not hide the first error: it becomes a note."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    for name in FAILURE_HOOKS:
-        if not kinds.isdisjoint(FAILURE_HOOKS.facts(name).errors):
-            try:
-                FAILURE_HOOKS[name](error, config, launch, run)
-            except Exception as failure:
-                error.add_note(f"no {name}: {type(failure).__name__}: {failure}")
+def tell_of_failure(
+    error: BaseException, callbacks: Sequence[Callback], launch: Launch, run: Any | None = None
+) -> None:
+    """Calls `on_failure` of the callbacks. An error in one must not hide the first error: it becomes a note."""
+    for callback in callbacks:
+        try:
+            callback.on_failure(error, launch, run)
+        except Exception as failure:
+            error.add_note(f"no {callback.name}: {type(failure).__name__}: {failure}")

@@ -117,12 +117,10 @@ def set_determinism(config: RunConfig) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
-    """Connects this rank to the store of all ranks, before anything that can fail or hang, and starts the watchdog.
-
-    Raises ValueError if the environment is wrong or a folder cannot be written, and what a `Watch` raises as it starts.
-    """
-    launch, training = watchdog.launch, config.training
+def connect(config: RunConfig, watchdog: Watchdog) -> None:
+    """Connects this rank to the store of all ranks, before anything that can fail or hang. Raises ValueError if the
+    environment is wrong."""
+    launch = watchdog.launch
     launch.export(os.environ)
     watchdog.failures.checkpoints = config.checkpoint
     watchdog.outcome.begin(config.checkpoint.save, config.checkpoint.load, write=launch.rank == 0)
@@ -130,7 +128,14 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     board = Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "board"), launch)
     watchdog.connect(board)
     board.check_world_size()
-    watchdog.watch(config)
+
+
+def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
+    """Starts the watchdog, once connected.
+
+    Raises ValueError if the environment is wrong or a folder cannot be written, and what a `Watch` raises as it starts.
+    """
+    launch, training = watchdog.launch, config.training
     if launch.rank == 0 and (problems := list(unwritable(config))):
         raise ValueError("\n".join(map(str, problems)))
     # Durations are of the monotonic clock, as the system's may be set during a run.

@@ -1,6 +1,6 @@
 """The plan of a run: its length, its batch sizes and its learning rate, known before it starts. No torch.
 
-A run has one phase, with the configuration of its flags. An extension may plan several (`megatron.core.parts.PLANS`).
+A run has one phase, with the configuration of its flags. An extension may plan several (`PLANS`).
 All that a phase decides follows from the number of samples consumed before a step, so a run resumes anywhere and at any
 layout.
 """
@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
-from megatron.core.parts import PLANS
+from megatron.core.registry import Registry
 from megatron.training.config.batch_size import START, BatchSizes, legal_sizes, samples_of_run
-from megatron.training.config.flags import config_of_sections, field_table, value_of
+from megatron.training.config.flags import field_table, value_of
 from megatron.training.config.problem import Problem
-from megatron.training.config.run_config import CheckpointConfig, Point, RunConfig
-from megatron.training.config.saved_flags import resumed_metadata
+from megatron.training.config.run_config import Point, RunConfig
 
 
 @dataclass(frozen=True)
@@ -230,11 +229,38 @@ class RunPlan:
         return False
 
 
+class PlanClass(Protocol):
+    """Plans runs: a class derived from `megatron.training.plan.RunPlan`."""
+
+    def planned(self, config: RunConfig) -> tuple[object, list[Problem]]: ...
+
+    def findings(
+        self, config: RunConfig, world_size: int, judge: Callable[[RunConfig], list[Problem]]
+    ) -> list[Problem]: ...
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """Facts about a plan, known before it is imported."""
+
+    field: str
+    """Field of the flag that asks for it."""
+
+
+PLANS = Registry("plan", PlanFacts, protocol=PlanClass)
+"""Plans of runs of several phases, by the field that asks for them:
+
+    @PLANS.register("own phases", field="own_phases")
+    class OwnPhases(RunPlan): ...
+"""
+
+
 def plan_class(config: RunConfig) -> type[RunPlan]:
     """How a run of these flags is planned."""
     for name in PLANS:
         if value_of(config, field_table()[PLANS.facts(name).field]) is not None:
-            found: type[RunPlan] = PLANS[name]
+            found = PLANS[name]
+            assert isinstance(found, type) and issubclass(found, RunPlan), f"plan {name} must be derived from RunPlan"
             return found
     return RunPlan
 
@@ -244,22 +270,3 @@ def plan_of(config: RunConfig) -> RunPlan:
     plan, problems = plan_class(config).planned(config)
     assert plan is not None and not problems, problems
     return plan
-
-
-def read_history(options: CheckpointConfig) -> History | None:
-    """That of the checkpoint a run resumes from; None if it starts at sample 0, or with other data.
-
-    Raises ValueError if no checkpoint can be read."""
-    if options.override_data_fingerprint:
-        return None
-    metadata = resumed_metadata(options)
-    if metadata is None or not metadata.get("consumed_samples"):
-        return None
-    config = config_of_sections(metadata["config"])
-    phases = metadata.get("stages")
-    if phases is None:  # as in one that was converted
-        samples = samples_of_run(config)
-        if config.training.train_iters is not None and config.training.global_batch_size:
-            samples = BatchSizes.from_config(config).samples(config.training.train_iters)
-        phases = [{"name": "", "first_sample": 0, "planned": [samples] if samples else [], "values": {}}]
-    return History(int(metadata["consumed_samples"]), phases, config)

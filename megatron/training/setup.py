@@ -15,7 +15,7 @@ from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import freeze_parameters
-from megatron.core.parts import LOG_FORMATS, PASS_PAIRS
+from megatron.core.parts import PASS_PAIRS
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.core.transformer.activation_store import build_store
@@ -24,14 +24,17 @@ from megatron.training.checkpoints.checkpointing import Checkpointer, load_start
 from megatron.training.checkpoints.saving import RunSaver
 from megatron.training.config.flags import with_named
 from megatron.training.config.run_config import RunConfig
+from megatron.training.config.saved_flags import read_history
 from megatron.training.config.validation import resolve
 from megatron.training.data import build_data, check_same_data
 from megatron.training.forward_backward import ForwardBackward, Pipeline
 from megatron.training.hooks import Meter, Parts
 from megatron.training.initialize import Runtime
+from megatron.training.metrics.console import LogLines
 from megatron.training.metrics.expert_load import ExpertLoad
+from megatron.training.metrics.log_formats import LOG_FORMATS
 from megatron.training.metrics.meters import MultiTokenLosses, PeakMemory, UserMetrics
-from megatron.training.plan import RunPlan, plan_of, read_history
+from megatron.training.plan import RunPlan, plan_of
 from megatron.training.progress import Progress, StepTimers
 from megatron.training.run import TrainingRun
 from megatron.training.step_guard import StepGuard
@@ -93,7 +96,9 @@ def _counted_from(progress: Progress, config: RunConfig, runtime: Runtime) -> Ru
 
 
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
-    """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective."""
+    """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective.
+
+    `parts` are all of the run (`Parts.with_registered`); by default those that extensions have registered."""
     phases, state = runtime.phases, runtime.state
     named = config.parallel.pass_pair
     pair = PassPair() if named is None else PASS_PAIRS[named](config.parallel)
@@ -102,7 +107,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         data, plan = build_data(plan, runtime)
     with phases("inputs of extensions"):
         check_same_data(data.fingerprints, state.world)  # once all ranks have come here
-        parts = (parts or Parts()).with_registered(config)
+        parts = parts or Parts().with_registered(config)
         for callback in parts.callbacks:
             callback.on_setup(runtime)
     with phases("model"):
@@ -140,7 +145,8 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             data.close()
             data, plan = build_data(plan_of(config).continued(read_history(config.checkpoint)), runtime)
             checkpointer = replace(checkpointer, config=config, plan=plan)
-        lines = LOG_FORMATS.build(config.logging.log_format, config, plan.iterations)
+        lines: LogLines = LOG_FORMATS.build(config.logging.log_format, config, plan.iterations)
+        lines.metrics = tuple(parts.metrics)
         saver = RunSaver(checkpointer, runtime, progress, lines)
     pipeline = Pipeline(config, runtime, stages, passes)
     timers = pipeline.executor.timed = StepTimers()

@@ -13,13 +13,8 @@ from functools import partial
 from megatron.core.collectives import gather_objects
 from megatron.training.config.code_record import record_named_code
 from megatron.training.config.run_config import RunConfig
-from megatron.training.hooks import Parts, Task, explain_failure
-from megatron.training.initialize import (
-    StartupPhases,
-    initialize,
-    shut_down,
-    start_watchdog,
-)
+from megatron.training.hooks import Callback, Parts, Task, add_watches, tell_of_failure
+from megatron.training.initialize import StartupPhases, connect, initialize, shut_down, start_watchdog
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.run_status import ExitCode
 from megatron.training.reliability.watchdog import Watchdog
@@ -35,10 +30,15 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
 
     Returns the exit code. Any exception ends all ranks with one report."""
     watchdog = Watchdog(launch)
+    callbacks: Sequence[Callback] = ()
     built: TrainingRun | None = None
     with ExitStack() as resources:
         resources.callback(watchdog.close)
         try:
+            connect(config, watchdog)
+            parts = (parts or Parts()).with_registered(config)
+            callbacks = parts.callbacks
+            add_watches(callbacks, watchdog)
             start_watchdog(config, watchdog)
             together = partial(watchdog.together, minutes=config.parallel.startup_timeout_minutes)
             phases = StartupPhases(watchdog.doing, together)
@@ -56,7 +56,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             start_run(run, resources)
             return train(run)
         except BaseException as error:
-            explain_failure(error, config, launch, built)
+            tell_of_failure(error, callbacks, launch, built)
             watchdog.fail(error)  # before resources close: that could wait for ranks that are gone
 
 

@@ -107,13 +107,12 @@ PROGRAM = """
 import sys
 from megatron.training.config.arguments import command_line
 from megatron.training.config.prepare import prepare
-from megatron.training.hooks import Callback, Metric, Parts
+from megatron.training.hooks import Callback, Parts
 from megatron.training.reliability.launch import Launch
 from megatron.training.training import pretrain
 
-class Count(Metric):
-    def measure(self, step):
-        return RETURNED
+def count(step):
+    return RETURNED
 
 class Tell(Callback):
     def on_log(self, run, record):
@@ -123,7 +122,7 @@ class Tell(Callback):
 
 launch = Launch.from_environment()
 config = prepare(command_line(sys.argv[1:], launch), launch)
-sys.exit(pretrain(config, launch, Parts([Tell(config)], {"count": Count(config)})))
+sys.exit(pretrain(config, launch, Parts([Tell(config)], {"count": count})))
 """
 
 
@@ -131,7 +130,7 @@ sys.exit(pretrain(config, launch, Parts([Tell(config)], {"count": Count(config)}
     ("returned", "said"),
     [
         ("step.run.progress.iteration, 1", "told: 4 "),
-        ("None", "metric count: measure() must return (sum, count), two numbers or tensors of one, not None"),
+        ("None", "metric count: must return (sum, count), two numbers or tensors of one, not None"),
     ],
 )
 def test_a_program_adds_parts_of_its_own(returned: str, said: str, tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from megatron.training.checkpoints.checkpoint_fit import (
 )
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.rules.saved_types import metadata_problem
-from megatron.training.config.saved_flags import changed_lengths, with_past_batches, with_saved_flags
+from megatron.training.config.saved_flags import changed_lengths, read_history, with_past_batches, with_saved_flags
 from megatron.training.config.validation import resolve
-from megatron.training.plan import plan_of, read_history
+from megatron.training.plan import plan_of
 from tests.forked import run_program
 from tools import inspect_checkpoint
 from tools.pictures.run_folder import read_metrics

@@ -136,6 +136,7 @@ def test_a_clock_that_is_set_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
     config = RunConfig(training=TrainingConfig(exit_duration_in_mins=30, exit_signal_handler=False))
     watchdog, now = Watchdog(Launch()), time.time()
+    initialize.connect(config, watchdog)
     initialize.start_watchdog(config, watchdog)
     try:
         assert watchdog.board is not None

@@ -1,21 +1,23 @@
-"""Commands, counts of FLOPs and failure hooks as an extension registers them."""
+"""Commands as an extension registers them, and counts of FLOPs and explanations of failures by callbacks."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import cast
 
 import pytest
 import torch
 
+from megatron.core.config.model import TransformerConfig
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.commands import COMMANDS, Command, GivenOptions, Option, Prepared
 from megatron.training.config.prepare import prepare
-from megatron.training.hooks import FAILURE_HOOKS, MODEL_FLOPS, explain_failure
-from megatron.training.metrics.summary import utilization
+from megatron.training.hooks import Callback, tell_of_failure
+from megatron.training.metrics.summary import flops_per_token, utilization
 from megatron.training.reliability.launch import Launch
+from megatron.training.run import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("forget_extensions_at_once")
 
@@ -124,25 +126,36 @@ def test_options_of_an_extension_that_is_not_installed_name_it(capsys: pytest.Ca
 
 def test_utilization_needs_a_count_of_flops() -> None:
     config, device = parse_args(RUN.split()), torch.device("cpu")
-    MODEL_FLOPS._entries.clear()
-    assert utilization(config, device, 10.0) == {}
-    MODEL_FLOPS.register("two layers", lambda model: 1e12 * model.num_layers)
+    assert utilization(config, device, 0.0) == {}
     assert utilization(config, device, 10.0) == {"tflops_per_device": 10.0, "mfu": None}
     with_peak = parse_args([*RUN.split(), "--peak-tflops", "40"])
     assert utilization(with_peak, device, 10.0) == {"tflops_per_device": 10.0, "mfu": 0.25}
 
 
-def test_failure_hooks_are_called_for_their_errors_and_hide_none() -> None:
-    called: list[Any] = []
+def test_the_last_callback_that_counts_flops_is_believed() -> None:
+    class Counts(Callback):
+        def flops_per_token(self, model: TransformerConfig) -> float:
+            return 2.0 * model.num_layers
 
-    def explain(error: BaseException, config: Any, launch: Launch, run: Any) -> None:
-        called.append((type(error), launch.rank, run))
-        raise KeyError("broken")
+    config = parse_args(RUN.split())
+    own, silent = Counts(config), Callback(config)
+    run = SimpleNamespace(config=config, callbacks=[Callback(config), own, silent])
+    assert flops_per_token(cast("TrainingRun", run)) == 2.0 * config.model.num_layers
+    assert flops_per_token(cast("TrainingRun", SimpleNamespace(config=config, callbacks=[silent]))) == 0
 
-    FAILURE_HOOKS.register("reason", explain, errors=("LookupError",))
-    config, run = parse_args(RUN.split()), SimpleNamespace()
-    other, error = ValueError("other"), IndexError("first")
-    for each in (other, error):
-        explain_failure(each, config, Launch(rank=1, world_size=2), run)
+
+def test_callbacks_explain_failures_and_hide_none() -> None:
+    called: list[tuple[type, int, object]] = []
+
+    class Explains(Callback):
+        name = "reason"
+
+        def on_failure(self, error: BaseException, launch: Launch, run: TrainingRun | None) -> None:
+            called.append((type(error), launch.rank, run))
+            raise KeyError("broken")
+
+    config, run = parse_args(RUN.split()), cast("TrainingRun", SimpleNamespace())
+    error = IndexError("first")
+    tell_of_failure(error, [Callback(config), Explains(config)], Launch(rank=1, world_size=2), run)
     assert called == [(IndexError, 1, run)]
-    assert not hasattr(other, "__notes__") and error.__notes__ == ["no reason: KeyError: 'broken'"]
+    assert error.__notes__ == ["no reason: KeyError: 'broken'"]

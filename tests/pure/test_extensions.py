@@ -102,9 +102,8 @@ UNWRITTEN = {
         "--optimizer mine: has no step() of its own; write it, or correct its spelling",
     ),
     "metric": (
-        "from megatron.training.hooks import METRICS, Metric\n\n\n"
-        "@METRICS.register('mine')\nclass Mine(Metric):\n    def measured(self): ...\n",
-        "metric mine: has no measure() of its own",
+        "from megatron.training.hooks import Callback\n\nclass Mine(Callback):\n    def metric(self): ...\n",
+        "callback Mine: metric is never called; nearest: metrics",
     ),
     "loss": (
         "from megatron.core.models.gpt.loss import TokenLoss\nfrom megatron.core.parts import LOSSES\n\n"

@@ -360,14 +360,12 @@ def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings:
     raise AssertionError("Inductor generated no module")
 
 
-class _Given(Parts):
+def _with_given_kernels(config: RunConfig) -> Parts:
     """Parts of a run whose kernels are given: there is nothing to time."""
+    from megatron.extensions.fusions.hooks import KernelChoice
 
-    def with_registered(self, config: RunConfig) -> Parts:
-        from megatron.extensions.fusions.hooks import KernelChoice
-
-        parts = super().with_registered(config)
-        return Parts([each for each in parts.callbacks if not isinstance(each, KernelChoice)], parts.metrics)
+    parts = Parts().with_registered(config)
+    return Parts([each for each in parts.callbacks if not isinstance(each, KernelChoice)], parts.metrics)
 
 
 def run_step(config: RunConfig) -> None:
@@ -378,7 +376,7 @@ def run_step(config: RunConfig) -> None:
     from megatron.training.train_step import train_step
 
     set_determinism(config)
-    run = build_run(config, Runtime(Launch(), torch.device("cuda", 0), ParallelState()), _Given())
+    run = build_run(config, Runtime(Launch(), torch.device("cuda", 0), ParallelState()), _with_given_kernels(config))
     train_step(run)
     run.data.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.parts import CALLBACKS
+from megatron.training.extensions import CALLBACKS
 
 CALLBACKS.register(
     "products of 16 bits",

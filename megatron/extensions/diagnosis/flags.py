@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Condition, flag
-from megatron.core.parts import CALLBACKS, HANG_ANALYSES, STEP_JUDGES, STEP_SEARCHES
+from megatron.core.parts import STEP_JUDGES, STEP_SEARCHES
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import extension_flags
+from megatron.training.extensions import CALLBACKS, extension_flags
 
 
 def _by_torch(config: RunConfig) -> bool:
@@ -145,7 +145,7 @@ CALLBACKS.register(
     "layer statistics", f"{__package__}.layer_stats.statistics:LayerStatistics", when=_when(lambda o: o.log_layer_stats)
 )
 STEP_SEARCHES.register("first value that is not finite", f"{__package__}.step_dump:search_and_save")
-HANG_ANALYSES.register("last collectives", f"{__package__}.hang_analysis:CollectivesAnalysis")
+CALLBACKS.register("last collectives", f"{__package__}.hang_analysis:LastCollectives")
 STEP_JUDGES.register(
     "spikes",
     f"{__package__}.spikes:StepJudge",

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.core.parallel_state import ParallelState
 from megatron.core.torch_private import flight_records
+from megatron.training.hooks import Callback
 from megatron.training.reliability.failure_report import place_in
 from megatron.training.reliability.rank_status import Blame, HangAnalysis, RankStatus, Standing
 
@@ -154,6 +155,13 @@ class CollectivesAnalysis(HangAnalysis):
         """Writes the last collectives."""
         if recorded := [trace for trace in traces() if trace.get("entries")]:
             (folder / f"collectives-{rank:05d}.json").write_text(json.dumps(recorded))
+
+
+class LastCollectives(Callback):
+    """Has the ranks compare their last collectives when the run hangs."""
+
+    def hang_analysis(self, status: RankStatus) -> HangAnalysis:
+        return CollectivesAnalysis(status)
 
 
 def blame(standings: Mapping[int, Waiting]) -> Blame | None:

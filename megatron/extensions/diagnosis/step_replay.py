@@ -12,13 +12,13 @@ from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig, PrecisionConfig
 from megatron.core.datasets.samplers import DataIterator
 from megatron.core.parallel_state import ParallelState
-from megatron.core.parts import CALLBACKS
 from megatron.extensions.diagnosis.nonfinite_search import Finding, search
 from megatron.extensions.diagnosis.step_dump import CONFIG, SavedSamples, SavedStep
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args, save_config
 from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
 from megatron.training.config.validation import resolve_legal
+from megatron.training.extensions import CALLBACKS
 from megatron.training.initialize import Runtime, choose_device, local_runtime, set_determinism
 from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import CALLBACKS
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import extension_flags
+from megatron.training.extensions import CALLBACKS, extension_flags
 
 
 def is_file(name: str) -> bool:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.parts import CALLBACKS, LINEAR_FORMATS, PARAM_GATHERS
+from megatron.core.parts import LINEAR_FORMATS, PARAM_GATHERS
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import extension_flags
+from megatron.training.extensions import CALLBACKS, extension_flags
 
 HERE = "megatron.extensions.fp8"
 

@@ -19,8 +19,7 @@ from megatron.core.parts import (
 )
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import extension_flags
-from megatron.training.hooks import CALLBACKS
+from megatron.training.extensions import CALLBACKS, extension_flags
 
 _HERE = "megatron.extensions.fusions"
 

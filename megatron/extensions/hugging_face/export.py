@@ -28,6 +28,7 @@ from megatron.extensions.hugging_face.family_files import add_families, family_t
 from megatron.extensions.hugging_face.flags import HuggingFaceConfig
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import load_extensions, loaded_extensions
+from megatron.training.hooks import Callback
 from megatron.training.metrics.progress_bar import ProgressBar
 from megatron.training.reliability.visible_text import visible
 
@@ -149,6 +150,13 @@ class HFExporter:
             self._running = None
         self._waiting.clear()
         return lines
+
+
+class HFExports(Callback):
+    """The exports of a run's checkpoints."""
+
+    def exporter(self, held: list[PurePath]) -> HFExporter:
+        return HFExporter(self.config, held)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

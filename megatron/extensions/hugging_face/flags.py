@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.dist_checkpointing.path_kind import LATEST, PATH_KINDS
-from megatron.core.parts import EXPORTERS, HF_FAMILIES, MODEL_FLAGS, MODEL_LOADERS
+from megatron.core.parts import HF_FAMILIES, MODEL_FLAGS, MODEL_LOADERS
 from megatron.extensions.conversion.flags import FORMATS
-from megatron.training.extensions import extension_flags
+from megatron.training.extensions import CALLBACKS, extension_flags
 
 CONFIG = "config.json"
 
@@ -53,9 +53,9 @@ PATH_KINDS.register(
 MODEL_FLAGS.register("hugging_face", f"{__package__}.continued_training.pretrained:with_pretrained_flags")
 MODEL_LOADERS.register("hugging_face", f"{__package__}.continued_training.start:HF_LOADER")
 FORMATS.register("hf", f"{__package__}.hf_format:HF_FORMAT", kinds=("hugging_face",), usual=True)
-EXPORTERS.register(
-    "hugging_face",
-    f"{__package__}.export:HFExporter",
+CALLBACKS.register(
+    "exports to Hugging Face",
+    f"{__package__}.export:HFExports",
     when=lambda config: config.options(HuggingFaceConfig).export_hf_interval is not None,
 )
 

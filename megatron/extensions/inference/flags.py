@@ -3,7 +3,7 @@ tools/serve.py have flags of their own. No torch."""
 
 from __future__ import annotations
 
-from megatron.core.parts import CALLBACKS
+from megatron.training.extensions import CALLBACKS
 
 CALLBACKS.register(
     "files of the tokenizer",

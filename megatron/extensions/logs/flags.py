@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import CALLBACKS, LOG_FORMATS, SINKS
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import extension_flags
+from megatron.training.extensions import CALLBACKS, extension_flags
+from megatron.training.metrics.log_formats import LOG_FORMATS
+from megatron.training.metrics.sinks import SINKS
 
 HERE = "megatron.extensions.logs"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 
 from megatron.training.metrics.console import LogLines, parts_by_weight
 from megatron.training.metrics.sinks import Record
@@ -15,14 +16,15 @@ class TerminalLines(LogLines):
     """Lines as wide as the terminal."""
 
     def progress(self, record: Record) -> str:
-        return terminal_lines(record, self.train_iters, shutil.get_terminal_size().columns)
+        width = shutil.get_terminal_size().columns
+        return terminal_lines(record, self.train_iters, width, self.metrics)
 
 
-def terminal_lines(record: Record, train_iters: int, width: int) -> str:
+def terminal_lines(record: Record, train_iters: int, width: int, metrics: Sequence[str] = ()) -> str:
     """Fits into two rows of `width` characters of a terminal: what went wrong in the interval, then the rest by what is
     looked at most. The metrics file has every field."""
     kept: list[str] = []
-    for part in parts_by_weight(record, train_iters):
+    for part in parts_by_weight(record, train_iters, metrics):
         if _fits([*kept, part], width):
             kept.append(part)
     return "\n".join(_rows(kept, width))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import CALLBACKS, LINEARS, PASS_PAIRS
-from megatron.training.extensions import extension_flags
+from megatron.core.parts import LINEARS, PASS_PAIRS
+from megatron.training.extensions import CALLBACKS, extension_flags
 
 HERE = "megatron.extensions.overlap"
 

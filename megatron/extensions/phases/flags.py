@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import BATCH_SCHEDULES, CALLBACKS, PLANS
-from megatron.training.extensions import extension_flags
+from megatron.core.parts import BATCH_SCHEDULES
+from megatron.training.extensions import CALLBACKS, extension_flags
+from megatron.training.plan import PLANS
 
 
 @extension_flags("phases", may_change=True)

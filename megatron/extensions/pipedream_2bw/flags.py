@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.facts import StatePlan
-from megatron.core.parts import CALLBACKS, PIPELINE_SCHEDULES, STATE_STORES, UPDATES_AHEAD
+from megatron.core.parts import PIPELINE_SCHEDULES, STATE_STORES, UPDATES_AHEAD
 from megatron.core.pipeline_parallel.schedules import Schedule, one_f_one_b
+from megatron.training.extensions import CALLBACKS
 
 NAME = "2bw"
 PREVIOUS = "previous_param"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.training.config.commands import COMMANDS, Option
-from megatron.training.hooks import FAILURE_HOOKS, MODEL_FLOPS
+from megatron.training.extensions import CALLBACKS
 
 PLANNER = "megatron.extensions.planner"
 
@@ -44,5 +44,4 @@ COMMANDS.register(
         ),
     },
 )
-MODEL_FLOPS.register("one fake step", f"{PLANNER}.flops:flops_per_token")
-FAILURE_HOOKS.register("plan of the memory", f"{PLANNER}.out_of_memory:explain", errors=("OutOfMemoryError",))
+CALLBACKS.register("plan of the memory", f"{PLANNER}.callback:PlanOfRun")

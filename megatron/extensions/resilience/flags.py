@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import CALLBACKS, WATCHES
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import extension_flags
-from megatron.training.reliability.launch import Launch
+from megatron.training.extensions import CALLBACKS, extension_flags
 
 SHORTEST_SILENCE = 3.0
 """Seconds of --host-heartbeat-timeout-seconds."""
@@ -52,24 +50,7 @@ class StopFileFlags:
         return [Path(folder) for folder in (config.checkpoint.save_folder, self.trigger_path) if folder]
 
 
-def _looks_for_files(config: RunConfig, launch: Launch) -> bool:
-    options = config.options(StopFileFlags)
-    return launch.rank == 0 and bool(options.kill_switch_path or options.folders(config))
-
-
-WATCHES.register("stop files", f"{__package__}.save_folder:StopFiles", when=_looks_for_files)
-WATCHES.register(
-    "hosts",
-    f"{__package__}.host_watch:watch_hosts",
-    when=lambda config, launch: (
-        launch.several_hosts and config.options(ResilienceConfig).host_heartbeat_timeout_seconds > 0
-    ),
-)
-WATCHES.register(
-    "save lease",
-    f"{__package__}.save_lease:LeaseWatch",
-    when=lambda config, launch: launch.rank == 0 and config.checkpoint.save_folder is not None,
-)
+CALLBACKS.register("hosts and folders", f"{__package__}.watches:HostsAndFolders")
 CALLBACKS.register(
     "shared folder",
     f"{__package__}.save_folder:SharedFolder",

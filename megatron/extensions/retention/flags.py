@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import CHECKPOINT_CLEANUPS
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import extension_flags
+from megatron.training.extensions import CALLBACKS, extension_flags
 
 
 @extension_flags("retention of checkpoints", may_change=True)
@@ -51,8 +50,8 @@ def _metrics(config: RunConfig) -> list[str]:
     return ["valid_loss", "lm_loss", *(f"valid_{name}_loss" for name in names)]
 
 
-CHECKPOINT_CLEANUPS.register(
+CALLBACKS.register(
     "retention",
-    f"{__package__}.retention:cleanup",
+    f"{__package__}.retention:Retention",
     when=lambda config: config.options(RetentionFlags) != RetentionFlags(),
 )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -15,7 +14,7 @@ from megatron.core.dist_checkpointing.file_storage import resolved, storage_of
 from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.dist_checkpointing.path_kind import METADATA, saved_folders
 from megatron.extensions.retention.flags import RetentionFlags
-from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback
 
 BEST = "best"
 """Link in the --save folder to the checkpoint that --save-retain-best keeps."""
@@ -65,9 +64,11 @@ def retain(rules: RetentionFlags, root: PurePath, newest: int, held: Collection[
         _link(root / BEST, folders[best].name)
 
 
-def cleanup(config: RunConfig) -> Callable[[PurePath, int, Collection[PurePath]], None]:
-    """`retain` by the flags of a run."""
-    return partial(retain, config.options(RetentionFlags))
+class Retention(Callback):
+    """`retain` after each save, by the flags of a run."""
+
+    def clean_checkpoints(self, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
+        retain(self.config.options(RetentionFlags), root, newest, held)
 
 
 def _link(link: PurePath, target: str) -> None:

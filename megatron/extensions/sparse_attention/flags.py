@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.config.layers import Rotation, Span, layer_numbers
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import CALLBACKS, LINEAR_ATTENTIONS
+from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.extensions.hybrid_layers.flags import PATTERN
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import extension_flags
+from megatron.training.extensions import CALLBACKS, extension_flags
 
 MLA = "multi_latent_attention"
 COMPRESSED, SELECTED = "dsv4_hybrid", 4

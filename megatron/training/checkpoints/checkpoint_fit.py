@@ -15,13 +15,14 @@ from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, MODEL, OPTIM
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import HISTORY
-from megatron.core.parts import PLANS, STATE_STORES
+from megatron.core.parts import STATE_STORES
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.training.config.flags import config_of_sections, field_table, flags_of, named_value, value_of
 from megatron.training.config.rules.fields import single_values
 from megatron.training.config.rules.saved_types import metadata_problem
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import changed_fields, check_types, free_choices, past_batches
+from megatron.training.plan import PLANS
 from megatron.training.progress import Progress
 
 FORMAT_VERSION = 1

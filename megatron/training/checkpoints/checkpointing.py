@@ -33,7 +33,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.parts import CHECKPOINT_CLEANUPS, MODEL_LOADERS
+from megatron.core.parts import MODEL_LOADERS
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.training.checkpoints.checkpoint_fit import (
@@ -259,13 +259,15 @@ def _load_callbacks(states: Mapping[str, Any], callbacks: Sequence[Callback], sa
         say(f" the checkpoint has state of callbacks that are not in this run, which is ignored: {', '.join(gone)}")
 
 
-def build_saver(config: RunConfig, world: Axis, progress: Progress) -> CheckpointSaver | None:
+def build_saver(checkpointer: Checkpointer, progress: Progress) -> CheckpointSaver | None:
     """The writer of the run's checkpoints; None without --save. Collective over the world."""
-    options = config.checkpoint
+    options = checkpointer.config.checkpoint
     if options.save is None:
         return None
-    cleanups = [CHECKPOINT_CLEANUPS[name](config) for name in CHECKPOINT_CLEANUPS.wanted(config)]
-    saver = CheckpointSaver(located(options.save), world, background=options.async_save, cleanups=cleanups)
+    cleanups = [callback.clean_checkpoints for callback in checkpointer.callbacks]
+    saver = CheckpointSaver(
+        located(options.save), checkpointer.state.world, background=options.async_save, cleanups=cleanups
+    )
     saver.held += [located(progress.loaded_from)] if progress.loaded_from else []
     return saver
 

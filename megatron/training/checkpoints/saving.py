@@ -7,14 +7,12 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import PurePath
-from typing import Protocol
 
 from megatron.core.dist_checkpointing.async_saver import SaveReport
 from megatron.core.dist_checkpointing.path_kind import checkpoint_folder, saved_folders
 from megatron.core.dist_checkpointing.storage import CheckpointError
-from megatron.core.parts import EXPORTERS
 from megatron.training.checkpoints.checkpointing import Checkpointer, build_saver
+from megatron.training.hooks import Exporter
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.console import LogLines
 from megatron.training.progress import Progress
@@ -22,28 +20,12 @@ from megatron.training.reliability.run_status import record_event
 from megatron.training.reliability.visible_text import visible
 
 
-class Exporter(Protocol):
-    """Work on complete checkpoints while training continues. On one rank, apart from `poll` and `abandon`."""
-
-    doing: str
-    """Its current work, for reports of hangs."""
-
-    def add(self, iteration: int, checkpoint: PurePath) -> None:
-        """Takes note of a complete checkpoint. It is not deleted while it is in `held`, the exporter's argument."""
-
-    def poll(self, wait: bool = False) -> list[str]:
-        """Continues the work, and with `wait` ends it. Returns lines to print."""
-
-    def abandon(self) -> list[str]:
-        """Drops the work, for a process that must leave. Returns lines to print."""
-
-
 class RunSaver:
     """Saves checkpoints of a run and reports on them. Without --save it does nothing. Collective."""
 
     def __init__(self, checkpointer: Checkpointer, runtime: Runtime, progress: Progress, lines: LogLines) -> None:
         self.options = checkpointer.config.checkpoint
-        self.writer = build_saver(checkpointer.config, runtime.state.world, progress)
+        self.writer = build_saver(checkpointer, progress)
         """None without --save."""
         self.checkpointer = checkpointer
         self._runtime = runtime
@@ -58,8 +40,8 @@ class RunSaver:
         self.exporters: list[Exporter] = []
         if self.writer is not None:
             self.writer.check = runtime.watchdog.check_save_folder
-            wanted = EXPORTERS.wanted(checkpointer.config)
-            self.exporters = [EXPORTERS[name](checkpointer.config, self.writer.held) for name in wanted]
+            found = [callback.exporter(self.writer.held) for callback in checkpointer.callbacks]
+            self.exporters = [exporter for exporter in found if exporter is not None]
 
     def prepare(self) -> None:
         """Allocates staging memory if checkpoints are saved during the run. Warns if --save holds checkpoints of

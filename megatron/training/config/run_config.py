@@ -16,7 +16,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.dist_checkpointing.file_storage import located
-from megatron.core.parts import LOG_FORMATS
+from megatron.training.metrics.log_formats import LOG_FORMATS
 
 Point = tuple[int, int]
 """(iterations, consumed samples) of a position in a run."""

@@ -12,7 +12,8 @@ from typing import Any
 from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.file_storage import located, storage_of
 from megatron.core.dist_checkpointing.path_kind import METADATA, TOKENIZER_FOLDER, candidates, kind_of
-from megatron.core.parts import MODEL_LOADERS, PLANS, TOKENIZERS
+from megatron.core.parts import MODEL_LOADERS, TOKENIZERS
+from megatron.training.config.batch_size import BatchSizes, samples_of_run
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
     all_flags,
@@ -28,6 +29,7 @@ from megatron.training.config.flags import (
 )
 from megatron.training.config.rules.saved_types import metadata_problem
 from megatron.training.config.run_config import CheckpointConfig, Point, RunConfig
+from megatron.training.plan import PLANS, History
 
 SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_decay", "weight_decay_incr_style")
 """Fields of the optimizer that the schedule consists of, beside those that begin with lr_."""
@@ -161,6 +163,25 @@ def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
         return None
     load = located(options.load)
     return saved_metadata(located(options.save or load) if kind_of(load) in MODEL_LOADERS else load)
+
+
+def read_history(options: CheckpointConfig) -> History | None:
+    """That of the checkpoint a run resumes from; None if it starts at sample 0, or with other data.
+
+    Raises ValueError if no checkpoint can be read."""
+    if options.override_data_fingerprint:
+        return None
+    metadata = resumed_metadata(options)
+    if metadata is None or not metadata.get("consumed_samples"):
+        return None
+    config = config_of_sections(metadata["config"])
+    phases = metadata.get("stages")
+    if phases is None:  # as in one that was converted
+        samples = samples_of_run(config)
+        if config.training.train_iters is not None and config.training.global_batch_size:
+            samples = BatchSizes.from_config(config).samples(config.training.train_iters)
+        phases = [{"name": "", "first_sample": 0, "planned": [samples] if samples else [], "values": {}}]
+    return History(int(metadata["consumed_samples"]), phases, config)
 
 
 def with_past_batches(config: RunConfig) -> RunConfig:

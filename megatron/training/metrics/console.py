@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
-from megatron.core.parts import METRICS
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import RunView
 from megatron.training.metrics.sinks import Record
@@ -18,6 +17,9 @@ MOST_SECONDS = 1e9
 class LogLines:
     """The lines of a run on the console. Another format derives from it and is registered in `LOG_FORMATS`."""
 
+    metrics: Sequence[str] = ()
+    """Names of the metrics of callbacks and of the program."""
+
     def __init__(self, config: RunConfig, train_iters: int) -> None:
         self.config, self.train_iters = config, train_iters
 
@@ -27,7 +29,7 @@ class LogLines:
 
     def progress(self, record: Record) -> str:
         """The line of a log interval."""
-        return progress_line(record, self.train_iters)
+        return progress_line(record, self.train_iters, self.metrics)
 
     def evaluation(self, iteration: int, split: str, name: str, loss: float) -> Iterator[str]:
         """The lines of an evaluation of "valid" or "test". `name`: of one validation set of several, or empty."""
@@ -57,16 +59,16 @@ def duration(seconds: float | None) -> str:
     return "unknown" if seconds is None else str(timedelta(seconds=round(min(seconds, MOST_SECONDS))))
 
 
-def progress_line(record: Record, train_iters: int) -> str:
+def progress_line(record: Record, train_iters: int, metrics: Sequence[str] = ()) -> str:
     """One line of a log file, with the loss in all its digits. The metrics file has every field."""
-    _, loss, *others = parts_by_weight(record, train_iters)
+    _, loss, *others = parts_by_weight(record, train_iters, metrics)
     if record["lm_loss"] is not None:
         loss = f"lm loss: {record['lm_loss']:.6E}"
     return " " + " | ".join((f"iteration {record['iteration']:8d}/{train_iters:8d}", loss, *others))
 
 
-def parts_by_weight(record: Record, train_iters: int) -> list[str]:
-    """What a line says: what went wrong in the interval, then the rest by what is looked at most."""
+def parts_by_weight(record: Record, train_iters: int, metrics: Sequence[str] = ()) -> list[str]:
+    """What a line says: what went wrong in the interval, then the rest by what is looked at most, and `metrics`."""
     loss = record["lm_loss"]
     norm = record["grad_norm"]
     mfu = record.get("mfu")
@@ -92,7 +94,7 @@ def parts_by_weight(record: Record, train_iters: int) -> list[str]:
     if "moe_load_max" in record:
         parts.append("expert load {moe_load_min:.2f}-{moe_load_max:.2f}".format(**record))
         parts.append(f"load balancing loss {record['moe_aux_loss']:.4f}")
-    return parts + [f"{name} {record[name]:.4g}" for name in METRICS if record.get(name) is not None]
+    return parts + [f"{name} {record[name]:.4g}" for name in metrics if record.get(name) is not None]
 
 
 TROUBLES = {"nan_iterations": "NaN", "skipped_iterations": "skipped", "spike_iterations": "spikes"}

@@ -14,7 +14,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import StepResult
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.training.hooks import Meter, Metric, StepView
+from megatron.training.hooks import Measure, Meter, StepView
 from megatron.training.progress import Interval
 
 
@@ -77,7 +77,7 @@ class MultiTokenLosses(Tallies):
 class UserMetrics(Tallies):
     """Adds up what metrics measure. Costs nothing where there are none."""
 
-    def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
+    def __init__(self, metrics: Mapping[str, Measure], device: torch.device) -> None:
         super().__init__([], len(metrics), True, device)
         self.metrics, self.device = metrics, device
 
@@ -89,7 +89,7 @@ class UserMetrics(Tallies):
         if not self.metrics:
             return
         with torch.no_grad():
-            rows = [self._row(name, metric.measure(step)) for name, metric in self.metrics.items()]
+            rows = [self._row(name, measure(step)) for name, measure in self.metrics.items()]
             self.totals += torch.where(result.skip > 0, 0.0, torch.stack(rows))
 
     def _row(self, name: str, measured: tuple[Tensor | float, Tensor | float]) -> Tensor:
@@ -98,7 +98,7 @@ class UserMetrics(Tallies):
             total, count = (torch.as_tensor(x, dtype=torch.float64, device=self.device).view(()) for x in measured)
         except (TypeError, ValueError, RuntimeError):
             raise ValueError(
-                f"metric {name}: measure() must return (sum, count), two numbers or tensors of one, not {measured!r}"
+                f"metric {name}: must return (sum, count), two numbers or tensors of one, not {measured!r}"
             ) from None
         return torch.stack([total, count])
 

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path, PurePath
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.file_storage import located, storage_of
 from megatron.core.dist_checkpointing.path_kind import METRICS_FILE
-from megatron.core.parts import SINKS
+from megatron.core.registry import Registry
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.visible_text import visible
 
@@ -30,6 +31,29 @@ class Sink(Protocol):
     def write(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
+
+
+class SinkClass(Protocol):
+    """Opens a sink on the first rank of a run that starts after `iteration`."""
+
+    def __call__(self, config: RunConfig, iteration: int) -> Sink: ...
+
+
+@dataclass(frozen=True)
+class SinkFacts:
+    """Facts about a sink, known before it is imported."""
+
+    when: Callable[[RunConfig], bool]
+    """Whether a run of this configuration has it."""
+
+
+SINKS = Registry("sink", SinkFacts, protocol=SinkClass, makes=Sink)
+"""Where records are written beside `metrics.jsonl`:
+
+    @SINKS.register("losses", when=lambda config: config.options(LossFile).loss_file is not None)
+    class LossSink:
+        def write(self, record): ...
+"""
 
 
 class JsonLinesSink:

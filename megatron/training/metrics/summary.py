@@ -8,7 +8,6 @@ from torch import Tensor
 from megatron.core.collectives import all_reduce_
 from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.training.config.run_config import LoggingConfig, RunConfig
-from megatron.training.hooks import MODEL_FLOPS
 from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
 from megatron.training.step_guard import is_nan
@@ -24,8 +23,8 @@ def summarize(run: TrainingRun) -> Record:
     losses = torch.stack([*interval.losses, torch.zeros(2, dtype=torch.float64, device=device)]).flatten()
     taken = [(meter, sums) for meter in run.meters if (sums := meter.take()) is not None]
     # The first rank counts for all, as that takes up to seconds at the first time.
-    flops = [MODEL_FLOPS[name](run.config.model) for name in [*MODEL_FLOPS][-1:] if run.runtime.launch.rank == 0]
-    parts = [losses, losses.new_full((1,), sum(flops)), *(sums for _, sums in taken)]
+    flops = flops_per_token(run) if run.runtime.launch.rank == 0 else 0.0
+    parts = [losses, losses.new_full((1,), flops), *(sums for _, sums in taken)]
     summed = all_reduce_(torch.cat(parts), run.runtime.state.world).split([part.numel() for part in parts])
     record = _of_steps(run, summed[0].view(-1, 2)[:-1], summed[1].item())
     for (meter, _), sums in zip(taken, summed[2:], strict=True):
@@ -67,6 +66,12 @@ def _of_steps(run: TrainingRun, losses: Tensor, flops: float) -> Record:
     }
 
 
+def flops_per_token(run: TrainingRun) -> float:
+    """Model FLOPs per token by the last callback that counts them; 0 if none does."""
+    counts = [callback.flops_per_token(run.config.model) for callback in run.callbacks]
+    return next((count for count in reversed(counts) if count is not None), 0.0)
+
+
 def peak_tflops(
     config: LoggingConfig, device: torch.device, dtype: torch.dtype, linear: str | None = None
 ) -> float | None:
@@ -83,7 +88,7 @@ def peak_tflops(
 
 def utilization(config: RunConfig, device: torch.device, tflops: float) -> Record:
     """A run's record of TFLOP/s of one device, and MFU; nothing where nobody counts FLOPs."""
-    if not MODEL_FLOPS:
+    if not tflops:
         return {}
     dtype = getattr(torch, config.parallel.params_dtype)
     peak = peak_tflops(config.logging, device, dtype, linear_format(config.parallel))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.parallel_state import ParallelState
-from megatron.core.parts import HANG_ANALYSES
 from megatron.training.reliability.failure_report import place_in, place_of
 from megatron.training.reliability.untrusted import parse_record
 
@@ -60,7 +59,7 @@ class Meeting:
 
 
 class HangAnalysis:
-    """Analyses, by extensions, of ranks that wait for one another. This one finds nothing."""
+    """Base of analyses of ranks that wait for one another, which callbacks have. This one finds nothing."""
 
     def __init__(self, status: RankStatus) -> None:
         self.status = status
@@ -97,7 +96,7 @@ class RankStatus:
         self.error: BaseException | None = None
         """The exception that ends this rank."""
 
-        self.analysis: HangAnalysis = [HangAnalysis, *map(HANG_ANALYSES.__getitem__, HANG_ANALYSES)][-1](self)
+        self.analysis = HangAnalysis(self)
         self._thread = threading.get_ident()
 
     def phase_and_action(self) -> str:

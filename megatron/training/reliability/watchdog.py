@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NoReturn
 
-from megatron.core.parts import WATCHES
-from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.failure_handler import FailureHandler
 from megatron.training.reliability.failure_report import LateRanksError
 from megatron.training.reliability.launch import Launch, write_error_file
@@ -26,7 +24,7 @@ from megatron.training.reliability.stop_requests import SignalListener, StopRequ
 
 
 class Watch:
-    """A condition that an extension has the watchdog check, such as other hosts. It ends the ranks by
+    """A condition that a callback has the watchdog check, such as other hosts. It ends the ranks by
     `Watchdog.failures`."""
 
     def start(self) -> None:
@@ -58,7 +56,9 @@ class Watchdog:
 
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
         self.board: Board | None = None
-        self._watches: list[Watch] = []
+        self.watches: list[Watch] = []
+        """What callbacks have watched; complete before `start`."""
+
         self._deadlines: Mapping[str, tuple[float, str]] = {}
         self._meetings = 0
         self._looked = time.time()
@@ -70,11 +70,6 @@ class Watchdog:
         self.board = board
         self.failures.connect(board)
 
-    def watch(self, config: RunConfig) -> None:
-        """Builds what extensions have watched in a run of this configuration. Once connected."""
-        wanted = WATCHES.wanted(config, self.launch)
-        self._watches = [WATCHES[name](config, self) for name in wanted]
-
     def start(self, signals: bool, deadlines: Mapping[str, tuple[float, str]]) -> None:
         """Starts the thread, once connected. Call it on the main thread.
 
@@ -82,7 +77,7 @@ class Watchdog:
         the request)."""
         assert self.board is not None, "connect first"
         self._deadlines = deadlines
-        for watch in self._watches:
+        for watch in self.watches:
             watch.start()
         self.signals.start(signals)
         self._thread = threading.Thread(target=self._run, args=(self.board,), name="watchdog", daemon=True)
@@ -137,7 +132,7 @@ class Watchdog:
         self._closed.set()
         if self._thread is not None:
             self._thread.join(5)
-        for watch in self._watches:
+        for watch in self.watches:
             watch.close()
         board.ignored.close()
         board.say("over")
@@ -171,7 +166,7 @@ class Watchdog:
     def _look(self, board: Board) -> None:
         board.beat(self.status.phase_and_action())
         board.watch_first()
-        for watch in self._watches:
+        for watch in self.watches:
             watch.look()
         seen, self._looked = self._looked, time.time()
         cause = board.cause()

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.parts import CALLBACKS
 from megatron.extensions.cuda_graphs.graphed_microbatches import GraphedMicrobatches
 from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.extensions.diagnosis.nonfinite_search import BACKWARD, FORWARD, WEIGHT_GRADIENT, Finding, search
@@ -24,6 +23,7 @@ from megatron.training.config.arguments import parse_args, save_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.extensions import Problem, extension_flags
+from megatron.training.hooks import CALLBACKS
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import BadStepError, settle, train_step
 from tests.extensions.cuda_graphs.test_graphs import FakeRecorder

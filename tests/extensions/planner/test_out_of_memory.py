@@ -14,7 +14,7 @@ from megatron.extensions.planner.fake_stage import PlannerCache
 from megatron.extensions.planner.out_of_memory import explain, flags_of, planned_memory, with_change
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
-from megatron.training.hooks import explain_failure
+from megatron.training.hooks import registered, tell_of_failure
 from megatron.training.reliability.launch import Launch
 from tests.tiny import TINY
 
@@ -91,7 +91,10 @@ def test_nothing_fits_into_next_to_nothing() -> None:
 
 
 def test_a_report_that_fails_does_not_hide_the_error() -> None:
-    error = torch.OutOfMemoryError("no memory left")
+    error, other = torch.OutOfMemoryError("no memory left"), ValueError("other")
+    callback = registered("plan of the memory", parse_args(MODEL.split()))
     with mock.patch.object(out_of_memory, "memory_report", side_effect=KeyError("broken")):
-        explain_failure(error, parse_args(MODEL.split()), Launch(world_size=2), None)
+        tell_of_failure(error, [callback], Launch(world_size=2))
+        tell_of_failure(other, [callback], Launch(world_size=2))
+    assert not hasattr(other, "__notes__")
     assert error.__notes__ == ["no plan of the memory: KeyError: 'broken'"]

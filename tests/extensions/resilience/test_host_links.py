@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from megatron.core.parts import WATCHES
 from megatron.extensions.resilience import host_watch
 from megatron.extensions.resilience.flags import ResilienceConfig
 from megatron.extensions.resilience.heartbeat import BEAT, KINDS, LINGER, Links, watched
 from megatron.extensions.resilience.host_watch import AskedStore, HostWatch
+from megatron.extensions.resilience.watches import HostsAndFolders
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.failure_report import Failure
 from megatron.training.reliability.launch import Launch
@@ -250,6 +250,6 @@ def test_a_rank_without_an_answer_of_the_store_asks_for_its_host(monkeypatch: py
 @pytest.mark.parametrize(("seconds", "hosts", "there"), [(6, 2, True), (6, 1, False), (0, 2, False)])
 def test_only_ranks_on_several_hosts_watch_them(seconds: float, hosts: int, there: bool) -> None:
     config = RunConfig().with_options(ResilienceConfig(seconds))
-    assert WATCHES.facts("hosts").when(config, Launch(0, 2, several_hosts=hosts > 1)) is there
+    assert HostsAndFolders(config).watches_hosts(Launch(0, 2, several_hosts=hosts > 1)) is there
     flag = "--host-heartbeat-timeout-seconds"
     assert problems(f"{flag} 1")[0].startswith(f"{flag} 1.0: must be 0 or at least 3")

@@ -174,13 +174,10 @@ def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> 
     sender.close()
 
 
-class WithoutInputs(Parts):
+def without_inputs(parts: Parts) -> Parts:
     """Parts of a rehearsal: without callbacks that read inputs at the start."""
-
-    def with_registered(self, config: RunConfig) -> Parts:
-        parts = super().with_registered(config)
-        kept = [callback for callback in parts.callbacks if type(callback).on_setup is Callback.on_setup]
-        return Parts(kept, parts.metrics)
+    kept = [callback for callback in parts.callbacks if type(callback).on_setup is Callback.on_setup]
+    return Parts(kept, parts.metrics)
 
 
 @dataclass(frozen=True)
@@ -338,7 +335,7 @@ def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phas
         PlannedFunctions(mode) if on_gpu else PlannedRegions(mode),
     ):
         stack.enter_context(context)
-    run = build_run(config, runtime, WithoutInputs())
+    run = build_run(config, runtime, without_inputs(Parts().with_registered(config)))
     mode.count_host_pool(run)
     stack.callback(run.data.close)
     record.built = mode.now

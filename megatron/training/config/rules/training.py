@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.core.parts import CALLBACKS, batch_schedule
+from megatron.core.parts import batch_schedule
 from megatron.training.config.batch_size import legal_sizes, samples_of_run
 from megatron.training.config.problem import Problem, divides, multiples, unless_at_most, unless_multiple
 from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS
 
 
 def samples_of_micro_batches(c: RunConfig, world_size: int) -> tuple[int, str]:

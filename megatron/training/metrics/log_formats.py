@@ -1,0 +1,24 @@
+"""The registry of the console's formats (--log-format). No torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from megatron.core.registry import NoFacts, Registry
+
+
+class LogFormat(Protocol):
+    """The lines of a run on the console, built with (config, train_iters): see `megatron.training.metrics.console`."""
+
+    def progress(self, record: dict[str, object]) -> str: ...
+
+
+LOG_FORMATS = Registry("--log-format", NoFacts, protocol=LogFormat)
+"""Values of --log-format, classes derived from `megatron.training.metrics.console.LogLines`:
+
+    @LOG_FORMATS.register("terse")
+    class Terse(LogLines):
+        def progress(self, record): ...
+"""
+
+LOG_FORMATS.register("default", "megatron.training.metrics.console:LogLines")
