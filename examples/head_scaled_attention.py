@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from megatron.core.attention.core_attention import CoreAttention
 from megatron.core.batch import BatchContext
 from megatron.core.config import TransformerConfig
+from megatron.core.config.mixers import MIXERS, AttentionFacts
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.parts import ATTENTIONS
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.rotary import rotate_queries_and_keys
 
 
-@ATTENTIONS.register("head_scaled")
+@MIXERS.register("head_scaled", attention=AttentionFacts())
 class HeadScaledAttention(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

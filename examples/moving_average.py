@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config import TransformerConfig
+from megatron.core.config.mixers import MIXERS
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 
 
-@LINEAR_ATTENTIONS.register("moving_average", letter="A")
+@MIXERS.register("moving_average", letter="A")
 class MovingAverage(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

@@ -36,45 +36,6 @@ for _plain in ("gelu", "gelu_tanh", "relu", "squared_relu"):
 for _gated in ("swiglu", "geglu", "geglu_tanh", "quick_geglu"):
     ACTIVATIONS.register(_gated, f"{_ACTIVATIONS}:build_gated", gated=True, bounded=True)
 
-ATTENTIONS: Registry[Any, facts.AttentionFacts, ...] = Registry(
-    "--attention-module", facts.AttentionFacts, "name, config, ctx"
-)
-"""`Attention(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]."""
-
-ATTENTIONS.register("self_attention", "megatron.core.transformer.self_attention:SelfAttention")
-
-LINEAR_ATTENTIONS: Registry[Any, facts.LinearAttentionFacts, ...] = Registry(
-    "--experimental-attention-variant", facts.LinearAttentionFacts, "name, config, ctx"
-)
-"""The same in the layers of --linear-attention-freq. Its cache of earlier tokens has a separate size; generation keeps
-it in `context.cache.states`."""
-
-ATTENTION_BACKENDS: Registry[Any, NoFacts, ...] = Registry(
-    "--attention-backend", NoFacts, attributes=("causal", "tiles", "dropout", "always_tiles")
-)
-"""A `megatron.core.attention.core_attention.AttentionBackend`: the kernels of attention."""
-
-_ATTENTION = "megatron.core.attention.core_attention"
-ATTENTION_BACKENDS.register("auto", f"{_ATTENTION}:AttentionBackend")
-ATTENTION_BACKENDS.register("flash", f"{_ATTENTION}:AttentionBackend")
-ATTENTION_BACKENDS.register("unfused", f"{_ATTENTION}:Unfused")
-
-TILE_KERNELS: Registry[Any, NoFacts, ...] = Registry(
-    "kernel of tiles", NoFacts, "scale, dtype, device, head_dim, value_head_dim"
-)
-"""`build(scale, dtype, device, head_dim, value_head_dim)`: a `megatron.core.attention.tile_kernels.Kernel`. Of the
-entry of plain torch, a substitute computes the same faster."""
-
-TILE_KERNELS.register("torch", "megatron.core.attention.tile_kernels:torch_kernel")
-
-CONTEXT_PARALLEL: Registry[Any, facts.ContextParallelFacts, ...] = Registry(
-    "--cp-comm-type", facts.ContextParallelFacts, "q, k, v, cp, causal, sinks"
-)
-"""`attention(q, k, v, cp, causal, sinks)`: attention over context-parallel ranks, see
-`megatron.core.attention.context_parallel.ring_attention`."""
-
-CONTEXT_PARALLEL.register("p2p", "megatron.core.attention.context_parallel:ring_attention")
-
 LINEARS: Registry[Any, NoFacts, ...] = Registry("linear layer", NoFacts, "linear, ctx")
 """`Linear(linear, ctx)`: a linear layer of transformer layers with sharded features, as a description of
 `megatron.core.tensor_parallel.linear_spec` says. A substitute computes and sends the same in another way.

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.attention.backends import CONTEXT_PARALLEL
 from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.tile_kernels import Causal
 from megatron.core.attention.tiles import rank_spans
 from megatron.core.parallel_state import Axis
-from megatron.core.parts import CONTEXT_PARALLEL
 from megatron.extensions.fusions.attention.flash_kernels import FlashCPUKernel
 from tests.harness import run_world
 

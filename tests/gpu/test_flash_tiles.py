@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.core.attention.backends import ATTENTION_BACKENDS, AttentionOperands
 from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.core_attention import FusedAttention
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.attention.tiles import rank_spans
 from megatron.core.dropout import attention_dropout
-from megatron.core.parts import ATTENTION_BACKENDS
 from megatron.extensions.fusions.attention.backends import MODULE, CudnnKernel, Flash3Attention
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel
 from megatron.extensions.fusions.attention.flash_kernels import FlashCUDAKernel
@@ -34,7 +34,8 @@ needs_flash3 = pytest.mark.skipif(importlib.util.find_spec(MODULE) is None, reas
 def test_flash_kernels(
     backend: str, groups: int, window: int | None, documents: tuple[tuple[int, ...], ...] | None
 ) -> None:
-    _, kernel = ATTENTION_BACKENDS[backend].tiles(0.125, torch.bfloat16, torch.device("cuda", 0), 64, 64)
+    operands = AttentionOperands(0.125, torch.bfloat16, torch.device("cuda", 0), 64, 64)
+    _, kernel = ATTENTION_BACKENDS.build(backend, operands).tiles()
     assert isinstance(kernel, FlashCUDAKernel), "this GPU is too old for flash attention"
     compare(kernel, groups, window, documents)
 

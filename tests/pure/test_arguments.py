@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from megatron import extensions
-from megatron.core.parts import LINEAR_ATTENTIONS, PIPELINE_SCHEDULES
+from megatron.core.config.mixers import ATTENTION_MODULES, MIXERS, MixerNames
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.registry import Registry
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
 from megatron.training.config.commands import COMMANDS, options
@@ -59,7 +60,7 @@ def index() -> str:
         if folder.parent == extensions.INDEX.parent:
             spellings.setdefault(folder.name, []).extend(COMMANDS.facts(name).options)
     for flag in all_flags():
-        if isinstance(choices := flag.spec.choices, Registry):
+        if isinstance(choices := flag.spec.choices, Registry | MixerNames):
             for name in choices:
                 folder = Path(choices.where(name).rpartition(":")[0]).parent
                 own = spellings.setdefault(folder.name, []) if folder.parent == extensions.INDEX.parent else [flag.name]
@@ -379,6 +380,6 @@ if __name__ == "__main__":
 def test_a_part_of_a_kind_that_nothing_registers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(LINEAR_ATTENTIONS, "_entries", {})
+    monkeypatch.setattr(MIXERS, "_entries", {name: MIXERS._entries[name] for name in ATTENTION_MODULES})
     rule = "--experimental-attention-variant x: must name a part, and none is registered; give the --extension that"
     assert any(rule in line for line in failure("--experimental-attention-variant x", capsys))

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.training.config.arguments import parse_args, read_flags
 from megatron.training.config.flags import Flag, all_flags, spelling_table
 from megatron.training.config.problem import NO_STORAGE, Problem
@@ -111,9 +111,9 @@ def test_no_configuration_raises(flags: list[list[str]], world_size: int, good: 
 
 
 def test_a_linear_attention_of_an_extension_sees_its_own_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LINEAR_ATTENTIONS, "_entries", dict(LINEAR_ATTENTIONS._entries))
+    monkeypatch.setattr(MIXERS, "_entries", dict(MIXERS._entries))
     for name, whole in (("own", False), ("own_whole", True)):
-        LINEAR_ATTENTIONS.register(name, lambda name, config, ctx: None, whole_sequences=whole)
+        MIXERS.register(name, lambda name, config, ctx: None, whole_sequences=whole)
         found = problems(f"--experimental-attention-variant {name} --cp 2", 2)
         assert any("its layers see the tokens of their own rank only" in problem for problem in found) != whole
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.attention.backends import CONTEXT_PARALLEL, AttentionOperands
 from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.attention.tiles import cut_documents
@@ -19,7 +20,6 @@ from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.config.model import TransformerConfig
 from megatron.core.init import site_key
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.parts import CONTEXT_PARALLEL, TILE_KERNELS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 
 
@@ -38,41 +38,28 @@ class FusedAttention(nn.Module):
         return out.permute(2, 0, 1, 3)
 
 
-class AttentionBackend:
-    """The kernels of attention by --attention-backend: here those of torch."""
+class TorchBackend:
+    """The attention kernels that torch has; a base class for other backends."""
 
     always_tiles = False
-    """Whether tiles compute plain causal attention too."""
 
-    @staticmethod
-    def causal(scale: float, device: torch.device) -> nn.Module:
-        """Plain causal attention within a rank, as `FusedAttention` computes it."""
-        return FusedAttention(scale)
+    def __init__(self, operands: AttentionOperands) -> None:
+        self.operands, self.scale = operands, operands.scale
 
-    @staticmethod
-    def tiles(
-        scale: float, dtype: torch.dtype, device: torch.device, head_dim: int, value_head_dim: int
-    ) -> tuple[Kernel, Kernel]:
-        """The kernels of tiles for plain causal attention, and for documents and windows."""
-        kernel = TILE_KERNELS.build("torch", scale, dtype, device, head_dim, value_head_dim)
-        return kernel, kernel
+    def causal(self) -> nn.Module:
+        return FusedAttention(self.scale)
 
-    @staticmethod
-    def dropout(scale: float, dropout: Dropout) -> Kernel:
-        """The kernel of attention with dropout. All have the same masks."""
-        return TorchKernel(scale, dropout)
+    def tiles(self) -> tuple[Kernel, Kernel]:
+        return TorchKernel(self.scale), TorchKernel(self.scale)
+
+    def dropout(self, dropout: Dropout) -> Kernel:
+        return TorchKernel(self.scale, dropout)
 
 
-class Unfused(AttentionBackend):
+class Unfused(TorchBackend):
     """Plain torch."""
 
     always_tiles = True
-
-    @staticmethod
-    def tiles(
-        scale: float, dtype: torch.dtype, device: torch.device, head_dim: int, value_head_dim: int
-    ) -> tuple[Kernel, Kernel]:
-        return TorchKernel(scale), TorchKernel(scale)
 
 
 def sinks_metas(name: str, config: TransformerConfig, init: Init | None = None) -> list[ParamMeta]:
@@ -124,8 +111,10 @@ class CoreAttention(nn.Module):
         self.cp = ctx.state.cp
         self.window, self.chunk = self.span.window, self.span.chunk
         self.p, self.key = config.attention_dropout, site_key(ctx.seed, f"{name}.attention_dropout")
-        self.hardware, self.backend = ctx.hardware, ctx.hardware.attention(ctx.attention_backend)
-        self.fused = self.backend.causal(self.scale, ctx.device)
+        widths = config.head_dim, config.value_head_dim
+        operands = AttentionOperands(self.scale, ctx.dtype, ctx.device, *widths)
+        self.hardware, self.backend = ctx.hardware, ctx.hardware.attention(ctx.attention_backend, operands)
+        self.fused = self.backend.causal()
         self.across_ranks = CONTEXT_PARALLEL[ctx.cp_comm_type] if self.cp.size > 1 else None
         heads = config.num_attention_heads // ctx.tp.size
         self.local_heads, self.first_head = heads, heads * ctx.tp.rank
@@ -137,8 +126,7 @@ class CoreAttention(nn.Module):
         if config.alibi:
             of_heads = alibi_slopes(config.num_attention_heads)[self.first_head : self.first_head + heads]
             self.slopes = torch.tensor(of_heads, dtype=torch.promote_types(ctx.dtype, torch.float32), device=ctx.device)
-        widths = config.head_dim, config.value_head_dim
-        self.kernel, self.varlen_kernel = self.backend.tiles(self.scale, ctx.dtype, ctx.device, *widths)
+        self.kernel, self.varlen_kernel = self.backend.tiles()
         self.cap = config.attn_logit_softcapping
         if self.slopes is not None or self.cap is not None:
             self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap)
@@ -203,7 +191,7 @@ class CoreAttention(nn.Module):
         if dropout:
             masks = Dropout(self.p, self.key, self.first_head, context.sample_index)
             if self.slopes is None and self.cap is None and self.max_logits is None:
-                kernel = self.backend.dropout(self.scale, masks)
+                kernel = self.backend.dropout(masks)
             else:
                 note = None if self.max_logits is None else self._note
                 kernel = TorchKernel(self.scale, masks, self.slopes, self.cap, note)

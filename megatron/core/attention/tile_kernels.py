@@ -6,7 +6,7 @@ The forward also returns the log-sum-exp of each row, with which the outputs of 
 
 The backward takes the merged output and log-sum-exp. Shapes: q [n, b, heads, d], k [m, b, groups, d],
 v [m, b, groups, dv], out [n, b, heads, dv], lse [n, b, heads]; the heads of a group are adjacent. `TorchKernel`
-supports everything in plain torch; `TILE_KERNELS` has others.
+supports everything in plain torch; the backends of extensions have others.
 """
 
 from __future__ import annotations
@@ -226,8 +226,3 @@ def _rows_of(x: Tensor, q: Tensor) -> Tensor:
     """x [b, groups, heads / groups * n, d] -> [n, b, heads, d], for the rows and heads of q"""
     n, b, heads, _ = q.shape
     return x.view(b, heads, n, -1).permute(2, 0, 1, 3)
-
-
-def torch_kernel(scale: float, dtype: torch.dtype, device: torch.device, head_dim: int, value_head_dim: int) -> Kernel:
-    """The plain entry of `TILE_KERNELS`."""
-    return TorchKernel(scale)

@@ -6,16 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log, sqrt
-from typing import Any
 
 from megatron.core.config.attention import LOCAL, RotaryConfig, SelfAttentionConfig
 from megatron.core.config.flag_spec import Section, flag
+from megatron.core.config.layer_kind import LayerKind, Rotation, Span, Sublayers
 from megatron.core.config.layers import (
-    LayerKind,
     RecomputeConfig,
-    Rotation,
-    Span,
-    Sublayers,
     all_but_last_of_each,
     each,
     last_of_each,
@@ -23,15 +19,21 @@ from megatron.core.config.layers import (
     layer_numbers,
     layer_pattern,
 )
+from megatron.core.config.mixers import (
+    ATTENTION_MODULES,
+    ATTENTION_VARIANTS,
+    MIXERS,
+    AttentionFacts,
+    HeadWidths,
+    MixerFacts,
+    attention_facts,
+)
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.norms import NormConfig
-from megatron.core.facts import AttentionFacts, MixerFacts
 from megatron.core.parts import (
     ACTIVATIONS,
-    ATTENTIONS,
     LAYER_PATTERNS,
     LAYERS,
-    LINEAR_ATTENTIONS,
     LOSSES,
     MLPS,
     RESIDUALS,
@@ -116,10 +118,10 @@ class TransformerConfig(
     """Activation function of MLPs and experts; default: that of --swiglu, --quick-geglu or --squared-relu, else
     GeLU."""
 
-    attention_module: str = flag("self_attention", choices=ATTENTIONS)
+    attention_module: str = flag("self_attention", choices=ATTENTION_MODULES)
     """Attention sublayer of each layer."""
 
-    experimental_attention_variant: str | None = flag(None, choices=LINEAR_ATTENTIONS)
+    experimental_attention_variant: str | None = flag(None, choices=ATTENTION_VARIANTS)
     """Linear attention in the layers of --linear-attention-freq (gated_delta_net is that of Qwen3-Next), or DeepSeek
     sparse attention (dsa). Default: every layer has --attention-module."""
 
@@ -219,18 +221,26 @@ class TransformerConfig(
     @cached_property
     def attention(self) -> str:
         """Name of the attention sublayer."""
-        chosen = (name for name in ATTENTIONS if ATTENTIONS.facts(name).chosen_by(self))
+        chosen = (name for name in ATTENTION_MODULES if attention_facts(name).chosen_by(self))
         return next(chosen, self.attention_module)
 
     @property
     def attention_facts(self) -> AttentionFacts:
-        """Facts about the attention sublayer."""
-        return ATTENTIONS.facts(self.attention)
+        """Facts about the attention sublayer, which are those of attentions alone."""
+        return attention_facts(self.attention)
 
-    def mixer_facts(self, number: int) -> MixerFacts:
-        """Facts about the attention of layer `number`, linear or not, if it has one."""
-        linear = self.layer(number).linear
-        return LINEAR_ATTENTIONS.facts(linear) if linear else self.attention_facts
+    @property
+    def attention_mixer(self) -> MixerFacts:
+        """Facts about the attention sublayer, which all mixers have."""
+        return MIXERS.facts(self.attention)
+
+    @property
+    def head_widths(self) -> HeadWidths:
+        """Channels of attention heads."""
+        if (widths := self.attention_facts.widths) is not None:
+            return widths(self)
+        key = self.kv_channels or self.hidden_size // self.num_attention_heads
+        return HeadWidths(key, key, self.value_channels or key)
 
     @cached_property
     def residual(self) -> str | None:
@@ -245,12 +255,12 @@ class TransformerConfig(
     @property
     def head_dim(self) -> int:
         """Channels of a query or key head."""
-        return self.attention_facts.widths(self).key
+        return self.head_widths.key
 
     @property
     def value_head_dim(self) -> int:
         """Channels of a value head."""
-        return self.attention_facts.widths(self).value
+        return self.head_widths.value
 
     @property
     def rotary_dim(self) -> int:
@@ -259,7 +269,7 @@ class TransformerConfig(
 
     def rotated_channels(self, percent: float) -> int:
         """Channels of a query or key head that are this fraction of those with positions."""
-        return int(self.attention_facts.widths(self).rotary * percent)
+        return int(self.head_widths.rotary * percent)
 
     @property
     def yarn(self) -> bool:
@@ -311,7 +321,8 @@ class TransformerConfig(
     def of_layer(self, number: int) -> TransformerConfig:
         """The configuration by which layer `number` is built: fields have the values that they have there."""
         own = self.layer(number).own
-        return replace(self, **dict(own)) if own else self
+        change: Callable[..., TransformerConfig] = replace
+        return change(self, **dict(own)) if own else self
 
     @property
     def layers(self) -> tuple[LayerKind, ...]:
@@ -340,7 +351,7 @@ class TransformerConfig(
         cannot be read."""
         stated = self.stated_layers
         names = [self.experimental_attention_variant] if stated is None else [parts.linear for parts in stated]
-        return tuple(dict.fromkeys(part for n in names if n for part in (n, *LINEAR_ATTENTIONS.facts(n).includes)))
+        return tuple(dict.fromkeys(part for n in names if n for part in (n, *MIXERS.facts(n).includes)))
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
@@ -424,9 +435,9 @@ class TransformerConfig(
         return Rotation(self.rotary_base, percent=self.rotary_percent)
 
     @property
-    def local_own(self) -> tuple[tuple[str, Any], ...]:
+    def local_own(self) -> tuple[tuple[str, object], ...]:
         """Fields that have another value in layers with a sliding window or chunks."""
-        own: dict[str, Any] = {}
+        own: dict[str, object] = {}
         if self.window_num_attention_heads is not None:
             own = {"num_attention_heads": self.window_num_attention_heads, "kv_channels": self.head_dim}
         if self.window_num_query_groups is not None:

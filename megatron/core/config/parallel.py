@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
+from megatron.core.attention.backends import ATTENTION_BACKENDS, CONTEXT_PARALLEL
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.parts import (
     ACTIVATION_STORES,
-    ATTENTION_BACKENDS,
-    CONTEXT_PARALLEL,
     MICROBATCH_RUNNERS,
     PASS_PAIRS,
     PIPELINE_SCHEDULES,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
-from megatron.core.parts import ATTENTION_BACKENDS
+from megatron.core.attention.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionOperands
 
 T = TypeVar("T")
 
@@ -27,9 +27,10 @@ class Hardware:
         """Whether the host waits for the device when it reads `x`."""
         return x.is_cuda
 
-    def attention(self, backend: str) -> Any:
-        """The kernels of --attention-backend, a `megatron.core.attention.core_attention.AttentionBackend`."""
-        return ATTENTION_BACKENDS[backend]
+    def attention(self, backend: str, operands: AttentionOperands) -> AttentionBackend:
+        """The kernels of --attention-backend for the attention of one layer."""
+        made: AttentionBackend = ATTENTION_BACKENDS.build(backend, operands)
+        return made
 
     def each(self, parts: Sequence[T]) -> Iterable[T]:
         """The parts of a loop that makes equal passes over the chunks of a sequence. A plan runs some passes for all,

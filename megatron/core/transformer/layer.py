@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
+from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dropout import dropout
 from megatron.core.init import site_key
 from megatron.core.moe.layer import MoELayer
-from megatron.core.parts import ATTENTIONS, LINEAR_ATTENTIONS, MLPS, RESIDUALS
+from megatron.core.parts import MLPS, RESIDUALS
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import with_input_recomputed
@@ -59,9 +60,8 @@ class TransformerLayer(nn.Module):
 
         self.mixes, self.has_mlp = kind.mixes, kind.mlp
         if kind.mixes:
-            attention, chosen = (LINEAR_ATTENTIONS, kind.linear) if kind.linear else (ATTENTIONS, config.attention)
             self.input_layernorm = norm("input_layernorm", config.norms_inputs)
-            self.self_attention = attention.build(chosen, f"{name}.self_attention", config, ctx)
+            self.self_attention = MIXERS.build(kind.linear or config.attention, f"{name}.self_attention", config, ctx)
             self.post_attention_layernorm = norm("post_attention_layernorm", config.norms_outputs)
             self.attention_dropout = HiddenDropout(f"{name}.self_attention.dropout", p, ctx)
             self.attention_residual = build_residual(f"{name}.self_attention", config, ctx)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
+from megatron.core.attention.backends import ATTENTION_BACKENDS
 from megatron.core.config.flag_spec import Section
 from megatron.core.config.heads import has_even_heads
+from megatron.core.config.mixers import MIXERS
+from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import (
-    ATTENTION_BACKENDS,
-    ATTENTIONS,
     KERNELS,
     LAYERS,
     NORMALIZATIONS,
     OPTIMIZERS,
-    TILE_KERNELS,
 )
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -72,12 +72,21 @@ class Fusions:
                 yield Problem("--attention-backend", backend, rule, "remove one of them", harmless=True)
 
 
-def fuses(config: Section, ctx: Any) -> bool:
+class Built(Protocol):
+    """What is read of a part's `megatron.core.tensor_parallel.layers.TPContext`."""
+
+    layer: int
+
+    @property
+    def compiled(self) -> bool: ...
+
+
+def fuses(config: Section, ctx: Built) -> bool:
     """Whether a part with this configuration and context is built in its fused form."""
-    return bool(ctx.compiled) and config.options(Fusions).fusions
+    return ctx.compiled and config.options(Fusions).fusions
 
 
-def splits_at_once(config: Any, ctx: Any) -> bool:
+def splits_at_once(config: TransformerConfig, ctx: Built) -> bool:
     """Whether self-attention gains by splitting its projection at once: where it rotates or sums up the gradient of a
     bias, and neither a norm nor a bound comes between."""
     rotates = config.layer(ctx.layer).rotation is not None
@@ -86,7 +95,7 @@ def splits_at_once(config: Any, ctx: Any) -> bool:
     return (rotates or sums_bias) and not normed and has_even_heads(config)
 
 
-ATTENTIONS.substitute(
+MIXERS.substitute(
     "self_attention",
     f"{_HERE}.split_heads:SplitSelfAttention",
     when=lambda name, config, ctx: splits_at_once(config, ctx),
@@ -127,7 +136,8 @@ for _operation, _kernel in {
 }.items():
     KERNELS.register(_operation, f"{_HERE}.{_kernel}")
 
-TILE_KERNELS.substitute("torch", f"{_HERE}.attention.flash_kernels:flash_kernel", when=lambda *operands: True)
+for _backend in ("auto", "flash"):
+    ATTENTION_BACKENDS.substitute(_backend, f"{_HERE}.attention.backends:FlashBackend", when=lambda operands: True)
 for _backend in OWN_BACKENDS:
     ATTENTION_BACKENDS.register(_backend, f"{_HERE}.attention.backends:{_backend.title()}Backend")
 

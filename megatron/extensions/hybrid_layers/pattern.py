@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megatron.core.config.layers import Sublayers, with_attention
-from megatron.core.parts import LINEAR_ATTENTIONS
+from megatron.core.config.layer_kind import Sublayers
+from megatron.core.config.layers import with_attention
+from megatron.core.config.mixers import ATTENTION_VARIANTS, MIXERS
+from megatron.core.config.model import TransformerConfig
 from megatron.extensions.hybrid_layers.flags import DENSE, EXPERTS, PATTERN, HybridConfig
 from megatron.training.config.flags import field_table, named_value, with_named
 from megatron.training.config.problem import Problem
@@ -42,23 +44,28 @@ def read_pattern(text: str) -> LayerPattern:
     return LayerPattern(tuple(layers.split("|")), tuple(modules))
 
 
-def letters(config: Any) -> dict[str, Sublayers]:
+def attention_letter(config: TransformerConfig) -> str:
+    """The letter of layers with the model's attention."""
+    return config.attention_mixer.letter or "*"
+
+
+def letters(config: TransformerConfig) -> dict[str, Sublayers]:
     """Letter -> the layer that it stands for in this model."""
-    variants = {LINEAR_ATTENTIONS.facts(name).letter: with_attention(name) for name in LINEAR_ATTENTIONS}
-    found = {config.attention_facts.letter: Sublayers(attends=True)} | variants
+    variants = {MIXERS.facts(name).letter: with_attention(name) for name in ATTENTION_VARIANTS}
+    found = {attention_letter(config): Sublayers(attends=True)} | variants
     found |= {DENSE: Sublayers(mlp=True), EXPERTS: Sublayers(mlp=True, experts=True)}
     return {letter: sublayers for letter, sublayers in found.items() if letter}
 
 
-def hybrid_layers(config: Any) -> tuple[Sublayers, ...]:
+def hybrid_layers(config: TransformerConfig) -> tuple[Sublayers, ...]:
     """Sublayers of all layers of a model with a pattern, followed by those of its modules of multi-token prediction:
     without letters of their own these are like the last layer. ValueError if the pattern is not legal."""
-    known, pattern = letters(config), read_pattern(config.options(HybridConfig).hybrid_layer_pattern)
+    known, pattern = letters(config), read_pattern(config.options(HybridConfig).hybrid_layer_pattern or "")
     unknown = next((letter for letter in "".join((pattern.layers, *pattern.modules)) if letter not in known), None)
     if unknown is not None:
         raise ValueError(f"has {unknown}, which is no layer of this model; use {' '.join(known)}")
     if not pattern.layers:
-        raise ValueError(f"has no layers; use for example {config.attention_facts.letter or '*'}{DENSE}")
+        raise ValueError(f"has no layers; use for example {attention_letter(config)}{DENSE}")
     if len(pattern.layers) != config.num_layers:
         rule = f"has {len(pattern.layers)} layers, which must be --num-layers {config.num_layers}"
         raise ValueError(f"{rule}; add or remove letters, or leave out --num-layers")
@@ -88,7 +95,7 @@ def with_pattern(config: RunConfig) -> RunConfig:
         return config
     pattern = read_pattern(text)
     depths = len(pattern.modules) or None if model.mtp_num_layers is None else model.mtp_num_layers
-    values: dict[str, Any] = {"num_layers": model.num_layers or len(pattern.layers), "mtp_num_layers": depths}
+    values: dict[str, object] = {"num_layers": model.num_layers or len(pattern.layers), "mtp_num_layers": depths}
     if len(pattern.stages) > 1 and LAYOUT in field_table() and named_value(config, LAYOUT) is None:
         stages = "|".join("t" * len(stage) for stage in pattern.stages)
         values |= {"hybrid_layer_pattern": pattern.without_stages, LAYOUT: f"E{stages}{'m' * (depths or 0)}L"}
@@ -118,5 +125,5 @@ def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"has no effect without {EXPERTS}, a layer of experts, in {PATTERN} {pattern}"
         yield Problem("--num-experts", m.num_experts, rule, f"write {EXPERTS} for some -, or remove it")
     if not any(parts.attends for parts in layers):
-        letter = m.attention_facts.letter
+        letter = attention_letter(m)
         yield from without_attention(c, "where no layer has attention", f"{letter} in {PATTERN}")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
+from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.extensions.hybrid_layers.flags import has_linear_attention
 from megatron.extensions.hybrid_layers.rules import unless_aligned, unless_shared
 from megatron.training.config.problem import Problem
@@ -49,10 +49,10 @@ def kimi_delta(c: RunConfig, world_size: int) -> Iterator[Problem]:
     yield from unless_aligned(c, *heads, 3 * width + 1, "rows of the projection")
 
 
-LINEAR_ATTENTIONS.register(
+MIXERS.register(
     "kimi_delta_attention",
     f"{__package__}.kimi_delta_attention:KimiDeltaAttention",
-    rules=f"{__name__}:kimi_delta",
+    rules=kimi_delta,
     described=heads,
     letter="K",
     whole_sequences=True,

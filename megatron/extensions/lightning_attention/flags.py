@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import LINEAR_ATTENTIONS
+from megatron.core.config.mixers import MIXERS
 from megatron.extensions.hybrid_layers.flags import has_linear_attention
 from megatron.extensions.hybrid_layers.rules import unless_aligned, unless_shared
 from megatron.training.config.problem import Problem, divides
@@ -36,10 +36,10 @@ def lightning(c: RunConfig, world_size: int) -> Iterator[Problem]:
             yield from unless_aligned(c, *heads, c.model.head_dim, "channels of heads of lightning attention")
 
 
-LINEAR_ATTENTIONS.register(
+MIXERS.register(
     "lightning_attention",
     f"{__package__}.lightning_attention:LightningAttention",
-    rules=f"{__name__}:lightning",
+    rules=lightning,
     described=lambda config: f", {config.num_attention_heads} heads of {config.head_dim}",
     letter="L",
     whole_sequences=True,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
+from megatron.core.config.layer_kind import LayerKind
+from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.extensions.hybrid_layers.flags import has_linear_attention
 from megatron.extensions.hybrid_layers.rules import unless_aligned, unless_shared
 from megatron.training.config.problem import Problem, divides, unless_multiple
@@ -69,10 +70,10 @@ def heads(config: TransformerConfig) -> str:
     return f"{keys}, {own.linear_num_value_heads} value heads of {own.linear_value_head_dim}{several}"
 
 
-def of_layer(config: TransformerConfig, number: int) -> dict[str, Any]:
+def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKind:
     """The placement of norms in a layer, where it is not the model's."""
     placement = config.options(LinearAttentionFlags).linear_norm_placement
-    return {"own": (("norm_placement", placement),)} if placement else {}
+    return replace(kind, own=(*kind.own, ("norm_placement", placement))) if placement else kind
 
 
 def delta_nets(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -88,10 +89,10 @@ def delta_nets(c: RunConfig, world_size: int) -> Iterator[Problem]:
     yield from unless_aligned(c, *keys, sum(own.linear_channels), "rows of the projection")
 
 
-LINEAR_ATTENTIONS.register(
+MIXERS.register(
     "gated_delta_net",
     f"{__package__}.gated_delta_net:GatedDeltaNet",
-    rules=f"{__name__}:delta_nets",
+    rules=delta_nets,
     described=heads,
     letter="G",
     of_layer=of_layer,

@@ -8,8 +8,9 @@ from math import gcd
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
+from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import LINEAR_ATTENTIONS, LINEAR_FORMATS, linear_format
+from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.extensions.hybrid_layers.flags import has_linear_attention
 from megatron.training.config.problem import Problem, divides, multiples, unless_multiple
 from megatron.training.config.run_config import RunConfig
@@ -144,10 +145,10 @@ def _aligned(c: RunConfig, groups: int) -> Iterator[Problem]:
             return
 
 
-LINEAR_ATTENTIONS.register(
+MIXERS.register(
     NAME,
     f"{__package__}.mamba2:Mamba2",
-    rules=f"{__name__}:mamba2",
+    rules=mamba2,
     described=described,
     letter="M",
     whole_sequences=True,

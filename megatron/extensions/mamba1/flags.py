@@ -8,8 +8,8 @@ from math import ceil
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
+from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.extensions.hybrid_layers.flags import has_linear_attention
 from megatron.extensions.hybrid_layers.rules import unless_aligned, unless_shared
 from megatron.training.config.problem import Problem
@@ -72,10 +72,10 @@ def mamba1(c: RunConfig, world_size: int) -> Iterator[Problem]:
     yield from unless_aligned(c, CHANNELS, own.mamba1_channels, 1, "channels of Mamba-1", default)
 
 
-LINEAR_ATTENTIONS.register(
+MIXERS.register(
     "mamba1",
     f"{__package__}.mamba1:Mamba1",
-    rules=f"{__name__}:mamba1",
+    rules=mamba1,
     described=described,
     letter="S",
     whole_sequences=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.core.parts import LINEAR_ATTENTIONS
+from megatron.core.config.mixers import MIXERS
 from megatron.extensions.hybrid_layers.flags import has_linear_attention
 from megatron.extensions.mamba.flags import NAME as MAMBA2
 from megatron.training.extensions import extension_flags
@@ -36,7 +36,7 @@ class ParallelMixerFlags:
     """Attention beside Mamba-2: factor of the output of Mamba-2."""
 
 
-LINEAR_ATTENTIONS.register(
+MIXERS.register(
     NAME,
     f"{__package__}.parallel_mixers:AttentionAndMamba2",
     letter="H",

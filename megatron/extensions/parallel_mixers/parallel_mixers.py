@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
+from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import ATTENTIONS, LINEAR_ATTENTIONS
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.extensions.mamba.flags import NAME as MAMBA2
 from megatron.extensions.parallel_mixers.flags import ParallelMixerFlags
@@ -22,8 +22,8 @@ class AttentionAndMamba2(nn.Module):
         super().__init__()
         own = config.options(ParallelMixerFlags)
         of_keys = replace(config, softmax_scale=config.attention_scale * own.attention_key_multiplier)
-        self.attention = ATTENTIONS.build(config.attention, f"{name}.attention", of_keys, ctx)
-        self.mamba = LINEAR_ATTENTIONS.build(MAMBA2, f"{name}.mamba", config, ctx)
+        self.attention = MIXERS.build(config.attention, f"{name}.attention", of_keys, ctx)
+        self.mamba = MIXERS.build(MAMBA2, f"{name}.mamba", config, ctx)
         self.of_attention = own.attention_input_multiplier, own.attention_output_multiplier
         self.of_mamba = own.mamba_input_multiplier, own.mamba_output_multiplier
 

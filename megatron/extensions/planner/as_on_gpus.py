@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from megatron.core.attention.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionOperands
 from megatron.core.attention.tile_kernels import (
     Dropout,
     Gradients,
@@ -31,11 +32,10 @@ from megatron.core.attention.tile_kernels import (
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import Lengths, Window
 from megatron.core.compiled_regions import CompiledRegion
-from megatron.core.config.layers import Span
+from megatron.core.config.layer_kind import Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.moe import experts
-from megatron.core.parts import ATTENTION_BACKENDS
 from megatron.core.tensor_parallel import weight_grad
 from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.torch_private import cpu_attention, device_constructors
@@ -220,30 +220,28 @@ class PlannedDropoutKernel(FlashDropoutKernel):
 class PlannedBackend:
     """An `AttentionBackend` as on GPUs; the kernels of cuDNN, which need no packing, are planned as FlashAttention."""
 
-    def __init__(self, name: str, hardware: PlannedGPU) -> None:
+    def __init__(self, name: str, hardware: PlannedGPU, operands: AttentionOperands) -> None:
         self.name = name
         self.hardware = hardware
-        self.own = ATTENTION_BACKENDS[name]
-        self.always_tiles: bool = self.own.always_tiles
+        self.operands = operands
+        self.own: AttentionBackend = ATTENTION_BACKENDS.build(name, operands)
+        self.always_tiles = self.own.always_tiles
 
-    def causal(self, scale: float, device: torch.device) -> nn.Module:
-        fused: nn.Module = self.own.causal(scale, device)
-        return fused
+    def causal(self) -> nn.Module:
+        return self.own.causal()
 
-    def tiles(
-        self, scale: float, dtype: torch.dtype, device: torch.device, head_dim: int, value_head_dim: int
-    ) -> tuple[Kernel, Kernel]:
+    def tiles(self) -> tuple[Kernel, Kernel]:
+        of = self.operands
         launches, packs = self.hardware.launches, self.hardware.packs
-        if packs and (self.name == "unfused" or not fits_flash(dtype, head_dim, value_head_dim)):
-            return TorchKernel(scale), TorchKernel(scale)
+        if packs and (self.name == "unfused" or not fits_flash(of.dtype, of.head_dim, of.value_head_dim)):
+            return TorchKernel(of.scale), TorchKernel(of.scale)
         kernel = FakeKernel(PlannedFlashKernel(launches) if packs else None, launches)
         return kernel, kernel
 
-    def dropout(self, scale: float, dropout: Dropout) -> Kernel:
+    def dropout(self, dropout: Dropout) -> Kernel:
         if self.hardware.fused_dropout:
-            return PlannedDropoutKernel(self.hardware.launches, scale, dropout)
-        kernel: Kernel = self.own.dropout(scale, dropout)
-        return kernel
+            return PlannedDropoutKernel(self.hardware.launches, self.operands.scale, dropout)
+        return self.own.dropout(dropout)
 
 
 @dataclass(frozen=True)
@@ -270,8 +268,8 @@ class PlannedGPU(PlannedHardware):
     def host_waits_for(self, x: Tensor) -> bool:
         return True
 
-    def attention(self, backend: str) -> Any:
-        return PlannedBackend(backend, self)
+    def attention(self, backend: str, operands: AttentionOperands) -> AttentionBackend:
+        return PlannedBackend(backend, self, operands)
 
 
 def plans_fused_dropout(model: TransformerConfig, parallel: ModelParallelConfig) -> bool:

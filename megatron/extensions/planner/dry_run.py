@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.path_kind import reader_of
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import DATA_READERS, LINEAR_ATTENTIONS, PIPELINE_SCHEDULES, batch_schedule, update_ahead
+from megatron.core.parts import DATA_READERS, PIPELINE_SCHEDULES, batch_schedule, update_ahead
 from megatron.core.pipeline_parallel.layer_split import stage_costs
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.extensions.planner.device_file import read_device
@@ -159,9 +160,9 @@ def model_lines(config: RunConfig, cache: PlannerCache) -> Iterator[str]:
         attends, dense = sum(kind.attends for kind in m.layers), len(m.dense_layers)
         yield f"layers of one sublayer, {pattern}: {attends} with attention, {dense} with the MLP"
     for variant in m.linear_attentions:
-        whole = [name for name in LINEAR_ATTENTIONS if variant in (name, *LINEAR_ATTENTIONS.facts(name).includes)]
+        whole = [name for name in MIXERS if variant in (name, *MIXERS.facts(name).includes)]
         those = sum(kind.linear in whole for kind in m.layers)
-        yield f"{those} layers with {variant}{LINEAR_ATTENTIONS.facts(variant).described(m)}"
+        yield f"{those} layers with {variant}{MIXERS.facts(variant).described(m)}"
     tied = "tied to" if m.tied_embeddings else "not tied to"
     source = "" if config.tokenizer.tokenizer_type else " (no tokenizer is named)"
     yield f"vocabulary {m.vocab_size:,}{source}, padded to {m.padded_vocab_size:,}, {tied} the output layer"
@@ -204,7 +205,7 @@ def _local_attention(m: TransformerConfig) -> str:
     shown = [
         f"{own['num_attention_heads']} heads" if "num_attention_heads" in own else "",
         f"{own['num_query_groups']} groups" if "num_query_groups" in own else "",
-        SINKS[own["softmax_type"]] or "no sinks" if "softmax_type" in own else "",
+        SINKS[str(own["softmax_type"])] or "no sinks" if "softmax_type" in own else "",
     ]
     heads = f" ({', '.join(filter(None, shown))})" if any(shown) else ""
     return f", {kind}{where}{heads}" if local else ""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
+from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.extensions.hybrid_layers.flags import has_linear_attention
 from megatron.extensions.hybrid_layers.rules import unless_aligned, unless_shared
 from megatron.training.config.problem import Problem, divides, multiples
@@ -63,10 +63,10 @@ def described(config: TransformerConfig) -> str:
     return ", {} blocks of {} channels".format(*shape_of(config))
 
 
-LINEAR_ATTENTIONS.register(
+MIXERS.register(
     "rg_lru",
     f"{__package__}.rg_lru:RgLru",
-    rules=f"{__name__}:rg_lru",
+    rules=rg_lru,
     described=described,
     letter="R",
     whole_sequences=True,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import LINEAR_ATTENTIONS
+from megatron.core.config.mixers import MIXERS
 from megatron.extensions.hybrid_layers.flags import has_linear_attention
 from megatron.extensions.hybrid_layers.rules import unless_aligned, unless_shared
 from megatron.training.config.problem import Problem
@@ -35,10 +35,10 @@ def convolutions(c: RunConfig, world_size: int) -> Iterator[Problem]:
     yield from unless_aligned(c, "--hidden-size", c.model.hidden_size, 1, "channels of a short convolution")
 
 
-LINEAR_ATTENTIONS.register(
+MIXERS.register(
     "short_convolution",
     f"{__package__}.short_convolution:ShortConvolution",
-    rules=f"{__name__}:convolutions",
+    rules=convolutions,
     described=lambda config: f", of {config.options(ShortConvolutionFlags).short_conv_kernel_dim} tokens",
     letter="C",
     whole_sequences=True,

@@ -122,7 +122,7 @@ def shape_line(m: TransformerConfig) -> str:
         heads += f" in {m.query_groups} groups"
     if m.value_head_dim != m.head_dim or not m.attention_facts.grouped:
         heads += f", values of {m.value_head_dim}"
-    heads += m.attention_facts.described(m)
+    heads += m.attention_mixer.described(m)
     return f"{m.num_layers} layers, hidden size {m.hidden_size}, {heads}, MLP {_width(m)} ({m.activation})"
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -95,6 +95,14 @@ class Problem:
         values = self.value if isinstance(self.value, tuple | list) else [] if self.value is None else [self.value]
         given = " ".join([visible_value(self.flag), *map(_shown, values)])
         return redacted(f"{given}: {visible(self.rule)}; {visible(self.remedy)}")
+
+
+def problems_of(found: Iterable[object]) -> Iterator[Problem]:
+    """The problems that the rules of a registered part yield. Raises TypeError for anything else."""
+    for problem in found:
+        if not isinstance(problem, Problem):
+            raise TypeError(f"rules must yield Problem, and yield {problem!r}")
+        yield problem
 
 
 def _shown(value: Any) -> str:

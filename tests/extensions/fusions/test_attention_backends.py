@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.attention.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionOperands
 from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.tile_kernels import Causal, TorchKernel
 from megatron.core.attention.tiles import rank_spans
 from megatron.core.attention.varlen import packed_attention
-from megatron.core.parts import ATTENTION_BACKENDS
 from megatron.extensions.fusions.attention import backends
 from megatron.extensions.fusions.attention.backends import MODULE, CudnnKernel, Flash3, Flash3Attention
 from megatron.extensions.fusions.attention.flash_kernels import EqualWidthsKernel, FlashCPUKernel, FlashCUDAKernel
@@ -195,16 +195,19 @@ def test_the_signature_of_cudnn() -> None:
     assert CudnnKernel.most_queries is None
 
 
+def built(backend: str, device: torch.device) -> AttentionBackend:
+    found: AttentionBackend = ATTENTION_BACKENDS.build(backend, AttentionOperands(SCALE, torch.bfloat16, device, 8, 8))
+    return found
+
+
 def test_kernels_by_flag() -> None:
     cpu = torch.device("cpu")
     for backend in ("auto", "flash", "flash3", "cudnn", "unfused"):
         kind = TorchKernel if backend == "unfused" else FlashCPUKernel
-        assert [type(kernel) for kernel in ATTENTION_BACKENDS[backend].tiles(SCALE, torch.bfloat16, cpu, 8, 8)] == [
-            kind
-        ] * 2
+        assert [type(kernel) for kernel in built(backend, cpu).tiles()] == [kind] * 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        plain, varlen = ATTENTION_BACKENDS["cudnn"].tiles(SCALE, torch.bfloat16, torch.device("cuda", 0), 8, 8)
+        plain, varlen = built("cudnn", torch.device("cuda", 0)).tiles()
         assert type(plain) is CudnnKernel and type(varlen) is FlashCUDAKernel
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.attention.backends import AttentionOperands
 from megatron.core.attention.tile_kernels import Rows, TorchKernel
 from megatron.core.attention.tiles import Tile, causal_tiles, joined, rank_spans
 from megatron.extensions.planner.as_on_gpus import FakeKernel, PlannedGPU
@@ -35,7 +36,7 @@ def tiles_of(name: str) -> tuple[Tile, ...]:
 @pytest.mark.parametrize("name", ["whole", "own keys", "others' keys"])
 def test_planned_tensors_have_the_shapes_of_computed_ones(name: str, value_width: int) -> None:
     grad, q, k, v = operands(value_width)
-    kernel, _ = PlannedGPU().attention("auto").tiles(0.25, q.dtype, CPU, WIDTH, value_width)
+    kernel, _ = PlannedGPU().attention("auto", AttentionOperands(0.25, q.dtype, CPU, WIDTH, value_width)).tiles()
     tiles, plain = tiles_of(name), TorchKernel(0.25)
     rows = Rows(grad, grad, torch.zeros(ROWS, SAMPLES, HEADS))
     for found, computed in (
@@ -48,7 +49,7 @@ def test_planned_tensors_have_the_shapes_of_computed_ones(name: str, value_width
 
 def test_whole_samples_need_no_copies_and_parts_are_packed() -> None:
     _, q, k, v = operands(WIDTH)
-    kernel, _ = PlannedGPU().attention("auto").tiles(0.25, q.dtype, CPU, WIDTH, WIDTH)
+    kernel, _ = PlannedGPU().attention("auto", AttentionOperands(0.25, q.dtype, CPU, WIDTH, WIDTH)).tiles()
     outputs = q.numel() * 2 + q.numel() // WIDTH * 4  # in bf16, and the log-sum-exp in fp32
     made = {}
     for name in ("whole", "own keys"):
@@ -62,5 +63,7 @@ def test_whole_samples_need_no_copies_and_parts_are_packed() -> None:
 def test_what_no_kernel_fits_is_planned_as_plain_torch() -> None:
     plain = ("unfused", torch.bfloat16, 16), ("auto", torch.float32, 16), ("auto", torch.bfloat16, 12)
     for backend, dtype, width in plain:
-        assert type(PlannedGPU().attention(backend).tiles(0.25, dtype, CPU, width, width)[0]) is TorchKernel
-    assert isinstance(PlannedGPU().attention("flash").tiles(0.25, torch.float16, CPU, 16, 16)[0], FakeKernel)
+        operands = AttentionOperands(0.25, dtype, CPU, width, width)
+        assert type(PlannedGPU().attention(backend, operands).tiles()[0]) is TorchKernel
+    operands = AttentionOperands(0.25, torch.float16, CPU, 16, 16)
+    assert isinstance(PlannedGPU().attention("flash", operands).tiles()[0], FakeKernel)

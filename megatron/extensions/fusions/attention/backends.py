@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.attention.core_attention import AttentionBackend, FusedAttention
+from megatron.core.attention.core_attention import FusedAttention, TorchBackend
 from megatron.core.attention.tile_kernels import Dropout, Gradients, Kernel, Outputs, Rows, TorchKernel
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import Lengths, PackedAttention, Window
 from megatron.core.torch_private import cudnn_attention, cudnn_attention_backward
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel
-from megatron.extensions.fusions.attention.flash_kernels import Flash2, by_head, flash_kernel
+from megatron.extensions.fusions.attention.flash_kernels import by_head, flash_kernel
 
 MODULE = "flash_attn_interface"
 
@@ -168,31 +168,31 @@ class Flash3Attention(FusedAttention):
         return PackedAttention.apply(*dense, None, self.flash3, None, CAUSAL).transpose(0, 1)
 
 
-class Flash3Backend(AttentionBackend):
-    @staticmethod
-    def causal(scale: float, device: torch.device) -> nn.Module:
-        return Flash3Attention(scale) if device.type == "cuda" else FusedAttention(scale)
+class FlashBackend(TorchBackend):
+    """The kernels of torch, with tiles by its FlashAttention."""
 
-    @staticmethod
-    def tiles(
-        scale: float, dtype: torch.dtype, device: torch.device, head_dim: int, value_head_dim: int
-    ) -> tuple[Kernel, Kernel]:
-        kernel = flash_kernel(scale, dtype, device, head_dim, value_head_dim, Flash3)
+    def tiles(self) -> tuple[Kernel, Kernel]:
+        kernel = flash_kernel(self.operands)
         return kernel, kernel
 
 
-class CudnnBackend(AttentionBackend):
-    @staticmethod
-    def tiles(
-        scale: float, dtype: torch.dtype, device: torch.device, head_dim: int, value_head_dim: int
-    ) -> tuple[Kernel, Kernel]:
-        flash = flash_kernel(scale, dtype, device, head_dim, value_head_dim, Flash2)
-        return CudnnKernel(scale) if device.type == "cuda" else flash, flash
+class Flash3Backend(TorchBackend):
+    def causal(self) -> nn.Module:
+        return Flash3Attention(self.scale) if self.operands.device.type == "cuda" else FusedAttention(self.scale)
+
+    def tiles(self) -> tuple[Kernel, Kernel]:
+        kernel = flash_kernel(self.operands, Flash3)
+        return kernel, kernel
 
 
-class TritonBackend(AttentionBackend):
+class CudnnBackend(TorchBackend):
+    def tiles(self) -> tuple[Kernel, Kernel]:
+        flash = flash_kernel(self.operands)
+        return CudnnKernel(self.scale) if self.operands.device.type == "cuda" else flash, flash
+
+
+class TritonBackend(FlashBackend):
     """The fused kernel of attention with dropout, where it has been found to run."""
 
-    @staticmethod
-    def dropout(scale: float, dropout: Dropout) -> Kernel:
-        return FlashDropoutKernel(scale, dropout)
+    def dropout(self, dropout: Dropout) -> Kernel:
+        return FlashDropoutKernel(self.scale, dropout)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.core.attention.backends import ATTENTION_BACKENDS, CONTEXT_PARALLEL, AttentionBackend, AttentionOperands
 from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.tile_kernels import Causal, Dropout
 from megatron.core.attention.tiles import Spans, rank_spans
 from megatron.core.parallel_state import Axis
-from megatron.core.parts import ATTENTION_BACKENDS, CONTEXT_PARALLEL
 from megatron.extensions.fusions.kernel_choice import Choice, compare, device_clock
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
@@ -109,14 +109,14 @@ def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> 
     k, v = (operand(shape.length, shape.groups, width) for width in (shape.head_dim, shape.value_head_dim))
     grad = operand(rows, shape.heads, shape.value_head_dim).detach()
     scale = shape.head_dim**-0.5
-    widths = shape.head_dim, shape.value_head_dim
-    kernels = ATTENTION_BACKENDS[backend]
-    fused = kernels.causal(scale, device)
-    plain, varlen = kernels.tiles(scale, shape.dtype, device, *widths)
+    operands = AttentionOperands(scale, shape.dtype, device, shape.head_dim, shape.value_head_dim)
+    kernels: AttentionBackend = ATTENTION_BACKENDS.build(backend, operands)
+    fused = kernels.causal()
+    plain, varlen = kernels.tiles()
     kernel = varlen if shape.documents or shape.window is not None else plain
     if shape.dropout:
         numbers = torch.arange(shape.samples, device=device)
-        kernel = kernels.dropout(scale, Dropout(shape.dropout, 0, 0, numbers))
+        kernel = kernels.dropout(Dropout(shape.dropout, 0, 0, numbers))
     causal = Causal(kernel, None, shape.window)
 
     def run() -> object:

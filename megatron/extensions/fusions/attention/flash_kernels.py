@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.attention.backends import AttentionOperands
 from megatron.core.attention.tile_kernels import (
     Gradients,
     Kernel,
@@ -51,20 +52,13 @@ class Flash2:
         )
 
 
-def flash_kernel(
-    scale: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    head_dim: int,
-    value_head_dim: int | None = None,
-    on_gpus: Callable[[float], PackedKernel] = Flash2,
-) -> Kernel:
-    """The flash kernel that supports the device, dtype and head sizes, by the functions `on_gpus(scale)` on GPUs. All
+def flash_kernel(of: AttentionOperands, on_gpus: Callable[[float], PackedKernel] = Flash2) -> Kernel:
+    """Returns the flash kernel that supports the device, dtype and head sizes, with `on_gpus(scale)` on GPUs. All
     kernels agree to rounding."""
-    fits = device.type == "cuda" and fits_flash(dtype, head_dim, value_head_dim or head_dim)
-    if fits and torch.cuda.get_device_capability(device) >= (8, 0):
-        return FlashCUDAKernel(on_gpus(scale))
-    return FlashCPUKernel(scale) if device.type == "cpu" else TorchKernel(scale)
+    fits = of.device.type == "cuda" and fits_flash(of.dtype, of.head_dim, of.value_head_dim)
+    if fits and torch.cuda.get_device_capability(of.device) >= (8, 0):
+        return FlashCUDAKernel(on_gpus(of.scale))
+    return FlashCPUKernel(of.scale) if of.device.type == "cpu" else TorchKernel(of.scale)
 
 
 def fits_flash(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:

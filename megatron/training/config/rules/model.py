@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 
+from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig, round_up
-from megatron.core.facts import MixerFacts
-from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, LOSSES, NORMALIZATIONS, layers_by_pattern
-from megatron.core.registry import imported
+from megatron.core.parts import ACTIVATIONS, LOSSES, NORMALIZATIONS, layers_by_pattern
 from megatron.training.config.flags import dashed, flags_of, value_of
-from megatron.training.config.problem import Problem, divides, multiples, unless_multiple
+from megatron.training.config.problem import Problem, divides, multiples, problems_of, unless_multiple
 from megatron.training.config.run_config import RunConfig
 
 VARIANT = "--experimental-attention-variant"
@@ -168,12 +167,12 @@ def _heads_of_windows(c: RunConfig) -> Iterator[Problem]:
 
 def mixers(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Rules of the attention that layers have, linear or not."""
-    found: list[MixerFacts] = [c.model.attention_facts]
+    found = [c.model.attention_mixer]
     with suppress(ValueError):  # which another rule reports
-        found += (LINEAR_ATTENTIONS.facts(name) for name in c.model.linear_attentions)
+        found += (MIXERS.facts(name) for name in c.model.linear_attentions)
     for facts in found:
         if facts.rules is not None:
-            yield from imported(facts.rules)(c, world_size)
+            yield from problems_of(facts.rules(c, world_size))
 
 
 def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -210,7 +209,7 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     except ValueError:
         return  # which another rule reports
     for variant in variants if cp > 1 else ():
-        if not LINEAR_ATTENTIONS.facts(variant).whole_sequences:
+        if not MIXERS.facts(variant).whole_sequences:
             why = "its layers see the tokens of their own rank only"
             yield Problem.exclusive("--context-parallel-size", cp, f"{VARIANT} {variant}", why)
     if m.num_layers < 1 or not variants or layers_by_pattern(m) is not None:
@@ -223,7 +222,7 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if not any(linear):
         rule = "leaves no layer with linear attention"
         yield Problem(flag, m.linear_attention_freq, rule, "use another pattern", harmless=True)
-    if all(linear) and not any(LINEAR_ATTENTIONS.facts(variant).attends for variant in variants):
+    if all(linear) and not any(MIXERS.facts(variant).attends for variant in variants):
         yield from without_attention(c, "where every layer has linear attention", flag)
 
 

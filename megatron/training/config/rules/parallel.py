@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron.core.attention.backends import CONTEXT_PARALLEL
 from megatron.core.attention.tiles import sequence_divisor
-from megatron.core.parts import CONTEXT_PARALLEL, LINEAR_FORMATS, linear_format
-from megatron.core.registry import imported
-from megatron.training.config.problem import Problem, divides, multiples, unless_at_most
+from megatron.core.parts import LINEAR_FORMATS, linear_format
+from megatron.training.config.problem import Problem, divides, multiples, problems_of, unless_at_most
 from megatron.training.config.run_config import RunConfig
 
 
@@ -58,7 +58,7 @@ def context(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """What the way of context parallelism asks for."""
     rules = CONTEXT_PARALLEL.facts(c.parallel.cp_comm_type).rules if c.parallel.context_parallel_size > 1 else None
     if rules is not None:
-        yield from imported(rules)(c, world_size)
+        yield from problems_of(rules(c, world_size))
 
 
 def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -1,0 +1,101 @@
+"""Kernels of attention, and attention over context-parallel ranks: the choices of two flags. No torch.
+
+@ATTENTION_BACKENDS.register("mine")
+class MyBackend(TorchBackend):
+    def causal(self) -> nn.Module: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from megatron.core.registry import NoFacts, Registry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel
+
+
+@dataclass(frozen=True)
+class AttentionOperands:
+    """What the attention of a layer multiplies."""
+
+    scale: float
+    """Factor of attention scores."""
+
+    dtype: torch.dtype
+    device: torch.device
+    head_dim: int
+    """Channels of a query or key head."""
+
+    value_head_dim: int
+    """Channels of a value head."""
+
+
+class AttentionBackend(Protocol):
+    """The kernels of one layer's attention."""
+
+    always_tiles: bool
+    """True if tiles compute plain causal attention too."""
+
+    def causal(self) -> nn.Module:
+        """Returns plain causal attention within a rank, a module that is called as
+        `megatron.core.attention.core_attention.FusedAttention` is."""
+
+    def tiles(self) -> tuple[Kernel, Kernel]:
+        """Returns the kernels of tiles for plain causal attention, and for documents and windows."""
+
+    def dropout(self, dropout: Dropout) -> Kernel:
+        """Returns the kernel of attention with dropout. All kernels have the same masks."""
+
+
+class MakeBackend(Protocol):
+    def __call__(self, operands: AttentionOperands) -> AttentionBackend: ...
+
+
+ATTENTION_BACKENDS = Registry("--attention-backend", NoFacts, protocol=MakeBackend, makes=AttentionBackend)
+"""Name -> class of `AttentionBackend`; `megatron.core.attention.core_attention.TorchBackend` is one to derive from."""
+
+_CORE = "megatron.core.attention.core_attention"
+ATTENTION_BACKENDS.register("auto", f"{_CORE}:TorchBackend")
+ATTENTION_BACKENDS.register("flash", f"{_CORE}:TorchBackend")
+ATTENTION_BACKENDS.register("unfused", f"{_CORE}:Unfused")
+
+
+class Ranks(Protocol):
+    """The context-parallel ranks, a `megatron.core.parallel_state.Axis`."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+
+class ContextAttention(Protocol):
+    """Causal attention to the tokens of all context-parallel ranks."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cp: Ranks, causal: Causal, sinks: Tensor | None = None, /
+    ) -> Tensor:
+        """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [s/cp, b, groups, dv], sharded by
+        `megatron.core.attention.tiles.rank_spans`, and sinks [heads] -> [s/cp, b, heads, dv]"""
+
+
+@dataclass(frozen=True)
+class ContextParallelFacts:
+    by_heads: bool = False
+    """True if a rank computes the whole sequence for some heads."""
+
+    rules: Callable[..., Iterable[object]] | None = None
+    """(RunConfig, world size) -> each `Problem` of a run on several context ranks."""
+
+
+CONTEXT_PARALLEL = Registry("--cp-comm-type", ContextParallelFacts, protocol=ContextAttention)
+"""Name -> `ContextAttention`."""
+
+CONTEXT_PARALLEL.register("p2p", "megatron.core.attention.context_parallel:ring_attention")
