@@ -104,6 +104,32 @@ def test_settings_are_those_of_the_published_model(script: str, world_size: int,
     assert f"{count_parameters(config.model).total:,}{active}" == parameters
 
 
+@pytest.mark.parametrize(
+    ("mebibytes", "preset"), [([8188], "8gb"), ([12288, 24564], "24gb"), ([46068], "48gb"), ([81559], "48gb")]
+)
+def test_one_gpu_takes_the_largest_preset_that_fits(mebibytes: list[int], preset: str, tmp_path: Path) -> None:
+    query = tmp_path / "nvidia-smi"
+    query.write_text("#!/bin/sh\n" + "".join(f"echo {size}\n" for size in mebibytes))
+    query.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run("bash", "scripts/train_gpt_one_gpu.sh", "--train-iters", "3", LAUNCH="echo", PATH=path, code=0)
+    launched, *flags = shlex.split(done.stdout.splitlines()[-1])
+    assert launched == "pretrain_gpt.py" and flags[:2] == ["--config", f"configs/one_gpu/{preset}.yaml"]
+    assert validate(resolve(parse_args(flags), 1), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"GPU_MEMORY_GIB": "6"}, "GPU_MEMORY_GIB=6: the smallest preset needs 8 GiB; use configs/30m.yaml"),
+        ({"GPU_MEMORY_GIB": "7.5"}, "GPU_MEMORY_GIB=7.5: must be a whole number of GiB, such as 24"),
+        ({"PRESET": "80gb"}, "PRESET=80gb: the presets are 12gb 16gb 24gb 48gb 8gb"),
+    ],
+)
+def test_a_card_without_a_preset_is_refused(variables: dict[str, str], said: str) -> None:
+    assert said in run("bash", "scripts/train_gpt_one_gpu.sh", **variables, code=2).stderr
+
+
 def test_a_script_hands_dry_run_on() -> None:
     done = run("bash", "scripts/train_gpt_single_node.sh", "--dry-run", "--world-size", "8", "--json", code=0)
     assert "parameters 1,315,819,520" in json.loads(done.stdout)["plan"]["Model"]

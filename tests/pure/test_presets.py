@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,6 +57,35 @@ def test_a_preset_is_legal_and_has_its_size(path: Path) -> None:
     assert count_parameters(config.model).total == parameters
     assert parameters == pytest.approx(size_of(path.stem), rel=0.25)
     assert not {"data-path", "tokenizer-model", "vocab-size", "save", "load"} & yaml.safe_load(path.read_text()).keys()
+
+
+ONE_GPU = sorted((CONFIGS[0].parent / "one_gpu").glob("*.yaml"), key=lambda path: int(path.stem.removesuffix("gb")))
+
+
+def planned_gib(path: Path) -> float:
+    """Memory of the one rank of a preset."""
+    memory_of_ranks = pytest.importorskip("megatron.extensions.planner.memory").memory_of_ranks
+    config = resolve(command_line(["--config", str(path), "--dry-run", "--world-size", "1"]).config, 1)
+    (rank,) = memory_of_ranks(config, 1)
+    return rank.total / 2**30
+
+
+def test_presets_of_one_gpu_are_the_largest_that_fit() -> None:
+    """With 0.5 GiB for CUDA, and 3 % that the allocator loses between blocks."""
+    needed = {int(path.stem.removesuffix("gb")): planned_gib(path) for path in ONE_GPU}
+    room = {size: 0.97 * size - 0.5 for size in needed}
+    assert list(needed) == [8, 12, 16, 24, 48]
+    assert all(needed[size] <= room[size] for size in needed), needed
+    assert all(needed[larger] > room[size] for size, larger in pairwise(needed)), needed
+
+
+@pytest.mark.parametrize("path", ONE_GPU, ids=lambda path: path.stem)
+def test_a_preset_of_one_gpu_is_legal_and_has_its_size(path: Path) -> None:
+    ranks, parameters, vocabulary = stated(path)
+    config = command_line(["--config", str(path), "--dry-run", "--world-size", "1"]).config
+    assert ranks == 1 and validate(config, 1) == [] and notices(config, 1) == []
+    config = resolve(config, 1)
+    assert (count_parameters(config.model).total, config.model.vocab_size) == (parameters, vocabulary)
 
 
 def test_a_named_vocabulary_or_tokenizer_wins_over_that_of_a_preset() -> None:

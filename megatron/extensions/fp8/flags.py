@@ -98,7 +98,16 @@ LINEAR_FORMATS.register(
     alignment=alignment,
     tokens=TILE,
     described=described,
-    peak_tflops={"H100": 1978.9, "H200": 1978.9, "H800": 1978.9, "B200": 4500.0},
+    peak_tflops={
+        "H100": 1978.9,
+        "H200": 1978.9,
+        "H800": 1978.9,
+        "GH200": 1978.9,
+        "B200": 4500.0,
+        "L40S": 733.0,
+        "GeForce RTX 4090": 330.3,
+        "GeForce RTX 5090": 419.0,
+    },
 )
 PARAM_GATHERS.register("fp8", f"{HERE}.weight_gather:build_gather", when=gathers)
 CALLBACKS.register("fp8 scales", f"{HERE}.recipes:Fp8Scales", when=delays)

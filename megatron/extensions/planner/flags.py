@@ -19,7 +19,8 @@ COMMANDS.register(
             json=True,
         ),
         "--device": Option(
-            "With --dry-run: predict the time of a step on a100, b200, h100 or h200, or on the device of FILE.yaml.",
+            "With --dry-run: predict the time of a step on a100, h100, h200, b200, rtx4090 or another device of "
+            "extensions/planner/devices, or on that of FILE.yaml.",
             "NAME",
         ),
         "--gpus-per-node": Option(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -12,8 +15,25 @@ from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
 from megatron.training.step_guard import is_nan
 
-# Dense tensor-core peaks in TFLOP/s, from the vendor's data sheets.
-PEAK_TFLOPS_16BIT = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "H800": 989.4, "A800": 312.0, "B200": 2250.0}
+PEAK_TFLOPS_16BIT = {
+    "A100": 312.0,
+    "A800": 312.0,
+    "H100": 989.4,
+    "H200": 989.4,
+    "H800": 989.4,
+    "GH200": 989.4,
+    "B200": 2250.0,
+    "L40S": 362.05,
+    "RTX A6000": 154.8,
+    "GeForce RTX 3090": 71.0,
+    "GeForce RTX 4090": 165.2,
+    "GeForce RTX 5090": 209.5,
+    "MI300X": 1307.4,
+}
+"""Dense peaks of matrix products in TFLOP/s, with sums in fp32, by model of device, from the vendors' data sheets."""
+
+OTHER_MODELS = r"(?! (?:Ti|D|SUPER|Laptop)\b)"
+"""Words that make the name of a device that of another model."""
 
 
 def summarize(run: TrainingRun) -> Record:
@@ -81,9 +101,14 @@ def peak_tflops(
         return config.peak_tflops
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
-    name = torch.cuda.get_device_name(device)
     peaks = PEAK_TFLOPS_16BIT if linear is None else LINEAR_FORMATS.facts(linear).peak_tflops
-    return next((peak for key, peak in peaks.items() if key in name), None)
+    return peak_of_model(torch.cuda.get_device_name(device), peaks)
+
+
+def peak_of_model(name: str, peaks: Mapping[str, float]) -> float | None:
+    """Return the peak in TFLOP/s of the device that torch calls `name`, out of `peaks` by model; None if it is not
+    there."""
+    return next((peak for model, peak in peaks.items() if re.search(rf"\b{model}\b{OTHER_MODELS}", name)), None)
 
 
 def utilization(config: RunConfig, device: torch.device, tflops: float) -> Record:

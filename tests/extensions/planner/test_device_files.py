@@ -10,7 +10,7 @@ import yaml
 
 from megatron.core.parts import LINEAR_FORMATS
 from megatron.extensions.planner.device_file import FOLDER, DeviceFile, device_names, read_device
-from megatron.training.metrics.summary import PEAK_TFLOPS_16BIT
+from megatron.training.metrics.summary import PEAK_TFLOPS_16BIT, peak_of_model
 
 
 @pytest.fixture
@@ -21,9 +21,23 @@ def h100() -> DeviceFile:
 @pytest.mark.parametrize("name", device_names())
 def test_peaks_are_those_that_mfu_is_computed_with(name: str) -> None:
     device = read_device(name)
-    assert device.peak_tflops["bf16"] == PEAK_TFLOPS_16BIT[name.upper()]
-    assert device.peak_tflops.get("fp8") == LINEAR_FORMATS.facts("fp8").peak_tflops.get(name.upper())
+    assert device.peak_tflops["bf16"] == peak_of_model(device.name, PEAK_TFLOPS_16BIT)
+    assert device.peak_tflops.get("fp8") == peak_of_model(device.name, LINEAR_FORMATS.facts("fp8").peak_tflops)
     assert set(device.peak_tflops) <= set(device.gemm)
+
+
+def test_a_peak_is_of_the_whole_model() -> None:
+    """A laptop's GPU has the name of the card and a third of its rate."""
+    known = {
+        "NVIDIA A100-SXM4-40GB": 312.0,
+        "NVIDIA GeForce RTX 4090": 165.2,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+        "NVIDIA GeForce RTX 4090 D": None,
+        "NVIDIA GeForce RTX 3090 Ti": None,
+        "NVIDIA H200": 989.4,
+        "NVIDIA XH200": None,
+    }
+    assert {name: peak_of_model(name, PEAK_TFLOPS_16BIT) for name in known} == known
 
 
 @pytest.mark.parametrize(
@@ -62,7 +76,7 @@ def test_bytes_at_the_bandwidth_of_a_copy(h100: DeviceFile) -> None:
 
 
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, h100: DeviceFile) -> None:
-    with pytest.raises(ValueError, match="no device h1000; those that are known: a100, b200, h100, h200"):
+    with pytest.raises(ValueError, match="no device h1000; those that are known: a100, a100_40gb, b200, gh200, h100"):
         read_device("h1000")
     for name, said in (("no.yaml", "no such file: .*no.yaml$"), (".", " is a folder"), ("a.yml", " must end in .yaml")):
         (tmp_path / "a.yml").touch()
