@@ -56,6 +56,9 @@ class Batch:
     """Scalar: factor of the gradients of auxiliary losses, which are sums over tokens
     (`megatron.core.moe.load_balancing`); None without auxiliary losses."""
 
+    loss_seed: Tensor | None = None
+    """Scalar: the gradient of the loss sum with which the backward begins, the loss scale of fp16; None for 1."""
+
     number: int = 0
     """Number of the micro-batch in its step."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,13 +92,16 @@ class ForwardBackward:
         return loss_scale / (self.config.model.seq_length if self.config.parallel.fp16 else 1)
 
     def with_scale(self, step: Step, batches: list[Batch], seed: float) -> tuple[list[Batch], torch.Tensor]:
-        """(micro-batches with the factor of auxiliary losses, valid tokens of the global batch)."""
+        """(micro-batches with the factor of auxiliary losses and the loss seed, valid tokens of the global batch)."""
         # Ranks count the same: none waits for the loss rank, which may still be in the step before.
         loss_rank = None if self.pipeline.validates else self.pipeline.loss_rank
         total = global_token_count(count_tokens(batches), self.runtime.state, loss_rank)
         scale = total * (seed / (step.samples * self.config.model.seq_length))
         for meter in self.meters:
             batches = meter.with_scales(batches, scale)
+        if seed != 1:
+            loss_seed = torch.full((), seed, dtype=torch.float64, device=self.runtime.device)
+            batches = [replace(batch, loss_seed=loss_seed) for batch in batches]
         return batches, total
 
     def end_step(self, skip: torch.Tensor) -> None:

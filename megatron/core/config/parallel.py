@@ -101,6 +101,10 @@ class ModelParallelConfig(PrecisionConfig, Section):
     compile: bool | None = None
     """Compile the element-wise regions between matrix products with torch.compile; default: on GPUs."""
 
+    loss_chunk_tokens: int | None = flag(None, at_least=0)
+    """Tokens whose logits exist at the same time: the head and the loss compute a micro-batch in chunks of this many
+    tokens, with their gradients. 0: all tokens at once."""
+
     attention_backend: str = flag("auto", choices=ATTENTION_BACKENDS)
     """GPUs: the attention kernel. auto: the fastest, by timing them when the run starts. flash: torch's
     FlashAttention-2. flash3: the package of FlashAttention-3. cudnn: cuDNN. triton: the only fused kernel with

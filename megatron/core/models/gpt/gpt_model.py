@@ -15,7 +15,8 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.init import has_storage, initialize_parameters_
 from megatron.core.models.gpt.embedding import Embedding
-from megatron.core.models.gpt.loss import Head, masked_sum
+from megatron.core.models.gpt.loss import Head
+from megatron.core.models.gpt.loss_chunks import LossSum
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN, MultiTokenPrediction
 from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import ParallelState
@@ -111,6 +112,9 @@ class GPTModel(nn.Module):
         self.output_layer = Head(config, ctx, stage.tied_stages, tied_weight) if last else None
         self.mtp = MultiTokenPrediction(config, ctx) if last and config.mtp_depths else None
         self.loss = LOSSES[config.loss_func](config, ctx) if last else None
+        self.chunk_tokens = parallel.loss_chunk_tokens or 0
+        if self.output_layer is not None and self.chunk_tokens:
+            self.output_layer.backward_reads_parameters = False
         self.loss_watchers: list[Callable[[Tensor, Batch], None]] = []
         """Called on the last stage with the loss of each token [s, b], detached, and its micro-batch."""
 
@@ -151,14 +155,14 @@ class GPTModel(nn.Module):
         x = self.hidden_states(hidden, batch)
         if self.output_layer is None or self.loss is None:
             return x
-        losses = self.loss(self.output_layer(x), batch.labels.t())
-        loss = masked_sum(losses, batch.loss_mask)
+        loss_sum = LossSum(self.output_layer, self.loss, self.chunk_tokens)
+        loss, losses = loss_sum(x, batch.labels, batch.loss_mask, seed=batch.loss_seed)
         for watch in self.loss_watchers:
-            watch(losses.detach(), batch)
+            watch(losses, batch)
         if self.mtp is None or not self.training:
             return loss
         assert self.embedding is not None
-        further = self.mtp(x, batch, self.embedding, self.output_layer, self.loss)
+        further = self.mtp(x, batch, self.embedding, loss_sum)
         return loss + (further - further.detach())
 
     @torch.no_grad()

@@ -3,6 +3,9 @@ the loss of each token."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar, overload
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +15,8 @@ from megatron.core.models.gpt.embedding import vocabulary_meta, word_embedding_m
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import OutputLayer, TPContext
+
+T = TypeVar("T")
 
 
 def output_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
@@ -31,11 +36,25 @@ class Head(OutputLayer):
         biases = [bias] if config.add_output_layer_bias else []
         super().__init__(output_meta(config, tied_stages), *biases, ctx=ctx, tied_weight=tied_weight)
         self.divisor, self.cap = config.logits_scaling, config.final_logit_softcapping
+        self.backward_reads_parameters = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, use: Callable[[Tensor], T]) -> T: ...
+
+    def forward(self, x: Tensor, use: Callable[[Tensor], T] | None = None) -> Tensor | T:
         """x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp]. The divisor is applied to x,
-        which is smaller, where no bias is added."""
-        logits = super().forward(x / self.divisor if self.divisor != 1 and self.bias is None else x)
+        which is smaller, where no bias is added.
+
+        With `use`, returns what that computes of the x that the weight multiplies, as a pass of this module, so that
+        what gathers a module's parameters before its forward does so."""
+        x = x / self.divisor if self.divisor != 1 and self.bias is None else x
+        return self.finished(super().forward(x)) if use is None else use(x)
+
+    def finished(self, logits: Tensor) -> Tensor:
+        """The products of x and the weight -> logits."""
         logits = logits / self.divisor if self.divisor != 1 and self.bias is not None else logits
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
@@ -64,13 +83,18 @@ class TokenLoss:
 
 def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
     """Scalar sum of mask [b, s] * losses [s, b]. Raises ValueError if a loss function returned anything else."""
-    if not isinstance(losses, Tensor) or losses.shape != mask.t().shape:
+    return (checked_losses(losses, mask.t().shape) * mask.t().to(losses.dtype)).sum()
+
+
+def checked_losses(losses: object, shape: torch.Size) -> Tensor:
+    """What a loss function returned. Raises ValueError if that is not the loss of each token."""
+    if not isinstance(losses, Tensor) or losses.shape != shape:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise ValueError(
             f"--loss-func: the function returned {found}, must return the loss of each token [s, b], shape "
-            f"{tuple(mask.t().shape)}; do not average or mask it"
+            f"{tuple(shape)}; do not average or mask it"
         )
-    return (losses * mask.t().to(losses.dtype)).sum()
+    return losses
 
 
 class CrossEntropy(TokenLoss):

@@ -25,9 +25,9 @@ from megatron.core.batch import Batch, BatchContext
 from megatron.core.collectives import features_to_sequence, gather_from
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.embedding import Embedding
-from megatron.core.models.gpt.loss import TokenLoss, masked_sum
+from megatron.core.models.gpt.loss_chunks import LossSum
 from megatron.core.param_meta import Init
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, OutputLayer, TPContext
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, TPContext
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.layer import HiddenDropout
@@ -87,7 +87,7 @@ class MultiTokenPrediction(nn.Module):
         self.tally = torch.zeros(config.mtp_depths, 2, dtype=torch.float64, device=ctx.device)
         """[N, 2]: loss sum and number of tokens that count, by depth, of the step's micro-batches so far."""
 
-    def forward(self, hidden: Tensor, batch: Batch, embedding: Embedding, head: OutputLayer, loss: TokenLoss) -> Tensor:
+    def forward(self, hidden: Tensor, batch: Batch, embedding: Embedding, loss_sum: LossSum) -> Tensor:
         """hidden [s, b, h], or [s/tp, b, h] under sequence parallelism -> weighted sum of the losses of all depths over
         these tokens. The batch must have the `future_*` fields."""
         tokens = batch.future_tokens
@@ -96,12 +96,14 @@ class MultiTokenPrediction(nn.Module):
         mask = batch.future_loss_mask
         assert tokens is not None and labels is not None and positions is not None and mask is not None
         context, sums = BatchContext.of(batch), []
+        s = tokens.shape[1] * self.cp_size
         for k, (layer, dropout) in enumerate(zip(self.layers, self.dropouts, strict=True)):
             there = replace(context, position_ids=positions[..., k])
             embedded = dropout(embedding.vectors(tokens[..., k], there), context)
             hidden = layer(hidden, embedded, context)
-            sums.append(masked_sum(loss(head(hidden), labels[..., k].t()), mask[..., k]))
+            factor = self.weight * (s / (s - k - 1))
+            found, _ = loss_sum(hidden, labels[..., k], mask[..., k], factor, batch.loss_seed)
+            sums.append(found)
         losses = torch.stack(sums)
         self.tally.add_(torch.stack((losses.detach(), mask.sum((0, 1))), dim=1))
-        s = tokens.shape[1] * self.cp_size
         return self.weight * torch.stack([each * (s / (s - k)) for k, each in enumerate(sums, 1)]).sum()

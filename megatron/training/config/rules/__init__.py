@@ -25,7 +25,7 @@ RULES: tuple[Rule, ...] = (
         moe.experts,
         model.multi_token,
     ),
-    *(pipeline.pipeline, pipeline.recomputation, pipeline.overlap, pipeline.sharding),
+    *(pipeline.pipeline, pipeline.recomputation, pipeline.loss_chunks, pipeline.overlap, pipeline.sharding),
     *(parallel.precision, training.batch, training.length, training.schedule),
     *(data.data, data.validation_sets, data.tokenizer),
 )

@@ -1,0 +1,223 @@
+"""From hidden states to the loss sum: the head and the loss, of a whole micro-batch at once or in chunks of tokens.
+
+The logits of a large vocabulary are the largest tensor of a pass. Losses are sums over tokens, and the backward starts
+from a factor that is known before, so the gradient of a token's loss is known as soon as its logits are. In chunks
+(--loss-chunk-tokens), the forward pass computes the logits of some tokens, their losses, and at once the gradients of
+the hidden states and of the weight; then the logits are dropped. This takes the same three products for each token as
+a forward and a backward do. A tensor of the size of the hidden states is left, which the backward hands over.
+
+Under sequence parallelism a chunk consists of the same places of each rank's part of the sequence. Its hidden states
+are gathered while the chunk before is computed, and their gradient is reduced while the next one is.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.collectives import Pending
+from megatron.core.models.gpt.loss import Head, TokenLoss, checked_losses, masked_sum
+from megatron.core.tensor_parallel.layers import enter, entered
+from megatron.core.tensor_parallel.linear_gemms import PLAIN, Operand, matrix_of
+from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad
+from megatron.core.torch_private import AutogradContext, assert_async
+
+
+class LossSum(NamedTuple):
+    """Computes the loss of a micro-batch from its hidden states."""
+
+    head: Head
+    loss: TokenLoss
+    chunk_tokens: int
+    """--loss-chunk-tokens: tokens in one chunk, of those whose losses a rank computes; 0 for all of them."""
+
+    def __call__(
+        self, x: Tensor, labels: Tensor, mask: Tensor, factor: float = 1.0, seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x [s, b, h], or [s/tp, b, h] under sequence parallelism, labels and mask [b, s] -> (scalar sum of mask *
+        loss, losses [s, b] without gradients).
+
+        `factor` is the gradient that the caller's use of the sum gives it, for a gradient of 1 of the micro-batch's
+        loss, and `seed` is `Batch.loss_seed`. Chunks compute their gradients with the product of both, so the backward
+        must bring that product.
+        """
+        if not self.chunk_tokens:
+            losses = self.loss(self.head(x), labels.t())
+            return masked_sum(losses, mask), losses.detach()
+        tokens = Tokens(labels.t(), mask.t(), factor if seed is None else factor * seed)
+        return self.head(x, partial(_in_chunks, self, tokens))
+
+
+class Tokens(NamedTuple):
+    """The tokens of a micro-batch for which losses are computed."""
+
+    labels: Tensor
+    """[s, b]"""
+
+    mask: Tensor
+    """[s, b]"""
+
+    gradient: Tensor | float
+    """The gradient of the loss sum."""
+
+
+def _in_chunks(setup: LossSum, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled():
+        return _ChunkedLoss.apply(x, setup.head.weight, setup.head.bias, setup, tokens)
+    losses = _Chunks(setup, tokens, x, (False, False, False)).run()
+    return masked_sum(losses, tokens.mask.t()), losses
+
+
+class _ChunkedContext(AutogradContext):
+    gradient: Tensor | float
+    in_main_grad: bool
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _ChunkedContext, x: Tensor, weight: Tensor, bias: Tensor | None, setup: LossSum, tokens: Tokens
+    ) -> tuple[Tensor, Tensor]:
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        chunks = _Chunks(setup, tokens, x, (needs_dx, needs_dw, needs_db))
+        dw = accumulate_weight_grad(weight, chunks.run) if needs_dw else None
+        if not needs_dw:
+            chunks.run()
+        ctx.save_for_backward(chunks.dx, dw, chunks.db)
+        ctx.gradient, ctx.in_main_grad = tokens.gradient, needs_dw and dw is None
+        losses = chunks.losses
+        ctx.mark_non_differentiable(losses)
+        return masked_sum(losses, tokens.mask.t()), losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _ChunkedContext, grad: Tensor, of_losses: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients that were computed for `ctx.gradient`. What is in `main_grad` cannot be scaled again."""
+        computed_for = torch.as_tensor(ctx.gradient, dtype=grad.dtype, device=grad.device)
+        if ctx.in_main_grad:
+            message = "the gradient of the loss sum is not the one that its chunks were computed with"
+            assert_async(torch.isclose(grad, computed_for, rtol=1e-3), message)
+            return *ctx.saved_tensors, None, None
+        ratio = torch.where(computed_for == 0, 1, grad / computed_for)
+        scaled = [None if each is None else each * ratio.to(each.dtype) for each in ctx.saved_tensors]
+        return *scaled, None, None
+
+
+class _Chunks:
+    """One pass over the chunks of a micro-batch. t is the number of ranks over which the sequence of x is sharded."""
+
+    def __init__(self, setup: LossSum, tokens: Tokens, x: Tensor, needs: tuple[bool, bool, bool]) -> None:
+        """`needs`: whether gradients of x, the weight and the bias are needed."""
+        self.head, self.loss = setup.head, setup.loss
+        self.gradient = tokens.gradient
+        self.x = x.contiguous().view(-1, x.shape[-1])  # [n, h], a rank's own tokens
+        shards = self.head.axis.size if self.head.boundary.cuts.sequence else 1
+        self.labels, self.mask = (each.reshape(shards, -1) for each in tokens[:2])  # [t, n]
+        length = max(1, setup.chunk_tokens // shards)
+        count = -(-len(self.x) // length)
+        self.starts = [len(self.x) * k // count for k in range(count + 1)]
+        self.tracked = any(needs)
+        self.dx = torch.empty_like(x) if needs[0] else None
+        self.losses = torch.empty(0)  # [s, b]
+        self.shape = tokens.labels.shape
+        bias = self.head.bias
+        wide = None if bias is None else torch.promote_types(bias.dtype, torch.float32)
+        self.sum_of_dy = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
+        self.reducing: tuple[slice, Pending] | None = None
+
+    @property
+    def db(self) -> Tensor | None:
+        """The gradient of the bias."""
+        bias = self.head.bias
+        return self.sum_of_dy.to(bias.dtype) if self.sum_of_dy is not None and bias is not None else None
+
+    def run(self, dw: Tensor | None = None, overwrite: bool = False) -> Tensor:
+        """Adds the weight gradient to `dw`, or writes it over what `dw` holds. Returns the losses [s, b]."""
+        gathered = self._enter(0)
+        losses = []
+        for number in range(len(self.starts) - 1):
+            x = entered(gathered)
+            gathered = self._enter(number + 1) if number + 2 < len(self.starts) else []
+            losses.append(self._chunk(number, x, dw, overwrite and number == 0))
+            del x
+        self._take_reduced()
+        self.losses = torch.cat(losses, dim=1).view(self.shape)
+        return self.losses
+
+    def _rows(self, number: int) -> slice:
+        return slice(self.starts[number], self.starts[number + 1])
+
+    def _enter(self, number: int) -> list[Pending]:
+        return enter((self.x[self._rows(number)].unsqueeze(1),), self.head.boundary, self.head.axis)
+
+    def _chunk(self, number: int, x: Operand, dw: Tensor | None, overwrite: bool) -> Tensor:
+        """x [t * n, 1, h] -> losses [t, n]; with their gradients where any are needed."""
+        rows = self._rows(number)
+        labels = self.labels[:, rows].reshape(-1, 1)
+        with torch.set_grad_enabled(self.tracked):
+            logits = _Logits.apply(self._anchor(), x, self, rows, dw, overwrite)
+            losses = checked_losses(self.loss(self.head.finished(logits), labels), labels.shape)
+            del logits
+        if self.tracked:
+            weights = self.mask[:, rows].reshape(-1, 1).to(losses.dtype) * self.gradient
+            torch.autograd.backward([losses], [weights])
+        return losses.detach().view(len(self.labels), -1)
+
+    def _anchor(self) -> Tensor:
+        """Lets autograd track the logits, which are no function of any tensor that has a gradient here."""
+        return self.x.new_empty(0).requires_grad_(self.tracked)
+
+    def logits(self, x: Operand) -> Tensor:
+        """x [n, 1, h] -> [n, 1, V/t]"""
+        bias = self.head.bias
+        return PLAIN.forward(x, self.head.weight, None if bias is None else bias.flatten())
+
+    def add_gradients(self, rows: slice, x: Operand, dy: Tensor, dw: Tensor | None, overwrite: bool) -> None:
+        """Takes the gradient of a chunk's logits [n, 1, V/t]."""
+        if self.dx is not None:
+            dx = self.head.boundary.enter_adjoint(PLAIN.input_grad((dy,), self.head.weight), self.head.axis)
+            self._take_reduced()
+            self.reducing = rows, dx
+        if dw is not None:
+            PLAIN.add_weight_grad_(matrix_of(dw), (dy,), x, overwrite)
+        if self.sum_of_dy is not None:
+            self.sum_of_dy += dy.flatten(0, 1).sum(0, dtype=self.sum_of_dy.dtype)
+
+    def _take_reduced(self) -> None:
+        if self.reducing is not None:
+            assert self.dx is not None
+            rows, dx = self.reducing
+            self.dx.view(self.x.shape)[rows] = dx.wait().flatten(0, 1)
+            self.reducing = None
+
+
+class _LogitsContext(AutogradContext):
+    chunk: tuple[_Chunks, slice, Operand, Tensor | None, bool]
+
+
+class _Logits(torch.autograd.Function):
+    """The logits of a chunk, whose backward hands their gradient to `_Chunks.add_gradients`."""
+
+    @staticmethod
+    def forward(
+        ctx: _LogitsContext,
+        anchor: Tensor,
+        x: Operand,
+        chunks: _Chunks,
+        rows: slice,
+        dw: Tensor | None,
+        overwrite: bool,
+    ) -> Tensor:
+        ctx.chunk = chunks, rows, x, dw, overwrite
+        return chunks.logits(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _LogitsContext, dy: Tensor) -> tuple[None, ...]:
+        chunks, rows, x, dw, overwrite = ctx.chunk
+        chunks.add_gradients(rows, x, dy, dw, overwrite)
+        return (None,) * 6
