@@ -14,7 +14,8 @@ from megatron.core.config.flag_spec import Condition, FlagSpec
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import EXTENSION_SECTIONS, Flag, all_flags, spelling_table, value_of
 from megatron.training.config.rules.fields import REQUIRED, needs_and_exclusions, single_values
-from megatron.training.config.run_config import CHECKS, RunConfig
+from megatron.training.config.rules.training import skipped_steps
+from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve
 
 GOOD = "--num-layers 4 --hidden-size 48 --num-attention-heads 12 --seq-length 16 --lr 1e-3 --data-path a"
@@ -34,7 +35,6 @@ BROKEN_BY = {
     "--moe-router-topk-normalization": "--moe-router-score-function sigmoid --no-moe-router-topk-normalization",
     "--moe-router-topk above 1": "--moe-router-score-function sigmoid --moe-router-topk 1",
     "--eval-iters above 0": "--eval-iters 0",
-    CHECKS.partition(": ")[0]: "--no-check-for-nan-in-loss-and-grad",
 }
 """Flags that break conditions which hold by default."""
 
@@ -150,3 +150,18 @@ def test_bounds(flag: Flag, value: float, is_legal: bool) -> None:
     found = [str(p) for p in single_values(config_of(f"{flag.name} {text}")) if p.flag == flag.name]
     assert bool(found) != is_legal, found
     assert is_legal or (found[0].startswith(f"{flag.name} ") and ": must " in found[0] and "; " in found[0])
+
+
+def test_steps_are_skipped_by_checks_alone() -> None:
+    def found(flags: str) -> list[str]:
+        return [str(problem) for problem in skipped_steps(parse_args(f"{GOOD} {flags}".split()), 1)]
+
+    checks = [flag.name for flag in all_flags() if flag.spec.skips_steps]
+    assert found("--max-skipped-iterations 2") == found("--no-check-for-nan-in-loss-and-grad") == []
+    for check in checks[1:]:
+        assert found(f"--max-skipped-iterations 2 --no-check-for-nan-in-loss-and-grad {check}") == []
+    remedy = "".join(f", or add {check}" for check in checks[1:2])
+    assert found("--max-skipped-iterations 2 --no-check-for-nan-in-loss-and-grad") == [
+        f"--max-skipped-iterations 2: needs {' or '.join(checks)}: without a check no step is skipped; "
+        f"remove --no-check-for-nan-in-loss-and-grad{remedy}"
+    ]

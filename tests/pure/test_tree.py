@@ -13,6 +13,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+from megatron.extensions import load
+from megatron.training.config.flags import all_flags, sections
 from tests.apart import ROOT, python_apart
 from tests.conftest import CAMPAIGNS
 
@@ -189,6 +191,31 @@ def test_the_library_does_not_know_its_extensions() -> None:
                 named = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts
                 if named and "megatron.extensions" in node.value:
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}")
+    assert not found, "\n".join(found)
+
+
+ABOUT_OTHER_EXTENSIONS = {"megatron/core/torch_private.py"}
+
+
+def test_the_library_names_no_flag_of_an_extension() -> None:
+    """What the library must know of such a flag is a fact on its field, as `FlagSpec` has them."""
+    load()
+    own = {flag.field: flag for flag in all_flags() if sections()[flag.section].__module__.startswith("megatron.ext")}
+    flags = {spelling for flag in own.values() for spelling in flag.shown}
+    assert len(own) > 100
+    found = []
+    for folder in ("core", "training"):
+        for path in sorted((ROOT / "megatron" / folder).rglob("*")):
+            if path.suffix in (".toml", ".json", ".yaml"):
+                found += [f"{path}: {name}" for name in own if re.search(rf"\b{name}\b", path.read_text())]
+            if path.suffix != ".py":
+                continue
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+                    named = flags.intersection(re.findall(r"--[\w-]+", node.value)) | own.keys() & {node.value}
+                    found += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in sorted(named)]
     assert not found, "\n".join(found)
 
 

@@ -22,7 +22,7 @@ YARN = Condition("--rope-type yarn", lambda config: config.model.rotary and conf
 class RotaryConfig:
     """How positions enter: the kind of embedding, and the rotary one's frequencies and scaling."""
 
-    position_embedding_type: str = flag("learned_absolute", choices=(*TABLES, "rope", "alibi", "none"))
+    position_embedding_type: str = flag("learned_absolute", choices=(*TABLES, "rope", "alibi", "none"), first_run=True)
     """Position embedding: a learned table, sinusoids, rotary (rope), linear biases of attention scores (alibi), or
     none."""
 
@@ -64,7 +64,7 @@ class RotaryConfig:
     rope_scaling_original_max_position_embeddings: int = 8192
     """Llama 3.1 scaling: original context length."""
 
-    rope_type: str | None = flag(None, choices=("rope", "yarn"), no_effect_without=ROTARY)
+    rope_type: str | None = flag(None, choices=("rope", "yarn"), no_effect_without=ROTARY, effective="yarn")
     """Rotary frequencies: unscaled (rope), or scaled to longer sequences by YaRN (yarn). Default: yarn for multi-latent
     attention, else rope. With --rotary-scaling-factor 1, the default, both are the same."""
 

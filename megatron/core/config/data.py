@@ -19,7 +19,7 @@ END_OF_DOCUMENT = Condition(
 class DatasetConfig(Section):
     """Training data and sample format."""
 
-    data_path: tuple[str, ...] | None = flag(None, many=True, path="url")
+    data_path: tuple[str, ...] | None = flag(None, many=True, path="url", first_run=True)
     """Prefix of an indexed dataset, text file, folder or URL, or pairs of weight and one of these; split by --split."""
 
     train_data_path: tuple[str, ...] | None = flag(None, many=True, path="url")
@@ -37,13 +37,13 @@ class DatasetConfig(Section):
     multiple_validation_sets: bool = False
     """Each prefix of --valid-data-path is a validation set of its own, named by the prefix without folders."""
 
-    split: str = "969,30,1"
+    split: str = flag("969,30,1", first_run=True)
     """Shares of documents for training, validation and test."""
 
     data_cache_path: str | None = flag(None, path="local", writes="folder")
     """Folder for index files and for tokens of text files; default: cache/ beside the data."""
 
-    mock_data: bool = False
+    mock_data: bool = flag(False, first_run=True)
     """Train on synthetic tokens; needs no files."""
 
     dataset_type: str | None = flag(None, choices=DATASETS, excludes="--mock-data")
@@ -105,10 +105,10 @@ def weight_of(word: str) -> float | None:
 class TokenizerConfig(Section):
     """Tokenizer."""
 
-    tokenizer_type: str | None = flag(None, choices=TOKENIZERS)
+    tokenizer_type: str | None = flag(None, choices=TOKENIZERS, first_run=True)
     """Type of the tokenizer; default: GPT2BPETokenizer if its files are given, else none."""
 
-    tokenizer_model: str | None = flag(None, path="local")
+    tokenizer_model: str | None = flag(None, path="local", first_run=True)
     """SentencePiece model file; or a tokenizer.json, its folder, or its name in the local Hugging Face cache."""
 
     vocab_file: str | None = flag(None, path="local")

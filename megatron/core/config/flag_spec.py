@@ -66,6 +66,33 @@ class FlagSpec:
     """For a field whose value another one may determine: the property of its section of the configuration that has the
     value. A checkpoint's is compared with the run's."""
 
+    without_effect: bool = False
+    """True if the field says how a model is computed or watched, and changes no result: a resumed run may give another
+    value, and --use-checkpoint-args leaves it to the run."""
+
+    may_change: bool = False
+    """True if the field may be changed in the course of a run, as a learning rate may: a resumed run may give another
+    value."""
+
+    keeps_saved: bool = False
+    """True if the default has changed: a resumed run that does not give the field keeps the checkpoint's value."""
+
+    training_only: bool = False
+    """True if the field affects how a model is trained or stored, but not its outputs: a run may choose it when it
+    starts from weights alone."""
+
+    first_run: bool = False
+    """True if a first run needs the flag, so that --help shows it unless it is asked for others."""
+
+    skips_steps: bool = False
+    """True if the flag is a check of each step, which may skip the step."""
+
+    chooses_trained: bool = False
+    """True if the flag says which parameters are not trained."""
+
+    same_setting_as: str | None = None
+    """Field that sets the same in another way: a later source of flags replaces both if it has one of them."""
+
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None

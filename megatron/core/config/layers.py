@@ -18,19 +18,36 @@ from megatron.core.parts import RECOMPUTED_PARTS
 class RecomputeConfig:
     """Recomputation: activations that the backward pass computes again instead of saving them."""
 
-    recompute_granularity: str = flag("none", choices=("none", "selective", "full"))
+    recompute_granularity: str = flag(
+        "none",
+        choices=("none", "selective", "full"),
+        without_effect=True,
+        training_only=True,
+        first_run=True,
+    )
     """Recompute nothing (none), parts of each layer (selective) or whole layers (full) in the backward pass."""
 
     recompute_method: str | None = flag(
-        None, choices=("uniform", "block"), no_effect_without="--recompute-granularity full"
+        None,
+        choices=("uniform", "block"),
+        no_effect_without="--recompute-granularity full",
+        without_effect=True,
+        training_only=True,
     )
     """Full recomputation: all layers in groups (uniform), or only the first layers of a stage (block)."""
 
-    recompute_num_layers: int | None = flag(None, no_effect_without="--recompute-granularity full")
+    recompute_num_layers: int | None = flag(
+        None, no_effect_without="--recompute-granularity full", without_effect=True, training_only=True
+    )
     """Full recomputation: layers in a group (uniform), or layers recomputed in each stage (block)."""
 
     recompute_modules: tuple[str, ...] | None = flag(
-        None, many=True, choices=RECOMPUTED_PARTS, no_effect_without="--recompute-granularity selective"
+        None,
+        many=True,
+        choices=RECOMPUTED_PARTS,
+        no_effect_without="--recompute-granularity selective",
+        without_effect=True,
+        training_only=True,
     )
     """Selective recomputation: parts of each layer; default core_attn. core_attn is attention without its
     projections, layernorm both norms. In layers without experts, mlp is the whole MLP, mlp_act its activation function.

@@ -19,13 +19,13 @@ class MoEConfig:
 
     NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
 
-    num_experts: int | None = None
+    num_experts: int | None = flag(None, first_run=True)
     """Experts E in each mixture-of-experts (MoE) layer; default: every layer is dense."""
 
-    moe_layer_freq: str = "1"
+    moe_layer_freq: str = flag("1", effective="moe_layers")
     """Which layers are MoE: N for layers 0, N, 2N, ..., or a list of 0 and 1 for all layers, as "([0]*3+[1]*58)"."""
 
-    moe_ffn_hidden_size: int | None = None
+    moe_ffn_hidden_size: int | None = flag(None, effective="moe_ffn_size")
     """Width of one expert; default ffn-hidden-size."""
 
     moe_latent_size: int | None = None
@@ -53,7 +53,7 @@ class MoEConfig:
     """Zero-computation experts (LongCat-Flash): further choices of the router, each of which returns its input, so that
     tokens compute with different numbers of experts. They have no parameters and receive no messages."""
 
-    moe_router_topk: int = 2
+    moe_router_topk: int = flag(2, first_run=True)
     """Experts k that each token is routed to."""
 
     moe_router_num_groups: int | None = flag(None, no_effect_without="--moe-router-group-topk")
@@ -101,18 +101,22 @@ class MoEConfig:
     moe_expert_bias_on_logits: bool = flag(False, no_effect_without="--moe-router-enable-expert-bias")
     """Add the expert bias to the router's logits in place of scores (Kolibri)."""
 
-    moe_router_bias_update_rate: float = flag(1e-3, no_effect_without="--moe-router-enable-expert-bias")
+    moe_router_bias_update_rate: float = flag(
+        1e-3, no_effect_without="--moe-router-enable-expert-bias", training_only=True
+    )
     """Update step of the expert bias per iteration."""
 
-    moe_router_load_balancing_type: tuple[str, ...] = flag(("aux_loss",), many=True, choices=BALANCINGS)
+    moe_router_load_balancing_type: tuple[str, ...] = flag(
+        ("aux_loss",), many=True, choices=BALANCINGS, training_only=True
+    )
     """Scope of the auxiliary loss: each sequence (seq_aux_loss), or the samples of the global batch up to each one
     (aux_loss and global_aux_loss, which are the same here); several losses are added. sinkhorn balances the choice of
     experts within each sequence instead, without a loss."""
 
-    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), many=True, at_least=0)
+    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), many=True, at_least=0, training_only=True)
     """Coefficient of each auxiliary load-balancing loss; 1e-2 is common (Switch Transformer, Mixtral)."""
 
-    moe_z_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float = flag(0.0, training_only=True)
     """Coefficient of the router's z-loss (arXiv 2202.08906); 1e-3 is common."""
 
     moe_expert_capacity_factor: float | None = None
@@ -134,14 +138,16 @@ class MoEConfig:
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), no_effect_without=CAPACITY)
     """Tokens to drop beyond the capacity: those of smallest weight (probs), or the last ones (position)."""
 
-    moe_token_dispatcher_type: str = flag("allgather", choices=("allgather", "alltoall"))
+    moe_token_dispatcher_type: str = flag(
+        "allgather", choices=("allgather", "alltoall"), without_effect=True, training_only=True
+    )
     """Token dispatch: all tokens to every rank of the expert group (allgather), or each token to its experts' ranks."""
 
-    moe_grouped_gemm: bool = False
+    moe_grouped_gemm: bool = flag(False, without_effect=True, training_only=True)
     """Grouped matrix multiplication for all experts of a rank. In fp64, or if a row is not a multiple of 16 bytes, no
     such kernel exists and each expert is multiplied separately, with the same result."""
 
-    moe_per_layer_logging: bool = False
+    moe_per_layer_logging: bool = flag(False, without_effect=True, training_only=True)
     """Log the load of each expert in each layer, in addition to the mean over layers."""
 
     @property

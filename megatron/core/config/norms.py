@@ -15,7 +15,7 @@ BUILT_IN_NORMS = "--normalization LayerNorm or --normalization RMSNorm; use one 
 class NormConfig:
     """Settings of the norms of layers."""
 
-    normalization: str = flag("LayerNorm", choices=NORMALIZATIONS)
+    normalization: str = flag("LayerNorm", choices=NORMALIZATIONS, first_run=True)
     """Normalization before attention, before the MLP, and after the last layer."""
 
     norm_placement: str = flag("pre", choices=("pre", "output", "sandwich", "sum"))

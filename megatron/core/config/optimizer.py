@@ -34,10 +34,10 @@ class OptimizerConfig(Section):
     optimizer: str = flag("adam", choices=OPTIMIZERS)
     """Adam with decoupled weight decay (AdamW), SGD with momentum, or an optimizer of an extension."""
 
-    lr: float | None = flag(None, "--learning-rate")
+    lr: float | None = flag(None, "--learning-rate", first_run=True)
     """Peak learning rate."""
 
-    min_lr: float = 0.0
+    min_lr: float = flag(0.0, first_run=True)
     """Learning rate at the end of the decay."""
 
     decoupled_lr: float | None = None
@@ -46,29 +46,33 @@ class OptimizerConfig(Section):
     decoupled_min_lr: float | None = flag(None, at_least=0, no_effect_without="--decoupled-lr")
     """--decoupled-lr: their learning rate at the end of the decay; default: --min-lr."""
 
-    lr_decay_style: str = flag("linear", choices=LR_SCHEDULES)
+    lr_decay_style: str = flag("linear", choices=LR_SCHEDULES, first_run=True)
     """Shape of the learning-rate decay after warm-up."""
 
     lr_decay_iters: int | None = None
     """Iteration at which the decay ends; default: train-iters."""
 
-    lr_decay_samples: int | None = None
+    lr_decay_samples: int | None = flag(None, same_setting_as="lr_decay_iters")
     """Consumed samples at which the decay ends; default: train-samples."""
 
-    lr_decay_tokens: int | None = None
+    lr_decay_tokens: int | None = flag(None, same_setting_as="lr_decay_iters")
     """Consumed tokens at which the decay ends; instead of the other two."""
 
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: int = flag(0, first_run=True)
     """Iterations of linear warm-up."""
 
-    lr_warmup_samples: int = 0
+    lr_warmup_samples: int = flag(0, same_setting_as="lr_warmup_iters")
     """Samples of linear warm-up."""
 
-    lr_warmup_tokens: int | None = None
+    lr_warmup_tokens: int | None = flag(None, same_setting_as="lr_warmup_iters")
     """Tokens of linear warm-up; instead of the other two."""
 
     lr_warmup_fraction: float | None = flag(
-        None, at_least=0, below=1, excludes=("--lr-warmup-iters", "--lr-warmup-samples")
+        None,
+        at_least=0,
+        below=1,
+        excludes=("--lr-warmup-iters", "--lr-warmup-samples"),
+        same_setting_as="lr_warmup_iters",
     )
     """Warm-up as a fraction of the decay length."""
 
@@ -81,7 +85,9 @@ class OptimizerConfig(Section):
     lr_wsd_decay_iters: int | None = flag(None, at_least=0, no_effect_without="--lr-decay-style WSD")
     """WSD: iterations of the final anneal; 0 for none."""
 
-    lr_wsd_decay_samples: int | None = flag(None, at_least=0, no_effect_without="--lr-decay-style WSD")
+    lr_wsd_decay_samples: int | None = flag(
+        None, at_least=0, no_effect_without="--lr-decay-style WSD", same_setting_as="lr_wsd_decay_iters"
+    )
     """WSD: samples of the final anneal."""
 
     lr_wsd_decay_fraction: float | None = flag(
@@ -90,10 +96,11 @@ class OptimizerConfig(Section):
         at_most=1,
         no_effect_without="--lr-decay-style WSD",
         excludes=("--lr-wsd-decay-iters", "--lr-wsd-decay-samples"),
+        same_setting_as="lr_wsd_decay_iters",
     )
     """WSD: the final anneal as a fraction of the decay length, such as 0.2 for the last 20 %."""
 
-    weight_decay: float = flag(0.01, at_least=0)
+    weight_decay: float = flag(0.01, at_least=0, first_run=True)
     """Decoupled weight decay of the parameters of --weight-decay-on."""
 
     weight_decay_on: tuple[str, ...] = flag(("matrices", "embeddings"), many=True, choices=DECAYING)
@@ -124,7 +131,7 @@ class OptimizerConfig(Section):
     sgd_momentum: float = flag(0.9, at_least=0, below=1)
     """Momentum of SGD."""
 
-    clip_grad: float = flag(1.0, at_least=0)
+    clip_grad: float = flag(1.0, at_least=0, first_run=True)
     """Largest global gradient norm; 0 turns clipping off."""
 
     loss_scale: float | None = flag(None, no_effect_without="--fp16")

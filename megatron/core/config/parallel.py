@@ -22,10 +22,10 @@ from megatron.core.parts import (
 class PrecisionConfig:
     """Number formats of parameters, activations and matrix products."""
 
-    fp16: bool = False
+    fp16: bool = flag(False, first_run=True)
     """Parameters and activations in IEEE half precision, with dynamic loss scaling."""
 
-    bf16: bool = False
+    bf16: bool = flag(False, first_run=True)
     """Parameters and activations in bfloat16."""
 
     fp32: bool = False
@@ -52,19 +52,19 @@ class PrecisionConfig:
 class ModelParallelConfig(PrecisionConfig, Section):
     """Parallel sizes, pipeline schedule, devices and number formats."""
 
-    tensor_model_parallel_size: int = flag(1, "--tp")
+    tensor_model_parallel_size: int = flag(1, "--tp", first_run=True)
     """Ranks that share each matrix multiplication (tensor parallelism, TP)."""
 
-    pipeline_model_parallel_size: int = flag(1, "--pp")
+    pipeline_model_parallel_size: int = flag(1, "--pp", first_run=True)
     """Ranks that share the layers (pipeline parallelism, PP)."""
 
-    context_parallel_size: int = flag(1, "--cp", "--context-model-parallel-size")
+    context_parallel_size: int = flag(1, "--cp", "--context-model-parallel-size", first_run=True)
     """Ranks that share each sequence (context parallelism, CP)."""
 
     cp_comm_type: str = flag("p2p", choices=CONTEXT_PARALLEL)
     """Attention over context ranks: ring of keys and values (p2p), gathered keys and values, or all-to-all of heads."""
 
-    expert_model_parallel_size: int = flag(1, "--ep")
+    expert_model_parallel_size: int = flag(1, "--ep", first_run=True)
     """Ranks that share the experts of a layer (expert parallelism, EP)."""
 
     expert_tensor_parallel_size: int | None = flag(None, "--etp")
@@ -73,7 +73,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
     data_parallel_size: int | None = flag(None, "--dp")
     """Model replicas (data parallelism, DP). Derived from the world size; an error if given and unequal."""
 
-    sequence_parallel: bool = flag(False, off_without="--tensor-model-parallel-size above 1")
+    sequence_parallel: bool = flag(False, off_without="--tensor-model-parallel-size above 1", first_run=True)
     """Shard norms, residuals and dropout along the sequence over the TP ranks."""
 
     num_distributed_optimizer_instances: int = 1
@@ -89,13 +89,15 @@ class ModelParallelConfig(PrecisionConfig, Section):
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Pipeline stages per rank; default: that of the schedule, 2 for interleaved and zb-v."""
 
-    num_layers_per_virtual_pipeline_stage: int | None = flag(None, excludes="--num-virtual-stages-per-pipeline-rank")
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, excludes="--num-virtual-stages-per-pipeline-rank", same_setting_as="num_virtual_stages_per_pipeline_rank"
+    )
     """Average number of layers per stage, instead of num-virtual-stages-per-pipeline-rank."""
 
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     """Interleaved schedule: micro-batches that pass through a stage before the rank's next one; default PP."""
 
-    cpu: bool = False
+    cpu: bool = flag(False, first_run=True)
     """Train on the CPU even if a GPU is present."""
 
     compile: bool | None = None

@@ -118,13 +118,13 @@ class DiagnosisConfig:
 class SpikeFlags:
     """Steps far above the running means of loss and gradient norm."""
 
-    check_for_spiky_loss: bool = False
+    check_for_spiky_loss: bool = flag(False, skips_steps=True)
     """Report losses far above the mean of recent steps."""
 
     spiky_loss_factor: float = flag(2.0, above=1)
     """--check-for-spiky-loss: report losses above this times the mean."""
 
-    check_for_large_grads: bool = False
+    check_for_large_grads: bool = flag(False, skips_steps=True)
     """Report gradient norms far above the mean of recent steps."""
 
     large_grads_factor: float = flag(10.0, above=1)

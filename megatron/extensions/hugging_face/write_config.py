@@ -24,7 +24,7 @@ from megatron.extensions.hugging_face.read_config import (
 )
 from megatron.extensions.hugging_face.read_layers import CHUNKED, FULL, LOCAL, pattern_text, selecting
 from megatron.extensions.hugging_face.read_rotary import LLAMA3_SCALING, YARN_SCALING
-from megatron.training.config.saved_flags import resumed_fields
+from megatron.training.config.saved_flags import training_only
 
 OF_WINDOWS = (
     "window_rotary_base",
@@ -348,7 +348,7 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     if not rotary:
         fields |= {"no_rope_freq": None, "window_rotary_base": None}
     idle = ["swiglu", "quick_geglu", "squared_relu", "bias_gelu_fusion"]  # of activation_func
-    idle += resumed_fields()["training_only"]
+    idle += training_only()
     idle += [name for name in fields if name.startswith("rotary_") and not rotary]
     yarn = (*YARN_SCALING.values(), "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int")
     idle += yarn if not (rotary and _stretches(config)) else ()

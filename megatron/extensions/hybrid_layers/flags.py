@@ -47,6 +47,7 @@ class HybridConfig:
             ),
             "--parallel-residual: a layer has one sublayer",
         ),
+        effective="layers",
     )
     """Layers of one sublayer each, a letter for each layer: * attention (+ with --multi-latent-attention), G gated
     delta net, M Mamba-2, H attention beside Mamba-2, S Mamba-1, R RG-LRU, C short convolution, L lightning attention, K

@@ -18,7 +18,7 @@ HERE = "megatron.extensions.logs"
 @extension_flags("logs: TensorBoard, Weights & Biases, samples, sums", may_change=True)
 @dataclass(frozen=True)
 class LogsConfig:
-    tensorboard_dir: str | None = flag(None, path="local", writes="folder")
+    tensorboard_dir: str | None = flag(None, path="local", writes="folder", first_run=True)
     """Folder for TensorBoard event files."""
 
     wandb_project: str | None = flag(None, empty_is_none=True)

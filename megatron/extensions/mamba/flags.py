@@ -62,7 +62,7 @@ class MambaFlags:
     mamba_multipliers: tuple[float, ...] | None = flag(None, many=True)
     """Mamba-2: factors of the projected gates, inputs, B, C and step sizes (Falcon-H1); default: none."""
 
-    mamba_chunk_size: int = flag(128, above=0)
+    mamba_chunk_size: int = flag(128, above=0, without_effect=True)
     """Mamba-2: tokens that are mixed at a time by products of their scores. It affects speed and memory, no result."""
 
 

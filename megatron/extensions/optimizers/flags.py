@@ -135,7 +135,7 @@ class NamedParameterFlags:
     expression. Keys: lr_mult (factor of the learning rate), wd_mult (factor of the weight decay), weight_decay
     (replaces it). May be given more than once; the later one wins."""
 
-    freeze: tuple[str, ...] | None = flag(None, repeats=True)
+    freeze: tuple[str, ...] | None = flag(None, repeats=True, chooses_trained=True)
     """Do not train the parameters whose name matches this regular expression; may be given more than once."""
 
 

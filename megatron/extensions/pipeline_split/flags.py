@@ -35,6 +35,7 @@ class SplitFlags:
             "--account-for-embedding-in-pipeline-split",
             "--account-for-loss-in-pipeline-split",
         ),
+        same_setting_as="num_virtual_stages_per_pipeline_rank",
     )
     """Stages by hand, as "Et*3|(tt|)*6t*2L": E embedding, t layer, m multi-token prediction (right before L), L loss, |
     next stage, *n repetition of a symbol or group. Their number is a multiple of PP; ranks receive them in turn."""

@@ -24,7 +24,7 @@ class RoutingFlags:
     moe_sparsemixer_eps: float = flag(0.01, at_least=0, no_effect_without="--moe-router-score-function sparsemixer")
     """Logits s are near the largest one m if (m - s) / max(|s|, m) is at most twice this number."""
 
-    moe_router_force_load_balancing: bool = False
+    moe_router_force_load_balancing: bool = flag(False, training_only=True)
     """Replace the router's logits by random numbers in training, for benchmarks with even loads."""
 
     def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -49,7 +49,7 @@ class SparseAttentionFlags:
     """DSA: channels of a head of the indexer, of which --qk-pos-emb-head-dim are rotated: the first ones, of compressed
     keys the last."""
 
-    dsa_indexer_topk: int = flag(2048, above=0)
+    dsa_indexer_topk: int = flag(2048, above=0, may_change=True)
     """DSA: keys that each query sees, those with the largest scores of the indexer."""
 
     dsa_indexer_topk_freq: int = flag(1, above=0)
@@ -66,11 +66,11 @@ class SparseAttentionFlags:
     """DSA: the first layers all select, up to this one, from which --dsa-indexer-topk-freq counts; 0 is the first layer
     too."""
 
-    dsa_indexer_loss_coeff: float = flag(0.0, at_least=0)
+    dsa_indexer_loss_coeff: float = flag(0.0, at_least=0, may_change=True, keeps_saved=True, training_only=True)
     """DSA: coefficient of the indexer's loss, the divergence of its distribution over keys from that of attention. The
     indexer learns from this loss alone, and nothing else does: with 0 it does not learn."""
 
-    dsa_indexer_use_sparse_loss: bool = False
+    dsa_indexer_use_sparse_loss: bool = flag(False, may_change=True, training_only=True)
     """DSA: compare both distributions over the selected keys, and not over all keys that a query could see."""
 
 
@@ -93,7 +93,7 @@ class CompressedAttentionFlags:
     csa_window_size: int = flag(128, above=0)
     """Compressed attention: tokens that a query sees beside compressed keys, its own included."""
 
-    csa_compress_rotary_base: float = flag(40000.0, above=0)
+    csa_compress_rotary_base: float = flag(40000.0, above=0, keeps_saved=True)
     """Compressed attention: base of the rotary frequencies of layers with compressed keys, 160000 in DeepSeek-V4.
     Others have --rotary-base, without YaRN."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import PurePath
 from typing import Any
@@ -17,7 +17,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import HISTORY
 from megatron.core.parts import STATE_STORES
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
-from megatron.training.config.flags import config_of_sections, field_table, flags_of, named_value, value_of
+from megatron.training.config.flags import all_flags, config_of_sections, field_table, flags_of, named_value, value_of
 from megatron.training.config.rules.fields import single_values
 from megatron.training.config.rules.saved_types import metadata_problem
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
@@ -182,10 +182,17 @@ def without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: Ca
     thawed = {key for key in missing if saved.optimizer.freezes(_parameter_of(key))}
     if thawed:
         say(
-            f" the checkpoint was saved with --freeze {' '.join(named_value(saved, 'freeze'))}: optimizer states of "
+            f" the checkpoint was saved with {' '.join(_frozen_by(saved))}: optimizer states of "
             "parameters that are trained again start at zero"
         )
     return {key: target for key, target in targets.items() if key not in thawed}
+
+
+def _frozen_by(saved: RunConfig) -> Iterator[str]:
+    """The flags with which a run left parameters untrained, each followed by its values."""
+    for flag in all_flags():
+        if flag.spec.chooses_trained and (values := value_of(saved, flag)):
+            yield " ".join([flag.name, *values])
 
 
 def mismatch_remedy(keys: Sequence[str]) -> str:

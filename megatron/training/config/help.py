@@ -48,19 +48,6 @@ def _own_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-FIRST_RUN = (
-    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "ffn_hidden_size"),
-    *("group_query_attention", "num_query_groups", "position_embedding_type", "normalization", "swiglu"),
-    *("add_bias_linear", "untie_embeddings_and_output_weights", "num_experts", "moe_router_topk"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"),
-    *("expert_model_parallel_size", "bf16", "fp16", "cpu", "recompute_granularity"),
-    *("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "eval_interval", "eval_iters"),
-    *("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay", "clip_grad"),
-    *("data_path", "split", "mock_data", "tokenizer_type", "tokenizer_model", "vocab_size"),
-    *("save", "load", "save_interval", "log_interval", "tensorboard_dir"),
-)
-"""Fields of the flags that a first run needs, which help shows unless it is asked for others."""
-
 USAGE = (
     "usage: pretrain_gpt.py [--config FILE] [flags]",
     "",
@@ -84,7 +71,7 @@ def help_text(
     for spelling, text in extra if lines else ():
         lines += _entry(spelling, text, width)
     for section in chosen or titles:
-        flags = [flag for flag in all_flags() if flag.section == section and (asked or flag.field in FIRST_RUN)]
+        flags = [flag for flag in all_flags() if flag.section == section and (asked or flag.spec.first_run)]
         entries = [_about(flag, sections()[section], required) for flag in flags]
         if not chosen:
             entries = [entry for entry in entries if all(word.lower() in " ".join(entry).lower() for word in words)]

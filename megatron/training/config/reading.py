@@ -11,23 +11,10 @@ from typing import Any
 
 from megatron.training.config.code_record import standing
 from megatron.training.config.commands import GivenOptions, options
-from megatron.training.config.flags import Flag, field_table, home_of, spelling_table
+from megatron.training.config.flags import Flag, all_flags, field_table, home_of, spelling_table
 from megatron.training.config.foreign_flags import FLAG_TABLES, flag_tables
 from megatron.training.config.problem import Problem, path_rule, text_rule
 from megatron.training.config.yaml_text import compose_yaml, read_yaml_file
-
-SAME_SETTING = (
-    ("train_iters", "train_samples", "train_tokens"),
-    ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
-    ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction"),
-    ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_fraction"),
-    (
-        "num_virtual_stages_per_pipeline_rank",
-        "num_layers_per_virtual_pipeline_stage",
-        "pipeline_model_parallel_layout",
-    ),
-)
-"""Fields that set the same thing in different units: a later source replaces all of a group that it has a field of."""
 
 SAID_OF_SWITCHES = {"true": True, "false": False}
 """Values that a switch may have on a command line, as it may in a file."""
@@ -303,9 +290,19 @@ class FlagReader(GivenOptions):
                 self.wrong(flag, where, texts_of(value), "must be true or false", "correct the file")
 
 
+def settings_in_other_units() -> dict[str, list[str]]:
+    """Field -> itself, and fields that set the same thing in other units."""
+    groups: dict[str, list[str]] = {}
+    for flag in all_flags():
+        if (first := flag.spec.same_setting_as) is not None:
+            groups.setdefault(first, [first]).append(flag.field)
+    return groups
+
+
 def overridden(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """The values of two sources of flags. `later` wins, also over the same setting in another unit."""
-    replaced = {field for group in SAME_SETTING if not later.keys().isdisjoint(group) for field in group}
+    groups = settings_in_other_units().values()
+    replaced = {field for group in groups if not later.keys().isdisjoint(group) for field in group}
     return {field: value for field, value in earlier.items() if field not in replaced} | later
 
 

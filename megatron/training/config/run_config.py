@@ -21,20 +21,15 @@ from megatron.training.metrics.log_formats import LOG_FORMATS
 Point = tuple[int, int]
 """(iterations, consumed samples) of a position in a run."""
 
-CHECKS = (
-    "--check-for-nan-in-loss-and-grad or --check-for-spiky-loss or --check-for-large-grads: without a check no step is "
-    "skipped; remove --no-check-for-nan-in-loss-and-grad, or add --check-for-spiky-loss"
-)
-
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """Batch size and training length."""
 
-    micro_batch_size: int = 1
+    micro_batch_size: int = flag(1, first_run=True)
     """Samples in one forward pass of one model replica."""
 
-    global_batch_size: int | None = None
+    global_batch_size: int | None = flag(None, first_run=True)
     """Samples in one optimizer step; default: micro-batch-size * data-parallel size."""
 
     decrease_batch_size_if_needed: bool = False
@@ -43,13 +38,13 @@ class TrainingConfig:
     num_microbatches: int | None = None
     """Derived: global-batch-size / (micro-batch-size * dp). An error if given and unequal."""
 
-    train_iters: int | None = None
+    train_iters: int | None = flag(None, first_run=True)
     """Iterations to train. If the batch size varies, this and other lengths in iterations are converted to samples."""
 
-    train_samples: int | None = None
+    train_samples: int | None = flag(None, first_run=True, same_setting_as="train_iters")
     """Samples to train, instead of train-iters."""
 
-    train_tokens: int | None = None
+    train_tokens: int | None = flag(None, same_setting_as="train_iters")
     """Tokens to train, instead of train-iters; with another length, the shorter one applies. Without any of the three:
     one epoch."""
 
@@ -71,10 +66,10 @@ class TrainingConfig:
     skip_train: bool = False
     """Do not train: evaluate the checkpoint in --load on the validation and test sets, and exit."""
 
-    eval_interval: int = 1000
+    eval_interval: int = flag(1000, first_run=True)
     """Iterations between evaluations on the validation set."""
 
-    eval_iters: int = flag(100, at_least=0)
+    eval_iters: int = flag(100, at_least=0, first_run=True)
     """Global batches in one evaluation; 0 turns evaluation off."""
 
     full_validation: bool = flag(False, needs="--eval-iters above 0; raise it")
@@ -107,11 +102,11 @@ class TrainingConfig:
 class ChecksConfig:
     """Policy for NaN, Inf and spiking steps: skip, report or abort."""
 
-    check_for_nan_in_loss_and_grad: bool = flag(True, "--check-for-nan")
+    check_for_nan_in_loss_and_grad: bool = flag(True, "--check-for-nan", skips_steps=True)
     """End the run at a NaN or infinite loss or gradient, report the module and samples, and save the step in
     SAVE/nan. If off, skip and count such steps."""
 
-    max_skipped_iterations: int = flag(0, needs=CHECKS)
+    max_skipped_iterations: int = 0
     """Number of iterations that the run may skip because of NaN, Inf or a reported spike; the next one ends the
     run."""
 
@@ -123,7 +118,7 @@ class ChecksConfig:
 class LoggingConfig:
     """Logging: what, how often and where."""
 
-    log_interval: int = 100
+    log_interval: int = flag(100, first_run=True)
     """Iterations between progress lines."""
 
     log_format: str = flag("default", choices=LOG_FORMATS)
@@ -141,14 +136,14 @@ class LoggingConfig:
 class CheckpointConfig:
     """Checkpoints: saving and loading."""
 
-    save: str | None = flag(None, path="stored", writes="folder")
+    save: str | None = flag(None, path="stored", writes="folder", first_run=True)
     """Folder for checkpoints, metrics and the resolved configuration."""
 
-    load: str | None = flag(None, path="stored")
+    load: str | None = flag(None, path="stored", first_run=True)
     """Folder to load the latest checkpoint from; training starts from scratch if it holds none, or if it is --save and
     does not exist yet. Or a Hugging Face folder, of which the model's flags and weights are loaded."""
 
-    save_interval: int | None = flag(None, "--persistent-save-interval", at_least=0)
+    save_interval: int | None = flag(None, "--persistent-save-interval", at_least=0, first_run=True)
     """Iterations between checkpoints, 0 for none; one is always written at the end when --save is given."""
 
     load_optim: bool = flag(True, name="--no-load-optim")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -35,12 +34,10 @@ SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_de
 """Fields of the optimizer that the schedule consists of, beside those that begin with lr_."""
 
 
-@cache
-def resumed_fields() -> dict[str, Any]:
-    """How the model's fields of a run are compared with those of its checkpoint: what resumed_fields.toml says."""
-    import tomllib
-
-    return tomllib.loads(Path(__file__).with_name("resumed_fields.toml").read_text(encoding="utf-8"))
+def training_only() -> frozenset[str]:
+    """Fields that affect how a model is trained or stored, but not its outputs. `extension_options` are among them, as
+    they belong to parts that other fields name."""
+    return frozenset(flag.field for flag in all_flags() if flag.spec.training_only) | {"extension_options"}
 
 
 def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[RunConfig, list[str]]:
@@ -137,7 +134,7 @@ def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[Ru
     Loading a checkpoint that cannot be read says what is wrong."""
     load, table = config.checkpoint.load, spelling_table()
     spelled = {table[name][0].field for name in given if name in table}
-    wanted = [flag for flag in all_flags() if flag.field in resumed_fields()["kept"] and flag.field not in spelled]
+    wanted = [flag for flag in all_flags() if flag.spec.keeps_saved and flag.field not in spelled]
     if load is None or config.checkpoint.finetune or not wanted:
         return config, []
     try:
@@ -283,12 +280,12 @@ def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
 def free_choices(saved: RunConfig) -> frozenset[str]:
     """Fields of the model that a run may choose when it starts from converted weights: those that change no output."""
     learned = saved.model.position_embedding_type == "learned_absolute"
-    free = frozenset(resumed_fields()["training_only"]) - WITH_PARAMETERS
+    free = training_only() - WITH_PARAMETERS
     return free if learned else free | {"max_position_embeddings"}
 
 
 WITH_PARAMETERS = {"make_vocab_size_divisible_by", "pad_vocab_size_to", "mtp_num_layers"}
-"""Fields of training_only that change the parameters."""
+"""Fields of `training_only` that change the parameters."""
 
 
 def changed_fields(
@@ -299,14 +296,15 @@ def changed_fields(
     given and differs with others is left to them, and so are those `ignored`."""
     changed = []
     fixed = {title for title, section in EXTENSION_SECTIONS.items() if not section.may_change}
-    compared, rules = {flag.section for flag in flags_of("model")} | fixed.intersection(sections), resumed_fields()
+    compared = {flag.section for flag in flags_of("model")} | fixed.intersection(sections)
     for flag in all_flags():
-        if flag.section not in compared or flag.field in (*rules["without_effect"], *rules["scheduled"], *ignored):
+        free = flag.spec.without_effect or flag.spec.may_change or flag.field in ignored
+        if free or flag.section not in compared:
             continue
         given = [value_of(config, flag) for config in (saved, run)]
         if given[0] == given[1]:
             continue
-        effective = flag.spec.effective or rules["effective"].get(flag.field)
+        effective = flag.spec.effective
         values = [getattr(config.model, effective) for config in (saved, run)] if effective else given
         if values[0] != values[1]:
             before, now = (value if one is None else one for one, value in zip(given, values, strict=True))
@@ -315,9 +313,8 @@ def changed_fields(
 
 
 def _model_fields(saved: RunConfig) -> Iterator[tuple[str, Any]]:
-    own = resumed_fields()["without_effect"]
     for flag in flags_of("model"):
-        if flag.field not in own:
+        if not flag.spec.without_effect:
             yield flag.field, value_of(saved, flag)
 
 

@@ -27,5 +27,6 @@ RULES: tuple[Rule, ...] = (
     ),
     *(pipeline.pipeline, pipeline.recomputation, pipeline.loss_chunks, pipeline.overlap, pipeline.sharding),
     *(parallel.precision, training.batch, training.length, training.schedule),
+    training.skipped_steps,
     *(data.data, data.validation_sets, data.tokenizer),
 )

@@ -236,7 +236,7 @@ def without_attention(c: RunConfig, where: str, flag: str) -> Iterator[Problem]:
 
 
 OF_OTHER_ATTENTION = (
-    *("attention_module", "group_query_attention", "qk_layernorm", "softmax_scale"),
+    *("group_query_attention", "qk_layernorm", "softmax_scale"),
     *("clip_qkv", "add_attention_output_bias", "qk_layernorm_after_rotary"),
     *("attention_output_gate", "add_qkv_bias", "window_size", "attention_chunk_size", "no_rope_freq"),
 )

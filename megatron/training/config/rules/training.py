@@ -7,9 +7,21 @@ from collections.abc import Iterator
 
 from megatron.core.parts import batch_schedule
 from megatron.training.config.batch_size import legal_sizes, samples_of_run
+from megatron.training.config.flags import all_flags, dashed, value_of
 from megatron.training.config.problem import Problem, divides, multiples, unless_at_most, unless_multiple
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS
+
+
+def skipped_steps(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Steps are skipped by checks alone."""
+    checks = [flag for flag in all_flags() if flag.spec.skips_steps]
+    count = c.checks.max_skipped_iterations
+    if count and not any(value_of(c, check) for check in checks):
+        rule = f"needs {' or '.join(check.name for check in checks)}: without a check no step is skipped"
+        remedies = [f"remove {dashed(f'no_{check.field}')}" for check in checks if check.default]
+        remedies += [f"add {check.name}" for check in checks if not check.default][:1]
+        yield Problem("--max-skipped-iterations", count, rule, ", or ".join(remedies))
 
 
 def samples_of_micro_batches(c: RunConfig, world_size: int) -> tuple[int, str]:
