@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
+from megatron.extensions.hugging_face.config_json.config_values import whole
 from megatron.extensions.hugging_face.read_config import fields_of
 from megatron.extensions.hugging_face.safetensors_file import TensorSpec
 
@@ -25,7 +26,7 @@ def buffers_of(config: TransformerConfig, model_type: str, dtype: torch.dtype) -
 
 
 def _lightning_decays(config: TransformerConfig, dtype: torch.dtype) -> Iterator[tuple[str, Buffer]]:
-    block, heads = fields_of(config)["lightning_chunk_size"], config.num_attention_heads
+    block, heads = whole(fields_of(config), "lightning_chunk_size"), config.num_attention_heads
     shapes = {
         "slope_rate": (heads, 1, 1),
         "query_decay": (heads, block, 1),
@@ -44,7 +45,8 @@ def _lightning_decays(config: TransformerConfig, dtype: torch.dtype) -> Iterator
 def _experts_without_computation(config: TransformerConfig, dtype: torch.dtype) -> Iterator[tuple[str, Buffer]]:
     """Gates and ups that the class of LongCat-Flash has for experts without computation, and does not use. It refuses
     files without them; we write zeros."""
-    first, count = config.num_experts or 0, fields_of(config)["moe_zero_experts"] or 0
+    first, zero_experts = config.num_experts or 0, fields_of(config)["moe_zero_experts"]
+    count = zero_experts if isinstance(zero_experts, int) else 0
     spec = TensorSpec((config.moe_ffn_size, config.hidden_size), dtype)
     for layer in range(config.num_layers // 2):
         for expert in range(first, first + count):

@@ -7,9 +7,16 @@ its config.json to our fields. `family_files` reads them from files.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
+
+from megatron.extensions.hugging_face.config_json.config_values import Fields, Values, number, whole
+
+if TYPE_CHECKING:
+    from megatron.core.config.model import TransformerConfig
+    from megatron.extensions.hugging_face.layouts import Layout
 
 
 @dataclass(frozen=True)
@@ -20,8 +27,21 @@ class Rule:
 
     ours: str
     theirs: tuple[str, ...]
-    layout: Any = "Same"
+    layout: str | Layout = "Same"
     """How they make up ours: the name of a class in `layouts`, or a `Layout` of your own."""
+
+
+class Adapter(ABC):
+    """Reads and writes keys of config.json that have rules of their own, see `adapters`."""
+
+    @abstractmethod
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        """The fields of a model, given those of the family's tables. Raises ValueError."""
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        """The keys of a model, given those of the family's tables; `stated` are all fields of `config` with the values
+        that follow from others."""
+        return hf
 
 
 @dataclass(frozen=True)
@@ -38,20 +58,20 @@ class Family:
     keys: Mapping[str, str]
     """Key of config.json -> field of TransformerConfig, for equal values. In a file null removes a key of the base."""
 
-    fixed: Mapping[str, Any]
+    fixed: Mapping[str, object]
     """Fields of TransformerConfig that are fixed for the family."""
 
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
     """Defaults of keys that a config.json may lack."""
 
-    class_defaults: Mapping[str, Any] = field(default_factory=dict)
+    class_defaults: Mapping[str, object] = field(default_factory=dict)
     """Value of each key that their configuration class has, where a config.json lacks it. None if the class derives it
     from other keys; see `derived_values`."""
 
     class_names: Mapping[str, str] = field(default_factory=dict)
     """Other names by which that class knows its keys."""
 
-    only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    only: Mapping[str, Sequence[object]] = field(default_factory=dict)
     """Keys with the only values that we support; we write the first one."""
 
     ignored: Sequence[str] = (".rotary_emb.inv_freq",)
@@ -99,6 +119,13 @@ class Family:
     width_without_experts: str | None = None
     """Key with the width of the MLP of a model of 0 experts, beside experts that of the shared expert."""
 
+    adapters: Sequence[Adapter] = ()
+    """Read and write keys with rules of their own, in this order. A file names classes of `config_json.adapters`, and
+    "like" for those of the base."""
+
+    rotary_by_adapter: bool = False
+    """Whether an adapter reads the rotary embedding."""
+
     rotary_layers: str = "all"
     """Layers with a rotary embedding: "all", those with sliding "windows", or these "windows, if any"."""
 
@@ -127,7 +154,7 @@ class Family:
     linear_kind: str = "linear_attention"
     """Kind in layer_types of a layer with linear attention."""
 
-    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    values: Mapping[str, Mapping[object, object]] = field(default_factory=dict)
     """Key of config.json -> its values, the only ones that we support -> those of our field. If several have the same
     meaning, we write the first one."""
 
@@ -136,8 +163,6 @@ class Family:
 
 
 # Values of keys that a config.json lacks, as the configuration class of transformers has or derives them.
-
-Values = Mapping[str, Any]
 
 ROTARY = "rope_parameters"
 
@@ -158,7 +183,7 @@ def by_precedence(given: Iterable[str], family: Family) -> list[str]:
     return sorted(given, key=lambda key: key in family.aliases or key in family.class_names)
 
 
-def usual_values(family: Family, names: Mapping[str, str]) -> dict[str, Any]:
+def usual_values(family: Family, names: Mapping[str, str]) -> Fields:
     """The value of each key that a config.json lacks, under the family's usual names.
 
     The class's default goes first. Where it is None, the class derives the value from others, and the family's default
@@ -168,16 +193,15 @@ def usual_values(family: Family, names: Mapping[str, str]) -> dict[str, Any]:
     return {**family.defaults, **{key: value for key, value in of_class.items() if _stands(key, value, family)}}
 
 
-def _stands(key: str, value: Any, family: Family) -> bool:
+def _stands(key: str, value: object, family: Family) -> bool:
     return value is not None or key in DERIVED or family.defaults.get(key) is None
 
 
-def inner_values(hf_config: Values, family: Family) -> dict[str, Any]:
+def inner_values(hf_config: Values, family: Family) -> Fields:
     """Values of keys inside an object that the family reads one by one, as `object.key`."""
-    found: dict[str, Any] = {}
-    for outer in {
-        known.partition(".")[0] for known in (*family.keys, *family.defaults, *family.aliases) if "." in known
-    }:
+    found: Fields = {}
+    nested = (known for known in (*family.keys, *family.defaults, *family.aliases) if "." in known)
+    for outer in {known.partition(".")[0] for known in nested}:
         inner = hf_config.get(outer) or family.defaults.get(outer)
         if outer == ROTARY:  # an older name goes first, and the longest context is that before scaling by default
             inner = hf_config.get("rope_scaling") or inner
@@ -189,40 +213,41 @@ def inner_values(hf_config: Values, family: Family) -> dict[str, Any]:
     return found
 
 
-def _kind(rotary: Values) -> Any:
+def _kind(rotary: Values) -> object:
     return rotary.get("rope_type", rotary.get("type"))
 
 
 def _mamba_width(hf: Values) -> int:
-    inner = hf.get("mamba_d_ssm")
-    return (hf["mamba_expand"] * hf["hidden_size"] if inner is None else inner) // hf["mamba_n_heads"]
+    if hf.get("mamba_d_ssm") is not None:
+        return whole(hf, "mamba_d_ssm") // whole(hf, "mamba_n_heads")
+    return whole(hf, "mamba_expand") * whole(hf, "hidden_size") // whole(hf, "mamba_n_heads")
 
 
 def _step_rank(hf: Values) -> int:
-    return math.ceil(hf["hidden_size"] / 16)
+    return math.ceil(whole(hf, "hidden_size") / 16)
 
 
-DERIVED: Mapping[str, Callable[[Values], Any]] = {
+DERIVED: Mapping[str, Callable[[Values], object]] = {
     "mamba_d_head": _mamba_width,
     "mamba_dt_rank": _step_rank,
     "time_step_rank": _step_rank,
-    "v_head_dim": lambda hf: hf["hidden_size"] // hf["num_attention_heads"],
+    "v_head_dim": lambda hf: whole(hf, "hidden_size") // whole(hf, "num_attention_heads"),
     "linear_num_key_heads": lambda hf: hf["num_attention_heads"],
     "linear_num_value_heads": lambda hf: hf["num_attention_heads"],
-    "linear_key_head_dim": lambda hf: int(0.75 * hf["hidden_size"] / hf["linear_num_key_heads"]),
-    "linear_value_head_dim": lambda hf: 2 * hf["linear_key_head_dim"],
-    "initializer_range": lambda hf: 2 / (5 * hf["hidden_size"]) ** 0.5,
-    "embedding_initializer_range": lambda hf: 2 * hf["initializer_range"],
+    "linear_key_head_dim": lambda hf: int(0.75 * whole(hf, "hidden_size") / whole(hf, "linear_num_key_heads")),
+    "linear_value_head_dim": lambda hf: 2 * whole(hf, "linear_key_head_dim"),
+    "initializer_range": lambda hf: 2 / (5 * number(hf, "hidden_size")) ** 0.5,
+    "embedding_initializer_range": lambda hf: 2 * number(hf, "initializer_range"),
     "ssm_multipliers": lambda hf: [1.0] * 5,
     "mlp_multipliers": lambda hf: [1.0] * 2,
 }
 """Key -> what classes derive it from, in the order in which they do."""
 
 
-def derived_values(hf: Values, family: Family, names: Mapping[str, str]) -> dict[str, Any]:
+def derived_values(hf: Values, family: Family, names: Mapping[str, str]) -> Fields:
     """The values of keys that the family's class derives, where a config.json leaves them open."""
     open_keys = {names.get(key, key) for key, value in family.class_defaults.items() if value in UNSET}
-    found: dict[str, Any] = {}
+    found: Fields = {}
     for key, derive in DERIVED.items():
         if key in open_keys and hf.get(key) in UNSET:
             found[key] = derive({**hf, **found})

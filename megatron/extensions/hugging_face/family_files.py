@@ -11,10 +11,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron.core.parts import HF_FAMILIES
+from megatron.extensions.hugging_face.config_json.adapters import ADAPTERS
 from megatron.extensions.hugging_face.families import Family, Rule
 from megatron.extensions.hugging_face.family_names import config_keys, misspelled, near, parameters
 from megatron.training.config.flags import dashed, flags_of, home_of
@@ -27,6 +29,7 @@ SCHEMA: dict[str, Any] = get_type_hints(Family) | {
     "like": str,
     "layer": str,
     "weights": Sequence[str | Texts],
+    "adapters": Sequence[str],
     "multi_token_layer": str,
     "multi_token_weights": Texts,
 }
@@ -146,6 +149,9 @@ def _misfit(table: Mapping[str, Any]) -> Iterator[str]:
     for each in table.get("weights", ()):
         if isinstance(each, str) and each != "like" and each not in _shared("weights"):
             yield f"weights: there is no table {each!r}{near(each, _shared('weights'))}"
+    for each in table.get("adapters", ()):
+        if each != "like" and each not in ADAPTERS:
+            yield f"adapters: there is no class {each!r}{near(each, ADAPTERS)}"
     like = table.get("like", "any decoder")
     if like not in _shared("bases") and like not in built_in_names():
         yield f"like: {like!r} is neither a base nor a family{near(like, [*_shared('bases'), *built_in_names()])}"
@@ -191,8 +197,9 @@ def _whole(table: dict[str, Any]) -> dict[str, Any]:
     if like is None:
         return own
     base = _whole(_shared("bases")[like] if like in _shared("bases") else _built_in(like))
-    if "weights" in own:
-        own["weights"] = [part for each in own["weights"] for part in (base["weights"] if each == "like" else [each])]
+    for kind in ("weights", "adapters"):
+        if kind in own:
+            own[kind] = list(chain(*(base.get(kind, ()) if each == "like" else [each] for each in own[kind])))
     keys = own.get("keys", {})
     stated = (
         keys.keys()
@@ -259,5 +266,6 @@ def _family(model_type: str, file: str, own: dict[str, Any]) -> Family:
         values=values,
         keys={theirs: ours for theirs, ours in table.pop("keys").items() if ours is not None},
         defaults=usual | table.pop("defaults", {}),
+        adapters=[ADAPTERS[each] for each in table.pop("adapters", ())],
         **table,
     )

@@ -220,7 +220,10 @@ def _pad_token_id(tokenizer: Tokenizer, side_files: Mapping[str, Path]) -> int |
     )
     token = settings.get("pad_token")
     token = token.get("content") if isinstance(token, dict) else token
-    return generation.get("pad_token_id") if token is None else tokenizer.find(str(token))
+    if token is not None:
+        return tokenizer.find(str(token))
+    pad = generation.get("pad_token_id")
+    return pad if isinstance(pad, int) else None
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -6,24 +6,22 @@ A setting that a family cannot express is an error, never an approximation: what
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megatron.core.config.layers import layer_numbers
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import HF_FAMILIES, NORMALIZATIONS, RESIDUALS, router_of
+from megatron.extensions.hugging_face.config_json.config_values import Fields, Values, number, table, text, whole
+from megatron.extensions.hugging_face.config_json.read_layers import FULL, LOCAL, pattern_text
+from megatron.extensions.hugging_face.config_json.read_rotary import LLAMA3_SCALING, YARN_SCALING
 from megatron.extensions.hugging_face.families import Family
 from megatron.extensions.hugging_face.read_config import (
-    COMPRESSED,
-    SELECTED,
     config_from_hf,
     family_of,
     fields_of,
     product_of,
 )
-from megatron.extensions.hugging_face.read_layers import CHUNKED, FULL, LOCAL, pattern_text, selecting
-from megatron.extensions.hugging_face.read_rotary import LLAMA3_SCALING, YARN_SCALING
 from megatron.training.config.saved_flags import training_only
 
 OF_WINDOWS = (
@@ -58,7 +56,7 @@ class Inexpressible(ValueError):
         self.lost = lost
 
 
-def config_to_hf(config: TransformerConfig, model_type: str) -> dict[str, Any]:
+def config_to_hf(config: TransformerConfig, model_type: str) -> Fields:
     """Converts to a config.json. Raises ValueError for settings that the family cannot express."""
     family = family_of({"model_type": model_type})
     hf = _settings(config, family)
@@ -67,152 +65,102 @@ def config_to_hf(config: TransformerConfig, model_type: str) -> dict[str, Any]:
     return hf
 
 
-def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    model_type = family.model_type
-    hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
-    hf |= {key: legal[0] for key, legal in family.only.items()}
+def _settings(config: TransformerConfig, family: Family) -> Fields:
     stated = _with_derived(config)
+    hf = _of_tables(config, stated, family) | _positions_to_hf(config, family) | _windows_to_hf(config, family)
+    if "mamba_expand" in family.defaults:
+        channels = whole(stated, "mamba_num_heads") * whole(stated, "mamba_head_dim")
+        hf["mamba_expand"] = channels // config.hidden_size
+    if "mamba_d_ssm" in family.defaults:
+        hf["mamba_d_ssm"] = whole(stated, "mamba_num_heads") * whole(stated, "mamba_head_dim")
+    for adapter in family.adapters:
+        hf = adapter.write(hf, config, stated, family)
+    if config.head_dim % 2 and config.head_dim == config.hidden_size // config.num_attention_heads:
+        hf = {key: value for key, value in hf.items() if key != "head_dim"}  # transformers refuses odd ones
+    return _spelled(hf, family)
+
+
+def _of_tables(config: TransformerConfig, stated: Values, family: Family) -> Fields:
+    """The keys that the tables of a family give."""
+    hf: Fields = {"architectures": [family.architecture], "model_type": family.model_type}
+    hf |= {key: legal[0] for key, legal in family.only.items()}
     hf |= {key: _value_in_hf(family, key, stated[ours]) for key, ours in family.keys.items()}
     hf |= {key: config.num_layers // family.layers_each for key, ours in family.keys.items() if ours == "num_layers"}
     hf["tie_word_embeddings"] = config.tied_embeddings
     hf |= {key: hf[other] for key, other in family.equal.items()}
     for ours, powers in family.powers.items():
-        hf |= _factor(hf, stated[ours], powers)
-    if "first_k_dense_replace" in family.defaults:
-        hf["first_k_dense_replace"] = config.moe_layers[0] if config.moe_layers else config.num_layers
-    if "mlp_only_layers" in family.defaults:
-        hf |= {"mlp_only_layers": list(config.dense_layers), "decoder_sparse_step": 1}
-    if "mlp_layer_types" in family.defaults:
-        hf["mlp_layer_types"] = ["sparse" if experts else "dense" for experts in config.expert_pattern]
+        hf |= _factor(hf, stated, ours, powers)
     if family.width_without_experts and config.num_experts is None:
         key = next(key for key, ours in family.keys.items() if ours == "num_experts")
         hf |= {key: 0, family.width_without_experts: config.ffn_size}
     if family.multi_token_key and config.mtp_depths:
         hf[family.multi_token_key] = config.mtp_depths
+    return hf
+
+
+def _positions_to_hf(config: TransformerConfig, family: Family) -> Fields:
+    """The rotary embedding, or none where the family's models may have none."""
     positions = family.fixed.get("position_embedding_type", "any")
     if (config.position_embedding_type if positions in (None, "any") else positions) == "rope":
-        hf |= _rotary_to_hf(config, family)
-    elif positions is None:
-        hf["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
-    if "window_size" not in family.fixed and "window_size" not in family.keys.values():
-        hf["sliding_window"] = config.window_size
-        if "use_sliding_window" in family.defaults:
-            hf["use_sliding_window"] = config.window_size is not None
-            hf |= {"max_window_layers": config.local_pattern.index(True)} if any(config.local_pattern) else {}
-        if "attention_types" in family.defaults:
-            hf["sliding_window"] = config.window_size or family.defaults["sliding_window"]
-            hf["attention_types"] = [[["local" if local else "global" for local in config.local_pattern], 1]]
-        usual = family.layer_types or "sliding_window_pattern" in family.defaults
-        if usual and config.window_size is None and family.rotary_layers == "all":
-            # Some classes want a number, which no layer looks at.
-            hf["sliding_window"] = family.defaults.get("sliding_window")
-        by_number = "no_rope_layers" in family.defaults and any(config.local_pattern)
-        if usual or by_number or 0 < sum(config.local_pattern) < config.num_layers:
-            hf["layer_types"] = [LOCAL if local else FULL for local in config.local_pattern]
-    if "full_attention_interval" in family.defaults:
-        hf["layer_types"] = [family.linear_kind if linear else FULL for linear in config.linear_pattern]
-    if "attn_layer_indices" in family.defaults:
-        hf["attn_layer_indices"] = [layer for layer, linear in enumerate(config.linear_pattern) if not linear]
-    if "indexer_types" in family.defaults:
-        period, offset = stated["dsa_indexer_topk_freq"], stated["dsa_indexer_skip_topk_offset"]
-        full = selecting(period, max(offset, 1), config.num_layers)
-        hf["indexer_types"] = ["full" if each else "shared" for each in full]
-    if "block_types" in family.defaults:
-        hf["block_types"] = ["recurrent" if linear else "attention" for linear in config.linear_pattern]
-        hf["intermediate_size"] *= 2
-    if "attn_layer_period" in family.defaults:
-        hf |= _period("attn", [not linear for linear in config.linear_pattern])
-        hf |= _period("expert", config.expert_pattern) | {"num_experts": config.num_experts or 1}
-    if "block_auto_adjust_ff_dim" in family.defaults:
-        hf["block_auto_adjust_ff_dim"] = False
-    if "mamba_expand" in family.defaults:
-        hf["mamba_expand"] = stated["mamba_num_heads"] * stated["mamba_head_dim"] // config.hidden_size
-    if "mamba_d_ssm" in family.defaults:
-        hf["mamba_d_ssm"] = stated["mamba_num_heads"] * stated["mamba_head_dim"]
-    if "attention_chunk_size" in family.defaults:
-        hf["attention_chunk_size"] = config.attention_chunk_size
-        hf["layer_types"] = [CHUNKED if local else FULL for local in config.local_pattern]
-    if "attn_temperature_tuning" in family.defaults:
-        coeff = config.attention_temperature_coeff
-        hf |= {"attn_temperature_tuning": coeff > 0, "attn_scale": coeff or family.defaults["attn_scale"]}
-    if "layer_rope_theta" in family.defaults:
-        bases = [(config.window_rotary_base if local else None) or config.rotary_base for local in config.local_pattern]
-        hf["layer_rope_theta"] = [base * rotated for base, rotated in zip(bases, config.rope_pattern, strict=True)]
-    if "num_attention_heads_per_layer" in family.defaults:
-        heads = [config.of_layer(layer).num_attention_heads for layer in range(config.num_layers)]
-        hf["num_attention_heads_per_layer"] = heads
-    if "topk_method" in family.only and (config.moe_router_num_groups or 1) > 1:
-        groups = {"n_group": config.moe_router_num_groups, "topk_group": config.moe_router_group_topk}
-        hf |= {"topk_method": "group_limited_greedy", **groups}
-    if "moe_layers" in family.defaults:
-        hf["moe_layers"] = list(config.moe_layers)
-    if "no_rope_layers" in family.defaults:
-        hf["no_rope_layers"] = [int(rotated) for rotated in config.rope_pattern]
-    if "compress_rates" in family.defaults:
-        hf |= _compressed_to_hf(config, stated, hf.pop("rope_scaling", {"rope_type": "default"}))
-    if "hybrid_override_pattern" in family.keys:  # keys of kinds of layers that the model lacks
-        hf = {key: value for key, value in hf.items() if value is not None}
-    if config.head_dim % 2 and config.head_dim == config.hidden_size // config.num_attention_heads:
-        hf = {key: value for key, value in hf.items() if key != "head_dim"}  # transformers refuses odd ones
-    found: dict[str, Any] = {}
+        return _rotary_to_hf(config, family)
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": None}} if positions is None else {}
+
+
+def _windows_to_hf(config: TransformerConfig, family: Family) -> Fields:
+    """The sliding window, and the layers that have it."""
+    if "window_size" in family.fixed or "window_size" in family.keys.values():
+        return {}
+    hf: Fields = {"sliding_window": config.window_size}
+    if "use_sliding_window" in family.defaults:
+        hf["use_sliding_window"] = config.window_size is not None
+        hf |= {"max_window_layers": config.local_pattern.index(True)} if any(config.local_pattern) else {}
+    if "attention_types" in family.defaults:
+        hf["sliding_window"] = config.window_size or family.defaults["sliding_window"]
+        hf["attention_types"] = [[["local" if local else "global" for local in config.local_pattern], 1]]
+    usual = family.layer_types or "sliding_window_pattern" in family.defaults
+    if usual and config.window_size is None and family.rotary_layers == "all":
+        # Some classes want a number, which no layer looks at.
+        hf["sliding_window"] = family.defaults.get("sliding_window")
+    by_number = "no_rope_layers" in family.defaults and any(config.local_pattern)
+    if usual or by_number or 0 < sum(config.local_pattern) < config.num_layers:
+        hf["layer_types"] = [LOCAL if local else FULL for local in config.local_pattern]
+    return hf
+
+
+def _spelled(hf: Values, family: Family) -> Fields:
+    """Keys as the family's files spell them: `object.key` inside its object, and numbers of the class's type."""
+    found: Fields = {}
     for key, value in hf.items():
-        outer, _, name = key.partition(".")
-        if name:
-            is_count = type(family.defaults.get(key)) is int and type(value) is float and value.is_integer()
-            found.setdefault(outer, {})[name] = int(value) if is_count else value
+        outer, _, inner = key.partition(".")
+        if inner:
+            if type(family.defaults.get(key)) is int and isinstance(value, float) and value.is_integer():
+                value = int(value)
+            found[outer] = table(found, outer) | {inner: value}
         elif key not in family.unwritten:
             name = family.spelling.get(key, key)
-            found[name] = found.get(name, {}) | value if isinstance(value, dict) else value
+            found[name] = table(found, name) | value if isinstance(value, dict) else value
     return {key: _as_class(value, family.class_defaults.get(key)) for key, value in found.items()}
 
 
-def _as_class(value: Any, usual: Any) -> Any:
+def _as_class(value: object, usual: object) -> object:
     """A whole number as a float where the family's class has a float: newer classes refuse another type."""
-    return float(value) if type(value) is int and type(usual) is float else value
+    return float(value) if isinstance(value, int) and type(value) is int and type(usual) is float else value
 
 
-def _period(of: str, layers: Sequence[bool]) -> dict[str, int]:
-    """Period and offset of some layers, as far as they have these."""
-    first, *others = [number for number, chosen in enumerate(layers) if chosen] or [len(layers)]
-    period = others[0] - first if others else len(layers) + 1
-    return {f"{of}_layer_period": period, f"{of}_layer_offset": first}
-
-
-def _compressed_to_hf(
-    config: TransformerConfig, stated: Mapping[str, Any], scaling: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Layers of DeepSeek-V4, whose layers with compressed keys have one ratio other than 4 at most."""
-    layers, ratios = config.num_layers, layer_numbers(stated["csa_compress_ratios"] or "", config.num_layers, least=0)
-    heavy = next((ratio for ratio in ratios if ratio not in (0, 4)), 128)
-    kinds, hashed = {0: LOCAL, 4: SELECTED}, stated.get("moe_n_hash_layers", 0)
-    percent = stated["qk_pos_emb_head_dim"] / stated["v_head_dim"]
-    both = {"main": {"rope_type": "default", "rope_theta": config.rotary_base}, "compress": {**scaling}}
-    both["compress"]["rope_theta"] = stated["csa_compress_rotary_base"]
-    if scaling.get("rope_type") == "yarn":
-        both["compress"]["attention_factor"] = 1.0
-    return {
-        "layer_types": [kinds.get(ratio, COMPRESSED) for ratio in ratios],
-        "compress_rates": {SELECTED: 4, COMPRESSED: heavy},
-        "mlp_layer_types": ["hash_moe" if layer < hashed else "moe" for layer in range(layers)],
-        "partial_rotary_factor": percent,
-        "compress_rope_theta": stated["csa_compress_rotary_base"],
-        "rope_parameters": {kind: {**each, "partial_rotary_factor": percent} for kind, each in both.items()},
-    }
-
-
-def _factor(hf: Mapping[str, Any], product: float | None, powers: Mapping[str, float]) -> dict[str, Any]:
+def _factor(hf: Values, stated: Values, field: str, powers: Mapping[str, float]) -> Fields:
     """The first of the keys that a field is a product of, with the value that follows from the others'."""
     (key, power), *others = powers.items()
-    if product is None or any(hf.get(other) is None for other, _ in others):
+    if stated[field] is None or any(hf.get(other) is None for other, _ in others):
         return {}
-    value = (product / math.prod(hf[other] ** each for other, each in others)) ** (1 / power)
+    product = number(stated, field)
+    value = (product / math.prod(number(hf, other) ** each for other, each in others)) ** (1 / power)
     short = round(value, 9)
     if short and product_of({**hf, key: short}, powers) == product:
         value = short
     return {key: int(value) if value.is_integer() else value}
 
 
-def _lost(config: TransformerConfig, hf: Mapping[str, Any]) -> list[str]:
+def _lost(config: TransformerConfig, hf: Values) -> list[str]:
     """Settings of a model that a config.json made of it does not express."""
     expected, found = settings_of(config), settings_of(config_from_hf(hf))
     lost = [f"{name} = {value!r}" for name, value in expected.items() if found.get(name, value) != value]
@@ -228,7 +176,7 @@ def _unconditional_parts(config: TransformerConfig) -> list[str]:
     ]
 
 
-def _value_in_hf(family: Family, key: str, value: Any) -> Any:
+def _value_in_hf(family: Family, key: str, value: object) -> object:
     """The value of a key of config.json that means `value` of our field; another if there is none."""
     if key not in family.values:
         return list(value) if isinstance(value, tuple) else value
@@ -250,34 +198,45 @@ def choose_family(config: TransformerConfig) -> str:
     raise ValueError(f"no Hugging Face family can express this model; of the nearest, {nearest}")
 
 
-def _rotary_to_hf(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    hf: dict[str, Any] = {"rope_theta": config.rotary_base}
+def _rotary_to_hf(config: TransformerConfig, family: Family) -> Fields:
+    hf: Fields = {"rope_theta": config.rotary_base}
     if config.rotary_percent != 1 or "partial_rotary_factor" in family.defaults:
         hf["partial_rotary_factor"] = config.rotary_percent
-    if "rope_parameters" in family.defaults:
-        hf.setdefault("rope_scaling", {"rope_type": "default"})
     if "rotary_dim" in family.defaults:
         hf["rotary_dim"] = config.rotary_dim
+    scaling = _scaling_to_hf(config)
+    if "rope_local_base_freq" in family.defaults:
+        return _rotary_by_kind(config, hf, scaling)
+    if scaling or "rope_parameters" in family.defaults:
+        hf["rope_scaling"] = scaling or {"rope_type": "default"}
+    return hf
+
+
+def _scaling_to_hf(config: TransformerConfig) -> Fields:
+    """Scaling for contexts longer than those of pretraining; empty without any."""
     if config.use_rope_scaling:
-        hf["rope_scaling"] = {key: getattr(config, ours) for key, ours in LLAMA3_SCALING.items()}
-        hf["rope_scaling"]["rope_type"] = "llama3"
-    elif _stretches(config):
-        hf["rope_scaling"] = {"rope_type": "yarn"} | {key: getattr(config, ours) for key, ours in YARN_SCALING.items()}
+        return {key: getattr(config, ours) for key, ours in LLAMA3_SCALING.items()} | {"rope_type": "llama3"}
+    if _stretches(config):
+        scaling: Fields = {"rope_type": "yarn"} | {key: getattr(config, ours) for key, ours in YARN_SCALING.items()}
         if config.mscale_all_dim:
-            hf["rope_scaling"] |= {"mscale": config.mscale, "mscale_all_dim": config.mscale_all_dim}
+            scaling |= {"mscale": config.mscale, "mscale_all_dim": config.mscale_all_dim}
         if not config.yarn_correction_range_round_to_int:
-            hf["rope_scaling"]["truncate"] = False
-    elif config.rotary_seq_len_interpolation_factor:
-        hf["rope_scaling"] = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
-    if "rope_local_base_freq" not in family.defaults:
-        return hf
-    full = {"rope_type": "default", **hf.pop("rope_scaling", {}), "rope_theta": config.rotary_base}
-    local = {"rope_type": "default", "rope_theta": config.window_rotary_base}
+            scaling["truncate"] = False
+        return scaling
+    if config.rotary_seq_len_interpolation_factor:
+        return {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
+    return {}
+
+
+def _rotary_by_kind(config: TransformerConfig, hf: Fields, scaling: Fields) -> Fields:
+    """The rotary embeddings of layers with a sliding window and of others. Only the latter are scaled."""
+    full = {"rope_type": "default", **scaling, "rope_theta": config.rotary_base}
+    local: Fields = {"rope_type": "default", "rope_theta": config.window_rotary_base}
     local = full if config.window_rotary_base is None else local
     if "partial_rotary_factor" in hf or config.window_rotary_percent is not None:
         percent = hf.pop("partial_rotary_factor", config.rotary_percent)
-        full, local = ({**each, "partial_rotary_factor": percent} for each in (full, local))
-        local["partial_rotary_factor"] = config.window_rotary_percent or percent
+        full = {**full, "partial_rotary_factor": percent}
+        local = {**local, "partial_rotary_factor": config.window_rotary_percent or percent}
     return hf | {"rope_parameters": {FULL: full, LOCAL: local}}
 
 
@@ -286,11 +245,13 @@ def _stretches(config: TransformerConfig) -> bool:
     return config.yarn and config.rotary_scaling_factor != 1
 
 
-def _with_derived(config: TransformerConfig) -> dict[str, Any]:
+def _with_derived(config: TransformerConfig) -> Fields:
     """All fields, those that leave open what others say with the value that follows."""
     fields = fields_of(config)
-    if text := fields.get("csa_compress_ratios"):  # without those of modules of multi-token prediction
-        fields["csa_compress_ratios"] = str([*layer_numbers(text, None, least=0)[: config.num_layers]])
+    if fields.get("csa_compress_ratios"):  # without those of modules of multi-token prediction
+        ratios = layer_numbers(text(fields, "csa_compress_ratios"), None, least=0)
+        fields["csa_compress_ratios"] = str([*ratios[: config.num_layers]])
+    mamba_width = whole(fields, "mamba_head_dim") if "mamba_head_dim" in fields else 64
     return fields | {
         "latent_norm_epsilon": fields.get("latent_norm_epsilon") or config.norm_epsilon,
         "multi_latent_attention": config.attention == "multi_latent_attention",
@@ -337,11 +298,11 @@ def _with_derived(config: TransformerConfig) -> dict[str, Any]:
         "mamba1_channels": fields.get("mamba1_channels") or 2 * config.hidden_size,
         "mamba1_step_rank": fields.get("mamba1_step_rank") or math.ceil(config.hidden_size / 16),
         "mamba1_norm_epsilon": fields.get("mamba1_norm_epsilon") or config.norm_epsilon,
-        "mamba_num_heads": fields.get("mamba_num_heads") or 2 * config.hidden_size // fields.get("mamba_head_dim", 64),
+        "mamba_num_heads": fields.get("mamba_num_heads") or 2 * config.hidden_size // mamba_width,
     }
 
 
-def settings_of(config: TransformerConfig) -> dict[str, Any]:
+def settings_of(config: TransformerConfig) -> Fields:
     """Fields that affect the model's outputs, with derived values. Fields without effect are left out."""
     fields = _with_derived(config)
     rotary, attends = config.position_embedding_type == "rope", any(layer.attends for layer in config.layers)

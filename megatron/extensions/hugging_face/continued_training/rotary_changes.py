@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.model import TransformerConfig
-from megatron.extensions.hugging_face.read_rotary import LLAMA3_SCALING, YARN_SCALING
+from megatron.extensions.hugging_face.config_json.read_rotary import LLAMA3_SCALING, YARN_SCALING
 from megatron.extensions.hugging_face.write_config import settings_of
 from megatron.training.config.flags import field_table, with_fields
 from megatron.training.config.problem import Problem
