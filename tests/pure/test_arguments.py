@@ -16,10 +16,9 @@ from megatron.core.registry import Registry
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
 from megatron.training.config.commands import COMMANDS, options
 from megatron.training.config.flags import all_flags, flat_values, home_of, sections, spelling_table
-from megatron.training.config.foreign_flags import FLAG_TABLES
 from megatron.training.config.help import field_docs
 from megatron.training.config.problem import any_text
-from megatron.training.config.reading import FlagReader, tokens_of
+from megatron.training.config.reading import FOREIGN_PROGRAMS, FlagReader, tokens_of
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
 from tests.apart import python_apart
@@ -113,7 +112,7 @@ def test_values(argv: str, section: str, field: str, value: Any) -> None:
 
 
 def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    nobody = " nor ".join(["neither this program", *FLAG_TABLES]) if FLAG_TABLES else "no extension"
+    nobody = " nor ".join(["neither this program", *FOREIGN_PROGRAMS]) if FOREIGN_PROGRAMS else "no extension"
     lines = failure(
         "--num-layer 30 --hidden-size x --pipeline-schedule 1f1 "
         "--swiglu yes --gibberish --tp 3 --world-size 8 --dry-run --seed 1 2 "

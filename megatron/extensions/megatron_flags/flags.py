@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.training.config.foreign_flags import DIFFERENCES, FLAG_TABLES
+from megatron.training.config.reading import FOREIGN_PROGRAMS
 from megatron.training.extensions import extension_flags
 
 
@@ -45,5 +45,4 @@ class DataLists:
         return {field: value for field, value in vars(self).items() if value}
 
 
-FLAG_TABLES.register("Megatron-LM", f"{__package__}.tables:read_tables")
-DIFFERENCES.register("Megatron-LM", f"{__package__}.megatron_differences:differences_met")
+FOREIGN_PROGRAMS.register("Megatron-LM", f"{__package__}.megatron:MEGATRON")

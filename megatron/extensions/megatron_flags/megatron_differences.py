@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.training.config.flags import named_value
-from megatron.training.config.foreign_flags import Given
 from megatron.training.config.run_config import RunConfig
+
+Given = Collection[str]
+"""Every flag as it was given, alone and with its first value: also those that no field has."""
 
 
 @dataclass(frozen=True)

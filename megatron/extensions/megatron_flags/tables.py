@@ -6,7 +6,7 @@ The tables are in megatron_flags.toml, beside this file.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron.training.config.commands import options
 from megatron.training.config.flags import home_of, is_registered, spelling_table
 from megatron.training.config.reading import FlagReader, Reading, tokens_of
+from megatron.training.config.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ Entry = Accepted | SameAs | Exchange | NotBuilt
 
 @dataclass(frozen=True)
 class ForeignFlags:
-    """A `FlagTable` of flags without a configuration field, and of other values."""
+    """The flags of a `ForeignProgram` that have no field here, and its other values."""
 
     entries: dict[str, Entry]
     prefixes: dict[str, NotBuilt]
@@ -105,6 +106,9 @@ class ForeignFlags:
 
     def spellings(self) -> Collection[str]:
         return self.entries
+
+    def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
+        return ()
 
     def feature(self, flag: str, texts: Sequence[str]) -> str | None:
         if len(texts) > 1:

@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron.training.config.flags import field_table, parse_int, spelling_table
 from megatron.training.config.problem import Problem
-from megatron.training.config.reading import FlagReader, compose, plain, texts_of
+from megatron.training.config.reading import FlagReader
+from megatron.training.config.yaml_text import compose, plain, texts_of
 
 UNITS = {
     "from-samples": "samples",

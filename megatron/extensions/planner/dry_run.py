@@ -19,9 +19,9 @@ from megatron.extensions.simulator.simulator import StageCosts
 from megatron.training.config.batch_size import batch_line, microbatches_of, shape_line
 from megatron.training.config.commands import Prepared
 from megatron.training.config.flags import flat_values, named_value
-from megatron.training.config.foreign_flags import DIFFERENCES
 from megatron.training.config.output_files import write_json
 from megatron.training.config.problem import Problem
+from megatron.training.config.reading import foreign_programs
 from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import Phase, RunPlan, plan_of
 
@@ -99,7 +99,7 @@ def print_plan(
         ("Batch and length", batch_lines(run, dims, cache)),
         ("Data", [line for phase in run.phases for line in data_lines(run, phase)]),
         (f"Predicted step{of}", step_lines(step) if step is not None else ()),
-        *((f"Different from {name}", DIFFERENCES[name](config, asked.given)) for name in DIFFERENCES),
+        *((f"Different from {name}", of.differences(config, asked.given)) for name, of in foreign_programs().items()),
     ):
         if not (found := list(lines)):
             continue

@@ -29,14 +29,19 @@ from megatron.training.config.flags import (
     is_registered,
     value_of,
 )
-from megatron.training.config.foreign_flags import flag_tables
 from megatron.training.config.help import help_text
 from megatron.training.config.problem import Problem, print_problems, text_rule
-from megatron.training.config.reading import FlagReader, compose, overridden, plain, texts_of, tokens_of
+from megatron.training.config.reading import (
+    FlagReader,
+    foreign_examples,
+    overridden,
+    tokens_of,
+)
 from megatron.training.config.rules.fields import REQUIRED
 from megatron.training.config.rules.nearest import with_legal_values
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import names_data, resolve, validate
+from megatron.training.config.yaml_text import compose, plain, texts_of
 from megatron.training.extensions import ExtensionError, load_extensions, loaded_extensions, may_load
 from megatron.training.reliability.launch import Launch
 
@@ -175,7 +180,7 @@ def read_flags(argv: Sequence[str], script: Path | None = None) -> FlagReader:
     tokens = list(tokens_of(argv))
     extensions = _load_extensions(tokens, script)
     unknown = [(name, texts) for name, texts in tokens if not is_registered(name, *texts[:1])]
-    examples = {file: flag for table in flag_tables() if unknown for file, flag in table.examples(unknown).items()}
+    examples = foreign_examples(unknown) if unknown else {}
     extensions += load_extensions([str(EXAMPLES / file) for file in examples])
     reader = FlagReader()
     reader.notes += [f"{given} loads examples/{file} as an extension" for file, given in examples.items()]

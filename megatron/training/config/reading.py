@@ -5,16 +5,19 @@ Each is kept as a `Reading`, which notes and `tools/translate_flags.py` print.""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
 
+from megatron.core.registry import NoFacts, Registry
 from megatron.training.config.code_record import standing
 from megatron.training.config.commands import GivenOptions, options
 from megatron.training.config.flags import Flag, all_flags, field_table, home_of, spelling_table
-from megatron.training.config.foreign_flags import FLAG_TABLES, flag_tables
 from megatron.training.config.problem import Problem, path_rule, text_rule
-from megatron.training.config.yaml_text import compose_yaml, read_yaml_file
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.yaml_text import compose, plain, texts_of
 
 SAID_OF_SWITCHES = {"true": True, "false": False}
 """Values that a switch may have on a command line, as it may in a file."""
@@ -38,6 +41,49 @@ class Reading:
     def __str__(self) -> str:
         given = " ".join(self.given)
         return f"{given} is read as {' '.join(self.ours)}" if self.ours else f"{given} has no effect: {self.why}"
+
+
+class ForeignProgram(Protocol):
+    """Another program: its flags without a field here, values that no field takes, and results that differ.
+
+    @FOREIGN_PROGRAMS.register("Theirs")
+    class Theirs(ForeignProgram): ...
+    """
+
+    def spellings(self) -> Collection[str]:
+        """The flags."""
+
+    def read(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
+        """Tells the reader what such a flag or value is; returns False for what it does not know."""
+
+    def feature(self, flag: str, texts: Sequence[str]) -> str | None:
+        """The feature, which is not built, that these values of a field's flag ask for."""
+
+    def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
+        """File of examples/ -> the flag, of some that are not registered, that asks for what it registers."""
+
+    def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
+        """Lines about results of a resolved configuration that differ from the results of this program under equal
+        flags. `given` has every flag as it was given, alone and with its first value, also those that no field has."""
+
+
+FOREIGN_PROGRAMS: Registry[ForeignProgram, NoFacts, []] = Registry("program", NoFacts, protocol=ForeignProgram)
+"""Programs whose flags are known here. They are read only for a flag or value that no field has."""
+
+
+def foreign_programs() -> dict[str, ForeignProgram]:
+    """Name -> program."""
+    return {name: FOREIGN_PROGRAMS[name] for name in FOREIGN_PROGRAMS}
+
+
+def foreign_spellings() -> set[str]:
+    """The flags of other programs."""
+    return {each for program in foreign_programs().values() for each in program.spellings()}
+
+
+def foreign_examples(unknown: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
+    """File of examples/ -> the flag, of unknown ones, that asks for what it registers."""
+    return dict(chain(*(program.examples(unknown).items() for program in foreign_programs().values())))
 
 
 @dataclass
@@ -94,7 +140,7 @@ class FlagReader(GivenOptions):
             self._option(name, texts)
         elif flag is not None and (not flag.spec.choices or all(text in flag.spec.choices for text in texts)):
             self.read_field(name, texts, texts)  # most runs never read the tables
-        elif not any(table.read(self, name, texts) for table in flag_tables()):
+        elif not any(program.read(self, name, texts) for program in foreign_programs().values()):
             self._unknown(name, texts) if flag is None else self.read_field(name, texts, texts)
 
     def finish(self) -> None:
@@ -146,11 +192,11 @@ class FlagReader(GivenOptions):
         if (home := home_of(name)) is not None:
             self.refuse(name, texts, f"is a flag of the extension {home}, which is not installed", _restore(home))
             return
-        known = [*spelling_table(), *(each for table in flag_tables() for each in table.spellings()), *options()]
+        known = [*spelling_table(), *foreign_spellings(), *options()]
         plain = "--" + name.lstrip("-").replace("_", "-").lower()
         close = [plain] if plain in known else difflib.get_close_matches(plain, known, n=1, cutoff=0.85)
         close = close or sorted((each for each in spelling_table() if each.startswith(f"{plain}-")), key=len)
-        nobody = " nor ".join(["neither this program", *FLAG_TABLES]) if FLAG_TABLES else "no extension"
+        nobody = " nor ".join(["neither this program", *FOREIGN_PROGRAMS]) if FOREIGN_PROGRAMS else "no extension"
         remedy = f"did you mean {close[0]}?" if close else f"{nobody} has it; remove it"
         self.refuse(name, texts, "unknown flag", remedy)
         if close and close[0] in spelling_table():
@@ -160,54 +206,17 @@ class FlagReader(GivenOptions):
 
     def set_value(self, flag: Flag, name: str, texts: Sequence[str]) -> None:
         """Converts the text of a field's value, and sets it unless it is not legal."""
-        if not texts or (len(texts) > 1 and not flag.takes_several):
-            rule = "takes one or more values" if flag.spec.many else "takes one value"
-            remedy = f"given: {len(texts)}" if texts else "write it behind the flag"
-            if texts and (feature := _feature(flag, texts)):
-                rule, remedy = f"asks for {feature}, which is not built", "give one value"
-            self.wrong(flag, name, texts, rule, remedy)
-            return
-        if flag.spec.empty_is_none and list(texts) == [""]:
-            self.set(flag, name, None)
-            return
-        for text in texts:
-            if (broken := text_rule(text)) is not None:
-                self.wrong(flag, name, [text], *broken)
-                return
         try:
-            value = flag.convert(texts)
-        except ValueError as error:
-            remedy = "for example " + ("2, 1_000_000 or 1e6" if flag.kind is int else "0.1 or 1e-4")
-            self.wrong(flag, name, texts, str(error), remedy)
-            return
-        if flag.spec.path is not None:  # before anything opens it
-            for text in texts:
-                if (broken := path_rule(flag.spec.path, text)) is not None:
-                    self.wrong(flag, name, [text], *broken)
-                    return
-        choices = flag.spec.choices
-        illegal = [v for v in (value if flag.takes_several else (value,)) if choices is not None and v not in choices]
-        if choices is None or not illegal:
-            self.set(flag, name, value)
-        elif feature := _feature(flag, illegal[:1]):
-            rule = f"asks for {feature}, which is not built"
-            self.wrong(flag, name, texts, rule, f"use {' or '.join(choices)}")
-        elif (home := home_of(f"{flag.name}={illegal[0]}")) is not None:
-            rule = f"is a value of the extension {home}, which is not installed"
-            self.wrong(flag, name, texts, rule, f"{_restore(home)}; without it: {', '.join(choices)}")
+            value = legal_value(flag, texts)
+        except IllegalValueError as illegal:
+            self.wrong(flag, name, illegal.texts, illegal.rule, illegal.remedy)
         else:
-            import difflib
+            self.set(flag, name, value)
 
-            close = difflib.get_close_matches(illegal[0].lower(), [c.lower() for c in choices], n=1, cutoff=0.6)
-            nearest = next((c for c in choices if close and c.lower() == close[0]), None)
-            remedy = f"nearest: {nearest}" if nearest else "pick one of them"
-            rule = f"must be one of {', '.join(choices)}" if choices else "must name a part, and none is registered"
-            self.wrong(flag, name, texts, rule, remedy if choices else "give the --extension that registers it")
-
-    def set(self, flag: Flag, name: str, value: Any) -> None:
+    def set(self, flag: Flag, name: str, value: object) -> None:
         """The last of several wins, as launch scripts append overrides; a note says so if they differ. The values of a
         flag that may be repeated add up."""
-        if flag.spec.repeats:
+        if flag.spec.repeats and isinstance(value, tuple):
             value = (*(self.values[flag.field] if flag.field in self.given else ()), *value)
         elif flag.field in self.given and self.values.get(flag.field) != value:
             first = self.given[flag.field]
@@ -333,7 +342,7 @@ def known_spelling(name: str) -> str:
     for spelling in (name, dashes, dashes.replace("--disable-", "--no-", 1)):
         if spelling in options() or spelling in spelling_table():
             return spelling
-    found = {each for table in flag_tables() for each in table.spellings()}
+    found = foreign_spellings()
     return next((each for each in (name, dashes, dashes.replace("--disable-", "--no-", 1)) if each in found), dashes)
 
 
@@ -342,41 +351,82 @@ def _is_switch(flag: Flag | None, name: str) -> bool:
     return flag.kind is bool if flag is not None else name not in options() or options()[name].values == (0,)
 
 
+class IllegalValueError(ValueError):
+    """Texts that are no value of a field."""
+
+    def __init__(self, texts: Sequence[str], rule: str, remedy: str) -> None:
+        super().__init__(rule)
+        self.texts = texts
+        self.rule = rule
+        self.remedy = remedy
+
+
+def legal_value(flag: Flag, texts: Sequence[str]) -> object:
+    """The value of a field from the texts behind its flag. Raises IllegalValueError."""
+    if flag.spec.empty_is_none and list(texts) == [""]:
+        return None
+    _check_number_of_values(flag, texts)
+    _check_each(texts, text_rule)
+    try:
+        value = flag.convert(texts)
+    except ValueError as error:
+        example = "2, 1_000_000 or 1e6" if flag.kind is int else "0.1 or 1e-4"
+        raise IllegalValueError(texts, str(error), f"for example {example}") from None
+    if flag.spec.path is not None:  # before anything opens it
+        _check_each(texts, partial(path_rule, flag.spec.path))
+    if flag.spec.choices is not None:
+        values = value if isinstance(value, tuple) else (value,)
+        if illegal := [each for each in values if each not in flag.spec.choices]:
+            raise _no_choice(flag, texts, str(illegal[0]))
+    return value
+
+
+def _check_number_of_values(flag: Flag, texts: Sequence[str]) -> None:
+    if len(texts) == 1 or (texts and flag.takes_several):
+        return
+    rule = "takes one or more values" if flag.spec.many else "takes one value"
+    if not texts:
+        raise IllegalValueError(texts, rule, "write it behind the flag")
+    if feature := _feature(flag, texts):
+        raise IllegalValueError(texts, f"asks for {feature}, which is not built", "give one value")
+    raise IllegalValueError(texts, rule, f"given: {len(texts)}")
+
+
+def _check_each(texts: Sequence[str], rule_of: Callable[[str], tuple[str, str] | None]) -> None:
+    for text in texts:
+        if (broken := rule_of(text)) is not None:
+            raise IllegalValueError([text], *broken)
+
+
+def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueError:
+    """The error for a value that is none of a flag's choices: of another program, of an extension that is not
+    installed, or unknown."""
+    import difflib
+
+    choices = list(map(str, flag.spec.choices or ()))
+    if feature := _feature(flag, [illegal]):
+        return IllegalValueError(texts, f"asks for {feature}, which is not built", f"use {' or '.join(choices)}")
+    if (home := home_of(f"{flag.name}={illegal}")) is not None:
+        rule = f"is a value of the extension {home}, which is not installed"
+        return IllegalValueError(texts, rule, f"{_restore(home)}; without it: {', '.join(choices)}")
+    if not choices:
+        rule = "must name a part, and none is registered"
+        return IllegalValueError(texts, rule, "give the --extension that registers it")
+    in_lower_case = {choice.lower(): choice for choice in reversed(choices)}
+    close = difflib.get_close_matches(illegal.lower(), [choice.lower() for choice in choices], n=1, cutoff=0.6)
+    remedy = f"nearest: {in_lower_case[close[0]]}" if close else "pick one of them"
+    return IllegalValueError(texts, f"must be one of {', '.join(choices)}", remedy)
+
+
 def _feature(flag: Flag, texts: Sequence[str]) -> str | None:
     """The feature of another program, which is not built, that values ask for."""
-    return next(filter(None, (table.feature(flag.name, texts) for table in flag_tables())), None)
+    return next(filter(None, (program.feature(flag.name, texts) for program in foreign_programs().values())), None)
 
 
 def _shown(value: Any) -> str:
     """A value as it stands behind its flag; nothing for a switch."""
     values = value if isinstance(value, tuple) else (value,)
     return "" if isinstance(value, bool) else "".join(f" {v}" for v in values)
-
-
-def compose(path: str) -> Any:
-    """The YAML of a file as nodes, its keys text. Raises OSError or ValueError where it cannot be read."""
-    return compose_yaml(read_yaml_file(path))
-
-
-def plain(node: Any) -> Any:
-    """A YAML node as None, a bool, a list of texts, or text as it stands: fields know their own types. {} for a mapping
-    and for a list that is no list of single values."""
-    if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
-        return [item.value for item in node.value]
-    if node.id != "scalar":
-        return {}
-    if node.tag.endswith(":bool"):
-        return BOOLS.get(node.value.lower(), node.value)
-    return None if node.tag.endswith(":null") and node.value.lower() in NULLS else node.value
-
-
-BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-NULLS = ("", "~", "null")
-
-
-def texts_of(value: Any) -> list[str]:
-    """A plain YAML value as the texts of a flag."""
-    return [str(v) for v in value] if isinstance(value, list) else [str(value)]
 
 
 def _restore(extension: str) -> str:

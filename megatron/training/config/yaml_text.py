@@ -103,3 +103,29 @@ class _Check:
 
 def _refused(node: Any, why: str) -> ValueError:
     return ValueError(f"line {node.start_mark.line + 1}: a value {why}")
+
+
+def compose(path: str) -> Any:
+    """The YAML of a file as nodes, its keys text. Raises OSError or ValueError where it cannot be read."""
+    return compose_yaml(read_yaml_file(path))
+
+
+def plain(node: Any) -> Any:
+    """A YAML node as None, a bool, a list of texts, or text as it stands: fields know their own types. {} for a mapping
+    and for a list that is no list of single values."""
+    if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
+        return [item.value for item in node.value]
+    if node.id != "scalar":
+        return {}
+    if node.tag.endswith(":bool"):
+        return BOOLS.get(node.value.lower(), node.value)
+    return None if node.tag.endswith(":null") and node.value.lower() in NULLS else node.value
+
+
+BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+NULLS = ("", "~", "null")
+
+
+def texts_of(value: Any) -> list[str]:
+    """A plain YAML value as the texts of a flag."""
+    return [str(v) for v in value] if isinstance(value, list) else [str(value)]

@@ -15,8 +15,7 @@ from megatron.extensions.megatron_flags.tables import Accepted, Exchange, Foreig
 from megatron.training.config.arguments import command_line, parse_args, read_flags
 from megatron.training.config.commands import options
 from megatron.training.config.flags import flat_values, spelling_table
-from megatron.training.config.foreign_flags import FLAG_TABLES
-from megatron.training.config.reading import known_spelling
+from megatron.training.config.reading import FOREIGN_PROGRAMS, known_spelling
 from megatron.training.reliability.launch import Launch
 from tests.pure.test_arguments import TINY, failure, write
 
@@ -221,7 +220,7 @@ def test_an_extension_tells_what_flags_of_another_program_are(
         "--their-magic": NotBuilt("magic"),
     }
     table = ForeignFlags(entries, {"--their-spell-": NotBuilt("a spell")}, {}, {}, {}, {})
-    FLAG_TABLES.register("Theirs", lambda: table)
+    FOREIGN_PROGRAMS.register("Theirs", table)
     command = command_line(f"{TINY} --their-width 64 --their-mode --their-rope".split(), Launch())
     assert (command.config.model.hidden_size, command.config.model.position_embedding_type) == (64, "rope")
     assert "--their-width 64 is read as --hidden-size 64" in command.notes

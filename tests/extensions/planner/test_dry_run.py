@@ -25,7 +25,7 @@ from megatron.extensions.planner import fake_stage
 from megatron.extensions.planner.device_file import FOLDER
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.batch_size import byte_text
-from megatron.training.config.foreign_flags import DIFFERENCES
+from megatron.training.config.reading import FOREIGN_PROGRAMS
 from megatron.training.config.validation import resolve_legal
 from tests.forked import run_program
 from tests.tiny import TINY
@@ -232,7 +232,7 @@ def test_a_plan_as_json(tmp_path: Path) -> None:
     assert [f"  {line}" for lines in record["plan"].values() for line in lines] == [
         line for line in done.stdout.splitlines() if line.startswith("  ")
     ]
-    assert all(record["plan"][f"Different from {name}"] for name in DIFFERENCES)
+    assert all(record["plan"][f"Different from {name}"] for name in FOREIGN_PROGRAMS)
     refused = pretrain(f"{RIGHT} --json {file} --num-layers 0", code=2)
     (problem,) = json.loads(file.read_text())["problems"]
     assert problem["flag"] == "--num-layers" and problem["text"] in refused.stderr
