@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.optimizer.transforms import ParameterUpdate, Requests, State, Transform, elements, reduced
+from megatron.core.optimizer.transforms import ParameterUpdate, Requests, State, Transform, elements, reduced, together
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import OPTIMIZERS
 from megatron.training.extensions import extension_flags
@@ -47,7 +47,8 @@ class Adafactor(Transform):
             return old + (new - old) * weight
 
         if x.meta.matrix:
-            rows, columns = yield x.fold("row_var", square, average), x.fold("col_var", square, average)
+            sums = x.fold("row_var", square, average), x.fold("col_var", square, average)
+            rows, columns = yield from together(*sums)
             row_dims = list(range(x.meta.stacked, rows.dim() - 1))
             rows = rows / rows.mean(row_dims, keepdim=True).clamp(min=least)
             variance = x.spread(rows) * x.spread(columns)
@@ -55,12 +56,12 @@ class Adafactor(Transform):
             variance = x.states["variance"]
             variance.copy_(average(variance, square))
         direction = x.update * variance.clamp(min=least**2).rsqrt()
-        size, scale = yield x.mean(direction.square()), x.mean(x.param.square())
+        size, scale = yield from together(x.mean(direction.square()), x.mean(x.param.square()))
         rate = (1 / x.step.sqrt()).clamp(max=x.lr) * scale.sqrt().clamp(min=options.adafactor_least_scale)
         rate = rate / (size.sqrt() / options.adafactor_clip).clamp(min=1.0)
         x.update = -rate * direction - x.lr * x.weight_decay * x.param
 
 
-@OPTIMIZERS.register("adafactor", chain=True)
+@OPTIMIZERS.register("adafactor")
 def adafactor(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
     return [Adafactor(config)]

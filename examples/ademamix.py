@@ -58,6 +58,6 @@ class AdEMAMix(Transform):
         x.update = (fast / (1 - config.adam_beta1**step) + alpha * slow) / scale
 
 
-@OPTIMIZERS.register("ademamix", chain=True, by_element=True)
+@OPTIMIZERS.register("ademamix", by_element=True)
 def ademamix(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
     return [AdEMAMix(config), AddDecay(), ScaleByRate()]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.optimizer.transforms import AdamMoments, AddDecay, AverageWeights, ScaleByRate, Transform
+from megatron.core.optimizer.fused import FusedAdam
+from megatron.core.optimizer.transforms import AverageWeights, Transform
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import OPTIMIZERS
 from megatron.training.extensions import extension_flags
@@ -21,7 +22,7 @@ class AverageConfig:
     """Decay of the average of the weights."""
 
 
-@OPTIMIZERS.register("averaged_adam", chain=True, by_element=True)
+@OPTIMIZERS.register("averaged_adam", by_element=True)
 def averaged_adam(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
     decay = config.options(AverageConfig).average_decay
-    return [AdamMoments(config), AddDecay(), ScaleByRate(), AverageWeights(decay)]
+    return [FusedAdam(config), AverageWeights(decay)]

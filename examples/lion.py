@@ -35,6 +35,6 @@ class SignOfAverage(Transform):
         average.lerp_(grad, 1 - self.options.lion_beta2)
 
 
-@OPTIMIZERS.register("lion", chain=True, by_element=True)
+@OPTIMIZERS.register("lion", by_element=True)
 def lion(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
     return [SignOfAverage(config.options(LionConfig)), AddDecay(), ScaleByRate()]

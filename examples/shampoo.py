@@ -7,6 +7,7 @@ Embeddings, the output layer and vectors have Adam's updates.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -51,6 +52,11 @@ class Shampoo(Transform):
         factors += [of_matrices(name, meta, n, n) for name in ("right", "right_root")]
         return [*factors, elements("momentum", meta)]
 
+    def flops(self, meta: ParamMeta) -> int:
+        m, n = matrix_size(meta)
+        roots = (m**3 + n**3) // self.options.shampoo_interval
+        return 2 * prod(meta.global_shape[: meta.stacked]) * (2 * m * n * (m + n) + roots)
+
     def update(self, x: ParameterUpdate) -> Requests:
         options, due = self.options, int(x.step.item() - 1) % self.options.shampoo_interval == 0
 
@@ -61,7 +67,7 @@ class Shampoo(Transform):
                     states[f"{name}_root"].copy_(inverse_root(states[name], options.shampoo_eps))
             return states["left_root"] @ matrix @ states["right_root"]
 
-        direction = yield x.whole(x.update, precondition)
+        direction = yield from x.whole(x.update, precondition)
         x.update = x.states["momentum"].mul_(options.shampoo_momentum).add_(direction)
 
 
@@ -71,7 +77,7 @@ def inverse_root(x: Tensor, eps: float) -> Tensor:
     return (vectors * (values.clamp(min=0) + eps) ** -0.25) @ vectors.mT
 
 
-@OPTIMIZERS.register("shampoo", chain=True)
+@OPTIMIZERS.register("shampoo")
 def shampoo(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
     hidden = meta.matrix and meta.role in ("hidden", "router")
     return [Shampoo(config) if hidden else AdamMoments(config), AddDecay(), ScaleByRate()]

@@ -58,41 +58,33 @@ class LossFacts:
     and its label alone."""
 
 
+def _no_roles(optimizer: Any) -> frozenset[str]:
+    return frozenset()
+
+
+def _no_dtypes(optimizer: Any, main_dtype: str) -> tuple[str, ...]:
+    return ()
+
+
 @dataclass(frozen=True)
 class OptimizerFacts:
-    states: tuple[str, ...] = ()
-    """Names of the tensors kept for each element of the parameters beside the main parameter. A chain states its own.
-    """
-
-    chain: bool = False
-    """Whether it is a chain of transforms, which may keep states of any shape."""
+    """Functions are of the OptimizerConfig."""
 
     by_element: bool = False
-    """Of a chain: whether the update of an element depends on this element alone, so that states can be in host memory
-    and each instance of the data-parallel ranks can update by itself."""
+    """Whether the update of an element depends on this element alone, so that states can be in host memory and each
+    instance of the data-parallel ranks can update by itself."""
 
-    whole_matrices: bool = False
-    """Whether it updates the matrices of hidden layers, each as a whole, and leaves the rest to another optimizer; else
-    it updates all parameters, element by element."""
+    whole_roles: Callable[[Any], frozenset[str]] = _no_roles
+    """Roles (`ParamMeta.role`) of matrices that it updates, each as a whole. They have buffers of their own."""
 
-    matrices: str = "owners"
-    """Entry of MATRIX_EXCHANGES that brings whole matrices together."""
-
-    def form(self) -> str:
-        """The arguments that it is called with."""
-        return "config, meta" if self.chain else "config, shards" + ", exchange" * self.whole_matrices
-
-
-@dataclass(frozen=True)
-class MatrixFacts:
-    roles: Callable[[Any], frozenset[str]]
-    """OptimizerConfig -> roles (`ParamMeta.role`) of the matrices that are updated as wholes."""
-
-    others: Callable[[Any], str]
-    """OptimizerConfig -> the optimizer of all other parameters."""
+    others: Callable[[Any], str] | None = None
+    """The optimizer of all other parameters; None: the same."""
 
     fields: tuple[str, ...] = ()
     """Fields of flags that say which optimizer a parameter has: a run has those of the checkpoint that it loads."""
+
+    product_dtypes: Callable[[Any, str], tuple[str, ...]] = _no_dtypes
+    """(config, name of the main dtype) -> names of the dtypes in which it multiplies matrices."""
 
 
 class StatePlan:
@@ -114,10 +106,6 @@ class StatePlan:
         """Bytes of main parameters of this kind, where the main dtype has `main`."""
         return 0 if kind == "aliased" else numel * main
 
-    def state_bytes(self, optimizer: Any, numel: int, state: str, main: int) -> int:
-        """Bytes of a state, by its name."""
-        return numel * main
-
     def gradients_dtype(self, optimizer: Any) -> str | None:
         """Dtype in which gradients are summed over micro-batches; None: the main dtype."""
         return None
@@ -125,6 +113,11 @@ class StatePlan:
     def described(self, optimizer: Any, params_dtype: str, main_dtype: str) -> str:
         """Formats of main parameters and states, for a plan."""
         return f"{optimizer.optimizer} state {main_dtype}"
+
+
+def stated_plan(plan: StatePlan) -> StatePlan:
+    """The facts of a store of states, its plan."""
+    return plan
 
 
 @dataclass(frozen=True)

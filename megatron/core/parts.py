@@ -121,32 +121,19 @@ LOSSES: Registry[Any, facts.LossFacts, ...] = Registry(
 
 LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", multi_token=True)
 
-OPTIMIZERS: Registry[Any, facts.OptimizerFacts, ...] = Registry(
-    "--optimizer", facts.OptimizerFacts, facts.OptimizerFacts.form
+OPTIMIZERS: Registry[Any, facts.OptimizerFacts, ...] = Registry("--optimizer", facts.OptimizerFacts, "config, meta")
+"""`build(config, meta)` returns the links of a parameter's chain, see `megatron.core.optimizer.transforms`."""
+
+OPTIMIZERS.register("adam", "megatron.core.optimizer.fused:adam", by_element=True)
+OPTIMIZERS.register("sgd", "megatron.core.optimizer.fused:sgd", by_element=True)
+
+STATE_STORES: Registry[Any, facts.StatePlan, ...] = Registry(
+    "store of states", facts.stated_plan, "bucket, states, layout, place, config, main_dtype"
 )
-"""With `chain`, `build(config, meta)` returns the links of a parameter's chain, see
-`megatron.core.optimizer.transforms`. Else `MyOptimizer(config, shards)` updates all: see
-`megatron.core.optimizer.optimizer.Optimizer`. With `whole_matrices` it is `MyOptimizer(config, shards, exchange)`, the
-exchange being what the entry of MATRIX_EXCHANGES builds."""
+"""`build(bucket, states, layout, place, config, main_dtype)`: a shard of main parameters and states, see
+`megatron.core.optimizer.optimizer.Shard`. The last one whose plan holds is taken."""
 
-OPTIMIZERS.register("adam", "megatron.core.optimizer.optimizer:AdamW", states=("exp_avg", "exp_avg_sq"))
-OPTIMIZERS.register("sgd", "megatron.core.optimizer.optimizer:SGD", states=("momentum_buffer",))
-
-MATRIX_EXCHANGES: Registry[Any, facts.MatrixFacts, ...] = Registry(
-    "exchange of matrices", facts.MatrixFacts, "config, ddp, state"
-)
-"""`build(config, ddp, state)`: what brings the matrices of one rank's stage together for an optimizer of whole ones."""
-
-
-def _as_given(plan: facts.StatePlan) -> facts.StatePlan:
-    return plan
-
-
-STATE_STORES: Registry[Any, facts.StatePlan, ...] = Registry("store of states", _as_given, attributes=("shard", "rule"))
-"""Stores an optimizer's states and updates them, see `megatron.core.optimizer.optimizer.MainStates`. The last one
-whose plan holds is taken."""
-
-STATE_STORES.register("main", "megatron.core.optimizer.optimizer:MainStates", plan=facts.StatePlan())
+STATE_STORES.register("main", "megatron.core.optimizer.optimizer:build_shard", plan=facts.StatePlan())
 
 PARAMETER_RULES: Registry[Any, facts.WhenFacts, ...] = Registry(
     "rule of parameters", facts.WhenFacts, "optimizer", attributes=("group", "freezes", "errors")
@@ -156,9 +143,9 @@ PARAMETER_RULES: Registry[Any, facts.WhenFacts, ...] = Registry(
 one is not trained. `errors(names)` checks the rule against all names."""
 
 HOST_UPDATES: Registry[Any, facts.HostUpdateFacts, ...] = Registry(
-    "update on the host", facts.HostUpdateFacts, "config, shards, rules, slots, threads"
+    "update on the host", facts.HostUpdateFacts, "config, shards, chains, slots, threads"
 )
-"""`build(config, shards, rules, slots, threads)`: what updates shards in host memory; none of the trunk's. See
+"""`build(config, shards, chains, slots, threads)`: what updates shards in host memory; none of the trunk's. See
 `megatron.core.optimizer.optimizer.HostUpdateRule`."""
 
 LINEAR_FORMATS: Registry[Any, facts.LinearFormatFacts, ...] = Registry(

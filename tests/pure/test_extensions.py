@@ -93,13 +93,12 @@ ALONE = BUGGY.format(bug="torch.distributed.get_rank()")
 WITHOUT_GROUP = "ValueError: Default process group has not been initialized"
 RULE = FLAGS.replace("self.own_share > 1", "self.nope > 1")
 RULE_LINE = 1 + FLAGS[: FLAGS.index("if self.own_share")].count("\n")
-TWICE = "from megatron.core.parts import OPTIMIZERS\n\nOPTIMIZERS.register('adam', object, states=())\n"
+TWICE = "from megatron.core.parts import OPTIMIZERS\n\nOPTIMIZERS.register('adam', object)\n"
 WRONG_FORM = "from megatron.core.parts import ACTIVATIONS\n\n@ACTIVATIONS.register('mine')\ndef mine(x): ...\n"
 UNWRITTEN = {
     "optimizer": (
-        "from megatron.core.optimizer.optimizer import Optimizer\nfrom megatron.core.parts import OPTIMIZERS\n\n"
-        "@OPTIMIZERS.register('mine', states=())\nclass Mine(Optimizer):\n    def updated(self): ...\n",
-        "--optimizer mine: has no step() of its own; write it, or correct its spelling",
+        "from megatron.core.parts import OPTIMIZERS\n\n\n@OPTIMIZERS.register('mine')\ndef mine(config): ...\n",
+        "--optimizer mine: must take (config, meta), and takes (config)",
     ),
     "metric": (
         "from megatron.training.hooks import Callback\n\nclass Mine(Callback):\n    def metric(self): ...\n",

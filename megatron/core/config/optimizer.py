@@ -9,11 +9,10 @@ from typing import Any
 
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.param_groups import ParamGroup
-from megatron.core.facts import MatrixFacts, StatePlan
+from megatron.core.facts import StatePlan
 from megatron.core.parts import (
     HOST_UPDATES,
     LR_SCHEDULES,
-    MATRIX_EXCHANGES,
     OPTIMIZERS,
     PARAMETER_RULES,
     STATE_STORES,
@@ -159,35 +158,20 @@ class OptimizerConfig(Section):
         return stated != (None, None, None)
 
     @property
-    def matrices(self) -> MatrixFacts | None:
-        """Facts about the matrices that the optimizer updates as wholes; None for most optimizers."""
-        facts = OPTIMIZERS.facts(self.optimizer)
-        return MATRIX_EXCHANGES.facts(facts.matrices) if facts.whole_matrices else None
-
-    @property
     def whole_roles(self) -> frozenset[str]:
-        """Roles (`ParamMeta.role`) of these matrices."""
-        return self.matrices.roles(self) if self.matrices is not None else frozenset()
+        """Roles (`ParamMeta.role`) of matrices that the optimizer updates as wholes; none for most optimizers."""
+        return OPTIMIZERS.facts(self.optimizer).whole_roles(self)
 
     @property
     def elementwise(self) -> str:
         """The optimizer of all parameters that are not updated as whole matrices."""
-        return self.matrices.others(self) if self.matrices is not None else self.optimizer
-
-    @property
-    def is_chain(self) -> bool:
-        """True if parameters that are not updated as whole matrices have chains of transforms."""
-        return OPTIMIZERS.facts(self.elementwise).chain
+        others = OPTIMIZERS.facts(self.optimizer).others
+        return self.optimizer if others is None else others(self)
 
     @property
     def updates_together(self) -> bool:
         """True if all ranks of a stage take part in the update of a parameter."""
-        facts = OPTIMIZERS.facts(self.elementwise)
-        return self.matrices is not None or (facts.chain and not facts.by_element)
-
-    def states(self, whole: bool) -> tuple[str, ...]:
-        """Names of the tensors kept for each element of parameters that are updated as `whole` matrices, or not."""
-        return OPTIMIZERS.facts(self.optimizer if whole else self.elementwise).states
+        return not all(OPTIMIZERS.facts(name).by_element for name in (self.optimizer, self.elementwise))
 
     @property
     def state_store(self) -> str:

@@ -1,16 +1,16 @@
-"""An optimizer that is a chain of transforms (`transforms`), over all parameters of a rank's pipeline stage.
+"""The chains of transforms (`transforms`) of all parameters of a rank's pipeline stage: every optimizer is one.
 
-The updates of a batch of parameters run side by side, as generators. When each has finished or asks for something, all
-requests are answered together: sums by one reduce-scatter and one all-gather over the stage, whole matrices by one
-exchange with their owners (`MatrixExchange`). Between reduce-scatter and all-gather, each rank takes its part of the
-sums into its part of the reduced states. So sharded states cost no more communication than replicated ones.
+Fused links update flat shards. The other links of a chain run before and after it, over single parameters: the updates
+of a batch of parameters run side by side, as generators. When each has finished or asks for something, all requests are
+answered together: sums by one reduce-scatter and one all-gather over the stage, whole matrices by one exchange with
+their owners (`MatrixExchange`). Between reduce-scatter and all-gather, each rank takes its part of the sums into its
+part of the reduced states. So sharded states cost no more communication than replicated ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,19 +21,41 @@ from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.matrix_exchange import MatrixExchange
 from megatron.core.optimizer.matrix_plan import ROUND, Matrix, Part
-from megatron.core.optimizer.optimizer import CHUNK, Optimizer, OptimizerShard, StepValues
+from megatron.core.optimizer.optimizer import CHUNK, OptimizerShard, Shard, ShardUpdate, StepValues, scale_gradients_
 from megatron.core.optimizer.planned_states import ELEMENTS, REDUCED, ChainPlan, PlannedParam, State
 from megatron.core.optimizer.transforms import (
+    FusedTransform,
     MatrixRequest,
     ParameterUpdate,
     Place,
     Request,
+    Requests,
+    StageOfUpdate,
     SumRequest,
     Transform,
     chain_of,
+    fused_link,
 )
 from megatron.core.parallel_state import ParallelState
 from megatron.core.parts import OPTIMIZERS
+
+
+@dataclass(frozen=True)
+class _Links:
+    """The links of a parameter, divided at its fused link."""
+
+    before: Sequence[Transform]
+    """All links if there is no fused one."""
+
+    fused: FusedTransform | None
+    after: Sequence[Transform]
+
+    @classmethod
+    def of(cls, chain: Sequence[Transform]) -> _Links:
+        for place, link in enumerate(chain):
+            if isinstance(link, FusedTransform):
+                return cls(chain[:place], link, chain[place + 1 :])
+        return cls(chain, None, ())
 
 
 @dataclass
@@ -41,7 +63,7 @@ class _Param:
     """A parameter of the stage on this rank."""
 
     planned: PlannedParam
-    links: Sequence[Transform]
+    links: _Links
     shard: OptimizerShard
     held: tuple[int, int]
     """Elements [start, stop) of the local tensor that the shard has; (0, 0) for none."""
@@ -69,43 +91,45 @@ class _Run:
     param: _Param
     cut: slice
     x: ParameterUpdate
-    steps: Generator[Request | tuple[Request, ...], Any, None]
-    requests: tuple[Request, ...] = ()
-    single: bool = False
-    """Whether it yielded one request, not a tuple."""
+    steps: Requests
+    into: Tensor | None
+    """The gradient that a fused link reads; None if the update is added to the parameter."""
 
+    requests: tuple[Request, ...] = ()
     done: bool = False
 
     def advance(self, results: Sequence[Tensor] | None) -> None:
         """Runs until the next requests, given the results of the last ones."""
         try:
-            if results is None:
-                asked = next(self.steps)
-            else:
-                asked = self.steps.send(results[0] if self.single else list(results))
+            self.requests = next(self.steps) if results is None else self.steps.send(results)
         except StopIteration:
             self.requests, self.done = (), True
-            return
-        self.single = not isinstance(asked, tuple)
-        self.requests = asked if isinstance(asked, tuple) else (asked,)
 
 
-class Chain(Optimizer):
-    """The chains of `shards`, all on the device or all on the host: each parameter's as --optimizer builds it.
-    Collective over the stage, unless each element is updated by itself.
+@dataclass(frozen=True)
+class _FusedPart:
+    """The kernel of one fused link, and the shards that it updates."""
 
-    `Optimizer.shards` hold main parameters and gradients; the states are kept here.
+    kernel: ShardUpdate
+    shards: Sequence[Shard]
+
+
+class Chain(ShardUpdate):
+    """The chains of the parameters of `shards`, all on the device or all on the host. Collective over the stage, unless
+    each element is updated by itself.
+
+    `shards` hold main parameters, gradients and the states of fused links; the states of other links are kept here.
     """
 
     def __init__(
         self,
         config: OptimizerConfig,
-        shards: Sequence[OptimizerShard],
+        shards: Sequence[Shard],
         plan: ChainPlan,
         ddp: DistributedDataParallel,
         state: ParallelState,
     ) -> None:
-        super().__init__(config, shards)
+        self.config, self.shards = config, shards
         self.plan = plan
         self.axis = state.axis("stage")
         self.dtype = ddp.main_dtype
@@ -113,21 +137,40 @@ class Chain(Optimizer):
         self.device = shards[0].device if shards else ddp.device
         self.by_element = OPTIMIZERS.facts(config.elementwise).by_element
         """Whether each element is updated by itself, so that there are no requests."""
+        compiled = not self.on_host and ddp.parallel_config.compiles(ddp.device.type)
+        stage = StageOfUpdate(ddp.layouts, state.dims, self.axis, self.dtype, self.device, compiled)
+        self._fused = _fused_parts(config, shards, stage)
         self.exchange = MatrixExchange(plan.matrices, self.axis, self.dtype, self.device)
         self._params = [
-            self._on_rank(planned, shard, state)
-            for planned in plan.params
+            self._on_rank(planned, links, shard, state)
+            for planned, links in [(planned, _Links.of(chain_of(config, planned.meta))) for planned in plan.params]
             for shard in shards
-            if shard.bucket is ddp.buffers[planned.place[0]].buckets[planned.place[1]]
+            if (links.before or links.after)
+            and shard.bucket is ddp.buffers[planned.place[0]].buckets[planned.place[1]]
             and not (self.by_element and planned.part_within(*shard.range) == (0, 0))
         ]
         self._by_name = {param.planned.meta.name: param for param in self._params}
-        if self.by_element:
-            self._batches = [[part] for param in self._params for part in _chunks(param)]
-        else:
-            self._batches = list(_batches(self._params, ROUND * self.axis.size))
+        self._before = self._batches([param for param in self._params if param.links.before])
+        self._after = self._batches([param for param in self._params if param.links.after])
+        changed = {id(param.shard) for param in self._params if param.links.before}
+        self._scaling = [each for each in self._fused if not any(id(shard) in changed for shard in each.shards)]
+        """Kernels that scale gradients as they read them."""
+        read_scaled = {id(shard) for each in self._scaling for shard in each.shards}
+        self._scaled_here = [shard for shard in shards if id(shard) not in read_scaled]
 
-    def _on_rank(self, planned: PlannedParam, shard: OptimizerShard, state: ParallelState) -> _Param:
+    @property
+    def kernels(self) -> list[ShardUpdate]:
+        """Those of fused links."""
+        return [each.kernel for each in self._fused]
+
+    def _batches(self, params: Sequence[_Param]) -> list[list[_Elements]]:
+        """Elements that are updated together."""
+        if self.by_element:
+            return [[part] for param in params for part in _chunks(param)]
+        return list(_batches(params, ROUND * self.axis.size))
+
+    def _on_rank(self, planned: PlannedParam, links: _Links, shard: Shard, state: ParallelState) -> _Param:
+        assert isinstance(shard, OptimizerShard), "only fused links can read the format of the states"
         meta = planned.meta
         here = self.axis.rank
         coords = state.coords
@@ -138,7 +181,7 @@ class Chain(Optimizer):
         copied = not self.config.use_distributed_optimizer and not state.axis(meta.data_axis).first
         shapes = {each.name: each.shape for each in planned.states if each.kind == REDUCED}
         place = Place(meta.box(coords), held, not (replica or copied), shapes)
-        param = _Param(planned, chain_of(self.config, meta), shard, held, span, place)
+        param = _Param(planned, links, shard, held, span, place)
         for each in planned.states:
             if each.kind == ELEMENTS:
                 param.elements[each.name] = self._zeros(each, held[1] - held[0])
@@ -188,13 +231,17 @@ class Chain(Optimizer):
                 yield OptimizerPiece(state.name, meta, flat, start, stop, state.shape)
 
     def step(self, values: StepValues) -> None:
-        for batch in self._batches:
-            self._update(batch, values)
+        for batch in self._before:
+            self._update(batch, values, after=False)
+        for kernel in self.kernels:
+            kernel.step(values)
+        for batch in self._after:
+            self._update(batch, values, after=True)
 
-    def _update(self, batch: Sequence[_Elements], values: StepValues) -> None:
-        """Updates the parameters of a batch side by side."""
+    def _update(self, batch: Sequence[_Elements], values: StepValues, after: bool) -> None:
+        """Updates the parameters of a batch side by side, by the links before their fused link or `after` it."""
         skipped = values.skip > 0
-        runs = [self._begin(*each, values) for each in batch]
+        runs = [self._begin(*each, values, after) for each in batch]
         for run in runs:
             run.advance(None)
         while waiting := [run for run in runs if not run.done]:
@@ -202,21 +249,35 @@ class Chain(Optimizer):
             for run, answers in zip(waiting, results, strict=True):
                 run.advance(answers)
         for run in runs:
-            _keep_or_copy_(run.x.param, run.x.param + run.x.update, skipped)
+            if run.into is not None:
+                run.into.copy_(run.x.update)
+            else:
+                _keep_or_copy_(run.x.param, run.x.param + run.x.update, skipped)
             for name, state in run.param.elements.items():
                 _keep_or_copy_(state[run.cut], run.x.states[name], skipped)
 
-    def _begin(self, param: _Param, cut: slice, values: StepValues) -> _Run:
+    def _begin(self, param: _Param, cut: slice, values: StepValues, after: bool) -> _Run:
         shard = param.shard
         assert shard.main.grad is not None
         states = {name: state[cut].to(self.dtype, copy=True) for name, state in param.elements.items()}
         main = shard.main.detach()[param.span][cut]
-        grad = shard.main.grad[param.span][cut].masked_fill(
-            values.skip > 0, 0.0
-        )  # no link need expect infinities and NaNs
+        grad = shard.main.grad[param.span][cut]
+        # No link need expect infinities and NaNs.
+        update = torch.zeros_like(grad) if after else grad.masked_fill(values.skip > 0, 0.0)
         scalars = (*values.rates.of(shard.group), values.updates + 1.0)
-        x = ParameterUpdate(param.planned.meta, main, grad, states, param.place, scalars)
-        return _Run(param, cut, x, _run_links(param.links, x))
+        x = ParameterUpdate(param.planned.meta, main, update, states, param.place, scalars)
+        links = param.links.after if after else param.links.before
+        into = grad if param.links.fused is not None and not after else None
+        return _Run(param, cut, x, _run_links(links, x), into)
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        scale_gradients_(self._scaled_here, factor)
+        for each in self._scaling:
+            each.kernel.scale_gradients(factor)
+
+    def set_step_count(self, updates: int) -> None:
+        for kernel in self.kernels:
+            kernel.set_step_count(updates)
 
     def _answers(self, runs: Sequence[_Run], skipped: Tensor) -> list[list[Tensor]]:
         """The results of all requests of `runs`."""
@@ -286,7 +347,21 @@ class Chain(Optimizer):
         return flat[part.start - first : part.stop - first].view(part.held)[part.within]
 
 
-def _run_links(links: Sequence[Transform], x: ParameterUpdate) -> Generator[Request | tuple[Request, ...], Any, None]:
+def _fused_parts(config: OptimizerConfig, shards: Sequence[Shard], stage: StageOfUpdate) -> list[_FusedPart]:
+    """The kernels of all fused links of a stage; on the host of those alone that `shards` have."""
+    links: dict[type[FusedTransform], FusedTransform] = {}
+    members: dict[type[FusedTransform], list[Shard]] = {}
+    on_host = any(shard.on_host for shard in shards)
+    for layout in stage.layouts:
+        own = [shard for shard in shards if shard.layout is layout]
+        link = fused_link(config, layout)
+        if link is not None and (own or not on_host):
+            links.setdefault(type(link), link)
+            members.setdefault(type(link), []).extend(own)
+    return [_FusedPart(link.kernel(members[kind], stage), members[kind]) for kind, link in links.items()]
+
+
+def _run_links(links: Sequence[Transform], x: ParameterUpdate) -> Requests:
     """All links, one after the other."""
     for link in links:
         requests = link.update(x)

@@ -14,8 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,13 +28,11 @@ from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.chain import Chain
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
-from megatron.core.optimizer.optimizer import HostUpdateRule, Optimizer, OptimizerShard, Rates, Shard, StepValues
-from megatron.core.optimizer.transforms import plan_of_chain
+from megatron.core.optimizer.optimizer import HostUpdateRule, OptimizerShard, Rates, Shard, StepValues
+from megatron.core.optimizer.transforms import plan_of_chain, states_of_shards
 from megatron.core.parallel_state import ParallelState
 from megatron.core.parts import (
     HOST_UPDATES,
-    MATRIX_EXCHANGES,
-    OPTIMIZERS,
     STATE_STORES,
     UPDATE_HOOKS,
     UPDATES_AHEAD,
@@ -102,56 +99,28 @@ class StepResult:
 
 def _build_shards(config: OptimizerConfig, ddp: DistributedDataParallel) -> list[Shard]:
     """The shards of this rank, by bucket and place."""
-    store, shards = STATE_STORES[config.state_store], []
+    build_shard, shards = STATE_STORES[config.state_store], []
+    states = [states_of_shards(config, layout) for layout in ddp.layouts]
     for place in place_states(ddp.layouts, config):
         buffer = ddp.buffers[place.buffer]
-        shards.append(store.shard(buffer.buckets[place.bucket], buffer.layout, place, config, ddp.main_dtype))
+        bucket = buffer.buckets[place.bucket]
+        shards.append(build_shard(bucket, states[place.buffer], buffer.layout, place, config, ddp.main_dtype))
     return shards
-
-
-BuildRule = Callable[[Sequence[Any], torch.device, bool], Optimizer]
-"""(shards of one device, the device, whether regions are compiled) -> the rule that updates them."""
-
-
-def _rule_of(config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState) -> BuildRule:
-    """Builds the rule of parameters that are not updated as whole matrices."""
-    if not config.is_chain:
-        return partial(STATE_STORES[config.state_store].rule, config)
-    plan = plan_of_chain(config, ddp.layouts, state.dims, state.axis("stage").ranks)
-    return lambda shards, device, compiled: Chain(config, shards, plan, ddp, state)
-
-
-def _build_rules(
-    config: OptimizerConfig,
-    ddp: DistributedDataParallel,
-    state: ParallelState,
-    shards: Sequence[Shard],
-    rule_of: BuildRule,
-) -> list[Optimizer]:
-    """The optimizer of whole matrices, where --optimizer names one, and that of all other parameters."""
-    elementwise = [shard for shard in shards if not shard.whole]
-    rules = [rule_of(elementwise, ddp.device, ddp.parallel_config.compiles(ddp.device.type))]
-    if config.matrices is None:
-        return rules
-    exchange = MATRIX_EXCHANGES[OPTIMIZERS.facts(config.optimizer).matrices](config, ddp, state)
-    return [OPTIMIZERS[config.optimizer](config, [shard for shard in shards if shard.whole], exchange), *rules]
 
 
 def _build_host_update(
     config: OptimizerConfig,
     ddp: DistributedDataParallel,
     shards: Sequence[Shard],
+    chains: Sequence[Chain],
     threads: int | None,
-    rule_of: BuildRule,
 ) -> HostUpdateRule | None:
-    """The update of the shards in host memory; None if there are none."""
+    """The update of the shards in host memory, each by its chain; None if there are none."""
     if not shards:
         return None
-    assert not any(shard.whole for shard in shards), "matrices that are updated as wholes stay on the device"
-    rules = [rule_of([shard], shard.device, False) for shard in shards]
     name = max(HOST_UPDATES, key=lambda name: HOST_UPDATES.facts(name).fraction(config))
     slots = host_slots(place_states(ddp.layouts, config))
-    update: HostUpdateRule = HOST_UPDATES[name](config, shards, rules, slots, threads)
+    update: HostUpdateRule = HOST_UPDATES[name](config, shards, chains, slots, threads)
     return update
 
 
@@ -233,13 +202,13 @@ class DistributedOptimizer:
         self.grad_norm = GradNorm(ddp.buckets, state, ddp.device)
         self.shards = _build_shards(config, ddp)
         self._on_device = [shard for shard in self.shards if not shard.on_host]
-        rule_of = _rule_of(config, ddp, state)
-        self._rules = _build_rules(config, ddp, state, self._on_device, rule_of)
+        plan = plan_of_chain(config, ddp.layouts, state.dims, state.axis("stage").ranks)
+        self._chain = Chain(config, self._on_device, plan, ddp, state)
         on_host = [shard for shard in self.shards if shard.on_host]
-        self.host_update = _build_host_update(config, ddp, on_host, host_threads, rule_of)
-        on_host_too = [*self._rules, *(self.host_update.rules if self.host_update is not None else ())]
-        self.chains = [rule for rule in on_host_too if isinstance(rule, Chain)]
-        """The rules with states of their own, if --optimizer is a chain of transforms."""
+        chains_on_host = [Chain(config, [shard], plan, ddp, state) for shard in on_host]
+        self.host_update = _build_host_update(config, ddp, on_host, chains_on_host, host_threads)
+        self.chains = [self._chain, *chains_on_host]
+        """The chains of all shards, on the device and on the host."""
         owned_shards = [shard for shard in self.shards if isinstance(shard, OptimizerShard)]
         hooks = UPDATE_HOOKS.wanted(config)
         self._hooks = [UPDATE_HOOKS[name](config, ddp.modules, owned_shards, state) for name in hooks]
@@ -289,10 +258,9 @@ class DistributedOptimizer:
         if coefficient is not None and self.shards:
             factor = coefficient if factor is None else coefficient * factor
         scalars = None if self.host_update is None else self.host_update.scalars(skip, self.updates, factor)
-        for rule in self._rules:
-            if factor is not None:
-                rule.scale_gradients(factor)
-            rule.step(values)
+        if factor is not None:
+            self._chain.scale_gradients(factor)
+        self._chain.step(values)
         for hook in self._hooks:
             hook.after_update(skip)
         for shard in self._on_device:
@@ -330,8 +298,8 @@ class DistributedOptimizer:
     @step_count.setter
     def step_count(self, value: int) -> None:
         self.updates.fill_(value)
-        for rule in [*self._rules, *(self.host_update.rules if self.host_update is not None else ())]:
-            rule.set_step_count(value)
+        for chain in self.chains:
+            chain.set_step_count(value)
 
     @property
     def nbytes(self) -> tuple[int, int]:

@@ -1,13 +1,13 @@
-"""How an optimizer changes the parameters: over flat shards, in place.
+"""The shards of main parameters and optimizer states that a rank updates, and the interfaces of what updates them.
 
-A user's own is a chain of transforms (`chain`, `transforms`); AdamW and SGD are torch's fused kernels.
+Every optimizer is a chain of transforms (`transforms`, `chain`); Adam and SGD are chains of one fused link (`fused`).
 `DistributedOptimizer` does the rest of a step, from the norm of the gradients to the gather of updated parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,8 @@ from megatron.core.dist_checkpointing.state_dict import tagged_parameters
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import BufferLayout, Piece, StateRange
 from megatron.core.host_to_device import HostCopy
+from megatron.core.optimizer.planned_states import State
 from megatron.core.parallel_state import Axis
-from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import OPTIMIZERS
 from megatron.core.torch_private import foreach_mul_
 
 MAIN_PARAM = "main_param"
@@ -39,8 +38,8 @@ class Shard:
 
     def __init__(self, bucket: Bucket, layout: BufferLayout, place: StateRange, main_dtype: torch.dtype) -> None:
         self.bucket = bucket
+        self.layout = layout
         self.group = layout.group
-        self.whole = layout.whole
         self.on_host, self.numel = place.on_host, place.numel
         first = bucket.owned_range[0]
         self.range = first + place.start, first + place.stop
@@ -101,15 +100,21 @@ class OptimizerShard(Shard):
     in the main dtype.
     """
 
-    def __init__(self, bucket: Bucket, states: Sequence[str], layout: BufferLayout, place: StateRange) -> None:
+    def __init__(self, bucket: Bucket, states: Sequence[State], layout: BufferLayout, place: StateRange) -> None:
         main_dtype = bucket.owned_grads.dtype
         super().__init__(bucket, layout, place, main_dtype)
         self.aliased = self.params_are_main and not self.on_host
         self.main = self.params if self.aliased else self.params.to(self.device, main_dtype, copy=True)
         self.main.grad = None if self.on_host else self.grads
-        self.states = {name: torch.zeros_like(self.main) for name in states}
+        self.states = {state.name: self._zeros(state) for state in states}
+        """Those of a fused link."""
         self.written_by_update = False
         """Whether an update of the main parameters writes the parameters."""
+
+    def _zeros(self, state: State) -> Tensor:
+        assert not state.scale_block, "states with scales have a store of their own"
+        dtype = self.main.dtype if state.dtype is None else getattr(torch, state.dtype)
+        return torch.zeros_like(self.main, dtype=dtype)
 
     def attach(self, grads: Tensor, params: Tensor) -> None:
         super().attach(grads, params)
@@ -132,6 +137,18 @@ class OptimizerShard(Shard):
     @property
     def nbytes(self) -> tuple[int, int]:
         return 0 if self.aliased else self.main.nbytes, sum(state.nbytes for state in self.states.values())
+
+
+def build_shard(
+    bucket: Bucket,
+    states: Sequence[State],
+    layout: BufferLayout,
+    place: StateRange,
+    config: OptimizerConfig,
+    main_dtype: torch.dtype,
+) -> Shard:
+    """The plain entry of STATE_STORES: a shard of a range of states, in plain tensors."""
+    return OptimizerShard(bucket, states, layout, place)
 
 
 @dataclass(frozen=True)
@@ -160,112 +177,31 @@ class StepValues:
     """Number of earlier updates."""
 
 
-class Optimizer:
-    """Base of optimizers: updates the shards that a rank owns. `states` of its registration names the tensors that
-    shards keep for each element."""
-
-    must_write = ("step",)
-    """A registered optimizer overrides this."""
-
-    def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
-        self.config, self.shards = config, shards
+class ShardUpdate:
+    """Base of what updates the shards of one rank: a chain of transforms, or the kernels of one fused link."""
 
     def step(self, values: StepValues) -> None:
         """One update of all shards."""
         raise NotImplementedError
 
-    @staticmethod
-    def update_flops(config: OptimizerConfig, metas: Sequence[ParamMeta]) -> int:
-        """FLOPs of products of matrices in one update of the parameters of a whole model, for plans."""
-        return 0
-
     def scale_gradients(self, factor: Tensor) -> None:
         """Makes the next `step` use the gradients times `factor`, a float64 scalar on the device."""
-        if self.shards:
-            grads = [shard.grads for shard in self.shards]
-            foreach_mul_(grads, factor.to(grads[0].dtype))
+        raise NotImplementedError
 
     def set_step_count(self, updates: int) -> None:
         """Takes up a count of updates that a checkpoint was saved with."""
 
 
-class _Fused(Optimizer):
-    """One of torch's fused optimizers, which CPU and CUDA both have: they take the overflow flag as a tensor."""
-
-    _torch: torch.optim.Optimizer
-
-    def _groups(self) -> list[dict]:
-        groups: dict[ParamGroup, list[Tensor]] = {}
-        for shard in self.shards:
-            groups.setdefault(shard.group, []).append(shard.main)
-        # A pipeline stage may have no parameters, and torch wants some.
-        return [
-            {"params": params, "group": group} for group, params in (groups or {ParamGroup(): [torch.zeros(0)]}).items()
-        ]
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        """The kernels divide by a float32 scalar as they read and store the gradient; float64 needs a finer one."""
-        if any(shard.main.dtype == torch.float64 for shard in self.shards):
-            super().scale_gradients(factor)
-        else:
-            self._torch.grad_scale = factor.reciprocal().to(torch.float32)  # type: ignore[attr-defined]
-
-    def step(self, values: StepValues) -> None:
-        for group in self._torch.param_groups:
-            group["lr"], group["weight_decay"] = values.rates.of(group["group"])
-        self._torch.found_inf = values.skip.to(torch.float32)  # type: ignore[attr-defined]
-        self._torch.step()
-        self._torch.grad_scale = None  # type: ignore[attr-defined]
-
-
-class AdamW(_Fused):
-    """Adam with decoupled weight decay (arXiv 1711.05101)."""
-
-    def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
-        super().__init__(config, shards)
-        betas = (config.adam_beta1, config.adam_beta2)
-        self._torch = torch.optim.AdamW(self._groups(), lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
-        for shard in shards:
-            step = torch.zeros((), dtype=torch.float32, device=shard.main.device)
-            self._torch.state[shard.main].update(shard.states, step=step)
-
-    def set_step_count(self, updates: int) -> None:
-        for state in self._torch.state.values():
-            state["step"].fill_(updates)
-
-
-class SGD(_Fused):
-    """SGD with momentum."""
-
-    def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
-        super().__init__(config, shards)
-        self._torch = torch.optim.SGD(self._groups(), lr=0.0, momentum=config.sgd_momentum, fused=True)
-        for shard in shards:
-            self._torch.state[shard.main].update(shard.states)
-
-
-class MainStates:
-    """States in the main dtype, updated by the optimizer that --optimizer names: the plain entry of STATE_STORES."""
-
-    @staticmethod
-    def shard(
-        bucket: Bucket, layout: BufferLayout, place: StateRange, config: OptimizerConfig, main_dtype: torch.dtype
-    ) -> Shard:
-        """The shard of a range of states."""
-        return OptimizerShard(bucket, config.states(layout.whole), layout, place)
-
-    @staticmethod
-    def rule(config: OptimizerConfig, shards: Sequence[Any], device: torch.device, compiled: bool) -> Optimizer:
-        """The update rule of `shards`, element by element; its substitute where regions are `compiled`."""
-        name = config.elementwise
-        rule: Optimizer = OPTIMIZERS.build(name, config, shards) if compiled else OPTIMIZERS[name](config, shards)
-        return rule
+def scale_gradients_(shards: Sequence[Shard], factor: Tensor) -> None:
+    """Multiplies the gradients of shards by `factor`, a float64 scalar on the device."""
+    if shards:
+        grads = [shard.grads for shard in shards]
+        foreach_mul_(grads, factor.to(grads[0].dtype))
 
 
 class HostUpdateRule(Protocol):
     """Interface of an update of shards in host memory, for `DistributedOptimizer`."""
 
-    rules: Sequence[Optimizer]
     nbytes: int
     """Host memory beside that of states."""
 

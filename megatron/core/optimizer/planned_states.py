@@ -31,6 +31,9 @@ MATRICES = "matrices"
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Name of a dtype that a state may have -> bytes of an element."""
 
+FLOAT8 = "float8_e4m3fn"
+"""A dtype of one byte, for states of fused links alone, which have scales."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -48,14 +51,23 @@ class State:
     dtype: str | None = None
     """Name of its dtype; None: that of main parameters."""
 
+    scale_block: int = 0
+    """Elements that share a scale of one byte, of a fused link's state; 0 for none."""
+
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
+    def nbytes(self, numel: int, main: int) -> int:
+        """Bytes of some of its elements, where the main dtype has `main` bytes, with their scales."""
+        width = main if self.dtype is None else (DTYPES | {FLOAT8: 1})[self.dtype]
+        return numel * width + (numel // self.scale_block if self.scale_block else 0)
 
-def elements(name: str, meta: ParamMeta, dtype: str | None = None) -> State:
-    """A state with one element for each element of the parameter."""
-    return State(name, meta.global_shape, ELEMENTS, dtype)
+
+def elements(name: str, meta: ParamMeta, dtype: str | None = None, scale_block: int = 0) -> State:
+    """A state with one element for each element of the parameter. A fused link may keep a scale for each block of
+    `scale_block` elements."""
+    return State(name, meta.global_shape, ELEMENTS, dtype, scale_block)
 
 
 def reduced(name: str, meta: ParamMeta, *dims: int, dtype: str | None = None) -> State:
@@ -94,6 +106,8 @@ def check_states(meta: ParamMeta, states: Sequence[State]) -> None:
     for state in states:
         if state.dtype is not None and state.dtype not in DTYPES:
             errors.append(f"state {state.name} has dtype {state.dtype}, which must be one of {', '.join(DTYPES)}")
+        if state.scale_block:
+            errors.append(f"state {state.name} has scales of blocks, which only a fused link can keep")
         if state.kind == MATRICES and not meta.matrix:
             errors.append(f"state {state.name} is one of matrices, and the parameter is no matrix")
     if errors:
@@ -119,10 +133,11 @@ class PlannedParam:
 
 
 class ChainPlan:
-    """The states of one stage's parameters. `layouts` are the buffers of the stage's ranks, `ranks` those ranks.
+    """The states that chains keep of one stage's parameters; those of fused links lie in shards. `layouts` are the
+    buffers of the stage's ranks, `ranks` those ranks.
 
-    Parameters of buffers of whole matrices are left out. `states_of` returns the states of a parameter, `whole` whether
-    its matrices are exchanged though none has a state. `ranges` are those of `place_states`."""
+    `states_of` returns the states of a parameter, `whole` whether its matrices are exchanged though none has a state.
+    `ranges` are those of `place_states`."""
 
     def __init__(
         self,
@@ -143,7 +158,6 @@ class ChainPlan:
             for b, layout in enumerate(layouts)
             for k, bucket in enumerate(layout.buckets)
             for param in bucket.params
-            if not layout.whole
         ]
         for param in self.params:
             check_states(param.meta, param.states)
@@ -190,7 +204,7 @@ class ChainPlan:
         """Bytes of reduced states from a rank on, and of single ranks."""
         for param in self.params:
             for state in param.states:
-                width = main if state.dtype is None else DTYPES[state.dtype]
+                width = state.nbytes(1, main)
                 if state.kind == ELEMENTS:
                     for shard, numel in self._by_shard(param, on_host):
                         data[param.meta.data_axis][shard] += numel * width

@@ -10,10 +10,14 @@ which is the gradient at first, and keeps the states that it states in `states`:
         def update(self, x):
             x.update = x.states["momentum"].mul_(0.9).add_(x.update)
 
-A rank has a flat part of each parameter only. A link that needs more asks for it: `update` is then a generator, which
-yields requests and gets their results. `x.sum` and `x.mean` add up over the whole parameter, `x.fold` takes sums into a
+A rank has a flat part of each parameter only. A link that needs more asks for it: `update` is then a generator, and
+`yield from` a request is its result. `x.sum` and `x.mean` add up over the whole parameter, `x.fold` takes sums into a
 `reduced` state, `x.whole` calls a function of each whole matrix on the rank that owns it. All parameters' requests
 travel together, and every layout computes the same.
+
+A `FusedTransform` updates the flat shards of many parameters at once: torch's fused Adam, or Muon, which exchanges all
+matrices of a stage. Links before it see the gradient of each parameter, links after it the parameter that it has
+updated: `[FusedAdam(config), AverageWeights(0.999)]`.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import isgeneratorfunction
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +33,7 @@ from torch import Tensor
 from megatron.core.boxes import boxes_of_flat_range
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.param_layout import BufferLayout, place_states
+from megatron.core.optimizer.optimizer import Shard, ShardUpdate
 from megatron.core.optimizer.planned_states import (
     ELEMENTS,
     ChainPlan,
@@ -40,6 +45,7 @@ from megatron.core.optimizer.planned_states import (
     reduced_shape,
 )
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import OPTIMIZERS
 
@@ -47,23 +53,34 @@ __all__ = [
     "AdamMoments",
     "AddDecay",
     "AverageWeights",
+    "FusedTransform",
     "ParameterUpdate",
     "Requests",
     "ScaleByRate",
+    "StageOfUpdate",
     "State",
     "Transform",
     "elements",
     "matrix_size",
     "of_matrices",
     "reduced",
+    "together",
 ]
 
 MatrixFunction = Callable[[Tensor, dict[str, Tensor]], Tensor]
 """(matrix [rows, columns], its states by name, which it changes in place) -> [rows, columns]."""
 
 
+class Request:
+    """Asks for something that lies on other ranks too: `result = yield from request`."""
+
+    def __iter__(self) -> Generator[tuple[Request, ...], Sequence[Tensor], Tensor]:
+        (result,) = yield (self,)
+        return result
+
+
 @dataclass(frozen=True)
-class SumRequest:
+class SumRequest(Request):
     """Asks for a sum over all ranks' elements of a parameter."""
 
     partial: Tensor
@@ -77,18 +94,20 @@ class SumRequest:
 
 
 @dataclass(frozen=True)
-class MatrixRequest:
+class MatrixRequest(Request):
     """Asks for a function of each whole matrix of a parameter, of which this rank has elements."""
 
     values: Tensor
     function: MatrixFunction
 
 
-Request = SumRequest | MatrixRequest
+def together(*requests: Request) -> Generator[tuple[Request, ...], Sequence[Tensor], Sequence[Tensor]]:
+    """Asks for several things at once: `a, b = yield from together(x.sum(v), x.sum(w))`."""
+    return (yield requests)
 
-Requests = Generator[Request | tuple[Request, ...], Any, None]
-"""Return type of an `update` that asks for something: `result = yield x.sum(...)`, or a tuple of requests for a list of
-results."""
+
+Requests = Generator[tuple[Request, ...], Sequence[Tensor], None]
+"""Return type of an `update` that asks for something."""
 
 
 class ParameterUpdate:
@@ -209,6 +228,47 @@ class Transform(Protocol):
         since all ranks make the same. A skipped step leaves everything as it was."""
         raise NotImplementedError(f"{type(self).__name__} must write update()")
 
+    def flops(self, meta: ParamMeta) -> int:
+        """FLOPs of the products of matrices in one update of a parameter of the whole model, for plans."""
+        return 0
+
+
+@dataclass(frozen=True)
+class StageOfUpdate:
+    """The pipeline stage of a rank, as far as a fused link needs to know it."""
+
+    layouts: Sequence[BufferLayout]
+    """The buffers of the rank's parameters."""
+
+    dims: ParallelDims
+    axis: Axis
+    """The ranks of the stage."""
+
+    main_dtype: torch.dtype
+    device: torch.device
+    compiled: bool
+    """Whether regions are compiled."""
+
+
+class FusedTransform(Transform):
+    """A link that updates the main parameters of whole shards in place, by kernels over many parameters at once.
+
+    Its states are kind `elements`, have the names and dtypes of `states` for every parameter, and lie beside the main
+    parameters (`OptimizerShard.states`), padding included. The chains of all parameters of a buffer have the same fused
+    link, or none. Matrices of an optimizer's `whole_roles` have buffers of their own.
+    """
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.config = config
+
+    def update(self, x: ParameterUpdate) -> None:
+        raise AssertionError("a fused link updates shards, not single parameters")
+
+    def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
+        """What updates these shards, with learning rate and weight decay. It leaves them as they are in a step that is
+        skipped. Collective over the stage, also without shards, if `ShardUpdate.step` is."""
+        raise NotImplementedError(f"{type(self).__name__} must write kernel()")
+
 
 class AddDecay(Transform):
     """Adds the weight decay times the parameter: before `ScaleByRate`, decoupled weight decay."""
@@ -259,14 +319,17 @@ class AverageWeights(Transform):
 
 
 def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
-    """The chain of a parameter, of the optimizer of all parameters that are not updated as whole matrices. Raises
-    ValueError for a link without `update`, and for one that looks at other elements if the optimizer is registered with
-    `by_element`."""
-    name = config.elementwise
-    links: tuple[Transform, ...] = tuple(OPTIMIZERS[name](config, meta))
+    """The chain of a parameter. Raises ValueError for a link without `update`, for a second fused link, and for one
+    that looks at other elements if the optimizer is registered with `by_element`."""
+    name = config.optimizer if meta.matrix and meta.role in config.whole_roles else config.elementwise
+    links: tuple[Transform, ...] = tuple(OPTIMIZERS.build(name, config, meta))
     for link in links:
-        if getattr(type(link), "update", Transform.update) is Transform.update:
-            raise ValueError(f"--optimizer {name}: its link {type(link).__name__} has no update(x); write it")
+        base, method = (FusedTransform, "kernel") if isinstance(link, FusedTransform) else (Transform, "update")
+        if getattr(type(link), method, None) is getattr(base, method):
+            form = "kernel(shards, stage)" if base is FusedTransform else "update(x)"
+            raise ValueError(f"--optimizer {name}: its link {type(link).__name__} has no {form}; write it")
+    if sum(isinstance(link, FusedTransform) for link in links) > 1:
+        raise ValueError(f"--optimizer {name}: a chain has at most one fused link; remove one of {_names(links)}")
     if OPTIMIZERS.facts(name).by_element:
         for link in links:
             if isgeneratorfunction(link.update) or any(state.kind != ELEMENTS for state in link.states(meta)):
@@ -275,16 +338,48 @@ def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
     return links
 
 
+def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform | None:
+    """The fused link that the chains of a buffer's parameters have in common. Raises ValueError if some have another
+    one."""
+    found: dict[type[Transform] | None, FusedTransform | None] = {}
+    for param in layout.params:
+        fused = [link for link in chain_of(config, param.meta) if isinstance(link, FusedTransform)]
+        found.setdefault(type(fused[0]) if fused else None, fused[0] if fused else None)
+    if len(found) > 1:
+        names = " and ".join("no fused link" if kind is None else kind.__name__ for kind in found)
+        raise ValueError(
+            f"--optimizer {config.optimizer}: parameters of one buffer have {names}; give their chains the same one, "
+            "or register the optimizer with whole_roles, so that these matrices have buffers of their own"
+        )
+    return next(iter(found.values()), None)
+
+
+def states_of_shards(config: OptimizerConfig, layout: BufferLayout) -> Sequence[State]:
+    """The states that lie beside the main parameters of a buffer, padding included: those of its fused link."""
+    fused = fused_link(config, layout)
+    return () if fused is None else fused.states(layout.params[0].meta)
+
+
+def states_of_parameter(config: OptimizerConfig, meta: ParamMeta) -> list[State]:
+    """The states of the other links, which the chain itself keeps."""
+    links = (link for link in chain_of(config, meta) if not isinstance(link, FusedTransform))
+    return [state for link in links for state in link.states(meta)]
+
+
 def plan_of_chain(
     config: OptimizerConfig, layouts: Sequence[BufferLayout], dims: ParallelDims, ranks: Sequence[int]
 ) -> ChainPlan:
     """The plan of the states of a stage: `layouts` are the buffers of its ranks, `ranks` those ranks."""
 
     def states_of(meta: ParamMeta) -> list[State]:
-        return [state for link in chain_of(config, meta) for state in link.states(meta)]
+        return states_of_parameter(config, meta)
 
     def asks_for_matrices(meta: ParamMeta) -> bool:
         return any(link.whole_matrices for link in chain_of(config, meta))
 
     distributed, ranges = config.use_distributed_optimizer, place_states(layouts, config)
     return ChainPlan(layouts, states_of, asks_for_matrices, dims, ranks, distributed, ranges)
+
+
+def _names(links: Sequence[Transform]) -> str:
+    return " and ".join(type(link).__name__ for link in links if isinstance(link, FusedTransform))

@@ -108,11 +108,9 @@ def choose_products(dtypes: Iterable[torch.dtype], device: torch.device, world: 
 
 def multiplied_dtypes(config: RunConfig) -> list[torch.dtype]:
     """The dtypes of matrix products: that of the layers, and those in which the optimizer multiplies."""
-    params_dtype, main_dtype = (
-        getattr(torch, name) for name in (config.parallel.params_dtype, config.parallel.main_dtype)
-    )
-    of_updates = getattr(OPTIMIZERS[config.optimizer.optimizer], "update_dtypes", lambda config, main_dtype: ())
-    return list(dict.fromkeys([params_dtype, *of_updates(config.optimizer, main_dtype)]))
+    of_updates = OPTIMIZERS.facts(config.optimizer.optimizer).product_dtypes
+    names = [config.parallel.params_dtype, *of_updates(config.optimizer, config.parallel.main_dtype)]
+    return [getattr(torch, name) for name in dict.fromkeys(names)]
 
 
 class ProductsInFp32(Callback):

@@ -15,7 +15,6 @@ from megatron.core.parts import (
     KERNELS,
     LAYERS,
     NORMALIZATIONS,
-    OPTIMIZERS,
 )
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -111,11 +110,6 @@ for _norm in ("LayerNorm", "RMSNorm"):
         f"{_HERE}.fused_norm:Fused{_norm}",
         when=lambda name, size, config, ctx, partial_over: fuses(config, ctx),
     )
-OPTIMIZERS.substitute(
-    "adam",
-    f"{_HERE}.compiled_adam:CompiledAdamW",
-    when=lambda config, shards: bool(shards) and all(shard.main.itemsize == 4 for shard in shards),
-)
 for _operation, _kernel in {
     "loss_and_gradient_": "kernels.cross_entropy:LOSS",
     "scale_rows_": "kernels.cross_entropy:SCALE",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.host_to_device import HostCopy
-from megatron.core.optimizer.optimizer import Optimizer, Rates, Shard, StepValues
+from megatron.core.optimizer.optimizer import Rates, Shard, ShardUpdate, StepValues
 from megatron.extensions.offload.flags import HostStateFlags
 
 
@@ -91,13 +91,13 @@ def _threads(number: int | None) -> Iterator[None]:
 
 
 class HostUpdate:
-    """Updates `shards`, whose states are in host memory, each by its rule of `rules`: the entry of HOST_UPDATES."""
+    """Updates `shards`, whose states are in host memory, each by its chain of `chains`: the entry of HOST_UPDATES."""
 
     def __init__(
         self,
         config: OptimizerConfig,
         shards: Sequence[Shard],
-        rules: Sequence[Optimizer],
+        chains: Sequence[ShardUpdate],
         slots: tuple[int, int],
         threads: int | None,
     ) -> None:
@@ -105,7 +105,7 @@ class HostUpdate:
         by default torch's."""
         options, (number, elements) = config.options(HostStateFlags), slots
         assert shards and number <= len(shards) and elements == max(shard.numel for shard in shards)
-        self.shards, self.rules = shards, rules
+        self.shards, self.chains = shards, chains
         params, grads = shards[0].device_params, shards[0].device_grads
         self.device = params.device
         on_gpu = self.device.type == "cuda"
@@ -138,11 +138,11 @@ class HostUpdate:
         if skip > 0:
             return
         with _threads(self._threads):
-            for chunk, (shard, rule) in enumerate(zip(self.shards, self.rules, strict=True)):
+            for chunk, (shard, chain) in enumerate(zip(self.shards, self.chains, strict=True)):
                 shard.attach(self._grads.ready(chunk)[: shard.numel], self._params.ready(chunk)[: shard.numel])
                 if scaled:
-                    rule.scale_gradients(factor)
-                rule.step(StepValues(rates, skip, updates))
+                    chain.scale_gradients(factor)
+                chain.step(StepValues(rates, skip, updates))
                 shard.write_params()
                 self._start_params(chunk)
                 if chunk + self._number < len(self.shards):

@@ -8,7 +8,7 @@ from typing import ClassVar
 from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.facts import StatePlan
-from megatron.core.parts import MATRIX_EXCHANGES, OPTIMIZERS, PARAMETER_RULES, STATE_STORES, UPDATE_HOOKS
+from megatron.core.parts import OPTIMIZERS, PARAMETER_RULES, STATE_STORES, UPDATE_HOOKS
 from megatron.extensions.optimizers.newton_schulz import COEFFICIENTS
 from megatron.training.extensions import extension_flags
 
@@ -29,7 +29,8 @@ class MuonFlags:
     embeddings, output layer, norms and biases."""
 
     NO_EFFECT_WITHOUT: ClassVar = Condition(
-        "--optimizer muon", lambda config: OPTIMIZERS.facts(config.optimizer.optimizer).whole_matrices
+        "--optimizer muon",
+        lambda config: bool(OPTIMIZERS.facts(config.optimizer.optimizer).whole_roles(config.optimizer)),
     )
 
     muon_momentum: float = flag(0.9, at_least=0, below=1)
@@ -144,6 +145,12 @@ def whole_roles(optimizer: OptimizerConfig) -> frozenset[str]:
     return frozenset({"hidden"} if optimizer.options(MuonFlags).moe_router_skip_muon else {"hidden", "router"})
 
 
+def product_dtypes(optimizer: OptimizerConfig, main_dtype: str) -> tuple[str, ...]:
+    """The dtype in which Muon's matrices travel and are orthogonalized."""
+    medium = optimizer.options(MuonFlags).muon_fp32_matmul_prec == "medium"
+    return ("bfloat16" if main_dtype == "float32" and medium else main_dtype,)
+
+
 class PackedPlan(StatePlan):
     """States in the formats of the flags above."""
 
@@ -161,46 +168,42 @@ class PackedPlan(StatePlan):
         return "remainders" if remainders else plain
 
     def main_bytes(self, numel: int, kind: str, main: int) -> int:
-        format_of = {"remainders": "bf16", "fp16": "fp16"}
-        return bytes_of(numel, format_of[kind], main) if kind in format_of else super().main_bytes(numel, kind, main)
-
-    def state_bytes(self, optimizer: OptimizerConfig, numel: int, state: str, main: int) -> int:
-        return bytes_of(numel, state_format(optimizer.options(PrecisionAwareFlags), state), main)
+        if kind == "fp16":
+            return numel * 2 + numel // SCALE_BLOCK
+        return numel * 2 if kind == "remainders" else super().main_bytes(numel, kind, main)
 
     def gradients_dtype(self, optimizer: OptimizerConfig) -> str | None:
         return "bfloat16" if optimizer.options(PrecisionAwareFlags).main_grads_dtype == "bf16" else None
 
     def described(self, optimizer: OptimizerConfig, params_dtype: str, main_dtype: str) -> str:
         kind, options = self.main_kind(optimizer, params_dtype, main_dtype), optimizer.options(PrecisionAwareFlags)
-        formats = (f"{name} {state_format(options, name)}" for name in optimizer.states(False))
-        return f"main parameters {kind}, {', '.join(formats)}"
+        moments = f"exp_avg {options.exp_avg_dtype}, exp_avg_sq {options.exp_avg_sq_dtype}"
+        return f"main parameters {kind}, {moments}"
 
 
-def state_format(options: PrecisionAwareFlags, state: str) -> str:
-    """The format of one of Adam's moments."""
-    return {"exp_avg": options.exp_avg_dtype, "exp_avg_sq": options.exp_avg_sq_dtype}[state]
+SCALED = ("fp16", "fp8")
+"""Formats with scales of blocks."""
 
 
-def bytes_of(numel: int, name: str, main: int) -> int:
-    """Bytes of a state in a format; fp32 becomes the main dtype, of `main` bytes. Scales have one byte."""
-    scales = numel // SCALE_BLOCK if name in ("fp16", "fp8") else 0
-    return numel * {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": main}[name] + scales
-
-
-MATRIX_EXCHANGES.register(
-    "owners",
-    f"{HERE}.muon:build_exchange",
-    roles=whole_roles,
+OPTIMIZERS.register(
+    "muon",
+    f"{HERE}.muon:muon",
+    whole_roles=whole_roles,
     others=lambda optimizer: optimizer.options(MuonFlags).muon_scalar_optimizer,
     fields=("muon_scalar_optimizer", "moe_router_skip_muon"),
+    product_dtypes=product_dtypes,
 )
+OPTIMIZERS.substitute(
+    "adam",
+    f"{HERE}.precision_aware:packed_adam",
+    when=lambda optimizer, meta: optimizer.options(PrecisionAwareFlags).use_precision_aware_optimizer,
+)
+STATE_STORES.register("precision_aware", f"{HERE}.precision_aware:PackedShard", plan=PackedPlan())
 PARAMETER_RULES.register(
     "by name",
     f"{HERE}.named_parameters:NamedParameters",
     when=lambda optimizer: optimizer.options(NamedParameterFlags) != NamedParameterFlags(),
 )
-OPTIMIZERS.register("muon", f"{HERE}.muon:Muon", states=("momentum_buffer",), whole_matrices=True)
-STATE_STORES.register("precision_aware", f"{HERE}.precision_aware:PackedStates", plan=PackedPlan())
 UPDATE_HOOKS.register(
     "qk_clip", f"{HERE}.qk_clip:QKClip", when=lambda optimizer: optimizer.options(QKClipFlags).qk_clip
 )

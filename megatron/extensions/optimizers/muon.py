@@ -13,15 +13,20 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.param_layout import plan_buffers
+from megatron.core.optimizer.fused import plain_shards
 from megatron.core.optimizer.matrix_exchange import MatrixExchange
-from megatron.core.optimizer.matrix_plan import Matrix, MatrixPlan, Part
-from megatron.core.optimizer.optimizer import CHUNK, Optimizer, OptimizerShard, StepValues
-from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parallel_state import ParallelState
+from megatron.core.optimizer.matrix_plan import Matrix, MatrixPlan, Part, linear_maps
+from megatron.core.optimizer.optimizer import (
+    CHUNK,
+    OptimizerShard,
+    Shard,
+    ShardUpdate,
+    StepValues,
+    scale_gradients_,
+)
+from megatron.core.optimizer.transforms import FusedTransform, StageOfUpdate, State, Transform, elements
 from megatron.core.param_meta import ParamMeta
-from megatron.extensions.optimizers.flags import MuonFlags
+from megatron.extensions.optimizers.flags import MuonFlags, product_dtypes
 from megatron.extensions.optimizers.newton_schulz import Coefficients, coefficients
 
 EPS = 1e-15
@@ -29,35 +34,57 @@ EPS = 1e-15
 of the same size."""
 
 
-def build_exchange(config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState) -> MatrixExchange:
-    """The exchange of the matrices that Muon updates: the entry of MATRIX_EXCHANGES."""
-    options, axis = config.options(MuonFlags), state.axis("stage")
-    blockwise, distributed = options.muon_tp_mode == "blockwise", config.use_distributed_optimizer
-    plan = MatrixPlan(ddp.layouts, state.dims, axis.ranks, distributed, splits_of(options), blockwise)
-    return MatrixExchange(plan, axis, matrix_dtype(ddp.main_dtype, options.muon_fp32_matmul_prec), ddp.device)
-
-
 def splits_of(options: MuonFlags) -> Callable[[str], bool]:
     """Whether weights that are fused under a name (`ParamMeta.fused`) are updated as matrices of their own."""
     return lambda fused: {"qkv": options.muon_split_qkv, "gate_up": options.muon_split_gate_up}.get(fused, True)
 
 
-def matrix_dtype(main_dtype: torch.dtype, precision: str) -> torch.dtype:
-    """The dtype in which matrices travel and are orthogonalized."""
-    return torch.bfloat16 if main_dtype == torch.float32 and precision == "medium" else main_dtype
+def muon(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
+    """--optimizer muon, of the matrices of hidden layers."""
+    return [Muon(config)]
 
 
-class Muon(Optimizer):
+class Muon(FusedTransform):
     """W <- (1 - lr * decay) W - lr * scale * orthogonalized(M), with the average M <- mu M + (1 - mu) G.
 
-    With Nesterov's look-ahead it is mu M + (1 - mu) G, for the new M, that is orthogonalized.
+    With Nesterov's look-ahead it is mu M + (1 - mu) G, for the new M, that is orthogonalized. The link is fused, as the
+    matrices of all parameters travel together and those of one size are multiplied together.
     """
 
-    def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard], exchange: MatrixExchange) -> None:
-        super().__init__(config, shards)
-        self.exchange = exchange
+    def __init__(self, config: OptimizerConfig) -> None:
+        super().__init__(config)
         self.options = config.options(MuonFlags)
-        self._coefficients = coefficients(self.options.muon_coefficient_type, self.options.muon_num_ns_steps)
+
+    def states(self, meta: ParamMeta) -> Sequence[State]:
+        return [elements("momentum_buffer", meta)]
+
+    def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
+        options = self.options
+        blockwise, distributed = options.muon_tp_mode == "blockwise", self.config.use_distributed_optimizer
+        ranks = stage.axis.ranks
+        plan = MatrixPlan(stage.layouts, stage.dims, ranks, distributed, splits_of(options), blockwise)
+        main_dtype = str(stage.main_dtype).removeprefix("torch.")
+        (dtype,) = product_dtypes(self.config, main_dtype)
+        exchange = MatrixExchange(plan, stage.axis, getattr(torch, dtype), stage.device)
+        return MuonKernel(options, plain_shards(shards), exchange)
+
+    def flops(self, meta: ParamMeta) -> int:
+        """Those of the Newton-Schulz iterations, once for each matrix, whatever the layout and the batch."""
+        boxes = linear_maps(meta, meta.fused is not None and splits_of(self.options)(meta.fused.name))
+        return 2 * self.options.muon_num_ns_steps * sum(Matrix(meta, *box).cost for box in boxes)
+
+
+class MuonKernel(ShardUpdate):
+    """Muon of all matrices of a stage, in flat shards."""
+
+    def __init__(self, options: MuonFlags, shards: Sequence[OptimizerShard], exchange: MatrixExchange) -> None:
+        self.options = options
+        self.shards = shards
+        self.exchange = exchange
+        self._coefficients = coefficients(options.muon_coefficient_type, options.muon_num_ns_steps)
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        scale_gradients_(self.shards, factor)
 
     def step(self, values: StepValues) -> None:
         config = self.options
@@ -88,19 +115,6 @@ class Muon(Optimizer):
             _held(shard.main, part).add_(values.masked_fill_(skipped, 0), alpha=-own_lr * factor)
 
         self.exchange.transform(read, lambda x, numbers: self._orthogonalized(x), write)
-
-    @staticmethod
-    def update_flops(config: OptimizerConfig, metas: Sequence[ParamMeta]) -> int:
-        """Those of the Newton-Schulz iterations, once for each matrix, whatever the layout and the batch."""
-        options = config.options(MuonFlags)
-        layouts = plan_buffers([(meta, meta.global_shape) for meta in metas], 1, 1, whole_roles=config.whole_roles)
-        plan = MatrixPlan(layouts, ParallelDims(), [0], True, splits_of(options))
-        return 2 * options.muon_num_ns_steps * sum(matrix.cost for matrix in plan.matrices)
-
-    @staticmethod
-    def update_dtypes(config: OptimizerConfig, main_dtype: torch.dtype) -> Sequence[torch.dtype]:
-        """That in which matrices travel and are orthogonalized."""
-        return (matrix_dtype(main_dtype, config.options(MuonFlags).muon_fp32_matmul_prec),)
 
     def _orthogonalized(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:

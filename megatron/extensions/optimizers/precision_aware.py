@@ -30,7 +30,9 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import BufferLayout, StateRange
 from megatron.core.dropout import mixed, round_to_bf16, uniform_of
-from megatron.core.optimizer.optimizer import MAIN_PARAM, Shard, StepValues
+from megatron.core.optimizer.optimizer import MAIN_PARAM, Shard, ShardUpdate, StepValues
+from megatron.core.optimizer.transforms import FusedTransform, StageOfUpdate, State, Transform, elements
+from megatron.core.param_meta import ParamMeta
 from megatron.extensions.optimizers.flags import SCALE_BLOCK, PrecisionAwareFlags
 
 SMALLEST = -126
@@ -202,7 +204,13 @@ class PackedShard(Shard):
     changes_params_when_loaded = True
 
     def __init__(
-        self, bucket: Bucket, layout: BufferLayout, place: StateRange, config: OptimizerConfig, main_dtype: torch.dtype
+        self,
+        bucket: Bucket,
+        states: Sequence[State],
+        layout: BufferLayout,
+        place: StateRange,
+        config: OptimizerConfig,
+        main_dtype: torch.dtype,
     ) -> None:
         super().__init__(bucket, layout, place, main_dtype)
         params = self.params
@@ -307,28 +315,45 @@ def read_main(kind: str, part: Part, main: StoredState) -> Tensor:
     return main.read(*part.main)
 
 
-class PrecisionAwareAdam:
-    """Adam with decoupled weight decay (arXiv 1711.05101) over packed shards."""
+class PrecisionAwareAdam(FusedTransform):
+    """Adam with decoupled weight decay (arXiv 1711.05101), whose moments are stored in the formats of the flags."""
 
-    def __init__(
-        self, config: OptimizerConfig, shards: Sequence[PackedShard], device: torch.device, compiled: bool
-    ) -> None:
+    def states(self, meta: ParamMeta) -> Sequence[State]:
+        options = self.config.options(PrecisionAwareFlags)
+        formats = {"exp_avg": options.exp_avg_dtype, "exp_avg_sq": options.exp_avg_sq_dtype}
+        return [stored_state(name, meta, FORMATS[chosen]) for name, chosen in formats.items()]
+
+    def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
+        packed = [shard for shard in shards if isinstance(shard, PackedShard)]
+        assert len(packed) == len(shards), "states are stored in other formats"
+        return PackedKernel(self.config, packed, stage.compiled)
+
+
+def stored_state(name: str, meta: ParamMeta, number: StateFormat) -> State:
+    """A moment in a format; fp32 becomes the main dtype."""
+    dtype = None if number.dtype == torch.float32 else str(number.dtype).removeprefix("torch.")
+    return elements(name, meta, dtype, SCALE_BLOCK if number.scaled else 0)
+
+
+def packed_adam(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
+    """--optimizer adam --use-precision-aware-optimizer."""
+    return [PrecisionAwareAdam(config)]
+
+
+class PackedKernel(ShardUpdate):
+    """The update of packed shards."""
+
+    def __init__(self, config: OptimizerConfig, shards: Sequence[PackedShard], compiled: bool) -> None:
         self.config = config
         self.shards = shards
-        self.device = device
         self._update = region(adam_step_, compiled, static=True)
         self._chunk = None if compiled else CHUNK
         self._factor: Tensor | None = None
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Makes the next `step` use the gradients times `factor`, a float64 scalar on the device."""
         self._factor = factor
 
-    def set_step_count(self, updates: int) -> None:
-        """Takes up a count of updates: there is no other than that which `step` is given."""
-
     def step(self, values: StepValues) -> None:
-        """One update of all shards."""
         skip, updates = values.skip, values.updates
         factor = torch.ones_like(updates) if self._factor is None else self._factor
         self._factor, number = None, updates + 1.0
@@ -339,12 +364,6 @@ class PrecisionAwareAdam:
             scalars = Scalars(on_device[0], on_device[1], factor, number, skip, *corrections)
             for start, stop in chunks(shard.numel, self._chunk or shard.numel):
                 self._update(shard, shard.part(start, stop), scalars, self.config)
-
-
-class PackedStates:
-    """The entry of STATE_STORES."""
-
-    shard, rule = PackedShard, PrecisionAwareAdam
 
 
 def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: OptimizerConfig) -> None:

@@ -16,7 +16,7 @@ from megatron.training.config.run_config import RunConfig
 
 def muon(c: RunConfig, world_size: int) -> Iterator[Problem]:
     o = c.options(MuonFlags)
-    elementwise = [name for name in OPTIMIZERS if not OPTIMIZERS.facts(name).whole_matrices]
+    elementwise = [name for name in OPTIMIZERS if not OPTIMIZERS.facts(name).whole_roles(c.optimizer)]
     if o.muon_scalar_optimizer not in elementwise:
         rule = "updates whole matrices, which embeddings, norms and biases are not"
         yield Problem("--muon-scalar-optimizer", o.muon_scalar_optimizer, rule, f"use {' or '.join(elementwise)}")

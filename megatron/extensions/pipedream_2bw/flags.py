@@ -55,7 +55,7 @@ UPDATES_AHEAD.register(
     kept=lambda rank: rank.parameters + rank.gradients,
     what="the weights before the last update, and gradients that wait for the norm",
 )
-STATE_STORES.register("two versions", f"{HERE}.two_versions:VersionedStates", plan=StoredMain())
+STATE_STORES.register("two versions", f"{HERE}.two_versions:VersionedShard", plan=StoredMain())
 CALLBACKS.register(
     "two versions of weights",
     f"{HERE}.two_versions:VersionsOfPasses",

@@ -26,7 +26,8 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import BufferLayout, StateRange
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult, Update
-from megatron.core.optimizer.optimizer import MainStates, OptimizerShard
+from megatron.core.optimizer.optimizer import OptimizerShard
+from megatron.core.optimizer.planned_states import State
 from megatron.core.torch_private import foreach_copy_
 from megatron.extensions.pipedream_2bw.flags import PREVIOUS
 from megatron.training.hooks import Callback, Meter
@@ -36,7 +37,15 @@ from megatron.training.run import TrainingRun
 class VersionedShard(OptimizerShard):
     """A shard whose updates read a copy of the gradients, and whose parameters change memories."""
 
-    def __init__(self, bucket: Bucket, states: Sequence[str], layout: BufferLayout, place: StateRange) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        states: Sequence[State],
+        layout: BufferLayout,
+        place: StateRange,
+        config: OptimizerConfig,
+        main_dtype: torch.dtype,
+    ) -> None:
         super().__init__(bucket, states, layout, place)
         if self.aliased:
             self.aliased, self.main = False, self.params.clone()
@@ -50,16 +59,6 @@ class VersionedShard(OptimizerShard):
 
     def exported(self) -> dict[str, Tensor]:
         return super().exported() | {PREVIOUS: self.previous}
-
-
-class VersionedStates(MainStates):
-    """The entry of STATE_STORES."""
-
-    @staticmethod
-    def shard(
-        bucket: Bucket, layout: BufferLayout, place: StateRange, config: OptimizerConfig, main_dtype: torch.dtype
-    ) -> VersionedShard:
-        return VersionedShard(bucket, config.states(layout.whole), layout, place)
 
 
 class _Waiting(NamedTuple):

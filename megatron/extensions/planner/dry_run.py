@@ -150,7 +150,7 @@ def _ranks(group: tuple[int, ...]) -> str:
 
 def model_lines(config: RunConfig, cache: PlannerCache) -> Iterator[str]:
     """Shape, parameters and FLOPs of the model, whose kinds of layers `cache` may know."""
-    from megatron.extensions.planner.flops import model_flops, orthogonalization_flops
+    from megatron.extensions.planner.flops import model_flops, update_flops
 
     m = config.model
     yield shape_line(m)
@@ -185,10 +185,11 @@ def model_lines(config: RunConfig, cache: PlannerCache) -> Iterator[str]:
         f"FLOPs per token {flops.total:.6g} forward and backward: {flops.matmul:.6g} matrix multiplications "
         f"(6 x {counted}), {flops.attention:.6g} attention (causal: half of the square), counted on fake tensors"
     )
-    if update := orthogonalization_flops(m, config.optimizer):
+    if update := update_flops(m, config.optimizer):
         tokens = (config.training.global_batch_size or 1) * m.seq_length
         of_batch = update / (flops.total * tokens)
-        yield f"FLOPs of Muon's iterations {update:.6g}, {of_batch:.2%} of those of a batch of {tokens:,} tokens"
+        share = f"{of_batch:.2%} of those of a batch of {tokens:,} tokens"
+        yield f"FLOPs of matrix products in an update {update:.6g}, {share}"
 
 
 def _positions(m: TransformerConfig) -> str:

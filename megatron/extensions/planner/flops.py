@@ -6,7 +6,6 @@ of the s x s square, less under a sliding window. MFU and TFLOP/s in the log fol
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from statistics import fmean
@@ -15,7 +14,7 @@ from typing import NamedTuple
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.parts import OPTIMIZERS
+from megatron.core.optimizer.transforms import chain_of
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.extensions.planner.fake_stage import MicroBatch, Part, StageParts, Unit
 from megatron.extensions.planner.time.events import Attention, Product
@@ -78,8 +77,7 @@ def flops_per_token(config: TransformerConfig, seq_length: int | None = None) ->
     return model_flops(config, seq_length).total
 
 
-def orthogonalization_flops(config: TransformerConfig, optimizer: OptimizerConfig) -> int:
-    """FLOPs of one update of the whole model by an optimizer that multiplies matrices, whatever the layout and the
-    batch; 0 for others. Ranks of a stage share them."""
-    flops: Callable[..., int] | None = getattr(OPTIMIZERS[optimizer.optimizer], "update_flops", None)
-    return 0 if flops is None else flops(optimizer, stage_metas(config))
+def update_flops(config: TransformerConfig, optimizer: OptimizerConfig) -> int:
+    """FLOPs of the products of matrices in one update of the whole model, as the links of its chains state them,
+    whatever the layout and the batch. Ranks of a stage share them."""
+    return sum(link.flops(meta) for meta in stage_metas(config) for link in chain_of(optimizer, meta))

@@ -86,19 +86,20 @@ def buffer_bytes(
 ) -> BufferBytes:
     """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per range of states.
 
-    Of buffers `by_unit` what stays counts: whole units come on top. `of_chain` are the bytes of states that a chain of
-    transforms keeps on the device and on the host.
+    Of buffers `by_unit` what stays counts: whole units come on top. `of_chain` are the bytes of states that chains of
+    transforms keep on the device and on the host beside those in shards.
     """
+    from megatron.core.optimizer.transforms import states_of_shards  # which imports torch
+
     main, params = DTYPE_BYTES[main_dtype], DTYPE_BYTES[params_dtype]
     plan = optimizer.state_plan
     gradient = DTYPE_BYTES[optimizer.gradients_dtype or main_dtype]
-    ranges = place_states(buffers, optimizer)
+    ranges, states = place_states(buffers, optimizer), [states_of_shards(optimizer, buffer) for buffer in buffers]
     mains, moments = {False: 0, True: 0}, {False: 0, True: 0}
     for place in ranges:
         kind = plan.main_kind(optimizer, params_dtype, main_dtype, place.on_host)
         mains[place.on_host] += plan.main_bytes(place.numel, kind, main)
-        for name in optimizer.states(buffers[place.buffer].whole):
-            moments[place.on_host] += plan.state_bytes(optimizer, place.numel, name, main)
+        moments[place.on_host] += sum(state.nbytes(place.numel, main) for state in states[place.buffer])
     for on_host, size in enumerate(of_chain):
         moments[bool(on_host)] += size
     slots, size = host_slots(ranges)
@@ -184,12 +185,12 @@ def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[Param
 def chain_bytes(
     buffers: Sequence[BufferLayout], optimizer: OptimizerConfig, dims: ParallelDims, pp_rank: int, main: int
 ) -> tuple[list[int], list[int]]:
-    """Bytes of states that a chain of transforms keeps on the device and on the host of each rank at `pp_rank`, in
-    order of rank, where the main dtype has `main` bytes."""
-    if not optimizer.is_chain:
-        return [0], [0]
-    from megatron.core.optimizer.transforms import plan_of_chain  # which imports torch
+    """Bytes of states that chains of transforms keep beside those in shards, on the device and on the host of each rank
+    at `pp_rank`, in order of rank, where the main dtype has `main` bytes."""
+    from megatron.core.optimizer.transforms import plan_of_chain, states_of_parameter  # which imports torch
 
+    if not any(states_of_parameter(optimizer, param.meta) for buffer in buffers for param in buffer.params):
+        return [0], [0]
     ranks = next(group for group in dims.groups("dp", "cp", "tp") if dims.coords(group[0])["pp"] == pp_rank)
     plan = plan_of_chain(optimizer, buffers, dims, ranks)
     return plan.bytes_by_place(main), plan.bytes_by_place(main, on_host=True)

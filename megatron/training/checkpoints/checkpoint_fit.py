@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, MODEL, OPTIM
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import HISTORY
-from megatron.core.parts import STATE_STORES
+from megatron.core.parts import OPTIMIZERS, STATE_STORES
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.training.config.flags import all_flags, config_of_sections, field_table, flags_of, named_value, value_of
 from megatron.training.config.rules.fields import single_values
@@ -109,11 +109,11 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
     if load_optimizer and not any(key.startswith(OPTIMIZER) for key in checkpoint.tensors):
         problems.append("it has no optimizer state: give --no-load-optim to continue with fresh moments, or --finetune")
     elif load_optimizer:
-        matrices = config.optimizer.matrices
+        fields = OPTIMIZERS.facts(config.optimizer.optimizer).fields
         problems += [
             f"--{field.replace('_', '-')} is {before} in the checkpoint and {now} in the run: give the checkpoint's, "
             "or --no-load-optim to start the new one afresh"
-            for field in ("optimizer", *(matrices.fields if matrices is not None else ()))
+            for field in ("optimizer", *fields)
             for before, now in [(named_value(saved, field), named_value(config, field))]
             if before != now
         ]

@@ -14,13 +14,15 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import Update
 from megatron.core.optimizer.optimizer import Rates
 from megatron.core.pipeline_parallel.layer_split import multi_token_cost
-from megatron.extensions.planner.flops import flops_per_token, model_flops, orthogonalization_flops
+from megatron.extensions.planner.flops import flops_per_token, model_flops, update_flops
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import with_fields
 from megatron.training.config.validation import resolve_legal
+from megatron.training.extensions import load_extensions
 from megatron.training.train_step import train_step
 from tests import gpt_cases
+from tests.forked import ROOT
 from tests.harness import run_world
 from tests.pure.test_model_math import PUBLISHED, STYLES, WITH_EXPERTS, shape
 from tests.tiny import TINY
@@ -88,6 +90,13 @@ def test_planned_flops_are_those_of_the_iterations() -> None:
     """Queries, keys, values, gate and up are matrices of their own; embeddings, output layer and norms are none."""
     flags = f"{TINY} --swiglu --group-query-attention --num-query-groups 2 --optimizer muon --muon-num-ns-steps 3"
     config = resolve_legal(parse_args(flags.split()), 1)
-    planned = orthogonalization_flops(config.model, config.optimizer)
+    planned = update_flops(config.model, config.optimizer)
     assert run_world(1, _flops_of_an_update, config) == [planned] and planned > 0
-    assert orthogonalization_flops(config.model, replace(config.optimizer, optimizer="adam")) == 0
+    assert update_flops(config.model, replace(config.optimizer, optimizer="adam")) == 0
+
+
+def test_planned_flops_of_a_chain_are_those_of_its_links() -> None:
+    load_extensions([str(ROOT / "examples/shampoo.py")])
+    config = resolve_legal(parse_args(f"{TINY} --swiglu --optimizer shampoo".split()), 1)
+    planned = update_flops(config.model, config.optimizer)
+    assert run_world(1, _flops_of_an_update, config) == [planned] and planned > 0

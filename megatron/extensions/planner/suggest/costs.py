@@ -316,7 +316,7 @@ def _state_bytes(meta: ParamMeta, shards: int, config: RunConfig) -> int:
     buffers = plan_buffers([(meta, shape)], shards, shards, None, optimizer.group_of, (), False, ddp.shards_gradients)
     dtypes = parallel.params_dtype, parallel.main_dtype
     of_chain = 0
-    if optimizer.is_chain and not optimizer.updates_together:
+    if not optimizer.updates_together:
         dims = ParallelDims(dp=shards)
         of_chain = chain_bytes(buffers, optimizer, dims, 0, DTYPE_BYTES[parallel.main_dtype])[0][0]
     found = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters, (of_chain, 0))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron.core import compiled_regions
-from megatron.core.optimizer.optimizer import AdamW
+from megatron.core.optimizer.compiled_adam import CompiledAdamKernel
+from megatron.core.optimizer.fused import AdamKernel
 from megatron.core.parallel_state import ParallelState
-from megatron.extensions.fusions.compiled_adam import CompiledAdamW
 from tests.dist.toy import build, run_step
 
 
@@ -19,8 +19,8 @@ def trained(dtype: str, compiled: bool, clip: float) -> list[Tensor]:
     """Parameters, main parameters and moments after steps of which one has a gradient that is no number."""
     state, adam = ParallelState(), {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6}
     ddp, optimizer = build(state, dtype=dtype, compiled=compiled, clip_grad=clip, **adam)
-    (rule,) = optimizer._rules
-    assert isinstance(rule, AdamW) and isinstance(rule, CompiledAdamW) is (compiled and dtype != "fp64")
+    ((kernel,),) = (chain.kernels for chain in optimizer.chains)
+    assert type(kernel) is (CompiledAdamKernel if compiled and dtype != "fp64" else AdamKernel)
     for step in range(5):
         result, _ = run_step(ddp, optimizer, state, step, seed=nan if step == 3 else 1.0)
         assert result.skipped is (step == 3)

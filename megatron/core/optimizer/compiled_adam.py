@@ -15,22 +15,22 @@ from torch import Tensor
 from megatron.core.compiled_regions import region
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.param_layout import ALIGNMENT
-from megatron.core.optimizer.optimizer import AdamW, OptimizerShard, StepValues
+from megatron.core.optimizer.optimizer import OptimizerShard, ShardUpdate, StepValues
 
 STATIC_SHAPES = 16
 """Shapes of shards, up to which updates have a kernel for each; buckets of equal layers have equal shapes."""
 
 
-class CompiledAdamW(AdamW):
+class CompiledAdamKernel(ShardUpdate):
     """AdamW of main parameters in fp32, in a compiled region for each shard."""
 
-    _factor: Tensor | None = None
-    """Of the gradients of the next step."""
-
     def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
-        super().__init__(config, shards)
+        self.config = config
+        self.shards = shards
         for shard in shards:
             shard.written_by_update = True
+        self._factor: Tensor | None = None
+        """Of the gradients of the next step."""
 
     def scale_gradients(self, factor: Tensor) -> None:
         self._factor = factor

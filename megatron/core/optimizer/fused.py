@@ -1,0 +1,114 @@
+"""Adam and SGD as chains of one fused link: torch's kernels, which update a whole shard in one pass over its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.param_groups import ParamGroup
+from megatron.core.optimizer.compiled_adam import CompiledAdamKernel
+from megatron.core.optimizer.optimizer import OptimizerShard, Shard, ShardUpdate, StepValues, scale_gradients_
+from megatron.core.optimizer.planned_states import State, elements
+from megatron.core.optimizer.transforms import FusedTransform, StageOfUpdate, Transform
+from megatron.core.param_meta import ParamMeta
+
+
+class FusedAdam(FusedTransform):
+    """Adam with decoupled weight decay (arXiv 1711.05101), of moments, decay and learning rate in one kernel.
+
+    Where regions are compiled, main parameters in fp32 have a kernel that also writes the parameters."""
+
+    def states(self, meta: ParamMeta) -> Sequence[State]:
+        return [elements("exp_avg", meta), elements("exp_avg_sq", meta)]
+
+    def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
+        own = plain_shards(shards)
+        if stage.compiled and own and all(shard.main.itemsize == 4 for shard in own):
+            return CompiledAdamKernel(self.config, own)
+        return AdamKernel(self.config, own)
+
+
+class FusedSGD(FusedTransform):
+    """SGD with momentum, in one kernel."""
+
+    def states(self, meta: ParamMeta) -> Sequence[State]:
+        return [elements("momentum_buffer", meta)]
+
+    def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
+        return SGDKernel(self.config, plain_shards(shards))
+
+
+def plain_shards(shards: Sequence[Shard]) -> list[OptimizerShard]:
+    """The same shards, whose main parameters and states must be plain tensors."""
+    plain = [shard for shard in shards if isinstance(shard, OptimizerShard)]
+    assert len(plain) == len(shards), "the kernel of this link cannot read the format of the states"
+    return plain
+
+
+class TorchKernel(ShardUpdate):
+    """One of torch's fused optimizers, which CPU and CUDA both have: they take the overflow flag as a tensor."""
+
+    def __init__(self, shards: Sequence[OptimizerShard], fused: torch.optim.Optimizer) -> None:
+        self.shards = shards
+        self._torch = fused
+        for shard in shards:
+            fused.state[shard.main].update(shard.states)
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """The kernels divide by a float32 scalar as they read and store the gradient; float64 needs a finer one."""
+        if any(shard.main.dtype == torch.float64 for shard in self.shards):
+            scale_gradients_(self.shards, factor)
+        else:
+            self._torch.grad_scale = factor.reciprocal().to(torch.float32)  # type: ignore[attr-defined]
+
+    def step(self, values: StepValues) -> None:
+        for group in self._torch.param_groups:
+            group["lr"], group["weight_decay"] = values.rates.of(group["group"])
+        self._torch.found_inf = values.skip.to(torch.float32)  # type: ignore[attr-defined]
+        self._torch.step()
+        self._torch.grad_scale = None  # type: ignore[attr-defined]
+
+
+class AdamKernel(TorchKernel):
+    """torch.optim.AdamW of shards."""
+
+    def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
+        betas = (config.adam_beta1, config.adam_beta2)
+        super().__init__(shards, torch.optim.AdamW(_groups(shards), 0.0, betas, config.adam_eps, fused=True))
+        for shard in shards:
+            step = torch.zeros((), dtype=torch.float32, device=shard.main.device)
+            self._torch.state[shard.main]["step"] = step
+
+    def set_step_count(self, updates: int) -> None:
+        for state in self._torch.state.values():
+            state["step"].fill_(updates)
+
+
+class SGDKernel(TorchKernel):
+    """torch.optim.SGD of shards."""
+
+    def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
+        super().__init__(shards, torch.optim.SGD(_groups(shards), 0.0, config.sgd_momentum, fused=True))
+
+
+def _groups(shards: Sequence[OptimizerShard]) -> list[dict]:
+    """Main parameters by group, as torch's optimizers take them."""
+    groups: dict[ParamGroup, list[Tensor]] = {}
+    for shard in shards:
+        groups.setdefault(shard.group, []).append(shard.main)
+    if not groups:  # torch wants some, and a pipeline stage may have no parameters
+        groups[ParamGroup()] = [torch.zeros(0)]
+    return [{"params": params, "group": group} for group, params in groups.items()]
+
+
+def adam(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
+    """--optimizer adam."""
+    return [FusedAdam(config)]
+
+
+def sgd(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
+    """--optimizer sgd."""
+    return [FusedSGD(config)]
