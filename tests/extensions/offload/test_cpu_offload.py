@@ -212,8 +212,8 @@ def _threads_of_updates(rank: int, world_size: int) -> tuple[list[int], int]:
     ddp, optimizer = build(state, dtype="bf16", optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
     assert optimizer.host_update is not None
     optimizer.host_update._threads = 3
-    for rule in optimizer.host_update.rules:
-        rule.step = lambda *args: seen.append(torch.get_num_threads())  # type: ignore[method-assign]
+    for chain in optimizer.host_update.chains:
+        chain.step = lambda *args: seen.append(torch.get_num_threads())  # type: ignore[method-assign]
     run_step(ddp, optimizer, state, 0)
     return seen, torch.get_num_threads()
 
