@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.optimizer.transforms import ParameterUpdate, Requests, State, Transform, elements, reduced, together
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import OPTIMIZERS
 from megatron.training.extensions import extension_flags
 
 

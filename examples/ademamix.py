@@ -10,9 +10,9 @@ from math import log
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.optimizer.transforms import AddDecay, ParameterUpdate, ScaleByRate, State, Transform, elements
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import OPTIMIZERS
 from megatron.training.extensions import extension_flags
 
 

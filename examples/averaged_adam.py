@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.optimizer.fused import FusedAdam
 from megatron.core.optimizer.transforms import AverageWeights, Transform
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import OPTIMIZERS
 from megatron.training.extensions import extension_flags
 
 

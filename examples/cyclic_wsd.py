@@ -6,8 +6,8 @@ python pretrain_gpt.py --extension examples/cyclic_wsd.py --lr-decay-style cycli
 from dataclasses import dataclass
 
 from megatron.core.config import OptimizerConfig
+from megatron.core.config.optimizers import LR_SCHEDULES
 from megatron.core.optimizer.param_scheduler import ScheduleLength
-from megatron.core.parts import LR_SCHEDULES
 from megatron.training.extensions import extension_flags
 
 

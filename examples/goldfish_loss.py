@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from megatron.core.batch import Batch
 from megatron.core.config import TransformerConfig
+from megatron.core.config.losses import LOSSES
 from megatron.core.models.gpt.loss import CrossEntropy
-from megatron.core.parts import LOSSES
 from megatron.training.extensions import extension_flags
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.optimizer.transforms import (
     AdamMoments,
     AddDecay,
@@ -27,7 +28,6 @@ from megatron.core.optimizer.transforms import (
     of_matrices,
 )
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import OPTIMIZERS
 from megatron.training.extensions import extension_flags
 
 

@@ -52,81 +52,6 @@ class RouterFacts:
 
 
 @dataclass(frozen=True)
-class LossFacts:
-    multi_token: bool = False
-    """Whether it may be called with the labels of a later token (--mtp-num-layers): each loss follows from its logits
-    and its label alone."""
-
-
-def _no_roles(optimizer: Any) -> frozenset[str]:
-    return frozenset()
-
-
-def _no_dtypes(optimizer: Any, main_dtype: str) -> tuple[str, ...]:
-    return ()
-
-
-@dataclass(frozen=True)
-class OptimizerFacts:
-    """Functions are of the OptimizerConfig."""
-
-    by_element: bool = False
-    """Whether the update of an element depends on this element alone, so that states can be in host memory and each
-    instance of the data-parallel ranks can update by itself."""
-
-    whole_roles: Callable[[Any], frozenset[str]] = _no_roles
-    """Roles (`ParamMeta.role`) of matrices that it updates, each as a whole. They have buffers of their own."""
-
-    others: Callable[[Any], str] | None = None
-    """The optimizer of all other parameters; None: the same."""
-
-    fields: tuple[str, ...] = ()
-    """Fields of flags that say which optimizer a parameter has: a run has those of the checkpoint that it loads."""
-
-    product_dtypes: Callable[[Any, str], tuple[str, ...]] = _no_dtypes
-    """(config, name of the main dtype) -> names of the dtypes in which it multiplies matrices."""
-
-
-class StatePlan:
-    """How states of an optimizer are stored, as far as it is known without torch: here in the main dtype."""
-
-    optional: tuple[str, ...] = ()
-    """Kinds of states that a checkpoint may lack, and that other stores have no use for."""
-
-    def holds(self, optimizer: Any) -> bool:
-        """Whether an OptimizerConfig asks for it."""
-        return True
-
-    def main_kind(self, optimizer: Any, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
-        """How main parameters are stored, given the names of both dtypes: "aliased" (the parameters themselves), or
-        "stored" (a copy in the main dtype), which those `on_host` always are; extensions have others."""
-        return "aliased" if params_dtype == main_dtype and not on_host else "stored"
-
-    def main_bytes(self, numel: int, kind: str, main: int) -> int:
-        """Bytes of main parameters of this kind, where the main dtype has `main`."""
-        return 0 if kind == "aliased" else numel * main
-
-    def gradients_dtype(self, optimizer: Any) -> str | None:
-        """Dtype in which gradients are summed over micro-batches; None: the main dtype."""
-        return None
-
-    def described(self, optimizer: Any, params_dtype: str, main_dtype: str) -> str:
-        """Formats of main parameters and states, for a plan."""
-        return f"{optimizer.optimizer} state {main_dtype}"
-
-
-def stated_plan(plan: StatePlan) -> StatePlan:
-    """The facts of a store of states, its plan."""
-    return plan
-
-
-@dataclass(frozen=True)
-class HostUpdateFacts:
-    fraction: Callable[[Any], float]
-    """OptimizerConfig -> share of the elements whose states are in host memory, and are updated there."""
-
-
-@dataclass(frozen=True)
 class WhenFacts:
     when: Callable[[Any], bool]
     """Section of the configuration -> whether it asks for the part."""
@@ -187,6 +112,10 @@ class LinearFormatFacts:
     peak_tflops: Mapping[str, float]
     """Part of the name of a GPU -> peak of its data sheet."""
 
+    gathers: Callable[[Any], bool] = lambda parallel: False
+    """Whether data-parallel ranks gather weights of linear layers in this format. They then have buffers of their own.
+    """
+
 
 @dataclass(frozen=True)
 class ShardingFacts:
@@ -198,15 +127,6 @@ class ShardingFacts:
 
     parameters: bool = False
     """ZeRO-3: whether a rank keeps the parameters of its shards alone."""
-
-
-@dataclass(frozen=True)
-class StoreFacts:
-    layers: Callable[[Any], int]
-    """ModelParallelConfig -> layers of each stage, from its first one, whose activations it keeps."""
-
-    with_layers: Callable[[Any, int], Any]
-    """(ModelParallelConfig, layers) -> the same with at most this many, for plans."""
 
 
 @dataclass(frozen=True)

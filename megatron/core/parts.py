@@ -114,27 +114,6 @@ RECOMPUTED_PARTS.register(
     needs="--moe-shared-expert-intermediate-size",
 )
 
-LOSSES: Registry[Any, facts.LossFacts, ...] = Registry(
-    "--loss-func", facts.LossFacts, "config, ctx", attributes=("prepare",)
-)
-"""`Loss(config, ctx)`: see `megatron.core.models.gpt.loss.TokenLoss`."""
-
-LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", multi_token=True)
-
-OPTIMIZERS: Registry[Any, facts.OptimizerFacts, ...] = Registry("--optimizer", facts.OptimizerFacts, "config, meta")
-"""`build(config, meta)` returns the links of a parameter's chain, see `megatron.core.optimizer.transforms`."""
-
-OPTIMIZERS.register("adam", "megatron.core.optimizer.fused:adam", by_element=True)
-OPTIMIZERS.register("sgd", "megatron.core.optimizer.fused:sgd", by_element=True)
-
-STATE_STORES: Registry[Any, facts.StatePlan, ...] = Registry(
-    "store of states", facts.stated_plan, "bucket, states, layout, place, config, main_dtype"
-)
-"""`build(bucket, states, layout, place, config, main_dtype)`: a shard of main parameters and states, see
-`megatron.core.optimizer.optimizer.Shard`. The last one whose plan holds is taken."""
-
-STATE_STORES.register("main", "megatron.core.optimizer.optimizer:build_shard", plan=facts.StatePlan())
-
 PARAMETER_RULES: Registry[Any, facts.WhenFacts, ...] = Registry(
     "rule of parameters", facts.WhenFacts, "optimizer", attributes=("group", "freezes", "errors")
 )
@@ -142,21 +121,23 @@ PARAMETER_RULES: Registry[Any, facts.WhenFacts, ...] = Registry(
 `ParamGroup` of a parameter, given that of the other flags; `groups` says whether any differs. `freezes(name)` says that
 one is not trained. `errors(names)` checks the rule against all names."""
 
-HOST_UPDATES: Registry[Any, facts.HostUpdateFacts, ...] = Registry(
-    "update on the host", facts.HostUpdateFacts, "config, shards, chains, slots, threads"
-)
-"""`build(config, shards, chains, slots, threads)`: what updates shards in host memory; none of the trunk's. See
-`megatron.core.optimizer.optimizer.HostUpdateRule`."""
-
 LINEAR_FORMATS: Registry[Any, facts.LinearFormatFacts, ...] = Registry(
-    "format of products", facts.LinearFormatFacts, attributes=("build", "check")
+    "format of products", facts.LinearFormatFacts, attributes=("build", "check", "gather")
 )
 """Number format of the products of linear layers beside that of the parameters; none of the trunk's. `build(config,
 layers, casts)` makes a `megatron.core.tensor_parallel.linear_gemms.LinearFormat`; `check(config, device)` raises
-ValueError if the device cannot compute it."""
+ValueError if the device cannot compute it; `gather(ddp)` makes the
+`megatron.core.distributed.distributed_data_parallel.ParamGather` of weights that are gathered in it, or None."""
 
 linear_format = LINEAR_FORMATS.chosen
 """The format of products that a ModelParallelConfig asks for; None for that of the parameters."""
+
+
+def gathered_format(parallel: Any) -> str | None:
+    """The format of products in which a ModelParallelConfig asks for weights to be gathered; None for their own."""
+    name = linear_format(parallel)
+    return name if name is not None and LINEAR_FORMATS.facts(name).gathers(parallel) else None
+
 
 SHARDING_STRATEGIES: Registry[Any, facts.ShardingFacts, ...] = Registry(
     "--data-parallel-sharding-strategy", facts.ShardingFacts, "modules, params, buckets, shards_params, queue, casts"
@@ -166,14 +147,6 @@ SHARDING_STRATEGIES: Registry[Any, facts.ShardingFacts, ...] = Registry(
 _WHOLE_UNITS = "megatron.core.distributed.param_and_grad_buffer:WholeUnits"
 SHARDING_STRATEGIES.register("no_shard", _WHOLE_UNITS, about="nothing")
 SHARDING_STRATEGIES.register("optim", _WHOLE_UNITS, about="optimizer state (ZeRO-1)")
-
-PARAM_GATHERS: Registry[Any, facts.WhenFacts, ...] = Registry("gather of parameters", facts.WhenFacts, "ddp")
-"""`build(ddp)`: casts weights of linear layers before a `DistributedDataParallel` gathers them; None if it has none
-to cast. Its `cast_()` is called before the gathers. `when` is of the ModelParallelConfig; linear layers then have
-buckets of their own, of which it takes those that it wants (`Bucket.gather_bytes`)."""
-
-param_gather = PARAM_GATHERS.chosen
-"""The gather of parameters that a ModelParallelConfig asks for; None for one in their own format."""
 
 UPDATE_HOOKS: Registry[Any, facts.WhenFacts, ...] = Registry(
     "hook of updates", facts.WhenFacts, "config, modules, shards, state"
@@ -190,18 +163,6 @@ OptimizerConfig. Lists of the pipeline then have VALIDATE, where ranks learn whe
 
 update_ahead = UPDATES_AHEAD.chosen
 """The update ahead of the norm that an OptimizerConfig asks for; None for updates that wait for it."""
-
-ACTIVATION_STORES: Registry[Any, facts.StoreFacts, ...] = Registry(
-    "store of activations", facts.StoreFacts, "config, device"
-)
-"""`build(config, device)`: what keeps activations that are saved for the backward elsewhere than on the device; none of
-the trunk's. See `megatron.core.transformer.activation_store.ActivationStore`."""
-
-LR_SCHEDULES: Registry[Any, NoFacts, ...] = Registry("--lr-decay-style", NoFacts, "samples, length, config")
-"""`schedule(samples, length, config)`: learning rate after `samples` consumed samples, beyond the warm-up."""
-
-for _style in ("constant", "linear", "cosine", "inverse_square_root", "WSD"):
-    LR_SCHEDULES.register(_style.replace("_", "-"), f"megatron.core.optimizer.param_scheduler:{_style.lower()}")
 
 PIPELINE_SCHEDULES: Registry[Any, facts.ScheduleFacts, ...] = Registry(
     "--pipeline-schedule", facts.ScheduleFacts, facts.ScheduleFacts.form

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.batch import Batch
 from megatron.core.config.data import DatasetConfig
+from megatron.core.config.losses import LOSSES
 from megatron.core.config.model import TransformerConfig
 from megatron.core.datasets.blended import Renumbered, WholeBatches
 from megatron.core.datasets.build import Datasets, Demands, build_datasets, source_lines, split_share
@@ -18,7 +19,7 @@ from megatron.core.datasets.samplers import DataIterator, MicroBatch
 from megatron.core.dist_checkpointing.path_kind import reader_of
 from megatron.core.dist_checkpointing.storage import on_first_rank, ranks_without
 from megatron.core.parallel_state import Axis
-from megatron.core.parts import DATA_READERS, DATASET_WRAPPERS, LOSSES
+from megatron.core.parts import DATA_READERS, DATASET_WRAPPERS
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.flags import dashed
 from megatron.training.config.run_config import RunConfig

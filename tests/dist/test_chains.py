@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.dist_checkpointing.state_dict import load_targets, model_state, optimizer_key, optimizer_state
 from megatron.core.dist_checkpointing.storage import Checkpoint, save
 from megatron.core.optimizer.distrib_optimizer import Update
@@ -18,7 +19,6 @@ from megatron.core.optimizer.transforms import AverageWeights, Transform, elemen
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import OPTIMIZERS
 from megatron.training.extensions import load_extensions
 from tests.dist.toy import DECAY, LR, Oracle, build, run_step
 from tests.extensions import needs

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import global_token_count, reduce_model_grads
@@ -20,7 +21,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Upda
 from megatron.core.optimizer.optimizer import Rates
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import Fused, ParamMeta
-from megatron.core.parts import OPTIMIZERS
 from megatron.extensions import load
 from megatron.training.config.flags import config_of_sections
 

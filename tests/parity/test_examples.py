@@ -12,10 +12,10 @@ import torch
 
 from megatron.core.batch import Batch
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.transforms import ParameterUpdate, Place
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import OPTIMIZERS
 from megatron.training.config.flags import sections, with_fields
 from megatron.training.extensions import load_extensions
 from tests.forked import ROOT, run_forked, run_program

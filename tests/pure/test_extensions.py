@@ -93,11 +93,12 @@ ALONE = BUGGY.format(bug="torch.distributed.get_rank()")
 WITHOUT_GROUP = "ValueError: Default process group has not been initialized"
 RULE = FLAGS.replace("self.own_share > 1", "self.nope > 1")
 RULE_LINE = 1 + FLAGS[: FLAGS.index("if self.own_share")].count("\n")
-TWICE = "from megatron.core.parts import OPTIMIZERS\n\nOPTIMIZERS.register('adam', object)\n"
+TWICE = "from megatron.core.config.optimizers import OPTIMIZERS\n\nOPTIMIZERS.register('adam', object)\n"
 WRONG_FORM = "from megatron.core.parts import ACTIVATIONS\n\n@ACTIVATIONS.register('mine')\ndef mine(x): ...\n"
 UNWRITTEN = {
     "optimizer": (
-        "from megatron.core.parts import OPTIMIZERS\n\n\n@OPTIMIZERS.register('mine')\ndef mine(config): ...\n",
+        "from megatron.core.config.optimizers import OPTIMIZERS\n\n\n"
+        "@OPTIMIZERS.register('mine')\ndef mine(config): ...\n",
         "--optimizer mine: must take (config, meta), and takes (config)",
     ),
     "metric": (
@@ -105,7 +106,7 @@ UNWRITTEN = {
         "callback Mine: metric is never called; nearest: metrics",
     ),
     "loss": (
-        "from megatron.core.models.gpt.loss import TokenLoss\nfrom megatron.core.parts import LOSSES\n\n"
+        "from megatron.core.models.gpt.loss import TokenLoss\nfrom megatron.core.config.losses import LOSSES\n\n"
         "@LOSSES.register('mine')\nclass Mine(TokenLoss):\n    def forward(self): ...\n",
         "--loss-func mine: has no __call__() of its own",
     ),

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.core.config.losses import LOSSES
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import CrossEntropy
-from megatron.core.parts import LOSSES
 from tests.gpt_cases import FP64, GPT, LLAMA, random_batch
 
 HEADS = {

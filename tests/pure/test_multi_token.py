@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.batch import FUTURE, Batch, BatchContext
+from megatron.core.config.losses import LOSSES
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import CrossEntropy
-from megatron.core.parts import LOSSES
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import changed_fields
 from tests.gpt_cases import FP64, GPT, LLAMA, packed_documents, random_batch

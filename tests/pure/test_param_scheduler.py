@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.optimizers import LR_SCHEDULES
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
-from megatron.core.parts import LR_SCHEDULES
 
 BATCH = 8
 PEAK, LOW = 3e-4, 3e-5

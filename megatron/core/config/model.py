@@ -19,6 +19,7 @@ from megatron.core.config.layers import (
     layer_numbers,
     layer_pattern,
 )
+from megatron.core.config.losses import LOSSES
 from megatron.core.config.mixers import (
     ATTENTION_MODULES,
     ATTENTION_VARIANTS,
@@ -30,15 +31,7 @@ from megatron.core.config.mixers import (
 )
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.norms import NormConfig
-from megatron.core.parts import (
-    ACTIVATIONS,
-    LAYER_PATTERNS,
-    LAYERS,
-    LOSSES,
-    MLPS,
-    RESIDUALS,
-    layers_by_pattern,
-)
+from megatron.core.parts import ACTIVATIONS, LAYER_PATTERNS, LAYERS, MLPS, RESIDUALS, layers_by_pattern
 
 
 def round_up(value: int, multiple: int) -> int:

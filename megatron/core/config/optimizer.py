@@ -8,15 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from megatron.core.config.flag_spec import Section, flag
+from megatron.core.config.optimizers import LR_SCHEDULES, OPTIMIZERS, STATE_STORES, StatePlan
+from megatron.core.config.parallel import HOST_MEMORY
 from megatron.core.config.param_groups import ParamGroup
-from megatron.core.facts import StatePlan
-from megatron.core.parts import (
-    HOST_UPDATES,
-    LR_SCHEDULES,
-    OPTIMIZERS,
-    PARAMETER_RULES,
-    STATE_STORES,
-)
+from megatron.core.parts import PARAMETER_RULES
 
 DECAYING = ("matrices", "embeddings", "norms", "biases")
 """Kinds of parameters (`ParamMeta.kind`) that weight decay can act on."""
@@ -191,7 +186,7 @@ class OptimizerConfig(Section):
     @property
     def host_fraction(self) -> float:
         """Share of the optimizer's states in host memory."""
-        return max((HOST_UPDATES.facts(name).fraction(self) for name in HOST_UPDATES), default=0.0)
+        return max((HOST_MEMORY.facts(name).fraction(self) for name in HOST_MEMORY), default=0.0)
 
     @cached_property
     def parameter_rules(self) -> list[Any]:

@@ -2,20 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.attention.backends import ATTENTION_BACKENDS, CONTEXT_PARALLEL
 from megatron.core.config.flag_spec import Section, flag
-from megatron.core.parts import (
-    ACTIVATION_STORES,
-    MICROBATCH_RUNNERS,
-    PASS_PAIRS,
-    PIPELINE_SCHEDULES,
-    SHARDING_STRATEGIES,
-    STAGE_SPLITS,
-)
+from megatron.core.parts import MICROBATCH_RUNNERS, PASS_PAIRS, PIPELINE_SCHEDULES, SHARDING_STRATEGIES, STAGE_SPLITS
+from megatron.core.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """How much a rank keeps in host memory."""
+
+    fraction: Callable[..., float]
+    """OptimizerConfig -> share of the elements whose states are in host memory, and are updated there."""
+
+    layers: Callable[..., int]
+    """ModelParallelConfig -> layers of each stage, from its first one, whose activations are kept there."""
+
+    with_layers: Callable[..., Section]
+    """(ModelParallelConfig, layers) -> the same with at most this many, for plans."""
+
+
+class HostMemory(Protocol):
+    """Makes what keeps optimizer states in host memory and updates them there, and what keeps saved activations."""
+
+    def update(
+        self,
+        config: Section,
+        shards: Sequence[object],
+        chains: Sequence[object],
+        slots: tuple[int, int],
+        threads: int | None,
+    ) -> object:
+        """Returns the `megatron.core.optimizer.optimizer.HostUpdateRule` of shards in host memory, each updated by its
+        chain. `slots` are the number and the elements of those that gradients and parameters pass through."""
+
+    def activations(self, config: Section, device: torch.device) -> object:
+        """Returns the `megatron.core.transformer.activation_store.ActivationStore` of a rank's stages."""
+
+
+HOST_MEMORY = Registry("store in host memory", HostFacts, protocol=HostMemory)
+"""Name -> `HostMemory`; the library itself keeps nothing in host memory:
+
+    HOST_MEMORY.register("host", f"{__package__}.memory:HostStores", fraction=..., layers=..., with_layers=...)
+"""
 
 
 @dataclass(frozen=True)
@@ -123,19 +160,22 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def activation_store(self) -> str | None:
-        """Entry of ACTIVATION_STORES that keeps activations of some layers; None for none."""
-        return next((name for name in ACTIVATION_STORES if ACTIVATION_STORES.facts(name).layers(self)), None)
+        """Entry of HOST_MEMORY that keeps activations of some layers; None for none."""
+        return next((name for name in HOST_MEMORY if HOST_MEMORY.facts(name).layers(self)), None)
 
     @property
     def offloaded_layers(self) -> int:
         """Layers of each stage, from its first one, whose saved activations it keeps."""
         name = self.activation_store
-        return 0 if name is None else ACTIVATION_STORES.facts(name).layers(self)
+        return 0 if name is None else HOST_MEMORY.facts(name).layers(self)
 
     def with_offloaded_layers(self, layers: int) -> ModelParallelConfig:
         """The same with the activations of at most this many layers kept elsewhere."""
-        name = self.activation_store
-        return self if name is None else ACTIVATION_STORES.facts(name).with_layers(self, layers)
+        if (name := self.activation_store) is None:
+            return self
+        fewer = HOST_MEMORY.facts(name).with_layers(self, layers)
+        assert isinstance(fewer, ModelParallelConfig)
+        return fewer
 
     @property
     def microbatch_runner(self) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 from megatron.core.distributed.param_layout import DEFAULT, launch_order, plan_buffers
 from megatron.core.init import alloc_storage, has_storage
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.parts import PARAM_GATHERS, SHARDING_STRATEGIES, param_gather
+from megatron.core.parts import LINEAR_FORMATS, SHARDING_STRATEGIES, gathered_format
 from megatron.core.tensor_parallel.weight_grad import (
     accumulate_weight_grad,
     is_stale,
@@ -41,6 +41,14 @@ from megatron.core.torch_private import foreach_mul_, foreach_zero_
 from megatron.core.transformer.pass_context import PassContext
 
 
+class ParamGather(Protocol):
+    """Casts weights of linear layers before they are gathered. It takes the buckets that it wants
+    (`Bucket.gather_bytes`)."""
+
+    def cast_(self) -> None:
+        """Casts this rank's shards, before the gathers start."""
+
+
 class DistributedDataParallel:
     """Gradient buffers and data-parallel communication of one rank's model chunks (`modules`).
 
@@ -49,7 +57,7 @@ class DistributedDataParallel:
 
     With `overlap_grad_reduce`, a bucket's reduction starts during backward, as soon as its last gradient is complete.
     With `overlap_param_gather`, the optimizer step leaves the all-gather of updated parameters in flight, and each
-    module waits for its own parameters before it runs. An entry of PARAM_GATHERS gathers weights in another format:
+    module waits for its own parameters before it runs. A format of products may gather weights in another format:
     outside of this rank's shards the parameters themselves fall behind. Call `finish_param_sync` before you read
     parameters outside of a forward pass.
 
@@ -77,7 +85,7 @@ class DistributedDataParallel:
         self.modules = list(modules)
         self.use_distributed_optimizer, self.whole_roles = optimizer.use_distributed_optimizer, optimizer.whole_roles
         passes = passes or PassContext()
-        gather = param_gather(parallel_config)
+        gather = gathered_format(parallel_config)
         every = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
         for param in (param for module in self.modules for param in module.parameters()):
             if not (param.requires_grad or has_storage(param)):
@@ -130,7 +138,7 @@ class DistributedDataParallel:
         self.units = strategy(
             self.modules, self.params, of_units, ddp_config.shards_parameters, passes.queue, passes.casts
         )
-        self.param_gather: Any = None if gather is None else PARAM_GATHERS[gather](self)
+        self.param_gather: ParamGather | None = None if gather is None else LINEAR_FORMATS[gather].gather(self)
         """Casts weights before they are gathered; None where all are gathered in their own format."""
         self._started = 0
         self._readiness = None

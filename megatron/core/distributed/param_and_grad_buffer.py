@@ -65,7 +65,7 @@ class Bucket:
         return whole, whole[self.shard_range[0] - start : self.shard_range[1] - start]
 
     def gather_bytes(self) -> tuple[Tensor, Tensor]:
-        """Makes gathers of parameters send bytes, which an entry of PARAM_GATHERS casts, in place of parameters.
+        """Makes gathers of parameters send bytes, which a format of products casts, in place of parameters.
         Returns the memory of the whole bucket in uint8, and this rank's part of it."""
         self._bytes = torch.zeros(self.params.shape, dtype=torch.uint8, device=self.params.device)
         return self._bytes, self._bytes.chunk(self.axis.size)[self.axis.rank]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.core.collectives import start_all_gather, start_reduce_scatter
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.matrix_exchange import MatrixExchange
@@ -37,7 +38,6 @@ from megatron.core.optimizer.transforms import (
     fused_link,
 )
 from megatron.core.parallel_state import ParallelState
-from megatron.core.parts import OPTIMIZERS
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.optimizers import STATE_STORES
+from megatron.core.config.parallel import HOST_MEMORY
 from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import Bucket
@@ -31,13 +33,7 @@ from megatron.core.optimizer.grad_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import HostUpdateRule, OptimizerShard, Rates, Shard, StepValues
 from megatron.core.optimizer.transforms import plan_of_chain, states_of_shards
 from megatron.core.parallel_state import ParallelState
-from megatron.core.parts import (
-    HOST_UPDATES,
-    STATE_STORES,
-    UPDATE_HOOKS,
-    UPDATES_AHEAD,
-    update_ahead,
-)
+from megatron.core.parts import UPDATE_HOOKS, UPDATES_AHEAD, update_ahead
 
 
 class StepResult:
@@ -104,7 +100,9 @@ def _build_shards(config: OptimizerConfig, ddp: DistributedDataParallel) -> list
     for place in place_states(ddp.layouts, config):
         buffer = ddp.buffers[place.buffer]
         bucket = buffer.buckets[place.bucket]
-        shards.append(build_shard(bucket, states[place.buffer], buffer.layout, place, config, ddp.main_dtype))
+        shard = build_shard(bucket, states[place.buffer], buffer.layout, place, config, ddp.main_dtype)
+        assert isinstance(shard, Shard), f"store of states {config.state_store} makes no shard"
+        shards.append(shard)
     return shards
 
 
@@ -118,9 +116,10 @@ def _build_host_update(
     """The update of the shards in host memory, each by its chain; None if there are none."""
     if not shards:
         return None
-    name = max(HOST_UPDATES, key=lambda name: HOST_UPDATES.facts(name).fraction(config))
+    name = max(HOST_MEMORY, key=lambda name: HOST_MEMORY.facts(name).fraction(config))
     slots = host_slots(place_states(ddp.layouts, config))
-    update: HostUpdateRule = HOST_UPDATES[name](config, shards, chains, slots, threads)
+    update = HOST_MEMORY[name].update(config, shards, chains, slots, threads)
+    assert isinstance(update, HostUpdateRule), f"{name} makes no update"
     return update
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -199,6 +199,7 @@ def scale_gradients_(shards: Sequence[Shard], factor: Tensor) -> None:
         foreach_mul_(grads, factor.to(grads[0].dtype))
 
 
+@runtime_checkable
 class HostUpdateRule(Protocol):
     """Interface of an update of shards in host memory, for `DistributedOptimizer`."""
 

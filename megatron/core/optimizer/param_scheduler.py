@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.parts import LR_SCHEDULES
+from megatron.core.config.optimizers import LR_SCHEDULES
 
 # What is left of max_lr - min_lr at a share of the way from the end of warm-up to the end of decay.
 DECAY: dict[str, Callable[[float], float]] = {
@@ -69,10 +69,6 @@ class ScheduleLength:
         return cls(warmup=float(warmup), decay=float(decay), anneal=float(anneal), total=float(total))
 
 
-LrSchedule = Callable[[float, ScheduleLength, OptimizerConfig], float]
-"""(samples, length, config) -> learning rate of the update after this many consumed samples, beyond the warm-up."""
-
-
 def constant(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
     """The peak, to the end."""
     assert config.lr is not None
@@ -125,7 +121,7 @@ class OptimizerParamScheduler:
     def __init__(self, config: OptimizerConfig, length: ScheduleLength) -> None:
         _check(config, length)
         self.config, self.length = config, length
-        self._schedule: LrSchedule = LR_SCHEDULES[config.lr_decay_style]
+        self._schedule = LR_SCHEDULES[config.lr_decay_style]
         self.start_wd = config.weight_decay if config.start_weight_decay is None else config.start_weight_decay
         self.end_wd = config.weight_decay if config.end_weight_decay is None else config.end_weight_decay
 

@@ -25,13 +25,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import isgeneratorfunction
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from megatron.core.boxes import boxes_of_flat_range
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.distributed.param_layout import BufferLayout, place_states
 from megatron.core.optimizer.optimizer import Shard, ShardUpdate
 from megatron.core.optimizer.planned_states import (
@@ -47,7 +48,6 @@ from megatron.core.optimizer.planned_states import (
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import OPTIMIZERS
 
 __all__ = [
     "AdamMoments",
@@ -213,7 +213,7 @@ def _within(offset: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -
     )
 
 
-class Transform(Protocol):
+class Transform:
     """A link of a chain, for one parameter. Derive from it."""
 
     whole_matrices: ClassVar[bool] = False
@@ -322,7 +322,10 @@ def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
     """The chain of a parameter. Raises ValueError for a link without `update`, for a second fused link, and for one
     that looks at other elements if the optimizer is registered with `by_element`."""
     name = config.optimizer if meta.matrix and meta.role in config.whole_roles else config.elementwise
-    links: tuple[Transform, ...] = tuple(OPTIMIZERS.build(name, config, meta))
+    made = OPTIMIZERS.build(name, config, meta)
+    links = tuple(link for link in made if isinstance(link, Transform))
+    if len(links) < len(made):
+        raise ValueError(f"--optimizer {name}: a link of its chain is no Transform; derive it from one")
     for link in links:
         base, method = (FusedTransform, "kernel") if isinstance(link, FusedTransform) else (Transform, "update")
         if getattr(type(link), method, None) is getattr(base, method):

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.parts import ACTIVATION_STORES
+from megatron.core.config.parallel import HOST_MEMORY, ModelParallelConfig
 
 
 class StoredPass(Protocol):
@@ -29,7 +28,7 @@ class StoredPass(Protocol):
 
 
 class ActivationStore(Protocol):
-    """The store of one rank's stages, an entry of ACTIVATION_STORES. `pool` has the bytes that it holds, `nbytes`."""
+    """The store of one rank's stages, made by an entry of HOST_MEMORY. `pool` has the bytes that it holds, `nbytes`."""
 
     num_layers: int
     """Layers of each stage, from its first one, whose activations it keeps."""
@@ -43,7 +42,7 @@ class ActivationStore(Protocol):
 def build_store(config: ModelParallelConfig, device: torch.device | str) -> Any:
     """The store that the configuration asks for; None without one."""
     name = config.activation_store
-    return None if name is None else ACTIVATION_STORES[name](config, device)
+    return None if name is None else HOST_MEMORY[name].activations(config, torch.device(device))
 
 
 class Stored(Protocol):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
+from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.dist_checkpointing.storage import ranks_without
 from megatron.core.parallel_state import Axis
-from megatron.core.parts import OPTIMIZERS
 from megatron.core.torch_private import matmul_instructions
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import MICROBATCH_RUNNERS, param_gather
+from megatron.core.parts import MICROBATCH_RUNNERS, gathered_format
 from megatron.training.config.flags import named_value
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -71,7 +71,7 @@ class CudaGraphFlags:
             why = "memory of whole gradients comes and goes during the passes"
             strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
             yield Problem.exclusive(name, impl, strategy, why)
-        if param_gather(p) is not None and c.optimizer.use_distributed_optimizer:  # else another rule speaks of it
+        if gathered_format(p) is not None and c.optimizer.use_distributed_optimizer:  # else another rule speaks of it
             why = "recorded steps cast the weights that they find in bf16"
             yield Problem.exclusive("--fp8-param-gather", None, graph, why)
 

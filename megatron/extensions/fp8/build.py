@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
 from megatron.extensions.fp8.blockwise import BlockwiseGemms
@@ -14,6 +15,7 @@ from megatron.extensions.fp8.casts import BLOCK_CAPABILITY, BLOCK_CUDA, FIRST_CA
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
 from megatron.extensions.fp8.recipes import DelayedGemms, Fp8Context, Fp8Gemms, RowwiseGemms, TensorwiseGemms
+from megatron.extensions.fp8.weight_gather import WeightGather, build_gather
 
 RECIPES: dict[str, type[Fp8Gemms]] = {
     "tensorwise": TensorwiseGemms,
@@ -41,6 +43,11 @@ class Fp8Format(Fp8Context):
 
     def groups_in_one_kernel(self, device: torch.device) -> bool:
         return has_grouped_fp8_kernel(self.config.fp8_recipe, device)
+
+    @staticmethod
+    def gather(ddp: DistributedDataParallel) -> WeightGather | None:
+        """Prepares gathers of weights in fp8, for --fp8-param-gather; None if no bucket holds such weights alone."""
+        return build_gather(ddp)
 
     @staticmethod
     def check(config: ModelParallelConfig, device: torch.device) -> None:

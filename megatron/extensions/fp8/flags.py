@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.parts import LINEAR_FORMATS, PARAM_GATHERS
+from megatron.core.parts import LINEAR_FORMATS
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 
@@ -98,6 +98,7 @@ LINEAR_FORMATS.register(
     alignment=alignment,
     tokens=TILE,
     described=described,
+    gathers=gathers,
     peak_tflops={
         "H100": 1978.9,
         "H200": 1978.9,
@@ -109,5 +110,4 @@ LINEAR_FORMATS.register(
         "GeForce RTX 5090": 419.0,
     },
 )
-PARAM_GATHERS.register("fp8", f"{HERE}.weight_gather:build_gather", when=gathers)
 CALLBACKS.register("fp8 scales", f"{HERE}.recipes:Fp8Scales", when=delays)

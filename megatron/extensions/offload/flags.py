@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.parts import ACTIVATION_STORES, HOST_UPDATES, OPTIMIZERS
+from megatron.core.config.optimizers import OPTIMIZERS
+from megatron.core.config.parallel import HOST_MEMORY, ModelParallelConfig
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -101,5 +101,6 @@ def _fraction(optimizer: OptimizerConfig) -> float:
     return options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
 
 
-HOST_UPDATES.register("host", f"{HERE}.host_update:HostUpdate", fraction=_fraction)
-ACTIVATION_STORES.register("host", f"{HERE}.saved_activations:build_offload", layers=_layers, with_layers=_with_layers)
+HOST_MEMORY.register(
+    "host", f"{HERE}.host_stores:HostStores", fraction=_fraction, layers=_layers, with_layers=_with_layers
+)

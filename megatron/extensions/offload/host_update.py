@@ -91,7 +91,7 @@ def _threads(number: int | None) -> Iterator[None]:
 
 
 class HostUpdate:
-    """Updates `shards`, whose states are in host memory, each by its chain of `chains`: the entry of HOST_UPDATES."""
+    """Updates `shards`, whose states are in host memory, each by its chain of `chains`."""
 
     def __init__(
         self,

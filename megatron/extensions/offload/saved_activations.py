@@ -30,10 +30,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.torch_private import storage_id
 from megatron.core.transformer.activation_store import saving_by, tensors_in, unpacked
-from megatron.extensions.offload.flags import ActivationFlags
 from megatron.extensions.offload.host_update import CopyQueue
 
 
@@ -122,12 +120,6 @@ class ActivationOffload:
         self.to_device.start_after()  # the memory may have been another tensor's just now
         buffer.read = self.to_device.copy(buffer.memory[:nbytes], into)
         return into
-
-
-def build_offload(config: ModelParallelConfig, device: torch.device | str) -> ActivationOffload:
-    """As --cpu-offloading says, for the stages of a rank."""
-    options = config.options(ActivationFlags)
-    return ActivationOffload(options.cpu_offloading_num_layers, options.min_offloaded_tensor_size, device)
 
 
 class OffloadedPass:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.core.config.flag_spec import Condition, flag
+from megatron.core.config.flag_spec import Condition, Section, flag
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.facts import StatePlan
-from megatron.core.parts import OPTIMIZERS, PARAMETER_RULES, STATE_STORES, UPDATE_HOOKS
+from megatron.core.config.optimizers import OPTIMIZERS, STATE_STORES, StatePlan
+from megatron.core.parts import PARAMETER_RULES, UPDATE_HOOKS
 from megatron.extensions.optimizers.newton_schulz import COEFFICIENTS
 from megatron.training.extensions import extension_flags
 
@@ -154,10 +154,10 @@ def product_dtypes(optimizer: OptimizerConfig, main_dtype: str) -> tuple[str, ..
 class PackedPlan(StatePlan):
     """States in the formats of the flags above."""
 
-    def holds(self, optimizer: OptimizerConfig) -> bool:
+    def holds(self, optimizer: Section) -> bool:
         return optimizer.options(PrecisionAwareFlags).use_precision_aware_optimizer
 
-    def main_kind(self, optimizer: OptimizerConfig, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
+    def main_kind(self, optimizer: Section, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
         """Besides "aliased" and "stored", "remainders" (what parameters in bf16 lack) and "fp16" (with scales). Away
         from the parameters, `on_host`, there are no other than the last two."""
         options = optimizer.options(PrecisionAwareFlags)
@@ -172,17 +172,13 @@ class PackedPlan(StatePlan):
             return numel * 2 + numel // SCALE_BLOCK
         return numel * 2 if kind == "remainders" else super().main_bytes(numel, kind, main)
 
-    def gradients_dtype(self, optimizer: OptimizerConfig) -> str | None:
+    def gradients_dtype(self, optimizer: Section) -> str | None:
         return "bfloat16" if optimizer.options(PrecisionAwareFlags).main_grads_dtype == "bf16" else None
 
-    def described(self, optimizer: OptimizerConfig, params_dtype: str, main_dtype: str) -> str:
+    def described(self, optimizer: Section, params_dtype: str, main_dtype: str) -> str:
         kind, options = self.main_kind(optimizer, params_dtype, main_dtype), optimizer.options(PrecisionAwareFlags)
         moments = f"exp_avg {options.exp_avg_dtype}, exp_avg_sq {options.exp_avg_sq_dtype}"
         return f"main parameters {kind}, {moments}"
-
-
-SCALED = ("fp16", "fp8")
-"""Formats with scales of blocks."""
 
 
 OPTIMIZERS.register(

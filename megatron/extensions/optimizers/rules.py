@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from megatron.core.parts import OPTIMIZERS
+from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.extensions.optimizers.flags import SCALE_BLOCK, MuonFlags, PrecisionAwareFlags, QKClipFlags
 from megatron.training.config.flags import field_table, named_value
 from megatron.training.config.problem import Problem

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from megatron.core.facts import StatePlan
-from megatron.core.parts import PIPELINE_SCHEDULES, STATE_STORES, UPDATES_AHEAD
+from megatron.core.config.flag_spec import Section
+from megatron.core.config.optimizers import STATE_STORES, StatePlan
+from megatron.core.parts import PIPELINE_SCHEDULES, UPDATES_AHEAD
 from megatron.core.pipeline_parallel.schedules import Schedule, one_f_one_b
 from megatron.training.extensions import CALLBACKS
 
@@ -29,10 +29,10 @@ class StoredMain(StatePlan):
 
     optional = (PREVIOUS,)
 
-    def holds(self, optimizer: Any) -> bool:
+    def holds(self, optimizer: Section) -> bool:
         return optimizer.options(TwoVersions).kept
 
-    def main_kind(self, optimizer: Any, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
+    def main_kind(self, optimizer: Section, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
         return "stored"
 
 

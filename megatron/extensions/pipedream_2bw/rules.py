@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import LINEAR_FORMATS, STATE_STORES, UPDATE_HOOKS, UPDATES_AHEAD
+from megatron.core.config.optimizers import STATE_STORES
+from megatron.core.parts import LINEAR_FORMATS, UPDATE_HOOKS, UPDATES_AHEAD
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.extensions.pipedream_2bw.flags import NAME
 from megatron.training.config.batch_size import legal_sizes

@@ -22,7 +22,7 @@ from megatron.core.models.gpt.multi_token import MULTI_TOKEN
 from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import UPDATES_AHEAD, param_gather, update_ahead
+from megatron.core.parts import UPDATES_AHEAD, gathered_format, update_ahead
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
@@ -178,7 +178,7 @@ def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[Param
     optimizer, ddp = config.optimizer, config.ddp
     trained = [(meta, local_shape(meta, dims)) for meta in metas if not optimizer.freezes(meta.name)]
     sizes = dims.shards(False), dims.shards(True), ddp.ddp_bucket_size
-    apart = param_gather(config.parallel) is not None
+    apart = gathered_format(config.parallel) is not None
     return plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart, ddp.shards_gradients)
 
 

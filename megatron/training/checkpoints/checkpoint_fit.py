@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.optimizers import OPTIMIZERS, STATE_STORES
 from megatron.core.dist_checkpointing.file_storage import storage_of
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA
@@ -15,7 +16,6 @@ from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, MODEL, OPTIM
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import HISTORY
-from megatron.core.parts import OPTIMIZERS, STATE_STORES
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.training.config.flags import all_flags, config_of_sections, field_table, flags_of, named_value, value_of
 from megatron.training.config.rules.fields import single_values

@@ -136,7 +136,7 @@ def formats_of_states(config: RunConfig) -> str:
     params = config.parallel.params_dtype
     main = config.parallel.main_dtype
     optimizer = config.optimizer
-    state = optimizer.state_plan.described(optimizer, params, main)
+    state = optimizer.state_plan.described(optimizer, params, main) or f"{optimizer.optimizer} state {main}"
     return f"parameters {params}, gradients {optimizer.gradients_dtype or main}, {state}"
 
 

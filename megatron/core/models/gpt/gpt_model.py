@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.batch import Batch, BatchContext, EarlierTokens
 from megatron.core.collectives import all_gather
+from megatron.core.config.losses import LOSSES
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.init import has_storage, initialize_parameters_
@@ -21,7 +22,6 @@ from megatron.core.models.gpt.multi_token import MULTI_TOKEN, MultiTokenPredicti
 from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import LOSSES
 from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.tensor_parallel.linear_gemms import build_format

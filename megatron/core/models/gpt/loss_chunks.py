@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import Pending
-from megatron.core.models.gpt.loss import Head, TokenLoss, checked_losses, masked_sum
+from megatron.core.config.losses import Loss
+from megatron.core.models.gpt.loss import Head, checked_losses, masked_sum
 from megatron.core.tensor_parallel.layers import enter, entered
 from megatron.core.tensor_parallel.linear_gemms import PLAIN, Operand, matrix_of
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad
@@ -31,7 +32,7 @@ class LossSum(NamedTuple):
     """Computes the loss of a micro-batch from its hidden states."""
 
     head: Head
-    loss: TokenLoss
+    loss: Loss
     chunk_tokens: int
     """--loss-chunk-tokens: tokens in one chunk, of those whose losses a rank computes; 0 for all of them."""
 

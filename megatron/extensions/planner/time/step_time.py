@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.distributed.param_layout import default_bucket_size, unit_of
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import MICROBATCH_RUNNERS, linear_format, param_gather
+from megatron.core.parts import MICROBATCH_RUNNERS, gathered_format, linear_format
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout, whole_model
 from megatron.extensions.planner.device_file import DeviceFile
@@ -335,7 +335,7 @@ class Step:
         return self._buckets(numel, size, expert, kind, units if self.config.ddp.shards_gradients else 1)
 
     def _gathers(self, numel: float, expert: bool, units: int) -> list[float]:
-        size = DTYPE_BYTES[self.config.parallel.params_dtype] if param_gather(self.config.parallel) is None else 1
+        size = DTYPE_BYTES[self.config.parallel.params_dtype] if gathered_format(self.config.parallel) is None else 1
         return self._buckets(numel, size, expert, "all_gather", units if self.config.ddp.shards_parameters else 1)
 
     def _buckets(self, numel: float, size: int, expert: bool, kind: str, least: int) -> list[float]:

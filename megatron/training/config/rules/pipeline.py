@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.config.losses import LOSSES
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import LOSSES, PIPELINE_SCHEDULES, RECOMPUTED_PARTS, update_ahead
+from megatron.core.parts import PIPELINE_SCHEDULES, RECOMPUTED_PARTS, update_ahead
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
