@@ -19,13 +19,14 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.core.parts import PIPELINE_SCHEDULES, UPDATES_AHEAD
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import layout_of, runs_in_turns
 from megatron.core.pipeline_parallel.walk import TIMED, Timed
 from megatron.extensions.simulator.simulator import Simulation, StageCosts, lists_of_steps, simulate
+from megatron.training.step_parts import STEP_PARTS
 
 from .common import add_config_flags, add_extension_flag, refuse, refuse_picture, run_tool, too_small, tool_parser
 from .pictures.drawing import (
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found.exchanging:
         hidden = 1 - found.exposed / found.exchanging
         print(f"all-to-alls of experts behind computation: {hidden:.1%} of their time")
-    if UPDATES_AHEAD and flushes:
+    if any(STEP_PARTS.facts(name).kept is not None for name in STEP_PARTS) and flushes:
         from megatron.extensions.planner.time.pipeline import post_validated
 
         time, bubble = post_validated(build(validates=True), costs)

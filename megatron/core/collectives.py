@@ -56,7 +56,9 @@ class Pending:
 
 
 class PassPair:
-    """Two passes of different micro-batches on one rank: one follows the other. Those of `PASS_PAIRS` take turns."""
+    """Two passes of different micro-batches on one rank: one follows the other. A subclass may have them take turns."""
+
+    in_turns = False
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Runs both."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,6 @@ class WhenFacts:
     """Section of the configuration -> whether it asks for the part."""
 
 
-class UpdateBytes(NamedTuple):
-    """Bytes of a rank that an update changes or reads."""
-
-    parameters: int
-    """All that the rank keeps, in their own dtype."""
-
-    gradients: int
-    """Of the rank's shards, as is `main`: parameters in the main dtype, wherever they lie, and states."""
-
-    main: int
-
-
 @dataclass(frozen=True)
 class ResidualFacts(WhenFacts):
     """Functions are of the model's configuration, as `when` is."""
@@ -78,15 +66,6 @@ class ResidualFacts(WhenFacts):
 
     experts_apart: bool = False
     """Whether a layer of experts gives it the outputs of the shared expert and of the chosen ones side by side."""
-
-
-@dataclass(frozen=True)
-class UpdateAheadFacts(WhenFacts):
-    kept: Callable[[UpdateBytes], int] = lambda rank: 0
-    """Bytes that it keeps on the device."""
-
-    what: str = ""
-    """Name of these states, for plans."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +125,7 @@ class ScheduleFacts:
     """Whether it takes any number of ranks and of micro-batches, so that validation need not build its lists."""
 
     in_turns: bool = False
-    """Whether it takes `in_turns=True`, for `PASS_PAIRS`: FB before each F and B, or I, that run in turns
+    """Whether it takes `in_turns=True`: FB before each F and B, or I, that run in turns
     (`schedules.runs_in_turns`)."""
 
     of_step: str | None = None
@@ -169,12 +148,6 @@ class ScheduleFacts:
         """The arguments of a schedule."""
         wider = ", v" * (self.any_chunks or self.any_groups) + ", group" * self.any_groups
         return f"p, m{wider}{', in_turns=' * self.in_turns}"
-
-
-@dataclass(frozen=True)
-class RunnerFacts(WhenFacts):
-    launches_once: bool = False
-    """Whether the host launches all kernels of a micro-batch at once, for plans."""
 
 
 @dataclass(frozen=True)

@@ -154,16 +154,6 @@ UPDATE_HOOKS: Registry[Any, facts.WhenFacts, ...] = Registry(
 """`hook(config, modules, shards, state)`: its `after_update(skip)` is called after each update of main parameters
 on the device, before the parameters are written. `skip` is 1 on the device where nothing was updated, else 0."""
 
-UPDATES_AHEAD: Registry[Any, facts.UpdateAheadFacts, ...] = Registry(
-    "update ahead", facts.UpdateAheadFacts, "optimizer", attributes=("validate",)
-)
-"""`build(optimizer)`: what updates before the gradient norm is known, and rolls back if it must, or later than at the
-end of a step; none of the trunk's. See `megatron.core.optimizer.distrib_optimizer.UpdateAhead`. `when` is of the
-OptimizerConfig. Lists of the pipeline then have VALIDATE, where ranks learn whether the update stands, or make it."""
-
-update_ahead = UPDATES_AHEAD.chosen
-"""The update ahead of the norm that an OptimizerConfig asks for; None for updates that wait for it."""
-
 PIPELINE_SCHEDULES: Registry[Any, facts.ScheduleFacts, ...] = Registry(
     "--pipeline-schedule", facts.ScheduleFacts, facts.ScheduleFacts.form
 )
@@ -189,20 +179,6 @@ STAGE_SPLITS: Registry[Any, facts.WhenFacts, ...] = Registry(
 whether it makes more stages than ranks; `num_stages(model, parallel)`: how many, or None where it leaves that;
 `end_costs(parallel, first, last)`: what embedding and head cost, given their FLOPs, in layers; `fixed(model, parallel,
 layout)`: stage -> its number of layers. The last three raise ValueError, which names the flag. `when` is of the
-ModelParallelConfig."""
-
-MICROBATCH_RUNNERS: Registry[Any, facts.RunnerFacts, ...] = Registry(
-    "runner", facts.RunnerFacts, attributes=("prepare", "build")
-)
-"""Runs micro-batches in place of the pipeline's executor. `prepare(config, device)` is called before the model is
-built. `build(config, run, device, casts)` builds an object whose `train(batches, seed)` returns the losses; `run(batch,
-seed)` is the forward and backward of one micro-batch, and `config` the ModelParallelConfig."""
-
-PASS_PAIRS: Registry[Any, facts.WhenFacts, ...] = Registry(
-    "pair of passes", facts.WhenFacts, "config", ("run", "hand_over")
-)
-"""`build(config)`: a `megatron.core.collectives.PassPair`, by which a forward and a backward pass share a rank; none of
-the trunk's. The lists of schedules then mark such pairs (`ScheduleFacts.in_turns`). `when` and `config` are of the
 ModelParallelConfig."""
 
 DATASETS: Registry[Any, NoFacts, ...] = Registry("--dataset-type", NoFacts, "config, format, seed, sizes")

@@ -8,9 +8,11 @@ from typing import Any
 
 from lm_eval.api.registry import register_model
 
+from megatron.core.batch import Batch
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.extensions import load
 from megatron.extensions.evaluation.continuation import MOST_TOKENS, CachedGeneration
@@ -95,7 +97,7 @@ class CheckpointLM(ParallelLM):
         runner = self.loaded.runner
         state = self.loaded.state
         tokenizer = self.loaded.tokenizer
-        executor = PipelineExecutor(runner.stages, runner.layout, runner.p2p)
+        executor = PipelineExecutor[GPTModel, Batch](runner.stages, runner.layout, runner.p2p)
         scorer = Scorer(
             forward=scores_by(executor, self.loaded.layout, state),
             lengths=lengths_of_batches(longest, self.loaded.layout),

@@ -25,6 +25,7 @@ from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
+from megatron.training.hooks import Meter
 from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
@@ -124,12 +125,13 @@ def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
     for buffer in run.ddp.buffers:
         buffer.grad_data.fill_(torch.nan)  # gradients of the step before count for nothing
 
-    def before_update() -> None:
-        # The gradient of the step, before clipping scales it.
-        run.ddp.gather_grads_()
-        found.extend(_gradients(run, label))
-
-    train_step(run, before_update=before_update)
+    seen = _GradientMeter(run, label)
+    run.meters.append(seen)
+    try:
+        train_step(run)
+    finally:
+        run.meters.remove(seen)
+    found += seen.found
     totals = all_reduce_(interval.losses[0].clone(), run.runtime.state.world)
     found.append(_scalar(label, "loss", (totals[0] / totals[1]).item()))
     found.append(_scalar(label, "grad_norm", interval.results[0].grad_norm))
@@ -211,12 +213,27 @@ def _weights(run: TrainingRun, label: Label) -> Iterator[Fragment]:
                 yield _shard(run, label, "state", meta, param.detach())
 
 
-def _gradients(run: TrainingRun, label: Label) -> Iterator[Fragment]:
+class _GradientMeter(Meter):
+    """Fragments of the gradient of a step, before clipping scales it."""
+
+    def __init__(self, run: TrainingRun, label: Label) -> None:
+        self.run, self.label = run, label
+        self.found: list[Fragment] = []
+
+    def reads_result(self, iteration: int) -> bool:
+        return True
+
+    def gradients_ready(self, factor: torch.Tensor) -> None:
+        self.run.ddp.gather_grads_()
+        self.found.extend(_gradients(self.run, self.label, factor.to(self.run.ddp.main_dtype)))
+
+
+def _gradients(run: TrainingRun, label: Label, factor: torch.Tensor) -> Iterator[Fragment]:
     params: list[Any] = run.ddp.params
     places = _places(run)
     for param in params:
         stage, i = places[param.meta.name]  # the backward goes from the end
-        yield _shard(run, label, "gradient", param.meta, param.main_grad, -stage, -i)
+        yield _shard(run, label, "gradient", param.meta, param.main_grad * factor, -stage, -i)
 
 
 def _moments(run: TrainingRun, label: Label) -> Iterator[Fragment]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -13,13 +12,11 @@ from megatron.core.batch import Batch
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import global_token_count
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parts import MICROBATCH_RUNNERS, PIPELINE_SCHEDULES, update_ahead
-from megatron.core.pipeline_parallel.actions import Action
+from megatron.core.pipeline_parallel.actions import Lists
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.core.registry import imported
 from megatron.core.transformer.pass_context import PassContext
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Meter
@@ -78,11 +75,10 @@ class ForwardBackward:
         seed = self.loss_seed(loss_scale)
         return StepInput(step, batches, *self.with_scale(step, batches, seed), seed)
 
-    def gradients(self, given: StepInput, following: StepInput | None = None) -> Sums:
-        """`__call__`. With a schedule that does not flush, the passes of the `following` step begin too: it must be the
-        next one that is given."""
-        self.ddp.begin_step(len(given.batches), overwrite=self.pipeline.graph is None)
-        losses = self.pipeline.train(given.scaled, given.seed, following=following.scaled if following else ())
+    def gradients(self, given: StepInput) -> Sums:
+        """Adds the gradients of prepared micro-batches, as `__call__` does."""
+        self.ddp.begin_step(len(given.batches), overwrite=self.pipeline.may_overwrite)
+        losses = self.pipeline.train(given.scaled, given.seed)
         self.ddp.zero_stale_grads()
         own = loss_and_tokens(losses, count_tokens(given.batches), self.runtime)
         return Sums(given.seed, given.total_tokens, own)
@@ -93,9 +89,7 @@ class ForwardBackward:
 
     def with_scale(self, step: Step, batches: list[Batch], seed: float) -> tuple[list[Batch], torch.Tensor]:
         """(micro-batches with the factor of auxiliary losses and the loss seed, valid tokens of the global batch)."""
-        # Ranks count the same: none waits for the loss rank, which may still be in the step before.
-        loss_rank = None if self.pipeline.validates else self.pipeline.loss_rank
-        total = global_token_count(count_tokens(batches), self.runtime.state, loss_rank)
+        total = global_token_count(count_tokens(batches), self.runtime.state, self.pipeline.counting_rank)
         scale = total * (seed / (step.samples * self.config.model.seq_length))
         for meter in self.meters:
             batches = meter.with_scales(batches, scale)
@@ -134,60 +128,50 @@ def loss_and_tokens(losses: list[torch.Tensor], num_tokens: torch.Tensor, runtim
 
 
 class Pipeline:
-    """Runs any number of micro-batches through the stages, in the order of the pipeline schedule."""
+    """Runs any number of micro-batches through the stages, in the order of the pipeline schedule.
+
+    An extension's subclass may run them in another way (`megatron.training.step_parts`)."""
+
+    executor_type: type[PipelineExecutor[GPTModel, Batch]] = PipelineExecutor
+    may_overwrite = True
+    """Whether the first micro-batch of a step may write gradients in place of adding to zeros."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        runtime: Runtime,
-        stages: dict[int, GPTModel],
-        passes: PassContext,
+        self, config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel], passes: PassContext
     ) -> None:
         self.schedule, self.pp = config.parallel.schedule, runtime.state.pp
         self.group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        self.in_turns = config.parallel.pass_pair is not None
-        self.validates = update_ahead(config.optimizer) is not None
-        self.stages = stages
+        self.stages, self.passes = stages, passes
         self.layout = pipeline_layout(config.model, config.parallel)
         shape, dtype = hidden_shape(config, runtime.state.tp.size), getattr(torch, config.parallel.params_dtype)
         p2p = PipelineP2P(self.pp, shape, dtype, runtime.device, lanes=runtime.state.lanes)
-        self.executor = PipelineExecutor(stages, self.layout, p2p, passes.queue, passes.casts, passes.pair)
-        self.of_step = imported(PIPELINE_SCHEDULES.facts(self.schedule).of_step)
-        self._step_before = 0
-        """Micro-batches of the last step, if it has begun passes of the next one."""
-        self.graph: Any = None
-        """The entry of MICROBATCH_RUNNERS that trains in place of the executor."""
-        if (runner := config.parallel.microbatch_runner) is not None:
-            self.graph = MICROBATCH_RUNNERS[runner].build(config.parallel, self._one, runtime.device, passes.casts)
+        self.executor = self.executor_type(stages, self.layout, p2p, passes.queue, passes.casts, passes.pair)
 
     @property
-    def loss_rank(self) -> int:
-        """The pipeline rank that holds the last stage and computes the loss."""
+    def counting_rank(self) -> int | None:
+        """The pipeline rank that counts the tokens of a batch for all, that of the loss. None: each counts for itself,
+        and waits for no other."""
         return self.layout.rank_of(self.layout.num_stages - 1)
 
-    def train(
-        self, batches: list[Batch], seed: float, replay: bool = True, following: Sequence[Batch] = ()
-    ) -> list[torch.Tensor]:
-        """Forward, and backward of `seed` * loss sum. The loss sum of each micro-batch on the last stage, else [].
+    def train(self, batches: Sequence[Batch], seed: float) -> list[torch.Tensor]:
+        """Forward, and backward of `seed` * loss sum. The loss sum of each micro-batch on the last stage, else []."""
+        lists = self.lists(len(batches), in_turns=self.passes.pair.in_turns)
+        return self.executor.run(lists[self.pp.rank], batches, loss_scale_seed=seed)
 
-        Without `replay` the executor alone is used, so that hooks of modules run, and each action runs by itself. With
-        a schedule that does not flush, passes of the `following` micro-batches begin, those of the next call."""
-        if self.of_step is not None:
-            before, self._step_before = self._step_before, len(batches) if following else 0
-            lists = self.of_step(self.schedule, self.pp.size, before, len(batches), len(following))
-            return self.executor.run(
-                lists[self.pp.rank], batches, loss_scale_seed=seed, following=following, begun=before > 0
-            )
-        if self.graph is not None and replay:
-            losses: list[torch.Tensor] = self.graph.train(batches, seed)
-            return losses
-        return self.executor.run(
-            self._actions(len(batches), False, self.in_turns and replay), batches, loss_scale_seed=seed
+    def train_plainly(self, batches: Sequence[Batch], seed: float) -> list[torch.Tensor]:
+        """The same, one action after another, each by the stages' modules, so that their hooks run."""
+        return self.executor.run(self.lists(len(batches))[self.pp.rank], batches, loss_scale_seed=seed)
+
+    def evaluate(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Forward passes only. The loss sum of each micro-batch on the last stage, else []."""
+        lists = pipeline_lists(self.schedule, self.pp.size, len(batches), self.layout.chunks, True, self.group)
+        return self.executor.run(lists[self.pp.rank], batches)
+
+    def lists(self, microbatches: int, in_turns: bool = False) -> Lists:
+        """The actions of a step by pipeline rank."""
+        return pipeline_lists(
+            self.schedule, self.pp.size, microbatches, self.layout.chunks, group=self.group, in_turns=in_turns
         )
-
-    def _one(self, batch: Batch, seed: torch.Tensor) -> torch.Tensor:
-        (loss,) = self.executor.run(self._actions(1, False), [batch], loss_scale_seed=seed)
-        return loss
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
@@ -199,25 +183,6 @@ class Pipeline:
         finally:
             for stage in self.stages.values():
                 stage.train()
-
-    def evaluate(self, batches: list[Batch]) -> list[torch.Tensor]:
-        """Forward passes only. The loss sum of each micro-batch on the last stage, else []."""
-        self.drop_begun()
-        return self.executor.run(self._actions(len(batches), True), batches)
-
-    def drop_begun(self) -> None:
-        """Forgets the passes of the next step that have begun: the next call of `train` runs all of its passes."""
-        if self._step_before:
-            self.executor.drop()
-            self._step_before = 0
-
-    def _actions(self, num_microbatches: int, evaluate: bool, in_turns: bool = False) -> Sequence[Action]:
-        chunks = self.layout.chunks
-        validates = self.validates and not evaluate
-        lists = pipeline_lists(
-            self.schedule, self.pp.size, num_microbatches, chunks, evaluate, self.group, in_turns, validates
-        )
-        return lists[self.pp.rank]
 
 
 def hidden_shape(config: RunConfig, tp_size: int) -> tuple[int, int, int]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_state import ParallelState, build_groups
-from megatron.core.parts import LINEAR_FORMATS, MICROBATCH_RUNNERS, linear_format
+from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.tensor_parallel.hardware import HARDWARE, Hardware
 from megatron.core.torch_private import set_group_timeout
@@ -200,8 +200,6 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
         LINEAR_FORMATS[name].check(parallel, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if (runner := parallel.microbatch_runner) is not None:
-        MICROBATCH_RUNNERS[runner].prepare(parallel, device)
     # No part of the model draws from these: values follow from the seed and a position. Users' hooks may.
     random.seed(config.training.seed)
     np.random.seed(config.training.seed % 2**32)

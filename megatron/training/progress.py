@@ -119,6 +119,13 @@ class Interval:
     batch_size: int = 0
     samples: int = 0
 
+    def add(self, step: Step, loss_and_tokens: Tensor, result: StepResult) -> None:
+        """Adds a step that was made, and its [loss sum, tokens] of this rank."""
+        self.results.append(result)
+        self.losses.append(loss_and_tokens)
+        self.batch_size = step.samples
+        self.samples += step.samples
+
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Excludes the time spent in this block from the step time."""

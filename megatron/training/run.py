@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.training.checkpoints.saving import RunSaver
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.data import TrainingData
-from megatron.training.forward_backward import ForwardBackward, Pipeline, StepInput
+from megatron.training.forward_backward import ForwardBackward, Pipeline
 from megatron.training.hooks import Callback, Meter, RunView, Task
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.console import LogLines
 from megatron.training.plan import RunPlan
-from megatron.training.progress import Interval, StepTimers
+from megatron.training.progress import Interval, Step, StepTimers
 from megatron.training.step_guard import StepGuard
+
+
+class RunStep(Protocol):
+    """Makes the steps of a run."""
+
+    def __call__(self, step: Step) -> None:
+        """Makes a step: the gradients of its batch, and the update."""
+
+    def finish(self) -> None:
+        """Ends what is in progress when no further step follows."""
 
 
 @dataclass(kw_only=True)
@@ -40,8 +51,11 @@ class TrainingRun(RunView):
     guard: StepGuard
     timers: StepTimers
     callbacks: Sequence[Callback]
-    meters: Sequence[Meter]
+    meters: list[Meter]
     """All that is counted during passes and reported at log lines."""
+
+    step: RunStep = field(init=False)
+    """A `megatron.training.train_step.TrainStep`."""
 
     first_iteration: int
     """Iteration at which this process started."""
@@ -51,9 +65,6 @@ class TrainingRun(RunView):
 
     interval: Interval = field(default_factory=Interval)
     """The steps since the last log line."""
-
-    begun: StepInput | None = None
-    """Inputs of the next step, if its passes have begun."""
 
     measured: dict[str, float | None] = field(default_factory=dict)
     """Metrics measured at the current iteration; saved with its checkpoint."""

@@ -15,7 +15,6 @@ from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import freeze_parameters
-from megatron.core.parts import PASS_PAIRS
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.core.transformer.activation_store import build_store
@@ -38,6 +37,8 @@ from megatron.training.plan import RunPlan, plan_of
 from megatron.training.progress import Progress, StepTimers
 from megatron.training.run import TrainingRun
 from megatron.training.step_guard import StepGuard
+from megatron.training.step_parts import step_parts
+from megatron.training.train_step import TrainStep
 
 
 def build_stages(
@@ -100,8 +101,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
 
     `parts` are all of the run (`Parts.with_registered`); by default those that extensions have registered."""
     phases, state = runtime.phases, runtime.state
-    named = config.parallel.pass_pair
-    pair = PassPair() if named is None else PASS_PAIRS[named](config.parallel)
+    replaced = step_parts(config)
     with phases("data"):
         plan = plan_of(config).continued(read_history(config.checkpoint))
         data, plan = build_data(plan, runtime)
@@ -114,7 +114,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         parallel = config.parallel
         for callback in parts.callbacks:
             parallel = callback.choose(plan.longest.config, parallel, runtime)
-        passes = PassContext(pair=pair, offload=build_store(config.parallel, runtime.device))
+        passes = PassContext(pair=(replaced.pair or PassPair)(), offload=build_store(config.parallel, runtime.device))
         stages = build_stages(config, runtime, passes, parallel)
         for line in freeze_parameters(stages.values(), config.optimizer, state.world):
             runtime.say(f" {line}")
@@ -135,7 +135,8 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
                 threads=host_threads(runtime.device),
             ),
         )
-        optimizer = DistributedOptimizer(config.optimizer, ddp, state, host_threads(runtime.device))
+        optimizer_type = replaced.optimizer or DistributedOptimizer
+        optimizer = optimizer_type(config.optimizer, ddp, state, host_threads(runtime.device))
         scheduler = plan.schedule()
     with phases("checkpoint"):
         checkpointer = Checkpointer(config, state, stages, optimizer, plan, parts.callbacks)
@@ -148,9 +149,8 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         lines: LogLines = LOG_FORMATS.build(config.logging.log_format, config, plan.iterations)
         lines.metrics = tuple(parts.metrics)
         saver = RunSaver(checkpointer, runtime, progress, lines)
-    pipeline = Pipeline(config, runtime, stages, passes)
+    pipeline = (replaced.pipeline or Pipeline)(config, runtime, stages, passes)
     timers = pipeline.executor.timed = StepTimers()
-    pipeline.executor.validate = optimizer.validate
     meters: list[Meter] = [
         ExpertLoad(config.model, state, stages, runtime.device),
         MultiTokenLosses(config.model, state, stages, runtime.device),
@@ -180,6 +180,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         meters=meters,
         say=runtime.say,
     )
+    run.step = (replaced.step or TrainStep)(run)
     for callback in parts.callbacks:
         meters.extend(callback.meters(run))
     plan.enter(run)

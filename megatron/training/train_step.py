@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -12,7 +11,6 @@ from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.optimizer.distrib_optimizer import StepResult, Update
 from megatron.core.optimizer.optimizer import Rates
 from megatron.core.parts import STEP_SEARCHES
-from megatron.core.pipeline_parallel.executor import StaleForwards
 from megatron.training.forward_backward import StepInput, Sums
 from megatron.training.hooks import StepFinding, StepView
 from megatron.training.progress import GRAD_SYNC, Step
@@ -20,98 +18,82 @@ from megatron.training.run import TrainingRun
 from megatron.training.step_guard import Verdict
 
 
-def train_step(run: TrainingRun, before_update: Callable[[], None] | None = None) -> None:
-    """Makes the next step. `before_update` is called when the gradients are final.
-
-    Raises BadStepError, on every rank, if the step before ends the run."""
+def train_step(run: TrainingRun) -> None:
+    """Makes the next step. Raises BadStepError, on every rank, if the step before ends the run."""
     progress, step = run.progress, run.progress.next_step(run.batch_sizes)
     if step.iteration in (run.config.checks.iterations_to_skip or ()):
         run.interval.passed_over += 1
         progress.skipped_iterations += 1
     else:
-        _update(run, step, before_update)
+        run.step(step)
     run.measured.clear()
     progress.iteration += 1
     progress.consumed_samples += step.samples
     progress.data_fingerprint = run.data.fingerprint_at(progress.consumed_samples)
 
 
-def _update(run: TrainingRun, step: Step, before_update: Callable[[], None] | None) -> None:
-    read = before_update is not None or _is_read(run, step)
-    given = _input_of(run, step)
-    run.begun = None if read or run.pipeline.of_step is None else _following(run, step)
-    sums = _gradients(run, given)
-    if settle(run):
-        sums = _gradients(run, _prepared(run, step, given.batches))
-    with run.timers(GRAD_SYNC):
-        factor = reduce_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
-    if before_update is not None:
-        run.ddp.scale_grads_(factor)
-        factor = torch.ones_like(factor)
-        before_update()
-    for meter in run.meters:
-        meter.gradients_ready(factor)
-    with run.timers("optimizer"):
-        result = _optimizer_step(run, sums, factor, read)
-    run.guard.watch(step, result)
-    view = StepView(run, given.batches, sums.loss_and_tokens)
-    for meter in run.meters:
-        meter.after_update(view, result)
-    run.interval.results.append(result)
-    run.interval.losses.append(sums.loss_and_tokens)
-    run.interval.batch_size = step.samples
-    run.interval.samples += step.samples
+class TrainStep:
+    """One optimizer step on one global batch: passes, the reduction of gradients, and the update.
+
+    An extension's subclass may make a part of it in another way (`megatron.training.step_parts`)."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
+
+    def __call__(self, step: Step) -> None:
+        run, given = self.run, self.inputs(step)
+        sums = self.gradients(given)
+        if settle(run):
+            sums = self.gradients(self.prepared(step, given.batches))
+        with run.timers(GRAD_SYNC):
+            factor = reduce_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
+        for meter in run.meters:
+            meter.gradients_ready(factor)
+        with run.timers("optimizer"):
+            result = self.update(step, sums, factor)
+        run.guard.watch(step, result)
+        view = StepView(run, given.batches, sums.loss_and_tokens)
+        for meter in run.meters:
+            meter.after_update(view, result)
+        run.interval.add(step, sums.loss_and_tokens, result)
+
+    def inputs(self, step: Step) -> StepInput:
+        """Reads the micro-batches of a step."""
+        with self.run.timers("data"):
+            batches = self.run.data.read_batches(step, watched=True)
+        return self.prepared(step, batches)
+
+    def prepared(self, step: Step, batches: list[Batch]) -> StepInput:
+        """Micro-batches as the passes of a step read them."""
+        return self.run.forward_backward.prepared(step, batches, self.run.optimizer.loss_scale)
+
+    def gradients(self, given: StepInput) -> Sums:
+        """Runs the passes: gradient buffers have the gradients of this rank's micro-batches then."""
+        for meter in self.run.meters:
+            meter.begin_step(given.step)
+        return self.run.forward_backward.gradients(given)
+
+    def update(self, step: Step, sums: Sums, factor: torch.Tensor) -> StepResult:
+        """Updates the weights by the gradients times `factor`, at the rates of the samples that count so far: the step
+        before is settled."""
+        run, samples = self.run, self.run.progress.scheduled_samples
+        rates = Rates(
+            run.scheduler.lr_at(samples), run.scheduler.weight_decay_at(samples), run.scheduler.decoupled_lr_at(samples)
+        )
+        run.interval.learning_rate, run.interval.decoupled_lr = rates.lr, rates.decoupled_lr
+        return run.optimizer.step(
+            Update(rates, factor, sums.loss_and_tokens, run.guard.judge, run.forward_backward.end_step)
+        )
+
+    def finish(self) -> None:
+        """Ends what is in progress when no further step follows."""
+        settle(self.run)
+        self.run.optimizer.finish_param_sync()  # no collective may be in progress when ranks leave
 
 
-def _input_of(run: TrainingRun, step: Step) -> StepInput:
-    """Inputs of a step: at hand if passes of it have begun in the step before."""
-    if run.begun is not None and run.begun.step == step:
-        return run.begun
-    with run.timers("data"):
-        batches = run.data.read_batches(step, watched=True)
-    return _prepared(run, step, batches)
-
-
-def _prepared(run: TrainingRun, step: Step, batches: list[Batch]) -> StepInput:
-    return run.forward_backward.prepared(step, batches, run.optimizer.loss_scale)
-
-
-def _following(run: TrainingRun, step: Step) -> StepInput | None:
-    """Inputs of the next step; None if there is none with the same model, or meters look at it as a whole."""
-    number, sample = step.iteration + 1, step.first_sample + step.samples
-    if number in (run.config.checks.iterations_to_skip or ()) or run.plan.at(sample) is not run.plan.at(
-        step.first_sample
-    ):
-        return None
-    if any(meter.reads_result(number) for meter in run.meters):
-        return None
-    return _input_of(run, Step(number, sample, run.batch_sizes.at(sample)))
-
-
-def _gradients(run: TrainingRun, given: StepInput) -> Sums:
-    """The gradients of a step; if the update before it is rolled back on the way, those of the parameters that are then
-    there."""
-    for meter in run.meters:
-        meter.begin_step(given.step)
-    try:
-        return run.forward_backward.gradients(given, run.begun)
-    except StaleForwards:
-        return _gradients(run, _prepared(run, given.step, given.batches))
-
-
-def _optimizer_step(run: TrainingRun, sums: Sums, factor: torch.Tensor, read: bool) -> StepResult:
-    samples, interval = run.progress.scheduled_samples, run.interval  # settled: the step before counts or not
-    interval.learning_rate = run.scheduler.lr_at(samples)
-    interval.decoupled_lr = run.scheduler.decoupled_lr_at(samples)
-    rates = Rates(interval.learning_rate, run.scheduler.weight_decay_at(samples), interval.decoupled_lr)
-    passes = run.forward_backward
-    return run.optimizer.step(
-        Update(rates, factor, sums.loss_and_tokens, run.guard.judge, passes.end_step, passes.step_state, read)
-    )
-
-
-def _is_read(run: TrainingRun, step: Step) -> bool:
-    """Whether parameters or the result of a step are read before the next one begins."""
+def is_read(run: TrainingRun, step: Step) -> bool:
+    """Whether parameters or the result of a step are read before the next one begins, for updates that are made later
+    otherwise."""
     iteration, is_last = step.iteration, step.iteration == run.train_iters
     by_task = any(task.reads_result and task.at(iteration, is_last) for task in run.tasks)
     return is_last or by_task or any(meter.reads_result(iteration) for meter in run.meters)
@@ -138,7 +120,7 @@ def settle(run: TrainingRun) -> bool:
     Returns whether a search may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the step
     ends the run.
     """
-    run.optimizer.validate()
+    run.optimizer.end_update()
     verdict = run.guard.verdict()
     if verdict is None:
         return False

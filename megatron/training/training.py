@@ -21,7 +21,7 @@ from megatron.training.reliability.watchdog import Watchdog
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 from megatron.training.tasks import end_callbacks, save, start_run, why_untrained
-from megatron.training.train_step import settle, train_step
+from megatron.training.train_step import train_step
 
 
 def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> ExitCode:
@@ -120,9 +120,7 @@ def finish(run: TrainingRun) -> None:
     for task in run.tasks:
         if ((complete and task.at_finish) or (not trains and task.evaluates)) and not requests.stopping:
             task.run()
-    settle(run)
-    run.pipeline.drop_begun()
-    run.optimizer.finish_param_sync()  # no collective may be in progress when ranks leave
+    run.step.finish()
     run.saver.finish(hurry=requests.stopping)
     watchdog.doing("the end of callbacks")
     watchdog.complaint = end_callbacks(run)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.attention.backends import ATTENTION_BACKENDS, CONTEXT_PARALLEL
 from megatron.core.config.flag_spec import Section, flag
-from megatron.core.parts import MICROBATCH_RUNNERS, PASS_PAIRS, PIPELINE_SCHEDULES, SHARDING_STRATEGIES, STAGE_SPLITS
+from megatron.core.parts import PIPELINE_SCHEDULES, SHARDING_STRATEGIES, STAGE_SPLITS
 from megatron.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -176,16 +176,6 @@ class ModelParallelConfig(PrecisionConfig, Section):
         fewer = HOST_MEMORY.facts(name).with_layers(self, layers)
         assert isinstance(fewer, ModelParallelConfig)
         return fewer
-
-    @property
-    def microbatch_runner(self) -> str | None:
-        """Entry of MICROBATCH_RUNNERS that runs micro-batches in place of the executor; None for none."""
-        return MICROBATCH_RUNNERS.chosen(self)
-
-    @property
-    def pass_pair(self) -> str | None:
-        """Entry of PASS_PAIRS by which forward and backward passes run in turns; None where one follows another."""
-        return PASS_PAIRS.chosen(self)
 
     def compiles(self, device_type: str) -> bool:
         """Whether regions are compiled for devices of this type ("cuda", "cpu")."""

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,32 +32,27 @@ from megatron.core.optimizer.grad_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import HostUpdateRule, OptimizerShard, Rates, Shard, StepValues
 from megatron.core.optimizer.transforms import plan_of_chain, states_of_shards
 from megatron.core.parallel_state import ParallelState
-from megatron.core.parts import UPDATE_HOOKS, UPDATES_AHEAD, update_ahead
+from megatron.core.parts import UPDATE_HOOKS
 
 
 class StepResult:
     """The result of a step. Reading a value waits until the device has come as far as this step, and no further.
+    Nothing can be read until the verdict is there (`settle`)."""
 
-    `values`: [norm, overflow, skip, spike, *sums] float64 on the device; None until an update that was made ahead of
-    them is validated, and nothing can be read so long.
-    """
-
-    def __init__(self, values: Tensor | None, loss_scale: float, scale_can_fall: bool) -> None:
+    def __init__(self, loss_scale: float, scale_can_fall: bool) -> None:
         self._values: HostCopy | None = None
-        if values is not None:
-            self.settle(values)
         self.loss_scale = loss_scale
         """Loss scale that the step's gradients were computed with."""
         self._scale_can_fall = scale_can_fall
 
     def settle(self, values: Tensor) -> None:
-        """Takes up the values."""
+        """Takes up the values: [norm, overflow, skip, spike, *sums] float64 on the device."""
         self.skip = values[2]
         """`skipped` as a float64 scalar on the device."""
         self._values = HostCopy(values)
 
     def _read(self) -> list[float]:
-        assert self._values is not None, "the update is not validated"
+        assert self._values is not None, "there is no verdict on the update"
         return self._values.read()
 
     @property
@@ -146,29 +140,6 @@ class Update:
     on_update: Callable[[Tensor], None] | None = None
     """Called with `skip`, 1 if nothing was updated, before parameters are gathered: scales of casts follow from it."""
 
-    step_state: Callable[[], Sequence[Tensor]] = tuple
-    """Returns the tensors that `on_update` changes."""
-
-    read: bool = True
-    """Whether the result is read before the next step. If not, the update may be made ahead of the norm
-    (UPDATES_AHEAD): the result can be read after `DistributedOptimizer.validate`, which must come before the next
-    step."""
-
-
-class UpdateAhead(Protocol):
-    """Entry that updates before the gradient norm is known: an entry of UPDATES_AHEAD."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it keeps on the device."""
-
-    def begin(self, update: Update, own: Tensor, result: StepResult) -> bool:
-        """Takes over a step, of which this rank has `own` of `GradNorm`: it starts the norm and applies the update.
-        Returns False if the step is to wait for the norm, as one must whose result is read before the next one."""
-
-    def validate(self) -> bool:
-        """`DistributedOptimizer.validate`."""
-
 
 class DistributedOptimizer:
     """The optimizer that --optimizer names, over the main-precision shards of one rank, on the device or on the host.
@@ -213,8 +184,6 @@ class DistributedOptimizer:
         self._hooks = [UPDATE_HOOKS[name](config, ddp.modules, owned_shards, state) for name in hooks]
         self.updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
         """Updates made so far, on the device."""
-        ahead = update_ahead(config)
-        self.ahead: UpdateAhead | None = UPDATES_AHEAD[ahead](self) if ahead is not None else None
 
     @torch.no_grad()
     def step(self, update: Update) -> StepResult:
@@ -227,19 +196,19 @@ class DistributedOptimizer:
         self.ddp.wait_param_sync()  # modules that did not run since the last step have not waited
         if self.host_update is not None:
             self.host_update.start()
-        own = self.grad_norm.own(update.sums)
-        result = StepResult(None, self.scaler.scale, self.scaler.can_fall)
-        if self.ahead is None or not self.ahead.begin(update, own, result):
-            self.apply(update, *self.verdict(update, self.grad_norm.start(own).wait(), result))
-            if self.scaler.dynamic:
-                self.scaler.update(not result.finite)
+        result = StepResult(self.scaler.scale, self.scaler.can_fall)
+        self.begin_update(update, self.grad_norm.own(update.sums), result)
         return result
 
-    def validate(self) -> bool:
-        """Waits for the verdict on a step that was updated ahead, if there is one. Returns whether it was rolled back,
-        the same on all ranks: parameters, states and what `on_update` changes are then to the bit what a step that had
-        waited would have left. Collective over the world."""
-        return self.ahead is not None and self.ahead.validate()
+    def begin_update(self, update: Update, own: Tensor, result: StepResult) -> None:
+        """Waits for the gradient norm, of which this rank has `own`, and updates. A subclass may leave a part of it to
+        `end_update`."""
+        self.apply(update, *self.verdict(update, self.grad_norm.start(own).wait(), result))
+        if self.scaler.dynamic:
+            self.scaler.update(not result.finite)
+
+    def end_update(self) -> None:
+        """Ends what the last `step` has begun: its result can be read afterwards. Collective over the world."""
 
     def verdict(self, update: Update, summed: Tensor, result: StepResult) -> tuple[Tensor, Tensor | None]:
         """(1 if nothing is to be updated, else 0; the factor of clipping, or None without), and settles the result.
@@ -302,12 +271,10 @@ class DistributedOptimizer:
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of main parameters, states and what updates ahead keep: on the device, and in host memory with
-        what passes through there."""
+        """Bytes of main parameters and states: on the device, and in host memory with what passes through there."""
         device, host = (sum(sum(s.nbytes) for s in self.shards if s.on_host == place) for place in (False, True))
         device += sum(chain.nbytes for chain in self.chains if not chain.on_host)
         host += sum(chain.nbytes for chain in self.chains if chain.on_host)
-        device += 0 if self.ahead is None else self.ahead.nbytes
         return device, host + (0 if self.host_update is None else self.host_update.nbytes)
 
     def sharded_state(self) -> list[OptimizerPiece]:
@@ -332,6 +299,7 @@ class DistributedOptimizer:
             self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Waits until the parameters are validated and whole: for whoever reads them outside of a forward pass."""
-        self.validate()
+        """Waits until the last update is made and the parameters are whole: for whoever reads them outside of a forward
+        pass."""
+        self.end_update()
         self.ddp.finish_param_sync()

@@ -16,7 +16,7 @@ class Kind(Enum):
     of stage 2 pairs with RECV_F of stage 3, and SEND_B of stage 3 with RECV_B of stage 2.
 
     VALIDATE, named by the first stage of its rank, stands before whatever cannot be computed again: there the rank
-    learns whether the update before the step stands (`UPDATES_AHEAD` of `megatron.core.parts`).
+    learns whether the update before the step stands, or makes it (`StepFacts.kept` of `megatron.training.step_parts`).
 
     FB, named by the forward, stands before an F and a B or I of other micro-batches that run in turns: while an
     all-to-all of experts of one is under way, the other computes.

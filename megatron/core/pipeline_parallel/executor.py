@@ -8,53 +8,66 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from megatron.core.collectives import PassPair
-from megatron.core.pipeline_parallel.actions import BACKWARDS, COMPUTE, Action, Kind, counterpart, units
+from megatron.core.pipeline_parallel.actions import BACKWARDS, Action, Kind, counterpart, units
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.p2p import PipelineP2P, Receive
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+
+Module = TypeVar("Module", bound=Callable[..., Tensor])
+"""A stage: (hidden | None, micro-batch) -> hidden, or the loss sum."""
+
+Micro = TypeVar("Micro")
+"""A micro-batch, as the stages read it."""
 
 
 def _nothing(action: Action) -> None:
     pass
 
 
-def _nothing_to_validate() -> bool:
-    return False
+@dataclass
+class Held:
+    """Tensors that a rank holds between two actions."""
+
+    outbox: dict[Action, Tensor] = field(default_factory=dict)
+    """By send: what a stage has computed and none has taken yet."""
+
+    arriving: dict[Action, Receive] = field(default_factory=dict)
+    """By receive: messages on their way to this rank."""
+
+    saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = field(default_factory=dict)
+    """By stage and micro-batch: input and graph of a forward pass, for its backward pass."""
+
+    def __bool__(self) -> bool:
+        return bool(self.outbox or self.arriving or self.saved)
 
 
-def _one_version(of_next_step: bool) -> None:
-    pass
-
-
-class StaleForwards(Exception):
-    """Parameters have changed since the forward passes that a run has made: run its list again from the start. Raised
-    on all ranks or on none, when no message is on its way."""
-
-
-class PipelineExecutor:
+class PipelineExecutor(Generic[Module, Micro]):
     """The stages of one rank, and the messages between them and other ranks.
 
     `stages` maps the global number of each local stage to its module: `module(hidden | None, batch)` returns hidden
     [s(/tp), b, h], and on the last stage the loss sum of the microbatch, a scalar. The first stage is given None.
     `p2p` carries the messages. Lists with I and W need the `queue` that the linear layers of the stages leave their
-    weight gradients in. `casts` are the stages' copies of weights, kept for a run.
+    weight gradients in. `casts` are the stages' copies of weights, kept for a run. `pair` runs two passes in turns.
 
     An output is kept only until it is sent: the backward needs its place in the autograd graph, not its values.
+
+    An extension's subclass may handle further kinds of actions, or do more around every action (`handle`).
     """
 
     def __init__(
         self,
-        stages: Mapping[int, nn.Module],
+        stages: Mapping[int, Module],
         layout: PipelineLayout,
         p2p: PipelineP2P,
         queue: WeightGradQueue | None = None,
@@ -77,14 +90,9 @@ class PipelineExecutor:
         """Called after each action, for diagnosis."""
         self.watchers: list[Callable[[Action], AbstractContextManager[None]]] = []
         """Contexts entered around each action, with the wait for its message."""
-        self.timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext
         """Wraps what "forward" and "backward" actions of training compute, without the wait for their messages. A
         forward and a backward that run in turns count as backward."""
-        self.validate: Callable[[], bool] = _nothing_to_validate
-        """Called by VALIDATE: returns whether parameters have changed, the same on all ranks."""
-        self.use_weights: Callable[[bool], None] = _one_version
-        """Called before a pass of training, with whether it is of the next step: chooses the version of the weights."""
-        self._in_turns = False
         self._handlers = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -94,101 +102,79 @@ class PipelineExecutor:
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
             Kind.RECV_B: self._receive,
-            Kind.VALIDATE: self._validate,
         }
-        self._losses: dict[int, Tensor] = {}
-        self._outbox: dict[Action, Tensor] = {}  # by send: what a stage has computed and none has taken yet
-        self._arriving: dict[Action, Receive] = {}
-        self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
+        self.held = Held()
+        self._in_turns = False
         self._begin((), 1.0, training=False)
 
     def run(
         self,
         actions: Sequence[Action],
-        batches: Sequence[Any],
+        batches: Sequence[Micro],
         *,
         loss_scale_seed: float | Tensor = 1.0,
-        last_forward: Callable[..., Tensor] | None = None,
-        following: Sequence[Any] = (),
-        begun: bool = False,
+        last_forward: Callable[[Module, Tensor | None, Micro], Tensor] | None = None,
     ) -> list[Tensor]:
         """Runs one step over `batches`, one for each microbatch, the same on every pipeline rank.
 
         Gradients of loss * `loss_scale_seed`, summed over microbatches, are added up in the parameters; a list
         without backwards runs without autograd. Returns the detached loss sum of each microbatch on the rank of
-        the last stage, and [] elsewhere. An exception carries a note that names the action. A list with VALIDATE may
-        raise `StaleForwards`.
-
-        A list may begin the passes of the `following` micro-batches, those of the next step, with which the next run
-        goes on, whose passes have then `begun` (`ScheduleFacts.of_step`).
+        the last stage, and [] elsewhere. An exception carries a note that names the action.
 
         In a list without backwards, `last_forward(module, hidden, batch)` may replace the last stage's own forward
         pass; what it returns, of any shape, comes back instead of the loss sums."""
-        ended = [action.microbatch for action in actions if action.kind in BACKWARDS] or [a.microbatch for a in actions]
-        microbatches = 1 + max(ended, default=-1)
+        microbatches = 1 + max((action.microbatch for action in actions), default=-1)
         assert len(batches) == microbatches, f"{len(batches)} batches for a list of {microbatches} microbatches"
-        training = any(action.kind in (Kind.B, Kind.I) for action in actions)
+        training = any(action.kind in BACKWARDS for action in actions)
         assert last_forward is None or not training, "a loss is needed for the backward"
-        if not begun:
-            self._clear()
-        self._begin([*batches, *following], loss_scale_seed, training, last_forward, microbatches)
-        with torch.set_grad_enabled(training), self.casts.kept():
+        self.held = Held()
+        self._begin(batches, loss_scale_seed, training, last_forward)
+        self.run_actions(actions)
+        return self.end()
+
+    def run_actions(self, actions: Sequence[Action]) -> None:
+        """Runs actions one after the other, with autograd in training."""
+        with torch.set_grad_enabled(self.training), self.casts.kept():
             for unit in units(actions):
                 self._run_unit(unit)
         if self.queue is not None:
             self.queue.assert_empty()
-        losses = [self._losses[microbatch] for microbatch in sorted(self._losses)]
-        if following:
-            self._number_from(microbatches)
-            return losses
-        self.p2p.finish()
-        assert not self.has_begun, "the list leaves messages or graphs behind"
-        return losses
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether passes of the next step have begun on this rank."""
-        return bool(self._outbox or self._arriving or self._saved)
+    def end(self) -> list[Tensor]:
+        """Waits for the last sends. Returns what `run` does."""
+        self.p2p.finish()
+        assert not self.held, "the list leaves messages or graphs behind"
+        return self.losses()
 
     def drop(self) -> None:
-        """Forgets passes of the next step that have begun, on all pipeline ranks: all their messages have been sent."""
-        for receive in self._arriving.values():
+        """Forgets what is held, once all messages have arrived: on all pipeline ranks, which have sent theirs."""
+        for receive in self.held.arriving.values():
             receive.wait()
         self.p2p.finish()
-        self._clear()
+        self.held = Held()
 
-    def _number_from(self, first: int) -> None:
-        """Numbers what is held of micro-batches from `first` on."""
-        later = lambda action: action._replace(microbatch=action.microbatch - first)  # noqa: E731
-        self._losses = {}
-        self._outbox = {later(send): tensor for send, tensor in self._outbox.items()}
-        self._arriving = {later(receive): message for receive, message in self._arriving.items()}
-        self._saved = {(stage, microbatch - first): kept for (stage, microbatch), kept in self._saved.items()}
+    def losses(self) -> list[Tensor]:
+        """The loss sums so far, in the order of the micro-batches."""
+        return [self._losses[microbatch] for microbatch in sorted(self._losses)]
 
     def results(self) -> list[Tensor]:
         """Losses so far, and what is on its way between stages: computed, being sent, or arriving."""
-        arriving = (receive.buffer for receive in self._arriving.values())
-        return [*self._losses.values(), *self._outbox.values(), *self.p2p.sending(), *arriving]
+        arriving = (receive.buffer for receive in self.held.arriving.values())
+        return [*self._losses.values(), *self.held.outbox.values(), *self.p2p.sending(), *arriving]
 
     def _begin(
         self,
-        batches: Sequence[Any],
+        batches: Sequence[Micro],
         loss_scale_seed: float | Tensor,
         training: bool,
-        last_forward: Callable[..., Tensor] | None = None,
-        microbatches: int = 0,
+        last_forward: Callable[[Module, Tensor | None, Micro], Tensor] | None = None,
     ) -> None:
         self._batches = batches
         self._seed = loss_scale_seed
-        self._training = training
+        self.training = training
+        self._last_forward = last_forward
         self._in_turns = False
-        self._last_forward, self._microbatches = last_forward, microbatches
-        self._losses = {}
-
-    def _clear(self) -> None:
-        self._outbox = {}
-        self._arriving = {}
-        self._saved = {}
+        self._losses: dict[int, Tensor] = {}
 
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
         self.current, *pair = unit
@@ -208,16 +194,15 @@ class PipelineExecutor:
             with ExitStack() as stack:
                 for watcher in self.watchers:
                     stack.enter_context(watcher(action))
-                self._handle(action)
+                self.handle(action)
         else:
-            self._handle(action)
+            self.handle(action)
 
-    def _handle(self, action: Action) -> None:
-        if self._training and action.kind in COMPUTE:
-            self.use_weights(action.microbatch >= self._microbatches)
+    def handle(self, action: Action) -> None:
+        """Does what an action says."""
         self._handlers[action.kind](action)
 
-    def _clock(self, phase: str) -> AbstractContextManager[Any]:
+    def _clock(self, phase: str) -> AbstractContextManager[object]:
         """A pair of passes that runs in turns is timed as one action."""
         return nullcontext() if self._in_turns else self.timed(phase)
 
@@ -234,43 +219,43 @@ class PipelineExecutor:
     def _forward(self, action: Action) -> None:
         _, stage, microbatch = action
         hidden = None if stage == 0 else self._take(Action(Kind.RECV_F, stage, microbatch))
-        if hidden is not None and self._training:
+        if hidden is not None and self.training:
             hidden.requires_grad_()
         output, edge = self._compute_forward(action, hidden)
-        if self._training:
-            self._saved[stage, microbatch] = (hidden, edge)
+        if self.training:
+            self.held.saved[stage, microbatch] = (hidden, edge)
         is_last = stage == self.layout.num_stages - 1
         if not is_last:
-            self._outbox[Action(Kind.SEND_F, stage, microbatch)] = output
+            self.held.outbox[Action(Kind.SEND_F, stage, microbatch)] = output
             return
         scalar = output.dim() == 0 or self._last_forward is not None
         assert scalar, f"the last stage returned {tuple(output.shape)}, not a scalar loss sum"
         self._losses[microbatch] = output
-        if self._training:  # the gradient that a stage beyond the last would send
-            self._outbox[Action(Kind.SEND_B, stage + 1, microbatch)] = torch.ones_like(output) * self._seed
+        if self.training:  # the gradient that a stage beyond the last would send
+            self.held.outbox[Action(Kind.SEND_B, stage + 1, microbatch)] = torch.ones_like(output) * self._seed
 
     def _compute_forward(self, action: Action, hidden: Tensor | None) -> tuple[Tensor, GradientEdge | None]:
         _, stage, microbatch = action
-        forward: Callable[..., Tensor] = self.stages[stage]
+        forward: Callable[[Tensor | None, Micro], Tensor] = self.stages[stage]
         if stage == self.layout.num_stages - 1 and self._last_forward is not None:
-            forward = partial(self._last_forward, forward)
-        with self._clock("forward") if self._training else nullcontext():
+            forward = partial(self._last_forward, self.stages[stage])
+        with self._clock("forward") if self.training else nullcontext():
             output = forward(hidden, self._batches[microbatch])
         # A first stage that is frozen as a whole has no backward.
-        edge = get_gradient_edge(output) if self._training and output.requires_grad else None
+        edge = get_gradient_edge(output) if self.training and output.requires_grad else None
         return output.detach(), edge
 
     def _backward(self, action: Action) -> None:
         _, stage, microbatch = action
         grad_output = self._take(Action(Kind.RECV_B, stage, microbatch))
-        hidden, edge = self._saved.pop((stage, microbatch))
+        hidden, edge = self.held.saved.pop((stage, microbatch))
         if edge is None:
             return
         with self._clock("backward"):
             torch.autograd.backward([edge], [grad_output])
         if hidden is not None:
             assert hidden.grad is not None, f"stage {stage} does not use its input"
-            self._outbox[Action(Kind.SEND_B, stage, microbatch)] = hidden.grad
+            self.held.outbox[Action(Kind.SEND_B, stage, microbatch)] = hidden.grad
 
     def _input_backward(self, action: Action) -> None:
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
@@ -283,25 +268,20 @@ class PipelineExecutor:
         with self._clock("backward"):
             self.queue.run((action.stage, action.microbatch))
 
-    def _validate(self, action: Action) -> None:
-        if self.validate():
-            self.drop()  # the cut has no message across it
-            raise StaleForwards
-
     def _send(self, action: Action) -> None:
-        self.p2p.send(self._outbox.pop(action), self._peer(action), self._tag(action))
+        self.p2p.send(self.held.outbox.pop(action), self._peer(action), self._tag(action))
 
     def _receive(self, action: Action) -> None:
-        self._arriving[action] = self.p2p.receive(self._peer(action), self._tag(counterpart(action)))
+        self.held.arriving[action] = self.p2p.receive(self._peer(action), self._tag(counterpart(action)))
 
     def _take(self, receive: Action) -> Tensor:
         """The message of a receive: from another rank, or handed over by a stage of this one."""
-        if receive in self._arriving:
+        if receive in self.held.arriving:
             self.message_from = self.pp.ranks[self._peer(receive)]
-            message = self._arriving.pop(receive).wait()
+            message = self.held.arriving.pop(receive).wait()
             self.message_from = None
             return message
-        return self._outbox.pop(counterpart(receive))
+        return self.held.outbox.pop(counterpart(receive))
 
     def _peer(self, action: Action) -> int:
         return self.layout.rank_of(counterpart(action).stage)

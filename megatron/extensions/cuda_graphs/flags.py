@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config.flag_spec import flag
-from megatron.core.parts import MICROBATCH_RUNNERS, gathered_format
+from megatron.core.config.flag_spec import Section, flag
+from megatron.core.parts import gathered_format
 from megatron.training.config.flags import named_value
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import extension_flags
+from megatron.training.extensions import CALLBACKS, extension_flags
+from megatron.training.step_parts import STEP_PARTS
 
 HERE = "megatron.extensions.cuda_graphs"
 
@@ -76,9 +77,9 @@ class CudaGraphFlags:
             yield Problem.exclusive("--fp8-param-gather", None, graph, why)
 
 
-MICROBATCH_RUNNERS.register(
-    "cuda_graphs",
-    f"{HERE}.graphed_microbatches:CudaGraphs",
-    when=lambda config: config.options(CudaGraphFlags).cuda_graph_impl != "none",
-    launches_once=True,
-)
+def _records(config: Section) -> bool:
+    return config.options(CudaGraphFlags).cuda_graph_impl != "none"
+
+
+STEP_PARTS.register("cuda_graphs", f"{HERE}.graphed_microbatches:PARTS", when=_records, launches_once=True)
+CALLBACKS.register("cuda_graphs", f"{HERE}.graphed_microbatches:SideStream", when=_records)

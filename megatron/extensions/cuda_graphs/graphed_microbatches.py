@@ -9,19 +9,31 @@ samples' numbers, which go in. `flags.py` says what cannot be recorded.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.core.batch import Batch
-from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.linear_gemms import MadeCasts, WeightCasts
+from megatron.core.transformer.pass_context import PassContext
 from megatron.extensions.cuda_graphs.flags import CudaGraphFlags
+from megatron.training.config.run_config import RunConfig
+from megatron.training.forward_backward import Pipeline
+from megatron.training.hooks import Callback
+from megatron.training.initialize import Runtime
+from megatron.training.step_parts import StepParts
 
 Replay = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records work on a device, to be replayed."""
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]: ...
 
 
 class CudaRecorder:
@@ -62,7 +74,7 @@ class GraphedMicrobatches:
     def __init__(
         self,
         run: Callable[[Batch, Tensor], Tensor],
-        recorder: CudaRecorder,
+        recorder: Recorder,
         warm_up_steps: int,
         device: torch.device,
         dtype: torch.dtype,
@@ -119,25 +131,43 @@ def _copy_into(inputs: Batch, batch: Batch) -> None:
         old[name].copy_(tensor)
 
 
-class CudaGraphs:
-    """The entry of MICROBATCH_RUNNERS."""
+class GraphedPipeline(Pipeline):
+    """Trains micro-batches from recordings."""
 
-    @staticmethod
-    def prepare(config: ModelParallelConfig, device: torch.device) -> None:
-        """Leaves the default CUDA stream: that stream cannot be captured, and autograd computes a parameter's gradient
-        on the stream of its first use. Raises ValueError on CPU."""
-        if device.type != "cuda":
-            impl = config.options(CudaGraphFlags).cuda_graph_impl
+    may_overwrite = False  # a recording is replayed for the first micro-batch and for all others
+
+    def __init__(
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        stages: Mapping[int, GPTModel],
+        passes: PassContext,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(config, runtime, stages, passes)
+        warm_up = config.options(CudaGraphFlags).cuda_graph_warmup_steps
+        main_dtype = getattr(torch, config.parallel.main_dtype)
+        self.graph = GraphedMicrobatches(
+            self._one, recorder or CudaRecorder(), warm_up, runtime.device, main_dtype, passes.casts
+        )
+
+    def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
+        return self.graph.train(batches, seed)
+
+    def _one(self, batch: Batch, seed: Tensor) -> Tensor:
+        (loss,) = self.executor.run(self.lists(1)[self.pp.rank], [batch], loss_scale_seed=seed)
+        return loss
+
+
+class SideStream(Callback):
+    """Leaves the default CUDA stream: that stream cannot be captured, and autograd computes a parameter's gradient on
+    the stream of its first use. Raises ValueError on CPU."""
+
+    def on_setup(self, runtime: Runtime) -> None:
+        if runtime.device.type != "cuda":
+            impl = self.config.options(CudaGraphFlags).cuda_graph_impl
             raise ValueError(f"--cuda-graph-impl {impl} records the work of a GPU, and this is a CPU; leave it out")
-        torch.cuda.set_stream(torch.cuda.Stream(device))
+        torch.cuda.set_stream(torch.cuda.Stream(runtime.device))
 
-    @staticmethod
-    def build(
-        config: ModelParallelConfig,
-        run: Callable[[Batch, Tensor], Tensor],
-        device: torch.device,
-        casts: WeightCasts,
-    ) -> GraphedMicrobatches:
-        """Records and replays `run`."""
-        warm_up, main_dtype = config.options(CudaGraphFlags).cuda_graph_warmup_steps, getattr(torch, config.main_dtype)
-        return GraphedMicrobatches(run, CudaRecorder(), warm_up, device, main_dtype, casts)
+
+PARTS = StepParts(pipeline=GraphedPipeline)

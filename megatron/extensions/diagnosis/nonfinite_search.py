@@ -121,7 +121,7 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
                 passes.pipeline.evaluate(scaled)
         else:
             with _look_backward(passes.pipeline, passes.ddp.params, notes):
-                passes.pipeline.train(scaled, seed, replay=False)
+                passes.pipeline.train_plainly(scaled, seed)
         found = [note for notes_of_rank in gather_objects(notes.found, world) for note in notes_of_rank]
         first = min(found, key=lambda note: note.order, default=None)
         if first is not None:
@@ -133,7 +133,7 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
 class _Notes:
     """Findings of this rank: the first of each stage and micro-batch."""
 
-    def __init__(self, rank: int, executor: PipelineExecutor, batches: list[Batch]) -> None:
+    def __init__(self, rank: int, executor: PipelineExecutor[GPTModel, Batch], batches: list[Batch]) -> None:
         self.rank = rank
         self.executor = executor
         self.batches = batches

@@ -15,6 +15,7 @@ from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, RunView
 from megatron.training.reliability.lossy_output import told_if_unwritten
+from megatron.training.step_parts import runs_passes_in_turns
 
 
 class Profiler(Callback):
@@ -63,7 +64,7 @@ class Profiler(Callback):
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         # A pass that runs in turns with another one has a thread of its own.
-        threads = profiler_options(all_threads=self.config.parallel.pass_pair is not None)
+        threads = profiler_options(all_threads=runs_passes_in_turns(self.config))
         self._profile = profile(
             activities=activities,
             record_shapes=options.pytorch_profiler_collect_shapes,

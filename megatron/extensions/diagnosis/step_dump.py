@@ -28,6 +28,7 @@ from megatron.core.config.json_text import parse_json
 from megatron.core.datasets.gpt_dataset import Sample
 from megatron.core.datasets.samplers import MicroBatch
 from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.extensions.diagnosis.nonfinite_search import Finding, search
 from megatron.training.checkpoints.checkpointing import Checkpointer
 from megatron.training.config.arguments import save_config
@@ -82,7 +83,8 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
     watchdog.doing(f"{phase}, running iteration {step.iteration} again to find the first value that is not finite")
     finding = search(run.forward_backward, step, run.data.read_batches(step), verdict.result.loss_scale)
     watchdog.doing(phase)
-    nothing = NOT_REPRODUCED if run.pipeline.of_step is None else NEWER_WEIGHTS
+    flushes = PIPELINE_SCHEDULES.facts(run.config.parallel.schedule).flushes
+    nothing = NOT_REPRODUCED if flushes else NEWER_WEIGHTS
     text = finding.describe() if finding is not None else nothing
     if not verdict.ends_run:
         return StepFinding(text)

@@ -107,7 +107,7 @@ def _batch(rows: Sequence[Row], shape: Round) -> Batch:
 
 
 def scores_by(
-    executor: PipelineExecutor, parallel: ModelParallelConfig, state: ParallelState
+    executor: PipelineExecutor[GPTModel, Batch], parallel: ModelParallelConfig, state: ParallelState
 ) -> Callable[[list[Batch]], list[Tensor]]:
     """`Scorer.forward` by the executor of a rank's stages. Micro-batches have any shape that the layout can compute."""
     shards = state.tp.size if parallel.sequence_parallel else 1

@@ -19,8 +19,8 @@ from threading import Semaphore, Thread
 import torch
 
 from megatron.core.collectives import PassPair
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.torch_private import dispatch_modes, pop_mode, push_mode
+from megatron.training.step_parts import StepParts
 
 
 class _Abandoned(BaseException):
@@ -30,7 +30,9 @@ class _Abandoned(BaseException):
 class BatchOverlap(PassPair):
     """Runs two passes in turns."""
 
-    def __init__(self, config: ModelParallelConfig | None = None) -> None:
+    in_turns = True
+
+    def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None]] | None = None
         self._active = False
 
@@ -100,3 +102,6 @@ class BatchOverlap(PassPair):
 def _work(jobs: SimpleQueue[Callable[[], None]]) -> None:
     while True:
         jobs.get()()
+
+
+PARTS = StepParts(pair=BatchOverlap)

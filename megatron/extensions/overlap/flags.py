@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import LINEARS, PASS_PAIRS
+from megatron.core.parts import LINEARS
 from megatron.training.extensions import CALLBACKS, extension_flags
+from megatron.training.step_parts import STEP_PARTS
 
 HERE = "megatron.extensions.overlap"
 
@@ -45,10 +46,11 @@ def overlaps(linear: Any, ctx: Any) -> bool:
 
 LINEARS.substitute("column_parallel", f"{HERE}.comm_overlap:OverlappedColumnParallelLinear", when=overlaps)
 LINEARS.substitute("row_parallel", f"{HERE}.comm_overlap:OverlappedRowParallelLinear", when=overlaps)
-PASS_PAIRS.register(
-    "in turns",
-    f"{HERE}.batch_overlap:BatchOverlap",
-    when=lambda parallel: parallel.options(OverlapFlags).overlap_moe_expert_parallel_comm,
+STEP_PARTS.register(
+    "passes in turns",
+    f"{HERE}.batch_overlap:PARTS",
+    when=lambda config: config.options(OverlapFlags).overlap_moe_expert_parallel_comm,
+    in_turns=True,
 )
 CALLBACKS.register(
     "symmetric memory",

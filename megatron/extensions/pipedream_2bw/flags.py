@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Section
 from megatron.core.config.optimizers import STATE_STORES, StatePlan
-from megatron.core.parts import PIPELINE_SCHEDULES, UPDATES_AHEAD
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.schedules import Schedule, one_f_one_b
-from megatron.training.extensions import CALLBACKS
+from megatron.training.step_parts import STEP_PARTS
 
 NAME = "2bw"
 PREVIOUS = "previous_param"
@@ -48,16 +48,11 @@ PIPELINE_SCHEDULES.register(
     asks_for=(TwoVersions(kept=True),),
     rules=f"{HERE}.rules:two_versions",
 )
-UPDATES_AHEAD.register(
+STEP_PARTS.register(
     "two versions of weights",
-    f"{HERE}.two_versions:LateUpdates",
-    when=lambda optimizer: optimizer.options(TwoVersions).kept,
+    f"{HERE}.continued_steps:PARTS",
+    when=lambda config: config.options(TwoVersions).kept,
     kept=lambda rank: rank.parameters + rank.gradients,
-    what="the weights before the last update, and gradients that wait for the norm",
+    kept_name="the weights before the last update, and gradients that wait for the norm",
 )
 STATE_STORES.register("two versions", f"{HERE}.two_versions:VersionedShard", plan=StoredMain())
-CALLBACKS.register(
-    "two versions of weights",
-    f"{HERE}.two_versions:VersionsOfPasses",
-    when=lambda config: config.optimizer.options(TwoVersions).kept,
-)

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizers import STATE_STORES
-from megatron.core.parts import LINEAR_FORMATS, UPDATE_HOOKS, UPDATES_AHEAD
+from megatron.core.parts import LINEAR_FORMATS, UPDATE_HOOKS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.extensions.pipedream_2bw.flags import NAME
 from megatron.training.config.batch_size import legal_sizes
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
+from megatron.training.step_parts import STEP_PARTS, launches_once
 
 SCHEDULE = "--pipeline-schedule"
 
@@ -20,6 +21,9 @@ def two_versions(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Refuses features that cannot be late, or in two versions."""
     for other, why in _excluded(c):
         yield Problem.exclusive(SCHEDULE, NAME, other, why)
+    if size := c.parallel.loss_chunk_tokens:
+        rule = f"adds gradients in forward passes, and with {NAME} a step begins before the one before has ended"
+        yield Problem("--loss-chunk-tokens", size, rule, "remove one of them")
     yield from _microbatches(c)
     yield from _no_use(c)
 
@@ -32,7 +36,7 @@ def _excluded(c: RunConfig) -> Iterator[tuple[str, str]]:
         yield "--fp16", "the passes of a step begin before the loss scale that they need is known"
     if list(LINEAR_FORMATS.wanted(p)):
         yield "--fp8-format", "casts of weights are of one version"
-    if p.microbatch_runner is not None:
+    if launches_once(c):
         yield "--cuda-graph-impl", "graphs hold the weights of one version"
     if p.activation_store is not None:
         yield "--cpu-offloading", "it expects each step to end"
@@ -46,7 +50,7 @@ def _excluded(c: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"--optimizer {o.optimizer}", "it is not proved for updates in the midst of the next step"
     if [name for name in STATE_STORES if STATE_STORES.facts(name).holds(o)][1:-1] or o.state_store != "two versions":
         yield "--use-precision-aware-optimizer", "main parameters are kept whole"
-    if len(list(UPDATES_AHEAD.wanted(o))) > 1:
+    if sum(STEP_PARTS.facts(name).kept is not None for name in STEP_PARTS.wanted(c)) > 1:
         yield "--optimizer-post-validation", "updates wait for the norm, and are never rolled back"
     yield from _of_experts(m)
 

@@ -28,10 +28,9 @@ from megatron.core.distributed.param_layout import BufferLayout, StateRange
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult, Update
 from megatron.core.optimizer.optimizer import OptimizerShard
 from megatron.core.optimizer.planned_states import State
+from megatron.core.parallel_state import ParallelState
 from megatron.core.torch_private import foreach_copy_
 from megatron.extensions.pipedream_2bw.flags import PREVIOUS
-from megatron.training.hooks import Callback, Meter
-from megatron.training.run import TrainingRun
 
 
 class VersionedShard(OptimizerShard):
@@ -69,12 +68,20 @@ class _Waiting(NamedTuple):
     norm: Pending
 
 
-class LateUpdates:
-    """Makes updates when they are needed: see `megatron.core.optimizer.distrib_optimizer.UpdateAhead`."""
+class LateOptimizer(DistributedOptimizer):
+    """Makes updates when they are needed: before the first pass of the second step after."""
 
-    def __init__(self, optimizer: DistributedOptimizer) -> None:
-        self.optimizer, self.ddp = optimizer, optimizer.ddp
-        self.shards = [shard for shard in optimizer.shards if isinstance(shard, VersionedShard)]
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        ddp: DistributedDataParallel,
+        state: ParallelState,
+        host_threads: int | None = None,
+    ) -> None:
+        super().__init__(config, ddp, state, host_threads)
+        self.versioned = [shard for shard in self.shards if isinstance(shard, VersionedShard)]
+        self.is_read = True
+        """Whether the result of the next `step` is read before the step after it."""
         self.other = [torch.full_like(buffer.param_data, torch.nan) for buffer in self.ddp.buffers]
         """The memory of parameters before the last update, by buffer. NaN until they are loaded, or `start`."""
         self._newest = _views(self.ddp)
@@ -85,31 +92,31 @@ class LateUpdates:
         self._waiting: _Waiting | None = None
 
     @property
-    def nbytes(self) -> int:
-        return sum(data.nbytes for data in self.other) + sum(shard.grads.nbytes for shard in self.shards)
+    def nbytes(self) -> tuple[int, int]:
+        device, host = super().nbytes
+        kept = sum(data.nbytes for data in self.other) + sum(shard.grads.nbytes for shard in self.versioned)
+        return device + kept, host
 
-    def begin(self, update: Update, own: Tensor, result: StepResult) -> bool:
+    def begin_update(self, update: Update, own: Tensor, result: StepResult) -> None:
         assert self._waiting is None, "the update of the step before is not made"
-        if self.shards:
-            kept, grads = [shard.grads for shard in self.shards], [shard.device_grads for shard in self.shards]
+        if self.versioned:
+            kept, grads = [shard.grads for shard in self.versioned], [shard.device_grads for shard in self.versioned]
             foreach_copy_(kept, grads)
-        self._waiting = _Waiting(update, result, self.optimizer.grad_norm.start(own))
-        if update.read:
-            self.validate()
-        return True
+        self._waiting = _Waiting(update, result, self.grad_norm.start(own))
+        if self.is_read:
+            self.end_update()
 
     @torch.no_grad()
-    def validate(self) -> bool:
+    def end_update(self) -> None:
         """Makes the update of the last step, if it is not made, and leaves the newest weights in use."""
         if self._waiting is not None:
             (update, result, norm), self._waiting = self._waiting, None
-            verdict = self.optimizer.verdict(update, norm.wait(), result)
+            verdict = self.verdict(update, norm.wait(), result)
             self.ddp.wait_param_sync()
             self._exchange()
             self._newest, self._previous = self._previous, self._newest
-            self.optimizer.apply(update, *verdict)
+            self.apply(update, *verdict)
         self._use(self._newest)
-        return False
 
     def use_for(self, of_next_step: bool) -> None:
         """Before a pass: those before the last update, the newest ones for the step after, and as long as the update of
@@ -129,7 +136,7 @@ class LateUpdates:
             buffer.param_data, self.other[number] = self.other[number], buffer.param_data
             for bucket in buffer.buckets:
                 bucket.use_params_of(buffer)
-        for shard in self.shards:
+        for shard in self.versioned:
             shard.previous = shard.device_params
             shard.device_params = shard.of_bucket(shard.bucket.owned_params)
             shard.attach(shard.grads, shard.device_params)
@@ -139,7 +146,7 @@ class LateUpdates:
         """Makes the weights before the last update whole, of which each rank has loaded its shards; those that were not
         loaded are the newest ones. Returns whether all of this rank's were loaded. Collective."""
         complete = True
-        for shard in self.shards:
+        for shard in self.versioned:
             pieces = shard.pieces({PREVIOUS: shard.previous})
             complete &= not any(piece.data.isnan().any().item() for piece in pieces)
             shard.previous.copy_(torch.where(shard.previous.isnan(), shard.device_params, shard.previous))
@@ -159,15 +166,3 @@ def _views(ddp: DistributedDataParallel) -> list[Tensor]:
                 span = slice(place.start - bucket.layout.start, place.stop - bucket.layout.start)
                 views[place.index] = bucket.params[span].view(ddp.params[place.index].shape)
     return [views[index] for index in range(len(ddp.params))]
-
-
-class VersionsOfPasses(Callback):
-    """Tells the executor which weights a pass uses."""
-
-    def meters(self, run: TrainingRun) -> Sequence[Meter]:
-        updates = run.optimizer.ahead
-        assert isinstance(updates, LateUpdates)
-        if not updates.start() and run.progress.loaded_from:
-            run.say(" weights before the last update are not loaded: both versions start from the newest ones")
-        run.pipeline.executor.use_weights = updates.use_for
-        return ()

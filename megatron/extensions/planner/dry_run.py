@@ -9,7 +9,7 @@ from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.path_kind import reader_of
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import DATA_READERS, PIPELINE_SCHEDULES, batch_schedule, update_ahead
+from megatron.core.parts import DATA_READERS, PIPELINE_SCHEDULES, batch_schedule
 from megatron.core.pipeline_parallel.layer_split import stage_costs
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.extensions.planner.device_file import read_device
@@ -24,6 +24,7 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.reading import foreign_programs
 from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import Phase, RunPlan, plan_of
+from megatron.training.step_parts import late_update
 
 if TYPE_CHECKING:
     from megatron.extensions.planner.fake_stage import PlannerCache
@@ -237,7 +238,7 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     gradient norm, for which all wait without --optimizer-post-validation."""
     schedule, costs = Schedule.of_run(config), stage_costs(config.model, config.parallel)
     bubble = schedule.bubble(StageCosts(forward=costs, input_grad=costs, weight_grad=costs), microbatches)
-    layout, ahead = schedule.layout, update_ahead(config.optimizer) is not None
+    layout, ahead = schedule.layout, late_update(config) is not None
     where = f"{layout.num_stages} stages, {layout.chunks} on each rank" if layout.chunks > 1 else f"{layout.pp} stages"
     unless = " that is neither clipped nor skipped" if ahead and PIPELINE_SCHEDULES.facts(schedule.name).flushes else ""
     return f"pipeline {schedule.name}: {where}; bubble {bubble:.1%} of a step{unless}, by the FLOPs of the stages"

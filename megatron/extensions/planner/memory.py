@@ -17,18 +17,18 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.config.param_groups import lines_of_groups
 from megatron.core.distributed.param_layout import BufferLayout, host_slots, place_states, plan_buffers, unit_of
-from megatron.core.facts import UpdateBytes
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN
 from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import UPDATES_AHEAD, gathered_format, update_ahead
+from megatron.core.parts import gathered_format
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.training.config.batch_size import byte_text, formats_of_states, microbatches_of
 from megatron.training.config.run_config import RunConfig
+from megatron.training.step_parts import STEP_PARTS, UpdateBytes, late_update
 
 if TYPE_CHECKING:
     from megatron.extensions.planner.activations import RankActivations
@@ -105,11 +105,13 @@ def buffer_bytes(
     slots, size = host_slots(ranges)
     rollback = 0
     parameters = sum(buffer.kept(shards_parameters) for buffer in buffers) * params
-    if (ahead := update_ahead(optimizer)) is not None:
+    if (late := late_update(optimizer)) is not None:
         aliased = plan.main_kind(optimizer, params_dtype, main_dtype) == "aliased"
         owned = sum(place.numel for place in ranges)
         main_bytes = mains[False] + moments[False] + owned * (params if aliased else 0)
-        rollback = UPDATES_AHEAD.facts(ahead).kept(UpdateBytes(parameters, owned * gradient, main_bytes))
+        kept = STEP_PARTS.facts(late).kept
+        assert kept is not None
+        rollback = kept(UpdateBytes(parameters, owned * gradient, main_bytes))
     return BufferBytes(
         parameters=parameters,
         gradients=sum(buffer.kept(True) for buffer in buffers) * gradient,
@@ -371,9 +373,9 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
         copies = f", in {dims.instances} instances" if dims.instances > 1 else ""
         owned = f"sharded over {dims.shards(False)} ranks{experts}{copies}"
     yield f"states: {formats_of_states(config)} {owned}; padding of buffers included"
-    if (ahead := update_ahead(config.optimizer)) is not None:
+    if (late := late_update(config)) is not None:
         most_copies = max(plan.memory.rollback for plan in plans)
-        yield f"{ahead}: at most {most_copies:,} bytes of the optimizer's are {UPDATES_AHEAD.facts(ahead).what}"
+        yield f"{late}: at most {most_copies:,} bytes of the optimizer's are {STEP_PARTS.facts(late).kept_name}"
     if offloads:
         most_host = max((plan.memory for plan in plans), key=lambda memory: memory.host)
         yield (

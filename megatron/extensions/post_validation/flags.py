@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import UPDATES_AHEAD
 from megatron.training.extensions import extension_flags
+from megatron.training.step_parts import STEP_PARTS
 
 HERE = "megatron.extensions.post_validation"
 
@@ -27,10 +27,10 @@ class PostValidationFlags:
     must be clipped or skipped is rolled back exactly and repeated (arXiv 2401.10241, section 4)."""
 
 
-UPDATES_AHEAD.register(
+STEP_PARTS.register(
     "post-validation",
-    f"{HERE}.post_validation:PostValidation",
-    when=lambda optimizer: optimizer.options(PostValidationFlags).optimizer_post_validation,
+    f"{HERE}.post_validation:PARTS",
+    when=lambda config: config.options(PostValidationFlags).optimizer_post_validation,
     kept=lambda rank: rank.gradients + rank.main,
-    what="copies for a roll-back",
+    kept_name="copies for a roll-back",
 )

@@ -14,16 +14,29 @@ passes again, that saves nothing, and is left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron.core.batch import Batch
 from megatron.core.collectives import Pending
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult, Update
 from megatron.core.optimizer.optimizer import OptimizerShard
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.actions import Action, Kind, Lists
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.torch_private import foreach_copy_
+from megatron.training.forward_backward import Pipeline, StepInput, Sums
+from megatron.training.progress import Step
+from megatron.training.run import TrainingRun
+from megatron.training.step_parts import StepParts
+from megatron.training.train_step import TrainStep, is_read
 
 
 class RollbackCopies:
@@ -64,59 +77,133 @@ class _Unvalidated(NamedTuple):
     scaler: dict[str, float]
 
 
-class PostValidation:
-    """Makes the updates of an optimizer ahead of the norm: see `megatron.core.optimizer.distrib_optimizer.UpdateAhead`.
+class PostValidatedOptimizer(DistributedOptimizer):
+    """Updates ahead of the norm, where no one reads the result of the step before the next one.
 
     Main parameters, states, and gradients, which an update scales in place, are copied.
     """
 
-    def __init__(self, optimizer: DistributedOptimizer) -> None:
-        self.optimizer = optimizer
-        owned = (shard for shard in optimizer.shards if isinstance(shard, OptimizerShard))
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        ddp: DistributedDataParallel,
+        state: ParallelState,
+        host_threads: int | None = None,
+    ) -> None:
+        super().__init__(config, ddp, state, host_threads)
+        owned = (shard for shard in self.shards if isinstance(shard, OptimizerShard))
         changed = ((shard.main.detach(), *shard.states.values(), shard.device_grads) for shard in owned)
-        of_chain = [tensor for chain in optimizer.chains for tensor in chain.tensors]
+        of_chain = [tensor for chain in self.chains for tensor in chain.tensors]
         self.copies = RollbackCopies([*(tensor for tensors in changed for tensor in tensors), *of_chain])
+        self.is_read = True
+        """Whether the result of the next `step` is read before the step after it."""
+        self.step_state: Callable[[], Sequence[Tensor]] = tuple
+        """Returns the tensors that `Update.on_update` changes."""
         self._unvalidated: _Unvalidated | None = None
         self._last: StepResult | None = None
         """Of the step before."""
 
     @property
-    def nbytes(self) -> int:
-        return self.copies.nbytes
+    def nbytes(self) -> tuple[int, int]:
+        device, host = super().nbytes
+        return device + self.copies.nbytes, host
 
-    def begin(self, update: Update, own: Tensor, result: StepResult) -> bool:
+    def begin_update(self, update: Update, own: Tensor, result: StepResult) -> None:
         assert self._unvalidated is None, "the step before is not validated"
-        ahead = not update.read and self.likely_to_stand()
+        ahead = not self.is_read and self.likely_to_stand()
         self._last = result
-        if ahead:
-            optimizer, skip = self.optimizer, (~torch.isfinite(own).all()).to(torch.float64)
-            self.copies.take(update.step_state())
-            before = optimizer.updates.clone(), optimizer.scaler.state_dict()
-            self._unvalidated = _Unvalidated(update, result, optimizer.grad_norm.start(own), *before)
-            optimizer.apply(update, skip, None)
-            optimizer.scaler.update(False)
-        return ahead
+        if not ahead:
+            super().begin_update(update, own, result)
+            return
+        skip = (~torch.isfinite(own).all()).to(torch.float64)
+        self.copies.take(self.step_state())
+        before = self.updates.clone(), self.scaler.state_dict()
+        self._unvalidated = _Unvalidated(update, result, self.grad_norm.start(own), *before)
+        self.apply(update, skip, None)
+        self.scaler.update(False)
 
     def likely_to_stand(self) -> bool:
         """Whether the step before was neither clipped nor skipped. If it was, so may be this one, and waiting for the
         norm costs less than rolling back."""
-        last, largest = self._last, self.optimizer.config.clip_grad
+        last, largest = self._last, self.config.clip_grad
         return last is None or not (last.skipped or (largest > 0 and last.grad_norm > largest))
+
+    def end_update(self) -> None:
+        self.validate()
 
     @torch.no_grad()
     def validate(self) -> bool:
+        """Waits for the verdict on a step that was updated ahead, if there is one. Returns whether it was rolled back,
+        the same on all ranks: parameters, states and what `on_update` changes are then to the bit what a step that had
+        waited would have left. Collective over the world."""
         if self._unvalidated is None:
             return False
         (update, result, norm, updates, scaler), self._unvalidated = self._unvalidated, None
-        optimizer = self.optimizer
-        skip, coefficient = optimizer.verdict(update, norm.wait(), result)
+        skip, coefficient = self.verdict(update, norm.wait(), result)
         stands = skip == 0 if coefficient is None else (skip == 0) & (coefficient == 1)
         if bool(stands):
             return False
-        optimizer.ddp.wait_param_sync()
+        self.ddp.wait_param_sync()
         self.copies.restore()
-        optimizer.step_count = int(updates.item())
-        optimizer.scaler.load_state_dict(scaler)
-        optimizer.apply(update, skip, coefficient)
-        optimizer.scaler.update(not result.finite)
+        self.step_count = int(updates.item())
+        self.scaler.load_state_dict(scaler)
+        self.apply(update, skip, coefficient)
+        self.scaler.update(not result.finite)
         return True
+
+
+class StaleForwards(Exception):
+    """Parameters have changed since the forward passes that a run has made: run its list again from the start. Raised
+    on all ranks or on none, when no message is on its way."""
+
+
+class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
+    """Runs lists with VALIDATE, which may raise `StaleForwards`."""
+
+    validate: Callable[[], bool]
+    """Returns whether parameters have changed, the same on all ranks."""
+
+    def handle(self, action: Action) -> None:
+        if action.kind is not Kind.VALIDATE:
+            super().handle(action)
+        elif self.validate():
+            self.drop()  # the cut has no message across it
+            raise StaleForwards
+
+
+class ValidatingPipeline(Pipeline):
+    """Runs lists in which VALIDATE stands before the first backward pass of all."""
+
+    executor_type = ValidatingExecutor
+
+    @property
+    def counting_rank(self) -> int | None:
+        return None  # the rank of the loss may still be in the step before
+
+    def lists(self, microbatches: int, in_turns: bool = False) -> Lists:
+        shape = self.schedule, self.pp.size, microbatches, self.layout.chunks
+        return pipeline_lists(*shape, group=self.group, in_turns=in_turns, validates=True)
+
+
+class PostValidatedStep(TrainStep):
+    """Repeats the forward passes of a step where the update before them is rolled back."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        assert isinstance(run.optimizer, PostValidatedOptimizer)
+        assert isinstance(run.pipeline.executor, ValidatingExecutor)
+        self.optimizer, run.pipeline.executor.validate = run.optimizer, run.optimizer.validate
+        self.optimizer.step_state = run.forward_backward.step_state
+
+    def gradients(self, given: StepInput) -> Sums:
+        try:
+            return super().gradients(given)
+        except StaleForwards:  # the loss scale may be another one too
+            return self.gradients(self.prepared(given.step, given.batches))
+
+    def update(self, step: Step, sums: Sums, factor: Tensor) -> StepResult:
+        self.optimizer.is_read = is_read(self.run, step)
+        return super().update(step, sums, factor)
+
+
+PARTS = StepParts(step=PostValidatedStep, pipeline=ValidatingPipeline, optimizer=PostValidatedOptimizer)

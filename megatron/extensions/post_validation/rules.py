@@ -26,6 +26,11 @@ def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.parallel.pipeline_model_parallel_size == 1:
         yield Problem.no_effect(SWITCH, None, "--pipeline-model-parallel-size above 1")
         return
+    if size := c.parallel.loss_chunk_tokens:
+        rule = (
+            "adds gradients in forward passes, and with post-validation a step begins before the one before has ended"
+        )
+        yield Problem("--loss-chunk-tokens", size, rule, "remove one of them")
     if c.logging.log_interval == 1:
         rule = "has no effect with --log-interval 1, which reads the gradient norm after every step"
         yield Problem(SWITCH, None, rule, "raise --log-interval, or remove it", harmless=True)

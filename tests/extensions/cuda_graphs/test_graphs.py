@@ -12,13 +12,18 @@ import torch
 from torch import Tensor
 
 from megatron.core.batch import Batch
+from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.extensions.cuda_graphs.flags import CudaGraphFlags
-from megatron.extensions.cuda_graphs.graphed_microbatches import CudaGraphs, GraphedMicrobatches
+from megatron.extensions.cuda_graphs.graphed_microbatches import GraphedMicrobatches, GraphedPipeline, SideStream
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
+from megatron.training.initialize import Runtime
 from megatron.training.progress import Interval
+from megatron.training.reliability.launch import Launch
+from megatron.training.run import TrainingRun
+from megatron.training.step_parts import STEP_PARTS
 from megatron.training.train_step import train_step
 from tests.extensions import needs
 from tests.extensions.phases import test_phases as phases
@@ -49,15 +54,20 @@ class FakeRecorder:
         return result, replay
 
 
+def use_graphs(run: TrainingRun, recorder: FakeRecorder) -> None:
+    """Puts the pipeline of recordings in the place of the run's own."""
+    before = run.pipeline
+    run.pipeline = GraphedPipeline(run.config, run.runtime, before.stages, before.passes, recorder)
+    run.pipeline.executor.timed = run.timers
+    run.forward_backward = replace(run.forward_backward, pipeline=run.pipeline)
+
+
 def train(rank: int, world_size: int, flags: str, graphs: bool) -> tuple[list[Tensor], list[Tensor], tuple[int, int]]:
     """Loss sums of five steps and the weights after them, and how often was recorded and replayed."""
     with running([*MODEL.split(), "--cpu", *flags.split()], rank, world_size) as run:
         recorder = FakeRecorder()
-        assert run.pipeline.graph is None, "nothing is recorded on CPU"
         if graphs:
-            run.pipeline.graph = GraphedMicrobatches(
-                run.pipeline._one, recorder, 3, CPU, run.ddp.main_dtype, run.pipeline.executor.casts
-            )
+            use_graphs(run, recorder)
         interval = run.interval = Interval()
         for _ in range(5):
             train_step(run)
@@ -125,8 +135,8 @@ def test_spellings() -> None:
 
 def test_without_a_gpu_it_is_refused() -> None:
     with pytest.raises(ValueError, match="--cuda-graph-impl local records the work of a GPU, and this is a CPU"):
-        CudaGraphs.prepare(config_of("--cuda-graph-impl local").parallel, CPU)
-    assert config_of("").parallel.microbatch_runner is None
+        SideStream(config_of("--cuda-graph-impl local")).on_setup(Runtime(Launch(), CPU, ParallelState()))
+    assert STEP_PARTS.wanted(config_of("")) == []
 
 
 def test_phases_of_two_shapes_are_refused(tmp_path: Path) -> None:

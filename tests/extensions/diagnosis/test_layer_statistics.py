@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.core.moe.router import TopKRouter
 from megatron.extensions.diagnosis.layer_stats.statistics import LayerStatistics
+from megatron.training.hooks import Meter
 from megatron.training.metrics.summary import summarize
 from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
@@ -105,11 +106,13 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
                     router.register_forward_hook(lambda module, args, out, to=chosen: to.append(out.experts.flatten()))
         before = {name: p.detach().clone() for name, (p, _) in model.named_metas().items()}
 
-        def look() -> None:
-            for name, (parameter, _) in model.named_metas().items():
-                plain[f"{name} grad_norm"] = parameter.main_grad.norm().item()
+        class Look(Meter):
+            def gradients_ready(self, factor: torch.Tensor) -> None:
+                for name, (parameter, _) in model.named_metas().items():
+                    plain[f"{name} grad_norm"] = (parameter.main_grad * factor).norm().item()
 
-        train_step(run, before_update=look)
+        run.meters.append(Look())
+        train_step(run)
         summarize(run)
         for name, (parameter, _) in model.named_metas().items():
             plain[f"{name} weight_norm"] = parameter.norm().item()

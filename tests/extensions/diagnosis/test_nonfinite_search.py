@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.extensions.cuda_graphs.graphed_microbatches import GraphedMicrobatches
 from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.extensions.diagnosis.nonfinite_search import BACKWARD, FORWARD, WEIGHT_GRADIENT, Finding, search
 from megatron.extensions.diagnosis.step_dump import CONFIG, SavedStep
@@ -26,7 +25,7 @@ from megatron.training.extensions import Problem, extension_flags
 from megatron.training.hooks import CALLBACKS
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import BadStepError, settle, train_step
-from tests.extensions.cuda_graphs.test_graphs import FakeRecorder
+from tests.extensions.cuda_graphs.test_graphs import FakeRecorder, use_graphs
 from tests.harness import local_run, run_world
 from tests.parity.test_bad_steps import MODEL, SAMPLE, config_of, plant, same, skip, tensors
 
@@ -139,8 +138,7 @@ def test_the_first_finding_is_the_first_in_the_model() -> None:
 def searched(rank: int, world_size: int, config: RunConfig) -> tuple[int, int]:
     with local_run(config, rank, world_size) as run:
         recorder = FakeRecorder()
-        record = run.pipeline._one, recorder, 0, torch.device("cpu"), run.ddp.main_dtype, run.pipeline.executor.casts
-        run.pipeline.graph = GraphedMicrobatches(*record)
+        use_graphs(run, recorder)
         step = run.progress.next_step(run.batch_sizes)
         assert search(run.forward_backward, step, run.data.read_batches(step), run.optimizer.loss_scale) is None
         return recorder.recorded, recorder.replayed

@@ -64,7 +64,7 @@ def test_training_is_that_of_transformers(case: str, tmp_path: Path, monkeypatch
     """A dense model, a hybrid with Mamba-2, and experts, which train without a balancing loss. Both programs compute in
     fp64 what they otherwise do in fp32, such as angles of positions."""
     monkeypatch.setattr(setup, "build_stages", fp64()(setup.build_stages))
-    monkeypatch.setattr(train_step, "_gradients", fp64()(train_step._gradients))
+    monkeypatch.setattr(train_step.TrainStep, "gradients", fp64()(train_step.TrainStep.gradients))
     with fp64():
         theirs = random_model(case)
     theirs.save_pretrained(tmp_path)

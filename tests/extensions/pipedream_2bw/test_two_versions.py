@@ -15,15 +15,16 @@ from torch import Tensor
 from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.pipeline_parallel.actions import Kind, counterpart
 from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.extensions.pipedream_2bw.continued_steps import ContinuedStep, ContinuingPipeline
 from megatron.extensions.pipedream_2bw.lists import lists_of_step
-from megatron.extensions.pipedream_2bw.two_versions import LateUpdates
+from megatron.extensions.pipedream_2bw.two_versions import LateOptimizer
 from megatron.extensions.simulator.simulator import lists_of_steps, simulate
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
-from megatron.training.train_step import StepInput, _optimizer_step, settle, train_step
+from megatron.training.train_step import StepInput, TrainStep, settle, train_step
 from tests.extensions import installed
 from tests.harness import local_run, plant_nan, run_world, running
 
@@ -64,10 +65,21 @@ def trained(
         begun = []
         for _ in range(STEPS):
             train_step(run)
-            begun.append(run.begun is not None)
+            begun.append(has_begun(run))
         found = results(run)
-        run.pipeline.drop_begun()
+        drop_begun(run)
         return found, begun
+
+
+def has_begun(run: TrainingRun) -> bool:
+    """Whether passes of the next step have begun."""
+    return isinstance(run.step, ContinuedStep) and run.step.begun is not None
+
+
+def drop_begun(run: TrainingRun) -> None:
+    """Forgets the passes of the next step that have begun."""
+    if isinstance(run.pipeline, ContinuingPipeline):
+        run.pipeline.drop_begun()
 
 
 def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[float], list[float], list[bool]]:
@@ -84,7 +96,7 @@ def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[flo
             torch._foreach_copy_(params, now)
             settle(run)
             factor = reduce_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
-            result = _optimizer_step(run, sums, factor, read=True)
+            result = TrainStep(run).update(step, sums, factor)
             run.guard.watch(step, result)
             run.interval.results.append(result)
             run.interval.losses.append(sums.loss_and_tokens)
@@ -108,7 +120,7 @@ def parameters(run: TrainingRun) -> list[Tensor]:
     """The newest weights, all updates made."""
     settle(run)
     run.optimizer.finish_param_sync()
-    run.pipeline.drop_begun()
+    drop_begun(run)
     return [param.detach().clone() for param in run.ddp.params]
 
 
@@ -118,7 +130,7 @@ def saved(rank: int, world_size: int, config: RunConfig, folder: str) -> list[Te
     with local_run(saving, rank, world_size) as run:
         for _ in range(4):
             train_step(run)
-        assert run.begun is not None
+        assert has_begun(run)
         save(run)
         run.saver.finish()
         for _ in range(4):
@@ -159,7 +171,7 @@ def goes_on(rank: int, world_size: int, flags: str) -> None:
         assert run.progress.iteration in (4, 5)
         train_step(run)
         settle(run)
-        run.pipeline.drop_begun()
+        drop_begun(run)
         if run.config.checkpoint.save:
             save(run)
             run.saver.finish()
@@ -187,7 +199,7 @@ def evaluated(rank: int, world_size: int, config: RunConfig) -> tuple[list[float
         for _ in range(2):
             train_step(run)
         losses, *_ = results(run)
-        run.pipeline.drop_begun()
+        drop_begun(run)
         return torch.stack(own).flatten().tolist() if own else [], losses
 
 
@@ -205,12 +217,12 @@ def thawed(rank: int, world_size: int, config: RunConfig, frozen: RunConfig, fol
             train_step(run)
         save(run)
         run.saver.finish()
-        run.pipeline.drop_begun()
+        drop_begun(run)
     other_seed = replace(config.training, seed=2)
     loading = replace(config.checkpoint, load=folder, load_rng=False, override_data_fingerprint=True)
     with local_run(replace(config, training=other_seed, checkpoint=loading), rank, world_size) as run:
-        updates = run.optimizer.ahead
-        assert isinstance(updates, LateUpdates)
+        updates = run.optimizer
+        assert isinstance(updates, LateOptimizer)
         pairs = zip(updates._newest, updates._previous, strict=True)
         return [(newest - previous).abs().max().item() for newest, previous in pairs]
 

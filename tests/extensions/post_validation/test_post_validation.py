@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.post_validation.flags import PostValidationFlags
-from megatron.extensions.post_validation.post_validation import PostValidation
+from megatron.extensions.post_validation.post_validation import PostValidatedOptimizer
 from megatron.extensions.post_validation.rules import WAIT_FOR_RANK_0
 from megatron.extensions.simulator.simulator import StageCosts, simulate
 from megatron.training.config.arguments import parse_args
@@ -73,21 +73,21 @@ def waiting(config: RunConfig) -> RunConfig:
 def verdicts() -> Iterator[list[bool]]:
     """Whether each step that was made ahead was rolled back."""
     found: list[bool] = []
-    true = PostValidation.validate
+    true = PostValidatedOptimizer.validate
 
-    def validate_(self: PostValidation) -> bool:
+    def validate_(self: PostValidatedOptimizer) -> bool:
         waits = self._unvalidated is None
         rolled_back = true(self)
         found.extend([] if waits else [rolled_back])
         return rolled_back
 
-    with mock.patch.object(PostValidation, "validate", validate_):
+    with mock.patch.object(PostValidatedOptimizer, "validate", validate_):
         yield found
 
 
 def always_ahead() -> AbstractContextManager[Any]:
     """Steps do not wait for the norm where the one before was rolled back."""
-    return mock.patch.object(PostValidation, "likely_to_stand", return_value=True)
+    return mock.patch.object(PostValidatedOptimizer, "likely_to_stand", return_value=True)
 
 
 def state_of(run: TrainingRun) -> dict[str, Any]:

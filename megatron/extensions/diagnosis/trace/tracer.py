@@ -319,7 +319,7 @@ class Tracer(Callback):
     def _lists(self) -> Callable[[int], Lists] | None:
         """The action lists of a step by its micro-batches; None where passes run in turns, whose times are one."""
         pipeline = self.pipeline
-        if pipeline.in_turns:
+        if pipeline.passes.pair.in_turns:
             return None
         chunks, group = pipeline.layout.chunks, pipeline.group
         return lambda m: pipeline_lists(pipeline.schedule, pipeline.pp.size, m, chunks, group=group)

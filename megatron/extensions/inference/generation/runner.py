@@ -5,10 +5,9 @@ last stage. The others repeat the passes, on their stages and shards, until the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,8 @@ from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.pipeline_parallel.passes import add_communication
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.extensions.inference.generation.kv_cache import Cached, KeyValueCache
+
+Forward = Callable[[Tensor | None, tuple[Batch, Cached]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,9 @@ class StageRunner:
         self.config, parameter = model.config, next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.multiple = state.tp.size if model.sequence_parallel else 1
-        forwards: dict[int, Any] = {stage: partial(_with_cache, model) for stage, model in stages.items()}
+        forwards: dict[int, Forward] = {stage: partial(_with_cache, model) for stage, model in stages.items()}
         self.p2p = PipelineP2P(self.pp, (0, 0, self.config.residual_size), self.dtype, self.device, lanes=state.lanes)
-        self.executor = PipelineExecutor(forwards, self.layout, self.p2p)
+        self.executor = PipelineExecutor[Forward, tuple[Batch, Cached]](forwards, self.layout, self.p2p)
         self._actions = add_communication(forward_only(self.layout, 1))[self.pp.rank]
         leader, last = self.control.ranks[0], self.layout.rank_of(self.layout.num_stages - 1)
         self.leads = self.control.rank == 0

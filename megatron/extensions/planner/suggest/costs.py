@@ -15,7 +15,6 @@ from megatron.core.distributed.param_layout import ALIGNMENT, plan_buffers
 from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import update_ahead
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule, splits_backward
@@ -44,6 +43,7 @@ from megatron.extensions.planner.time.step_time import (
 from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import validate
+from megatron.training.step_parts import late_update, runs_passes_in_turns
 
 ELEMENTS = 2**20
 """Elements of a shard of the matrix that tells what each element of a state takes: so many that padding is none."""
@@ -92,7 +92,7 @@ class LayoutCosts:
             seconds += max(0.0, 2 * self._ideal(2, "none", False) - self._ideal(1, "none", False))
         if tp > 1:  # a rank sends (t - 1) / t of what it sends for t = 2, twice
             seconds += tp * 2 * (tp - 1) / tp * self._exposed("tp_communication", 2, 1)
-        if ep > 1 and self.run.given.parallel.pass_pair is None:
+        if ep > 1 and not runs_passes_in_turns(self.run.given):
             seconds += (ep - 1) / ep * self._exposed("ep_communication", 1, 2)
         bound = self.run.space.global_batch_size / self.run.world_size * seconds
         plain = family._replace(recompute=RECOMPUTATION[0], split=False)
@@ -122,7 +122,7 @@ class LayoutCosts:
     def _passes_alone(self) -> bool:
         """Whether the passes of a rank follow each other. In turns with others, or across steps, they are longer than
         what it waits for."""
-        return self.run.given.parallel.pass_pair is None and update_ahead(self.run.given.optimizer) is None
+        return not runs_passes_in_turns(self.run.given) and late_update(self.run.given) is None
 
     @cache  # noqa: B019
     def _ideal(self, cp: int, recompute: str, split: bool) -> float:
@@ -173,7 +173,7 @@ class LayoutCosts:
 
     def time_bound(self, layout: Layout) -> float:
         """Seconds below which a layout's step cannot go, by the times of its layers."""
-        hidden = "" if self.run.given.parallel.pass_pair is None else "ep_communication"
+        hidden = "ep_communication" if runs_passes_in_turns(self.run.given) else ""
         parts = np.array(
             [
                 [spent.total - spent.get(hidden, 0.0) for spent in (part.forward, part.backward, part.weight)]
@@ -187,7 +187,7 @@ class LayoutCosts:
             ]
         )
         more = self._exchanged(layout, stages if self._passes_alone else np.full_like(stages, inf))
-        if update_ahead(self.run.given.optimizer) is not None:  # steps overlap
+        if late_update(self.run.given) is not None:  # steps overlap
             stages = np.array([[0.0, 0.0, total] for total in stages.sum(1)])
         return step_bound(stages, layout.place, self.microbatches(layout), more)
 

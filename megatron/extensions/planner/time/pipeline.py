@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.parts import PIPELINE_SCHEDULES, update_ahead
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Action, Kind, Lists
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.core.pipeline_parallel.walk import TIMED
 from megatron.extensions.simulator.simulator import Simulation, StageCosts, at_stage, lists_of_steps, simulate
 from megatron.training.config.run_config import RunConfig
+from megatron.training.step_parts import late_update, runs_passes_in_turns
 
 ROUNDS = 3
 """Steps of more rounds of p micro-batches than this are extrapolated."""
@@ -44,7 +45,7 @@ class Schedule:
     def of(cls, parallel: ModelParallelConfig, layout: PipelineLayout) -> Schedule:
         """That of a configuration, of a step alone."""
         group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-        return cls(parallel.schedule, layout, group, parallel.pass_pair is not None)
+        return cls(parallel.schedule, layout, group, runs_passes_in_turns(parallel))
 
     @classmethod
     def of_run(cls, config: RunConfig) -> Schedule:
@@ -53,7 +54,7 @@ class Schedule:
         alone = cls.of(config.parallel, pipeline_layout(config.model, config.parallel))
         flushes, tied = PIPELINE_SCHEDULES.facts(alone.name).flushes, bool(tied_stages(config.model, alone.layout))
         flows = not flushes and config.logging.log_interval > 1
-        validates = update_ahead(config.optimizer) is not None and not (tied or flows)
+        validates = late_update(config) is not None and not (tied or flows)
         return replace(alone, validates=validates, flows=flows, tied=tied)
 
     def lists(self, microbatches: int, messages: bool = False) -> Lists:
@@ -118,7 +119,7 @@ def consecutive(lists: Lists, steps: int) -> Lists:
 
 
 def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float, float]:
-    """(time of a step, idle share of it) in a steady run whose updates are ahead of the norm (UPDATES_AHEAD).
+    """(time of a step, idle share of it) in a steady run whose updates are ahead of the norm.
 
     `lists` are of one step, with VALIDATE; there each rank waits for the end of the step before on all ranks. Without
     VALIDATE no rank waits. arXiv 2401.10241, section 4, and section 5.2 for the bubble. Not for weights that the first

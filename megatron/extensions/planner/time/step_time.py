@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.distributed.param_layout import default_bucket_size, unit_of
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import MICROBATCH_RUNNERS, gathered_format, linear_format
+from megatron.core.parts import gathered_format, linear_format
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout, whole_model
 from megatron.extensions.planner.device_file import DeviceFile
@@ -27,6 +27,7 @@ from megatron.extensions.planner.time.pipeline import Schedule
 from megatron.extensions.planner.time.replay import Network, Placement, Replay, Times, placement
 from megatron.extensions.simulator.simulator import StageCosts
 from megatron.training.config.run_config import RunConfig
+from megatron.training.step_parts import launches_once, runs_passes_in_turns
 
 SUBJECTS = (
     *("matmul", "attention", "element_wise", "tp_communication", "cp_communication", "ep_communication", "launch"),
@@ -135,9 +136,7 @@ class Step:
         groups = {axis: placement(self.dims, (axis,), self.network.ranks_per_node) for axis in AXES}
         groups["tp_cp"] = placement(self.dims, ("cp", "tp"), self.network.ranks_per_node)
         groups["expt_tp_ep"] = placement(self.dims, ("ep", "expt_tp"), self.network.ranks_per_node)
-        runner = config.parallel.microbatch_runner
-        at_once = runner is not None and MICROBATCH_RUNNERS.facts(runner).launches_once
-        host_us = 0.0 if at_once else device.host_launch_us
+        host_us = 0.0 if launches_once(config) else device.host_launch_us
         self.replay, self._known_times = Replay(device, self.network, groups, host_us), dict[int, Times]()
         self.batch = replace(MicroBatch.of(config), device=device.device_type)
         samples = config.training.global_batch_size or config.training.micro_batch_size * self.dims.dp
@@ -234,7 +233,7 @@ class Step:
         return StageTimes(forward, backward, weight, once, exchanges, exchange / max(1, exchanges))
 
     def _costs(self, times: Sequence[StageTimes]) -> StageCosts:
-        in_turns = self.config.parallel.pass_pair is not None
+        in_turns = runs_passes_in_turns(self.config)
 
         def seconds(spent: Times) -> float:
             return spent.total - (spent.get("ep_communication", 0.0) if in_turns else 0.0)

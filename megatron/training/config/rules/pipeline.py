@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron.core.config.losses import LOSSES
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import PIPELINE_SCHEDULES, RECOMPUTED_PARTS, update_ahead
+from megatron.core.parts import PIPELINE_SCHEDULES, RECOMPUTED_PARTS
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
@@ -134,9 +134,6 @@ def loss_chunks(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"needs a loss that takes some tokens at a time, and --loss-func {loss} is not known to"
         remedy = "remove it, or register the loss with multi_token=True if logits and label are all it needs"
         yield Problem(name, size, rule, remedy)
-    if (ahead := update_ahead(c.optimizer)) is not None:
-        rule = f"adds gradients in forward passes, and with {ahead} a step begins before the one before has ended"
-        yield Problem(name, size, rule, "remove one of them")
 
 
 def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:

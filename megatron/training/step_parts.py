@@ -1,0 +1,99 @@
+"""Registry of what extensions put in the place of the objects that make a training step. No torch.
+
+A step is made by three objects: the `TrainStep` of the loop, the `Pipeline` that runs its passes, and the
+`DistributedOptimizer`. An extension derives a class from one of them, overrides the methods that it makes otherwise,
+and registers it:
+
+    STEP_PARTS.register(
+        "logged", "my_package.logged_step:PARTS", when=lambda config: config.options(MyFlags).log_updates
+    )  # in logged_step.py: PARTS = StepParts(step=LoggedStep)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron.core.config.flag_spec import Section
+from megatron.core.registry import Registry
+
+if TYPE_CHECKING:
+    from megatron.core.collectives import PassPair
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.training.config.run_config import RunConfig
+    from megatron.training.forward_backward import Pipeline
+    from megatron.training.train_step import TrainStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """Classes of the objects that make a step. None: as others have it, at last the trunk's own."""
+
+    step: type[TrainStep] | None = None
+    pipeline: type[Pipeline] | None = None
+    optimizer: type[DistributedOptimizer] | None = None
+    pair: type[PassPair] | None = None
+    """How a forward and a backward pass share a rank."""
+
+
+class UpdateBytes(NamedTuple):
+    """Bytes of a rank that an update changes or reads."""
+
+    parameters: int
+    """All that the rank keeps, in their own dtype."""
+
+    gradients: int
+    """Of the rank's shards, as is `main`: parameters in the main dtype, wherever they lie, and states."""
+
+    main: int
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """Facts for plans and rules. Each section of a run's configuration has the flags of extensions."""
+
+    when: Callable[[Section], bool]
+    """Section of the configuration -> whether it asks for these parts."""
+
+    kept: Callable[[UpdateBytes], int] | None = None
+    """Bytes that it keeps on the device, where updates do not wait for the gradient norm at the end of their step; None
+    where they do."""
+
+    kept_name: str = ""
+    """What these bytes are, for plans."""
+
+    in_turns: bool = False
+    """Whether a forward and a backward pass run in turns (`ScheduleFacts.in_turns`)."""
+
+    launches_once: bool = False
+    """Whether the host launches all kernels of a micro-batch at once."""
+
+
+STEP_PARTS: Registry[StepParts, StepFacts, ...] = Registry("training step", StepFacts)
+
+
+def step_parts(config: RunConfig) -> StepParts:
+    """What replaces the objects of a run's step. Two extensions may not replace the same one: their rules say so."""
+    found: dict[str, object] = {}
+    for name in STEP_PARTS.wanted(config):
+        parts = STEP_PARTS[name]
+        own = {each.name: value for each in fields(parts) if (value := getattr(parts, each.name)) is not None}
+        assert not found.keys() & own.keys(), f"{name} and another extension replace {found.keys() & own.keys()}"
+        found |= own
+    return StepParts(**found)  # type: ignore[arg-type]
+
+
+def late_update(config: Section) -> str | None:
+    """The parts whose updates do not wait for the gradient norm at the end of their step; None for those that do."""
+    return next((name for name in STEP_PARTS.wanted(config) if STEP_PARTS.facts(name).kept is not None), None)
+
+
+def runs_passes_in_turns(config: Section) -> bool:
+    """Whether a forward and a backward pass run in turns."""
+    return any(STEP_PARTS.facts(name).in_turns for name in STEP_PARTS.wanted(config))
+
+
+def launches_once(config: Section) -> bool:
+    """Whether the host launches all kernels of a micro-batch at once."""
+    return any(STEP_PARTS.facts(name).launches_once for name in STEP_PARTS.wanted(config))
