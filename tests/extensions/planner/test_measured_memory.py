@@ -214,6 +214,9 @@ PLANNED = [
     (4, f"--pp 2 {ZERO3}"),
     (2, f"{OFFLOAD} 1 --pp 2 --pipeline-schedule zb-h1"),
     (2, f"{LLAMA} {OFFLOAD} 3 --cp 2 {ZERO3}"),
+    (2, f"{LLAMA} --tp 2 --sequence-parallel --loss-chunk-tokens 16"),
+    (2, f"{LLAMA} {ZERO3} --loss-chunk-tokens 16"),
+    (2, f"--pp 2 {ZERO2} --loss-chunk-tokens 24"),
 ]
 
 
