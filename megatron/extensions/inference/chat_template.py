@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.json_text import parse_json
@@ -21,7 +20,7 @@ from megatron.extensions.inference.template_worker import TemplateWorker
 from megatron.extensions.tokenizers.huggingface import tokenizer_file
 from megatron.extensions.tokenizers.special_tokens import role_texts
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 """{"role": "user", "content": "..."} and so on."""
 
 LONGEST_TEXT = 1 << 18
@@ -42,10 +41,10 @@ class ChatTemplate:
         if "wrong" in found:
             raise ValueError(f"chat template of {origin}: line {found['line']}: {found['wrong']}")
 
-    def __call__(self, messages: Sequence[Message], **more: Any) -> str:
+    def __call__(self, messages: Sequence[Message], **more: object) -> str:
         """The text of a prompt that the assistant is to answer. Raises ValueError if the template refuses it, takes too
         much time or memory, or makes a text far longer than the messages."""
-        check_messages(messages)
+        checked_messages(messages)
         values = {"messages": list(map(dict, messages)), "add_generation_prompt": True, **self.tokens, **more}
         try:
             found = self._worker.render(values)
@@ -70,7 +69,7 @@ def find_chat_template(config: TokenizerConfig, file: Path | None) -> ChatTempla
     if file is not None:
         return ChatTemplate(_text_of(file, f"--chat-template {file}"), known, str(file))
     beside = None if folder is None else folder / "chat_template.jinja"
-    source: Any = settings.get("chat_template")
+    source = settings.get("chat_template")
     if beside is not None and beside.is_file():
         source = _text_of(beside, f"chat template {beside}")
     if isinstance(source, list):
@@ -91,7 +90,7 @@ def _text_of(file: Path, named: str) -> str:
         raise ValueError(f"{named}: cannot be read ({error})") from None
 
 
-def _default_of(templates: list[Any], file: str) -> Any:
+def _default_of(templates: Sequence[object], file: str) -> object:
     """The template called default of a list of templates with names."""
     found = {}
     for number, each in enumerate(templates):
@@ -112,8 +111,8 @@ def chat_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids[len(before) : len(ids) - len(behind)]
 
 
-def check_messages(messages: Any) -> None:
-    """Raises ValueError if this is no list of messages with roles and contents."""
+def checked_messages(messages: object) -> Sequence[Message]:
+    """Returns the messages. Raises ValueError if they are no list of messages with roles and contents."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError('messages must be a list of {"role": ..., "content": ...}, at least one')
     for number, message in enumerate(messages):
@@ -124,20 +123,19 @@ def check_messages(messages: Any) -> None:
         texts = all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts)
         if not (isinstance(content, str) or (parts and texts)):
             raise ValueError(f"messages[{number}] must have a content that is a text, or a list of texts")
+    return messages
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def plain_messages(messages: object) -> list[dict[str, object]]:
     """The messages with contents that are lists of texts joined."""
-    check_messages(messages)
-    return [
-        {**message, "content": "".join(part["text"] for part in message["content"])}
-        if isinstance(message["content"], list)
-        else dict(message)
-        for message in messages
-    ]
+    return [{**message, "content": _joined(message["content"])} for message in checked_messages(messages)]
 
 
-def _settings(config: TokenizerConfig) -> tuple[dict[str, Any], Path | None]:
+def _joined(content: object) -> object:
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def _settings(config: TokenizerConfig) -> tuple[dict[str, object], Path | None]:
     """tokenizer_config.json of a Hugging Face tokenizer, and its folder."""
     if config.tokenizer_type != "HuggingFaceTokenizer" or config.tokenizer_model is None:
         return {}, None

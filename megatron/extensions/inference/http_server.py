@@ -49,7 +49,7 @@ class Connection(H11Protocol):
 
     _late: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: Any) -> None:  # asyncio and uvicorn disagree about its type
         super().connection_made(transport)
         self._await_head()
 
@@ -154,7 +154,7 @@ class ApiServer:
 
         return app
 
-    async def _health(self) -> dict[str, Any]:
+    async def _health(self) -> dict[str, object]:
         if self.loop.stopping.is_set():
             raise ApiError(503, "the server is shutting down")
         return {"status": "ok", "pending": self.loop.pending}
@@ -262,7 +262,7 @@ class ApiServer:
         yield "data: [DONE]\n\n"
 
 
-def sent(body: dict[str, Any]) -> str:
+def sent(body: dict[str, object]) -> str:
     """A server-sent event."""
     return f"data: {json.dumps(body)}\n\n"
 

@@ -8,7 +8,9 @@ import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from math import inf
+from typing import TypeGuard, TypeVar
 
 from megatron.core.config.json_text import parse_json
 from megatron.core.tokenizers import Tokenizer
@@ -21,10 +23,13 @@ NAMED, NAME_LENGTH = 5, 60
 """Number of unknown fields that an error names, and characters of each."""
 
 
+Number = TypeVar("Number", int, float, int | None, float | None)
+
+
 class Fields:
     """Reads the fields of a JSON object one by one and collects what is wrong."""
 
-    def __init__(self, body: Mapping[str, Any]) -> None:
+    def __init__(self, body: Mapping[str, object]) -> None:
         self.body = body
         self.problems: list[tuple[str, str]] = []
         """(field, what is wrong with it)"""
@@ -43,22 +48,22 @@ class Fields:
     def refuse(self, name: str, problem: str) -> None:
         self.problems.append((name, problem))
 
-    def whole(self, name: str, default: Any, least: int = 0, most: int | None = None) -> Any:
+    def whole(self, name: str, default: Number, least: int = 0, most: int | None = None) -> int | Number:
         """A whole number in a range, or null for the default."""
         value = self.body.get(name)
         if value is None:
             return default
         bound = f"from {least} to {most}" if most is not None else f"of at least {least}"
-        if type(value) is not int or value < least or (most is not None and value > most):
-            self.refuse(name, f"must be a whole number {bound}, not {shown(value)}")
-            return default
-        return value
+        if type(value) is int and value >= least and (most is None or value <= most):
+            return value
+        self.refuse(name, f"must be a whole number {bound}, not {shown(value)}")
+        return default
 
-    def number(self, name: str, default: Any) -> Any:
+    def number(self, name: str, default: Number) -> float | Number:
         value = self.body.get(name)
         if value is None:
             return default
-        if type(value) not in (int, float) or value != value or abs(value) == float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == inf:
             self.refuse(name, f"must be a number, not {shown(value)}")
             return default
         try:
@@ -95,17 +100,15 @@ class Fields:
 
     def sampling(self, default: Sampling) -> Sampling:
         """Of temperature, top_k, top_p, min_p and repetition_penalty."""
-        values = {
-            "temperature": self.number("temperature", default.temperature),
-            "top_k": self.whole("top_k", default.top_k, least=-1),
-            "top_p": self.number("top_p", default.top_p),
-            "min_p": self.number("min_p", default.min_p),
-            "repetition_penalty": self.number("repetition_penalty", default.repetition_penalty),
-        }
-        if values["top_k"] is not None and values["top_k"] < 1:  # as elsewhere, for no limit
-            values["top_k"] = None
+        top_k = self.whole("top_k", default.top_k, least=-1)
         try:
-            return Sampling(**values)
+            return Sampling(
+                temperature=self.number("temperature", default.temperature),
+                top_k=None if top_k is not None and top_k < 1 else top_k,  # as elsewhere, for no limit
+                top_p=self.number("top_p", default.top_p),
+                min_p=self.number("min_p", default.min_p),
+                repetition_penalty=self.number("repetition_penalty", default.repetition_penalty),
+            )
         except ValueError as error:
             for line in str(error).splitlines():
                 flag, _, problem = line.partition(" ")
@@ -116,7 +119,7 @@ class Fields:
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as it stands in JSON, cut to a readable length."""
     try:
         text = json.dumps(value, ensure_ascii=False)
@@ -125,7 +128,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-def parsed(data: bytes) -> dict[str, Any]:
+def parsed(data: bytes) -> dict[str, object]:
     """A JSON object in UTF-8. Raises ValueError that says where it is none."""
     try:
         value = parse_json(data.decode("utf-8"))
@@ -157,7 +160,7 @@ class Line:
     number: int
     request: Request | None = None
     problem: str | None = None
-    id: Any = None
+    id: object = None
     token_ids: bool = False
 
 
@@ -169,49 +172,52 @@ def read_lines(
     for number, data in enumerate(lines, 1):
         if not data.strip():
             continue
-        body: dict[str, Any] = {}
+        body: dict[str, object] = {}
         try:
             body = parsed(data)
             fields = Fields(body)
-            values = _values(fields, replace(defaults, seed=prompt_seed(defaults.seed, number - 1)))
+            request_of = _request_of(fields, replace(defaults, seed=prompt_seed(defaults.seed, number - 1)))
             token_ids = fields.switch("token_ids")
             if fields.problems:
                 raise ValueError("; ".join(f"{name} {problem}" for name, problem in fields.problems))
-            if body.get("prompt") is None:
-                tokens = chat_tokens(model.tokenizer, template(plain_messages(body["messages"])))
+            if is_prompt(prompt := body.get("prompt")):
+                tokens = model.tokenize(prompt)
             else:
-                tokens = model.tokenize(body["prompt"])
-            request = Request(tokens, eos_ids=defaults.eos_ids, **values)
-            yield Line(number, request, id=body.get("id"), token_ids=token_ids)
+                tokens = chat_tokens(model.tokenizer, template(plain_messages(body["messages"])))
+            yield Line(number, request_of(tokens), id=body.get("id"), token_ids=token_ids)
         except ValueError as error:
             yield Line(number, problem=str(error), id=body.get("id"))
 
 
-def _values(fields: Fields, defaults: Request) -> dict[str, Any]:
-    """The fields of a line that are fields of a request; what is wrong with any of them is noted."""
+def _request_of(fields: Fields, defaults: Request) -> Callable[[Sequence[int]], Request]:
+    """Makes the request of a line from its tokens. Notes what is wrong with any of its fields."""
     fields.only(KNOWN)
     prompt = fields.body.get("prompt")
     if (prompt is None) == (fields.body.get("messages") is None):
         fields.refuse("prompt", "must be there, or else messages, not both")
     elif not (prompt is None or is_prompt(prompt)):
         fields.refuse("prompt", "must be a text or a list of token ids")
-    return {
-        "sampling": fields.sampling(defaults.sampling),
-        "logprobs": fields.whole("logprobs", defaults.logprobs, 0, MOST_LOGPROBS),
-        "max_new_tokens": fields.whole("max_new_tokens", defaults.max_new_tokens),
-        "seed": fields.whole("seed", defaults.seed),
-        "stop": fields.texts("stop", MOST_STOPS) or defaults.stop,
-        "stop_ids": fields.tokens("stop_token_ids") or defaults.stop_ids,
-        "prompt_logprobs": fields.switch("prompt_logprobs"),
-    }
+    return partial(
+        Request,
+        sampling=fields.sampling(defaults.sampling),
+        logprobs=fields.whole("logprobs", defaults.logprobs, 0, MOST_LOGPROBS),
+        max_new_tokens=fields.whole("max_new_tokens", defaults.max_new_tokens),
+        seed=fields.whole("seed", defaults.seed),
+        stop=fields.texts("stop", MOST_STOPS) or defaults.stop,
+        stop_ids=fields.tokens("stop_token_ids") or defaults.stop_ids,
+        eos_ids=defaults.eos_ids,
+        prompt_logprobs=fields.switch("prompt_logprobs"),
+    )
 
 
-def is_prompt(value: Any) -> bool:
-    """Whether it is a text or a list of token ids."""
+def is_prompt(value: object) -> TypeGuard[str | list[int]]:
+    """Returns whether it is a text or a list of token ids."""
     return isinstance(value, str) or (isinstance(value, list) and all(type(each) is int for each in value))
 
 
-def answers(lines: Iterable[Line], engine: Engine, tokenizer: Tokenizer, token_ids: bool) -> Iterator[dict[str, Any]]:
+def answers(
+    lines: Iterable[Line], engine: Engine, tokenizer: Tokenizer, token_ids: bool
+) -> Iterator[dict[str, object]]:
     """One object for each line, in their order: text, finish_reason, and on request token ids and log-probabilities; or
     the line's number and its error."""
     waiting: deque[Line] = deque()
@@ -230,12 +236,12 @@ def answers(lines: Iterable[Line], engine: Engine, tokenizer: Tokenizer, token_i
         yield answer(line, None, tokenizer, token_ids)
 
 
-def answer(line: Line, found: Generation | None, tokenizer: Tokenizer, token_ids: bool) -> dict[str, Any]:
+def answer(line: Line, found: Generation | None, tokenizer: Tokenizer, token_ids: bool) -> dict[str, object]:
     known = {} if line.id is None else {"id": line.id}
     problem = line.problem if found is None else found.error
     if found is None or problem is not None:
         return {**known, "line": line.number, "error": problem}
-    answer: dict[str, Any] = {**known, "text": found.text, "finish_reason": found.finish_reason}
+    answer: dict[str, object] = {**known, "text": found.text, "finish_reason": found.finish_reason}
     if token_ids or line.token_ids:
         answer |= {"prompt_token_ids": list(found.request.prompt), "token_ids": found.tokens}
     if found.request.logprobs is not None:
@@ -245,8 +251,8 @@ def answer(line: Line, found: Generation | None, tokenizer: Tokenizer, token_ids
     return answer
 
 
-def logprob_object(found: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
-    def entry(id: int, value: float) -> dict[str, Any]:
+def logprob_object(found: Logprob, tokenizer: Tokenizer) -> dict[str, object]:
+    def entry(id: int, value: float) -> dict[str, object]:
         return {"token_id": id, "token": tokenizer.detokenize([id]), "logprob": json_logprob(value)}
 
     top = [entry(id, value) for id, value in found.top]

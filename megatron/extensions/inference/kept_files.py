@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.dist_checkpointing.path_kind import TOKENIZER_FOLDER as FOLDER
@@ -13,7 +13,8 @@ from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.core.fsync import whole_file
 from megatron.extensions.tokenizers.huggingface import tokenizer_file
 from megatron.extensions.tokenizers.special_tokens import FILES
-from megatron.training.hooks import Callback
+from megatron.training.hooks import Callback, RunView
+from megatron.training.run import TrainingRun
 
 BESIDE = (*FILES, "chat_template.jinja")
 """Files beside a tokenizer.json that name its special tokens and have its chat template."""
@@ -24,7 +25,8 @@ FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
 class KeptTokenizer(Callback):
     """Keeps the files in --save, unless the run only evaluates what another has saved there."""
 
-    def on_start(self, run: Any) -> None:
+    def on_start(self, run: RunView) -> None:
+        assert isinstance(run, TrainingRun)
         save, evaluates = Path(str(self.config.checkpoint.save)), self.config.training.skip_train
         if run.runtime.is_main and not (evaluates and saved_folders(save)):
             keep_tokenizer(self.config.tokenizer, save)
@@ -70,8 +72,9 @@ def _present(config: TokenizerConfig) -> bool:
 def _kept(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
     if config.tokenizer_type == "HuggingFaceTokenizer":
         return replace(config, tokenizer_model=str(folder))
-    kept: dict[str, Any] = {field: str(folder / Path(path).name) for field, path in _named(config).items()}
-    return replace(config, **kept)
+    kept = {field: str(folder / Path(path).name) for field, path in _named(config).items()}
+    change: Callable[..., TokenizerConfig] = replace
+    return change(config, **kept)
 
 
 def _files(config: TokenizerConfig) -> list[Path]:

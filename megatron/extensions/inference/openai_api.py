@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from megatron.core.init import site_key
 from megatron.extensions.inference.chat_template import ChatTemplate, chat_tokens, plain_messages
@@ -30,7 +30,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         kinds = {404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -72,7 +72,7 @@ SHARED = (
 )
 COMPLETION_FIELDS = (*SHARED, "prompt", "logprobs", "echo", "suffix", "best_of")
 CHAT_FIELDS = (*SHARED, "messages", "max_completion_tokens", "logprobs", "top_logprobs", "response_format")
-INERT: dict[str, tuple[Any, ...]] = {
+INERT: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
@@ -102,11 +102,11 @@ class OpenAIApi:
         self.template = template
         self.created = int(time.time())
 
-    def models(self) -> dict[str, Any]:
+    def models(self) -> dict[str, object]:
         found = {"id": self.name, "object": "model", "created": self.created, "owned_by": "local"}
         return {"object": "list", "data": [found | {"max_model_len": self.engine.longest}]}
 
-    def call(self, body: Mapping[str, Any], chat: bool) -> Call:
+    def call(self, body: Mapping[str, object], chat: bool) -> Call:
         """Raises ApiError, with every wrong field."""
         fields = Fields(body)
         fields.only([*(CHAT_FIELDS if chat else COMPLETION_FIELDS), *INERT])
@@ -141,7 +141,7 @@ class OpenAIApi:
             id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
         )
 
-    def _requests(self, fields: Fields, prompts: list[Any], chat: bool) -> list[Request]:
+    def _requests(self, fields: Fields, prompts: Sequence[str | list[int]], chat: bool) -> list[Request]:
         body, limits = fields.body, self.limits
         n = fields.whole("n", 1, 1, limits.choices)
         if len(prompts) * n > limits.choices:
@@ -165,20 +165,21 @@ class OpenAIApi:
                 fields.refuse("echo", "cannot be combined with stream and logprobs; leave out one of them")
         seed = fields.whole("seed", None, -(2**63), 2**64)
         base = secrets.randbits(63) if seed is None else seed
-        values: dict[str, Any] = {
-            "max_new_tokens": budget,
-            "sampling": fields.sampling(Sampling(1.0)),
-            "stop": fields.texts("stop", limits.stops),
-            "stop_ids": fields.tokens("stop_token_ids"),
-            "eos_ids": eos_ids(self.model.tokenizer),
-            "logprobs": logprobs,
-            "prompt_logprobs": echo and logprobs is not None,
-        }
+        request_of = partial(
+            Request,
+            max_new_tokens=budget,
+            sampling=fields.sampling(Sampling(1.0)),
+            stop=fields.texts("stop", limits.stops),
+            stop_ids=fields.tokens("stop_token_ids"),
+            eos_ids=eos_ids(self.model.tokenizer),
+            logprobs=logprobs,
+            prompt_logprobs=echo and logprobs is not None,
+        )
         if fields.problems:
             return []
         try:
             return [
-                Request(prompt, seed=base if choice == 0 else site_key(base, f"choice {choice}"), **values)
+                request_of(prompt, seed=base if choice == 0 else site_key(base, f"choice {choice}"))
                 for prompt in map(self.model.tokenize, prompts)
                 for choice in range(n)
             ]
@@ -186,21 +187,22 @@ class OpenAIApi:
             fields.refuse("prompt", str(error))
             return []
 
-    def _prompts(self, fields: Fields) -> list[Any]:
+    def _prompts(self, fields: Fields) -> list[str | list[int]]:
         """Texts or lists of token ids."""
         value = fields.body.get("prompt", "")
-        several = isinstance(value, list) and value and not all(type(each) is int for each in value)
-        found = value if several else [value]
-        if not found or not all(is_prompt(each) and each != [] for each in found):
+        several = isinstance(value, list) and value and not is_prompt(value)
+        given = value if several and isinstance(value, list) else [value]
+        found = [each for each in given if is_prompt(each) and each != []]
+        if not found or len(found) < len(given):
             fields.refuse(
                 "prompt", "must be a text, a list of token ids, or a list of such, none of them an empty list"
             )
             return []
-        return list(found)
+        return found
 
-    def _messages(self, fields: Fields) -> list[Any]:
+    def _messages(self, fields: Fields) -> list[list[int]]:
         try:
-            text = self.template()(plain_messages(fields.body.get("messages")))  # type: ignore[arg-type]
+            text = self.template()(plain_messages(fields.body.get("messages")))
         except ValueError as error:
             fields.refuse("messages", str(error))
             return []
@@ -208,7 +210,7 @@ class OpenAIApi:
 
     # Answers
 
-    def answer(self, call: Call, found: Sequence[Generation]) -> dict[str, Any]:
+    def answer(self, call: Call, found: Sequence[Generation]) -> dict[str, object]:
         """The whole answer."""
         choices = []
         for index, each in enumerate(found):
@@ -222,9 +224,9 @@ class OpenAIApi:
 
     def chunk(
         self, call: Call, index: int, text: str, tokens: Sequence[Logprob] | None, reason: str | None, first: bool
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """A part of an answer: a piece of the text of a choice, log-probabilities of its tokens, why it ended."""
-        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        delta: dict[str, object] = {"role": "assistant"} if first else {}
         delta |= {"content": text} if text or first else {}
         logprobs = None
         if tokens is not None:
@@ -232,15 +234,15 @@ class OpenAIApi:
         said = {"delta": delta} if call.chat else {"text": text}
         return self._object(call, [choice(index, said, logprobs, reason)], ".chunk")
 
-    def last_chunk(self, call: Call, counts: Sequence[int]) -> dict[str, Any]:
+    def last_chunk(self, call: Call, counts: Sequence[int]) -> dict[str, object]:
         """Counts of tokens, behind the text."""
         return self._object(call, [], ".chunk") | {"usage": usage(call, counts)}
 
-    def _object(self, call: Call, choices: list[dict[str, Any]], part: str = "") -> dict[str, Any]:
+    def _object(self, call: Call, choices: Sequence[Mapping[str, object]], part: str = "") -> dict[str, object]:
         kind = f"chat.completion{part}" if call.chat else "text_completion"
         return {"id": call.id, "object": kind, "created": call.created, "model": self.name, "choices": choices}
 
-    def text_logprobs(self, call: Call, found: Generation) -> dict[str, Any]:
+    def text_logprobs(self, call: Call, found: Generation) -> Mapping[str, object]:
         """Of a completion, with those of an echoed prompt, whose first token has none."""
         if not call.echo:
             return self._completion_logprobs(found.logprobs, 0)
@@ -249,7 +251,7 @@ class OpenAIApi:
         heads = {"tokens": start, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
         return {name: None if value is None else [heads[name], *value] for name, value in parts.items()}
 
-    def _completion_logprobs(self, tokens: Sequence[Logprob], offset: int) -> dict[str, Any]:
+    def _completion_logprobs(self, tokens: Sequence[Logprob], offset: int) -> dict[str, Sequence[object] | None]:
         detokenize = self.model.tokenizer.detokenize
         texts = [detokenize([each.token]) for each in tokens]
         offsets = []
@@ -264,8 +266,8 @@ class OpenAIApi:
             "text_offset": offsets,
         }
 
-    def _chat_logprobs(self, tokens: Sequence[Logprob]) -> dict[str, Any]:
-        def entry(id: int, value: float) -> dict[str, Any]:
+    def _chat_logprobs(self, tokens: Sequence[Logprob]) -> dict[str, object]:
+        def entry(id: int, value: float) -> dict[str, object]:
             text = self.model.tokenizer.detokenize([id])
             return {"token": text, "logprob": json_logprob(value), "bytes": list(text.encode("utf-8", "replace"))}
 
@@ -282,6 +284,8 @@ def usage(call: Call, counts: Sequence[int]) -> dict[str, int]:
     return {"prompt_tokens": prompts, "completion_tokens": sum(counts), "total_tokens": prompts + sum(counts)}
 
 
-def choice(index: int, said: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+def choice(
+    index: int, said: Mapping[str, object], logprobs: Mapping[str, object] | None, reason: str | None
+) -> dict[str, object]:
     """One text of an answer, or a part of it."""
     return {"index": index, **said, "logprobs": logprobs, "finish_reason": "stop" if reason == "eos" else reason}

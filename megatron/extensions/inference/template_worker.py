@@ -19,7 +19,10 @@ import threading
 import time
 import weakref
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 SECONDS = 10.0
 """Time that a rendering may take; those of real templates take milliseconds."""
@@ -35,12 +38,12 @@ class TemplateWorker:
         self._source, self._lock = source, threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def compile(self) -> dict[str, Any]:
+    def compile(self) -> dict[str, object]:
         """Starts the process. Returns an empty answer, or one with `line` and `wrong`. Raises ValueError at a limit."""
         with self._lock:
             return self._start()
 
-    def render(self, values: dict[str, Any]) -> dict[str, Any]:
+    def render(self, values: dict[str, object]) -> dict[str, object]:
         """An answer with `text`, or with `wrong`, the reason for which the template refuses the values.
 
         Raises ValueError at a limit."""
@@ -49,13 +52,13 @@ class TemplateWorker:
                 self._start()
             return self._ask(values)
 
-    def _start(self) -> dict[str, Any]:
+    def _start(self) -> dict[str, object]:
         command = [sys.executable, "-P", __file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         weakref.finalize(self, _end, self._process)
         return self._ask(self._source)
 
-    def _ask(self, question: Any) -> dict[str, Any]:
+    def _ask(self, question: object) -> dict[str, object]:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         answer, until = bytearray(), time.monotonic() + SECONDS
@@ -75,7 +78,7 @@ class TemplateWorker:
             if isinstance(error, OSError):
                 raise ValueError("has ended its process") from None
             raise
-        found: dict[str, Any] = json.loads(answer)
+        found: dict[str, object] = json.loads(answer)
         return found
 
 
@@ -93,11 +96,11 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def _to_json(value: object, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _compiled(source: str) -> Any:
+def _compiled(source: str) -> Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(
@@ -113,11 +116,11 @@ def main() -> None:
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the program, which ends this process
-    template: Any = None
+    template: Template | None = None
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)  # ends this process if the program has ended
         try:
-            question, answer = json.loads(line), dict[str, Any]()
+            question, answer = json.loads(line), dict[str, object]()
             if template is None:
                 template = _compiled(question)
             else:
