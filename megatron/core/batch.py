@@ -6,16 +6,16 @@ many micro-batches in flight and recompute any of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.attention.tiles import Documents, document_starts, rank_spans
-from megatron.core.config.layer_kind import Rotation
+from megatron.core.config.layer_kind import Rotation, Span
 from megatron.core.host_to_device import copied_to
 from megatron.core.parallel_state import Axis
 
@@ -130,8 +130,9 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on `device`. Copies to a GPU do not block."""
-        moved: dict[str, Any] = {name: copied_to(tensor, device) for name, tensor in self.tensors().items()}
-        return replace(self, **moved)
+        moved = {name: copied_to(tensor, device) for name, tensor in self.tensors().items()}
+        change: Callable[..., Batch] = replace
+        return change(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that hold a tensor."""
@@ -145,6 +146,16 @@ FUTURE = ("future_tokens", "future_labels", "future_loss_mask", "future_position
 def _later(x: Tensor, places: int) -> Tensor:
     """x [b, s]: the value `places` positions further on, 0 beyond the end."""
     return F.pad(x[:, places:], (0, places))
+
+
+class CachedCore(Protocol):
+    """The settings of a `megatron.core.attention.core_attention.CoreAttention` that attention to a cache reads."""
+
+    scale: float
+    span: Span
+    slopes: Tensor | None
+    cap: float | None
+    softmax_offset: Tensor | None
 
 
 class EarlierTokens(Protocol):
@@ -167,7 +178,7 @@ class EarlierTokens(Protocol):
     def set_states(self, layer: int, *new: Tensor) -> None:
         """Replaces them."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, core: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CachedCore) -> Tensor:
         """q [s, b, heads, d] of the new tokens, k [b, groups, columns, d] and v [b, groups, columns, dv] of all ->
         [s, b, heads, dv], with the settings of a `CoreAttention`"""
 
@@ -206,7 +217,7 @@ class BatchContext:
     number: int = 0
     """As in `Batch`."""
 
-    left: dict[int, Any] = field(default_factory=dict)
+    left: dict[int, Tensor | None] = field(default_factory=dict)
     """What layers leave for later ones of the stage, by number."""
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -33,21 +33,24 @@ def has_values(x: Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
-class HostCopy:
+N = TypeVar("N", int, float)
+
+
+class HostCopy(Generic[N]):
     """A copy of `values` to the host, under way. To read it waits for what was launched before it, and for nothing that
     was launched since.
 
     If `values` has none, as in plans of memory, the `expected` ones are used."""
 
-    def __init__(self, values: Tensor, expected: Sequence[int] | None = None) -> None:
+    def __init__(self, values: Tensor, expected: Sequence[N] | None = None) -> None:
         fake = expected is not None and not has_values(values)
-        self._values: Tensor | list[Any] = list(expected or ()) if fake else values.to("cpu", non_blocking=True)
+        self._values: Tensor | list[N] = list(expected or ()) if fake else values.to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event() if values.is_cuda and not fake else None
         if self._copied is not None:
             self._copied.record()
 
-    def read(self) -> list[Any]:
-        """The values, as a list or nested lists."""
+    def read(self) -> list[N]:
+        """The values of a tensor [n]."""
         if isinstance(self._values, Tensor):
             if self._copied is not None:
                 self._copied.synchronize()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 from lm_eval.api.registry import register_model
 
@@ -54,9 +54,9 @@ class CheckpointLM(ParallelLM):
         batch_tokens: int = 8192,
         max_gen_toks: int = MOST_TOKENS,
         extension: str = "",
-        batch_size: Any = None,
-        max_batch_size: Any = None,
-        **fields: Any,
+        batch_size: object = None,
+        max_batch_size: object = None,
+        **fields: str,
     ) -> None:
         load()
         unknown = [name for name in fields if name not in TOKENIZER]
@@ -80,7 +80,8 @@ class CheckpointLM(ParallelLM):
             expert_tensor_parallel_size=etp,
         )
         place = (device or ("cuda" if is_available() else "cpu")).partition(":")[0]
-        given = TokenizerConfig(**fields) if fields else None
+        config_of: Callable[..., TokenizerConfig] = TokenizerConfig
+        given = config_of(**fields) if fields else None
         loading = loaded_model(str(checkpoint), layout, place, Launch.from_environment(), given)
         try:
             self.loaded: LoadedModel = self.resources.enter_context(loading)

@@ -20,19 +20,22 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.torch_private import preload_compiler
 
+R = TypeVar("R")
 
-def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
+
+def run_world(world_size: int, fn: Callable[..., R], *args: object, timeout: float = 600.0) -> list[R]:
     """Returns [fn(rank, world_size, *args) for each rank]. Raises RuntimeError with the first failing rank's
     traceback, or TimeoutError with all stacks. Results must pickle."""
     assert not torch.cuda.is_initialized(), "a process that has touched CUDA cannot fork"
@@ -58,7 +61,7 @@ def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _wait(ranks: list[Any], folder: Path, timeout: float) -> None:
+def _wait(ranks: Sequence[BaseProcess], folder: Path, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while any(process.is_alive() for process in ranks):
         if any(process.exitcode not in (None, 0) for process in ranks):
@@ -66,7 +69,7 @@ def _wait(ranks: list[Any], folder: Path, timeout: float) -> None:
             break
         if time.monotonic() > deadline:
             for process in ranks:
-                if process.is_alive():
+                if process.is_alive() and process.pid is not None:
                     os.kill(process.pid, signal.SIGUSR1)
             time.sleep(0.5)
             stacks = "\n".join(path.read_text() for path in sorted(folder.glob("stack-*")))
@@ -96,7 +99,9 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)  # it ended before
 
 
-def _rank_main(rank: int, world_size: int, folder: Path, parent: int, timeout: float, job: Callable[[], Any]) -> None:
+def _rank_main(
+    rank: int, world_size: int, folder: Path, parent: int, timeout: float, job: Callable[[], object]
+) -> None:
     die_with_parent(parent)
     gc.freeze()  # looking through what came with the fork would copy its pages
     stack_file = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 (stays open for the signal handler)

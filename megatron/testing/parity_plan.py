@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
+from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig, PrecisionConfig
 from megatron.testing.parity_rows import (
     CHECKPOINTS,
@@ -150,12 +150,13 @@ def in_fp64(config: RunConfig) -> RunConfig:
 def on_one_process(config: RunConfig) -> RunConfig:
     """The same model and batch without any parallelism or recomputation."""
     model = config.model
-    recompute: dict[str, Any] = {f.name: f.default for f in fields(model) if f.name.startswith("recompute_")}
+    change: Callable[..., TransformerConfig] = replace
+    recompute = {f.name: f.default for f in fields(model) if f.name.startswith("recompute_")}
     return replace(
         with_named(config, {"cpu_offloading": False, "cpu_offloading_num_layers": 0}),
         parallel=ModelParallelConfig(fp64=True, cpu=True),
         ddp=DDPConfig(),
-        model=replace(model, **recompute),
+        model=change(model, **recompute),
         optimizer=replace(config.optimizer, use_distributed_optimizer=True),
         training=replace(config.training, num_microbatches=None),
     )

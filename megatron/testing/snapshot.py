@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.batch import BatchContext
 from megatron.core.collectives import all_reduce_
 from megatron.core.param_meta import ParamMeta
 from megatron.testing.local_run import local_run
@@ -104,7 +105,7 @@ def train_in_world(
 
 
 def train_on_rank(
-    rank: int, world_size: int, config: Any, steps: int, activations: bool, unseen: int
+    rank: int, world_size: int, config: RunConfig, steps: int, activations: bool, unseen: int
 ) -> list[Fragment]:
     with local_run(config, rank, world_size) as run:
         fragments = list(_weights(run, Label(0)))
@@ -160,9 +161,10 @@ class _Activations:
                 handle = module.register_forward_hook(partial(self.record, name, place))
                 hooks.callback(handle.remove)
 
-    def record(self, name: str, place: int, module: nn.Module, args: tuple[Any, ...], x: Tensor) -> None:
+    def record(self, name: str, place: int, module: nn.Module, args: tuple[object, ...], x: Tensor) -> None:
         """x [n, b, h]: whatever rows of whatever samples the context says. Computing it again gives the same."""
         context = args[-1]
+        assert isinstance(context, BatchContext)
         rows = context.places_of(x, self.tp_rank).tolist()
         samples = (context.sample_index - self.first_sample).tolist()
         shape = (self.samples, self.seq_length, x.shape[-1])

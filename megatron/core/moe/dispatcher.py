@@ -192,7 +192,7 @@ class AllGatherDispatcher(Dispatcher):
             routes = Routes(*behind(to_all, maps), Segments.of_counts(counts, spare=not dropless))
             return lambda: routes
         share = even_shares(order.shape[0], self.choices)[self.first : self.first + local]
-        sizes = HostCopy(counts, share)
+        sizes = HostCopy[int](counts, share)
 
         def finish() -> Routes:
             splits = sizes.read()
@@ -217,7 +217,7 @@ class AllToAllDispatcher(Dispatcher):
             routes = self._by_bounds(chosen, order, table, most)
             return lambda: routes
         share = even_shares(order.shape[0], self.choices)[: self.num_experts] * self.both.size
-        sizes = HostCopy(table.flatten(), share)
+        sizes = HostCopy[int](table.flatten(), share)
         return lambda: self._by_sizes(chosen, order, np.array(sizes.read()))
 
     def _by_sizes(self, chosen: Tensor, order: Tensor, counts: np.ndarray) -> Routes:

@@ -68,7 +68,7 @@ class Segments:
     def sizes(self) -> Sequence[int]:
         """Number of rows of each expert. The host waits where it does not know them."""
         if self._sizes is None:
-            ends = [0, *HostCopy(self.ends).read()]
+            ends = [0, *HostCopy[int](self.ends).read()]
             self._sizes = [stop - start for start, stop in pairwise(ends)]
         return self._sizes
 

@@ -49,7 +49,7 @@ class StepResult:
         """Takes up the values: [norm, overflow, skip, spike, *sums] float64 on the device."""
         self.skip = values[2]
         """`skipped` as a float64 scalar on the device."""
-        self._values = HostCopy(values)
+        self._values = HostCopy[float](values)
 
     def _read(self) -> list[float]:
         assert self._values is not None, "there is no verdict on the update"

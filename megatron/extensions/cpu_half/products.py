@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +50,12 @@ def multiply_in_fp32(dtype: torch.dtype) -> None:
     _replaced.add(dtype)
 
 
+Results = Tensor | tuple[Tensor, ...]
+
+Kernel = Callable[..., Results]
+"""An operator's function of a dispatch key set, and of operands."""
+
+
 @cache
 def _replace_operators() -> Library:
     """Replaces the operators for as long as the result exists. Each call takes about 1.5 microseconds more."""
@@ -65,10 +70,10 @@ def _replace_operators() -> Library:
     return library
 
 
-def _in_fp32(own: Callable[..., Any], product: Callable[..., Any], operands: int, in_place: bool) -> Callable[..., Any]:
+def _in_fp32(own: Kernel, product: Kernel, operands: int, in_place: bool) -> Kernel:
     """The kernel `own`, which for dtypes in `_replaced` is `product` of operands in fp32."""
 
-    def run(keys: object, *args: Any, **kwargs: Any) -> Any:
+    def run(keys: object, *args: Tensor, **kwargs: Tensor | None) -> Results:
         dtype, out = args[0].dtype, args[0] if in_place else kwargs.get("out")
         if dtype not in _replaced or _few_rows(*args[operands - 2 : operands]):
             return own(keys, *args, **kwargs)
@@ -78,7 +83,7 @@ def _in_fp32(own: Callable[..., Any], product: Callable[..., Any], operands: int
             kwargs["attn_mask"] = mask.float()
         kwargs.pop("out", None)
         found = product(keys, *(x.float() for x in args[:operands]), *args[operands:], **kwargs)
-        if out is not None:
+        if out is not None and isinstance(found, Tensor):
             return out.resize_(found.shape).copy_(found)
         if isinstance(found, Tensor):
             return found.to(dtype)

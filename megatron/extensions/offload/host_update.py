@@ -129,7 +129,7 @@ class HostUpdate:
 
     def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:
         """Starts to copy what `update` needs to know, so that it does not wait for kernels launched later."""
-        return HostCopy(torch.stack([skip, updates, torch.ones_like(skip) if factor is None else factor]))
+        return HostCopy[float](torch.stack([skip, updates, torch.ones_like(skip) if factor is None else factor]))
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
         """One update after `start`, with the `scalars` of this step; gradients are `scaled` by their factor, or taken

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath
-from typing import Any
 
 from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.file_storage import resolved, storage_of
@@ -104,7 +103,7 @@ def _scores(folders: Mapping[int, PurePath], newest: int, metric: str | None) ->
     }
 
 
-def _payload(folder: PurePath) -> dict[str, Any]:
+def _payload(folder: PurePath) -> dict[str, object]:
     """What a checkpoint holds beside its tensors; empty where that cannot be read."""
     try:
         found = parse_json(storage_of(folder).read(folder / METADATA).decode())
@@ -113,13 +112,13 @@ def _payload(folder: PurePath) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _score(payload: Mapping[str, Any], metric: str) -> float | None:
+def _score(payload: Mapping[str, object], metric: str) -> float | None:
     metrics = payload.get("metrics")
     value = metrics.get(metric) if isinstance(metrics, dict) else None
     return float(value) if isinstance(value, int | float) else None
 
 
-def _validation_data(payload: Mapping[str, Any]) -> list[Any]:
+def _validation_data(payload: Mapping[str, object]) -> list[object]:
     """What the validation losses of a checkpoint depend on in its phase: data and sequence length."""
     phases = payload.get("stages")
     last = phases[-1] if isinstance(phases, list) and phases else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.latent_attention.multi_latent_attention import MultiLatentAttention, latent_linears
 from megatron.extensions.sparse_attention.flags import SELECTED, CompressedAttentionFlags, SparseAttentionFlags, ratios
 from megatron.extensions.sparse_attention.selection import CHUNK, Index, Keys, Queries, chunks_of
-from megatron.extensions.sparse_attention.sparse_attention import SelectedKeys, indexer_linears
+from megatron.extensions.sparse_attention.sparse_attention import SelectedKeys, indexer_linears, parted
 
 
 class Windows(NamedTuple):
@@ -190,11 +190,11 @@ class CompressedKeys(SelectedKeys):
         self.compressors: tuple[Compressor, ...] = ()
         """Of keys, and of those of the indexer: not its own modules."""
 
-    def forward(self, q: Tensor, kv: Tensor, *more: Any) -> Tensor:
+    def forward(self, q: Tensor, kv: Tensor, *more: Tensor | BatchContext) -> Tensor:
         """q [s, b, heads/tp, d], kv [s, b, d], both rotated; with compressed keys what these are made of; with an
         indexer what its keys are made of, and its queries and weights, which are those of this rank's tokens under
         sequence parallelism; and the context -> [s, b, groups/tp * o_lora_rank]. s/cp under context parallelism."""
-        *operands, context = more
+        operands, context = parted(more)
         made_of, index = operands[: len(self.compressors)], operands[len(self.compressors) :]
         tables = context.rotary[self.rotation]
         of_tokens = [kv, *made_of, *(table.squeeze(2).expand(-1, kv.shape[1], -1) for table in tables)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -37,6 +36,6 @@ class IndexerTallies(Tallies):
         """The micro-batches with what gradients of auxiliary losses are multiplied by."""
         return [replace(batch, aux_scale=scale) for batch in batches]
 
-    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
         """Mean divergence of a token, in nats, over layers; None where no indexer is trained."""
         return {"indexer_loss": means(summed)[0]}

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -117,6 +117,13 @@ class SparseLatents(NamedTuple):
     index_weights: Tensor
 
 
+def parted(operands: Sequence[Tensor | BatchContext]) -> tuple[list[Tensor], BatchContext]:
+    """The tensors and the context of a call whose last argument is the context."""
+    *tensors, context = operands
+    assert isinstance(context, BatchContext)
+    return [x for x in tensors if isinstance(x, Tensor)], context
+
+
 class SelectedKeys(CoreAttention):
     """Attention to the keys that the indexer selects, and the projection up to values."""
 
@@ -144,13 +151,13 @@ class SelectedKeys(CoreAttention):
         q: Tensor,
         k: Tensor,
         up_value: Tensor,
-        *index_and_context: Any,
+        *index_and_context: Tensor | BatchContext,
     ) -> Tensor:
         """q [s, b, heads/tp, w], k [s, b, w], up_value [heads/tp, v_head_dim, kv_lora_rank]; in a layer with an indexer
         index_q [s, b, indexer heads, d], index_k [s, b, d], index_weights [s, b, indexer heads]; context ->
         [s, b, heads/tp * v_head_dim]. s/cp under context parallelism; the indexer's s/(cp * tp) under sequence
         parallelism."""
-        *operands, context = index_and_context
+        operands, context = parted(index_and_context)
         index = Index(*operands) if operands else None
         keys = [k] if index is None else [k, all_gather_sequence(index.k, self.rows)]
         cached = None if context.cache is None else context.cache.append(self.layer, *(x.unsqueeze(2) for x in keys))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.attention.core_attention import CoreAttention
+from megatron.core.batch import CachedCore
 from megatron.core.config.layer_kind import Span
 
 GROWTH = 64
@@ -150,7 +150,7 @@ class Cached:
             self._seen[span] = seen[:, None, None]
         return self._seen[span]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CoreAttention) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CachedCore) -> Tensor:
         """q [s, b, heads, d], k [b, groups, columns, d], v [b, groups, columns, dv] -> [s, b, heads, dv]
 
         Scores are fp32, or fp64 for fp64 operands. The cap, slopes [heads] of ALiBi and sinks [heads] are those of
