@@ -12,8 +12,8 @@ from megatron.core.attention.core_attention import CoreAttention
 from megatron.core.batch import BatchContext
 from megatron.core.config import TransformerConfig
 from megatron.core.config.mixers import MIXERS, AttentionFacts
-from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_sharded_parameter, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.rotary import rotate_queries_and_keys
 
@@ -26,13 +26,12 @@ class HeadScaledAttention(nn.Module):
         self.layer, self.head_dim, self.heads_of_group = ctx.layer, d, heads // groups
         self.rotation = config.layer(ctx.layer).rotation  # None without rotary embedding in this layer
         # A group has its query heads, its key and its value side by side, so that a rank holds whole groups.
-        rows, init = (groups, self.heads_of_group + 2, d), Init("normal", config.init_method_std)
-        self.qkv = column_parallel(ColumnLinear(f"{name}.qkv", h, rows, config.add_bias_linear, init), ctx)
+        rows = (groups, self.heads_of_group + 2, d)
+        self.qkv = column_parallel(ColumnLinear(f"{name}.qkv", h, rows, config.add_bias_linear), ctx)
         self.core = CoreAttention(name, config, ctx)
         # Each tensor-parallel rank has the factors of its own heads, and their whole gradient.
-        self.scales = make_parameter(ParamMeta(f"{name}.scales", (heads,), {"tp": 0}, Init("ones")), ctx)
-        output_init = Init("normal", config.output_init_std)
-        self.proj = row_parallel(RowLinear(f"{name}.proj", heads * d, h, config.add_bias_linear, output_init), ctx)
+        self.scales = make_sharded_parameter(f"{name}.scales", (heads,), ctx, role="vector", init=Init("ones"))
+        self.proj = row_parallel(RowLinear(f"{name}.proj", heads * d, h, config.add_bias_linear), ctx)
 
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
         """x [s/tp, b, h] -> [s/tp, b, h] with sequence parallelism, [s, b, h] without; s/cp with context parallelism"""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from megatron.core.batch import BatchContext
 from megatron.core.config import TransformerConfig
 from megatron.core.config.mixers import MIXERS
-from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_sharded_parameter, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 
 
@@ -22,13 +22,13 @@ from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 class MovingAverage(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        h, init, output_init = config.hidden_size, config.init_method_std, config.output_init_std
+        h = config.hidden_size
         self.layer = ctx.layer
         # Each tensor-parallel rank has some of the channels: the value and the gate of one lie side by side.
-        self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", h, (h, 2), False, Init("normal", init)), ctx)
-        meta = ParamMeta(f"{name}.decay", (h,), {"tp": 0}, Init("uniform", low=0.0, high=4.0))
-        self.decay = make_parameter(meta, ctx)
-        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", h, h, False, Init("normal", output_init)), ctx)
+        self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", h, (h, 2), False), ctx)
+        decays = Init("uniform", low=0.0, high=4.0)
+        self.decay = make_sharded_parameter(f"{name}.decay", (h,), ctx, role="vector", init=decays)
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", h, h, False), ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         value, gate = self.in_proj(x).unflatten(-1, (-1, 2)).unbind(-1)  # [s, b, h/tp]

@@ -17,7 +17,7 @@ class TrainableSwish(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         # Every tensor-parallel rank sees a part of the width, so its gradient is one term of a sum.
-        meta = ParamMeta(f"{name}.beta", (1,), init=Init("ones"), partial_over=("tp",))
+        meta = ParamMeta(f"{name}.beta", (1,), init=Init("ones"), partial_over=("tp",), role="vector")
         self.beta = make_parameter(meta, ctx)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -68,30 +68,37 @@ def initialize_parameters_(
     drawn: list[Iterator[Block]] = []
     for param in params:
         meta: ParamMeta = param.meta  # type: ignore[attr-defined]
+        init = init_of(meta)
         offset, shape = meta.box(coords)
         assert tuple(param.shape) == shape, f"{meta.name} is {tuple(param.shape)} and should be {shape}"
-        if meta.init.kind in DRAWN:
+        if init.kind in DRAWN:
             if has_values(param):
                 drawn.append(_blocks(param, meta, offset))
-        elif meta.init.kind in ("zeros", "ones"):
-            param.fill_(float(meta.init.kind == "ones"))
-        elif meta.init.kind == "constant":
-            values = torch.tensor(meta.init.value, dtype=torch.float64)
+        elif init.kind in ("zeros", "ones"):
+            param.fill_(float(init.kind == "ones"))
+        elif init.kind == "constant":
+            values = torch.tensor(init.value, dtype=torch.float64)
             param.view(-1, values.numel()).copy_(values)
-        elif meta.init.kind == "choices":
+        elif init.kind == "choices":
             generator = torch.Generator().manual_seed(site_key(seed, meta.name))
-            numbers = torch.rand(len(param), int(meta.init.high), generator=generator)
+            numbers = torch.rand(len(param), int(init.high), generator=generator)
             param.copy_(numbers.topk(param.shape[1]).indices)
         else:
             known = ", ".join((*DRAWN, "zeros", "ones", "constant", "choices"))
-            raise ValueError(f"{meta.name}: Init kind {meta.init.kind!r} is none of {known}")
+            raise ValueError(f"{meta.name}: Init kind {init.kind!r} is none of {known}")
 
     def draw(block: Block) -> Tensor:
-        return _block_values(seed, block.meta.name, block.index, block.length, block.meta.init)
+        return _block_values(seed, block.meta.name, block.index, block.length, init_of(block.meta))
 
     for block, values in _in_threads(draw, (block for blocks in drawn for block in blocks), threads):
         for elements, shape, in_box, in_local in block.copies:
             block.local[in_local].copy_(values[elements].view(shape)[in_box])
+
+
+def init_of(meta: ParamMeta) -> Init:
+    """The initial values of a parameter that `make_parameter` has made."""
+    assert meta.init is not None, f"{meta.name} has no initial values: `make_parameter` completes its meta"
+    return meta.init
 
 
 def _blocks(local: Tensor, meta: ParamMeta, offset: tuple[int, ...]) -> Iterator[Block]:

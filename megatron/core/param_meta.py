@@ -1,16 +1,18 @@
 """The one tag a parameter carries.
 
-Initial values, gradient reduction, gradient norm, weight decay, checkpoints, conversion and replica checks
-read a parameter's `ParamMeta` and nothing else about it, so a new layer is described once, where it is built.
+Initial values, gradient reduction, gradient norm, learning rates, weight decay, checkpoints, conversion and replica
+checks read a parameter's `ParamMeta` and nothing else about it, so a new layer is described once, where it is built.
 No torch here: plans and tools read the same tags.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
+from typing import Literal, Protocol, get_args
 
 HISTORY = "_history"
 """End of the names of tensors that record earlier steps, as scales of number formats do. A checkpoint may lack them, or
@@ -42,9 +44,56 @@ class Fused:
     sizes: tuple[int, ...]
 
 
+Role = Literal[
+    "embedding",
+    "hidden",
+    "packed",
+    "output",
+    "router",
+    "gate",
+    "convolution",
+    "norm",
+    "bias",
+    "sink",
+    "vector",
+    "state",
+]
+"""Role of a parameter in the model:
+
+- `embedding`: a table that tokens or positions look up.
+- `hidden`: the weight of a linear map whose inputs and outputs both widen with the model.
+- `packed`: such a weight whose rows are linear maps of several kinds (gates, inputs and step sizes of Mamba-2).
+- `output`: the weight of the logits of the vocabulary.
+- `router`: the weight of the logits of experts.
+- `gate`: the weight of a few numbers for each token, which do not widen with the model.
+- `convolution`: a kernel over the last tokens of each channel.
+- `norm`: the gain of a norm.
+- `bias`: a vector that is added to the output of a linear map or a norm.
+- `sink`: a logit of each head that attention scores compete with.
+- `vector`: any other vector or scalar, such as a decay or the slope of an activation function.
+- `state`: numbers that are saved but not trained.
+"""
+
+WidthKind = Literal["input", "hidden", "output", "vector"]
+"""How a parameter's two ends widen with the model, as in table 8 of muP (arXiv:2203.03466)."""
+
+WIDTH_KINDS: Mapping[str, WidthKind] = {
+    "embedding": "input",
+    "hidden": "hidden",
+    "packed": "hidden",
+    "output": "output",
+    "router": "output",
+    "gate": "output",
+}
+"""Role -> kind; every other role is a vector."""
+
+KINDS = {"embedding": "embeddings", "norm": "norms"} | dict.fromkeys(("bias", "sink", "vector", "state"), "biases")
+"""Role -> kind for weight decay; the parameters of every other role are matrices."""
+
+
 @dataclass(frozen=True)
 class ParamMeta:
-    """Position of a local tensor in the whole model.
+    """Role of a parameter, and position of a local tensor in the whole model.
 
     A parameter is a rectangle ("box") of one global tensor: `sharded` names, for each mesh axis that cuts it, the
     dimension that is cut into equal parts. On every other axis of its view of the mesh the ranks hold replicas.
@@ -58,7 +107,8 @@ class ParamMeta:
     sharded: Mapping[str, int] = field(default_factory=dict)
     """Mesh axis ("tp", or "ep" and "expt_tp") -> dimension that it cuts."""
 
-    init: Init = Init()
+    init: Init | None = None
+    """Initial values that differ from those that `InitPolicy` has for the role. `make_parameter` fills in the rest."""
 
     partial_over: tuple[str, ...] = ()
     """Model-parallel axes over which the local gradient is a partial sum and must be added up:
@@ -71,11 +121,18 @@ class ParamMeta:
     expert: bool = False
     """Lives on the expert view of the mesh: reduced over "expt_dp" instead of "dp" and "cp"."""
 
-    role: str = "hidden"
-    """Role of a matrix: "embedding" for tables that tokens or positions look up, "output" for the logits of the
-    vocabulary, "router" for the logits of experts, "convolution" for kernels over tokens, "packed" for a weight
-    whose rows are linear maps of several kinds (gates, inputs and step sizes of Mamba-2), "hidden" for everything
-    else."""
+    role: Role = field(kw_only=True)
+    """Role in the model, which initial values, learning rates and weight decay depend on."""
+
+    fan_in: int = field(default=0, kw_only=True)
+    """Number of terms that are summed to one output: by default that of a weight [..., out, in], of a convolution
+    [..., taps], and 1 for tables, gains, biases and other vectors."""
+
+    to_residual: bool = field(default=False, kw_only=True)
+    """Whether the output is added to the residual stream, as those of linear_proj and linear_fc2 are."""
+
+    tied: bool = field(default=False, kw_only=True)
+    """Whether the word embeddings are the weight of the output layer too."""
 
     linear: bool = False
     """Weight of a linear layer, whose products may run in fp8."""
@@ -87,19 +144,37 @@ class ParamMeta:
     """The linear maps whose weights lie side by side in the parameter; by default it is the weight of one."""
 
     def __post_init__(self) -> None:
+        if self.role not in get_args(Role):
+            raise ValueError(f"{self.name}: role {self.role!r} is none of {', '.join(get_args(Role))}")
         object.__setattr__(self, "sharded", MappingProxyType(dict(self.sharded)))
+        if not self.fan_in:
+            sums = (self.role in WIDTH_KINDS and self.role != "embedding") or self.role == "convolution"
+            object.__setattr__(self, "fan_in", self.global_shape[-1] if sums else 1)
+
+    @property
+    def fan_out(self) -> int:
+        """Number of outputs of one input, in one of the stacked matrices."""
+        if self.role == "embedding":
+            return self.global_shape[-1]
+        return self.numel // prod(self.global_shape[: self.stacked]) // self.fan_in
+
+    @property
+    def width_kind(self) -> WidthKind:
+        """ "input" for a map from a fixed number of inputs to the model's width, "hidden" for one from width to width,
+        "output" for one from the width to a fixed number of outputs, and "vector" for one number for each channel."""
+        return WIDTH_KINDS.get(self.role, "vector")
+
+    @property
+    def layer(self) -> int | None:
+        """Number of the decoder layer that it belongs to, from 0; None outside of the decoder's layers."""
+        found = re.match(r"decoder\.layers\.(\d+)\.", self.name)
+        return int(found[1]) if found else None
 
     @property
     def kind(self) -> str:
-        """Kinds that weight decay distinguishes: "matrices", "embeddings" (matrices too), "norms" (their weights), and
+        """Kinds that weight decay distinguishes: "matrices", "embeddings" (matrices too), "norms" (their gains), and
         "biases" for all other vectors."""
-        if self.name.endswith("bias"):
-            return "biases"
-        if "norm" in self.name.rsplit(".", 2)[-2]:
-            return "norms"
-        if len(self.global_shape) < 2:
-            return "biases"
-        return "embeddings" if self.role == "embedding" else "matrices"
+        return KINDS.get(self.role, "matrices")
 
     @property
     def matrix(self) -> bool:
@@ -140,3 +215,53 @@ class ParamMeta:
             shape[dim] //= size
             offset[dim] += rank * shape[dim]
         return tuple(offset), tuple(shape)
+
+
+class InitRule(Protocol):
+    """Changes the initial values of parameters, as rules of `--param-group` kind may."""
+
+    def initial(self, meta: ParamMeta, init: Init) -> Init:
+        """The initial values of a parameter, given those that it has without the rule."""
+
+
+@dataclass(frozen=True)
+class InitPolicy:
+    """Initial values of every role. A `ParamMeta` states an `init` only where its values are others."""
+
+    std: float = 0.02
+    """Standard deviation of weights and sinks."""
+
+    residual_std: float = 0.02
+    """Standard deviation of weights whose output is added to the residual stream. It shrinks with depth."""
+
+    embedding_std: float = 0.02
+    """Standard deviation of word and position embeddings."""
+
+    gain: float = 1.0
+    """Gain of norms: 0 where norms multiply by 1 + gain."""
+
+    rules: Sequence[InitRule] = ()
+    """Rules that change these values, the last one last."""
+
+    def complete(self, meta: ParamMeta) -> ParamMeta:
+        """The same parameter with its initial values.
+
+        Raises ValueError if it states none and its role has none.
+        """
+        init = meta.init or self._of_role(meta)
+        for rule in self.rules:
+            init = rule.initial(meta, init)
+        return replace(meta, init=init)
+
+    def _of_role(self, meta: ParamMeta) -> Init:
+        if meta.role == "embedding":
+            return Init("normal", self.embedding_std)
+        if meta.role == "norm":
+            return Init("ones" if self.gain else "zeros")
+        if meta.role == "bias":
+            return Init("zeros")
+        if meta.role == "convolution":  # as torch has it
+            return Init("uniform", low=-(meta.fan_in**-0.5), high=meta.fan_in**-0.5)
+        if meta.role in ("vector", "state"):
+            raise ValueError(f"{meta.name}: the role {meta.role!r} has no initial values; give its ParamMeta an init")
+        return Init("normal", self.residual_std if meta.to_residual else self.std)

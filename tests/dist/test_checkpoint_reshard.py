@@ -66,14 +66,14 @@ def module_of(*metas: ParamMeta) -> nn.Module:
 def misfit(rank: int, world_size: int, root: Path) -> str:
     """One rank wants a key that is not there, another wants another shape; all are told of both."""
     state = initialize_model_parallel()
-    module = module_of(ParamMeta(f"of_rank_{rank}" if rank == 0 else "b", (3,)))
+    module = module_of(ParamMeta(f"of_rank_{rank}" if rank == 0 else "b", (3,), role="vector"))
     with pytest.raises(ValueError, match="does not fit") as error:
         Checkpoint(candidates(root).folders[0]).load(model_state([module], state), state.world)
     return str(error.value)
 
 
 def test_missing_extra_and_misshapen_keys_are_named_on_every_rank(tmp_path: Path) -> None:
-    module = module_of(ParamMeta("a", (2,)), ParamMeta("b", (2,)))
+    module = module_of(ParamMeta("a", (2,), role="vector"), ParamMeta("b", (2,), role="vector"))
     save(tmp_path, 1, model_state([module], ParallelState()), {}, Axis())
     messages = run_world(2, misfit, tmp_path)
     assert messages[0] == messages[1]
@@ -96,7 +96,7 @@ def save_weights(rank: int, world_size: int, root: Path, iteration: int = 1, die
         setattr(os, method, dies)
     state = initialize_model_parallel()
     payload = {"from": "the killed"} if dies_in else {}
-    save(root, iteration, model_state([module_of(ParamMeta("a", (9,)))], state), payload, state.world)
+    save(root, iteration, model_state([module_of(ParamMeta("a", (9,), role="vector"))], state), payload, state.world)
 
 
 KILLED = {

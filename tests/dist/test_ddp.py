@@ -19,6 +19,7 @@ from tests.harness import run_world
 
 FP64 = ModelParallelConfig(fp64=True)
 SHAPES = {"embedding.word_embeddings.weight": (11, 5), "decoder.linear.weight": (5, 5), "decoder.linear.bias": (5,)}
+ROLES = dict(zip(SHAPES, ("embedding", "hidden", "bias"), strict=True))
 
 
 class Model(nn.Module):
@@ -28,7 +29,7 @@ class Model(nn.Module):
         super().__init__()
         for i, (name, shape) in enumerate(SHAPES.items()):
             param = nn.Parameter(noise(shape, name))
-            param.meta = ParamMeta(name, shape)
+            param.meta = ParamMeta(name, shape, role=ROLES[name])
             self.register_parameter(f"p{i}", param)
 
     def forward(self, tokens, mask):
@@ -84,7 +85,7 @@ def test_several_modules_share_buffers_and_parameters():
 def test_main_gradients_of_16_bit_parameters_are_fp32():
     model = Model().bfloat16()
     for param, (name, shape) in zip(model.parameters(), SHAPES.items(), strict=True):
-        param.meta = ParamMeta(name, shape)
+        param.meta = ParamMeta(name, shape, role=ROLES[name])
     ddp = DistributedDataParallel(DDPConfig(), ModelParallelConfig(bf16=True), ParallelState(), [model])
     for param in ddp.params:
         assert (param.dtype, param.main_grad.dtype) == (torch.bfloat16, torch.float32)

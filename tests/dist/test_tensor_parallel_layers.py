@@ -30,7 +30,7 @@ def test_main_grad_sums_in_its_own_precision() -> None:
 
 
 def unknown_token(rank: int, size: int) -> str:
-    meta = ParamMeta("embedding.weight", (40, 12), {"tp": 0}, Init("normal", 0.3))
+    meta = ParamMeta("embedding.weight", (40, 12), {"tp": 0}, Init("normal", 0.3), role="embedding")
     embedding = VocabParallelEmbedding(meta, tp_context(initialize_model_parallel(size)))
     with pytest.raises(ValueError, match="token ids must be in") as error:
         embedding(torch.tensor([[0, 40]]))

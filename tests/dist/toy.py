@@ -35,21 +35,35 @@ def catalogue(pp: int = 1) -> list[tuple[ParamMeta, int]]:
     params = [
         (tied, 0),
         (ParamMeta("embedding.position_embeddings.weight", (5, 3), partial_over=("tp",), role="embedding"), 0),
-        (ParamMeta("decoder.layers.0.input_layernorm.weight", (7,), partial_over=("tp",)), 0),
+        (ParamMeta("decoder.layers.0.input_layernorm.weight", (7,), partial_over=("tp",), role="norm"), 0),
         (
             ParamMeta(
-                "decoder.layers.0.mlp.linear_fc1.weight", (2, 6, 7), {"tp": 1}, fused=Fused("gate_up", 0, (1, 1))
+                "decoder.layers.0.mlp.linear_fc1.weight",
+                (2, 6, 7),
+                {"tp": 1},
+                role="hidden",
+                fused=Fused("gate_up", 0, (1, 1)),
             ),
             0,
         ),
-        (ParamMeta("decoder.layers.0.mlp.linear_fc1.bias", (6,), {"tp": 0}), 0),
-        (ParamMeta("decoder.layers.0.mlp.linear_fc2.weight", (7, 18), {"tp": 1}), 0),
-        (ParamMeta("decoder.layers.0.self_attention.linear_qkv.weight", (2, 5, 2, 7), {"tp": 0}, fused=qkv), 0),
-        (ParamMeta("decoder.layers.0.experts.linear_fc1.weight", (4, 6, 5), cut, expert=True, stacked=1), 0),
+        (ParamMeta("decoder.layers.0.mlp.linear_fc1.bias", (6,), {"tp": 0}, role="bias"), 0),
+        (ParamMeta("decoder.layers.0.mlp.linear_fc2.weight", (7, 18), {"tp": 1}, role="hidden"), 0),
+        (
+            ParamMeta(
+                "decoder.layers.0.self_attention.linear_qkv.weight", (2, 5, 2, 7), {"tp": 0}, role="hidden", fused=qkv
+            ),
+            0,
+        ),
+        (
+            ParamMeta(
+                "decoder.layers.0.experts.linear_fc1.weight", (4, 6, 5), cut, role="hidden", expert=True, stacked=1
+            ),
+            0,
+        ),
         (ParamMeta("decoder.layers.1.mlp.router.weight", (4, 7), partial_over=("tp",), role="router"), last),
-        (ParamMeta("decoder.layers.1.mlp.linear_fc2.weight", (31, 6), {"tp": 1}), last),
-        (ParamMeta("decoder.layers.1.mlp.linear_fc2.bias", (31,), partial_over=("tp",)), last),
-        (ParamMeta("decoder.final_layernorm.weight", (1,), partial_over=("tp",)), last),
+        (ParamMeta("decoder.layers.1.mlp.linear_fc2.weight", (31, 6), {"tp": 1}, role="hidden"), last),
+        (ParamMeta("decoder.layers.1.mlp.linear_fc2.bias", (31,), partial_over=("tp",), role="bias"), last),
+        (ParamMeta("decoder.final_layernorm.weight", (1,), partial_over=("tp",), role="norm"), last),
     ]
     return params + ([(tied, last)] if pp > 1 else [])
 

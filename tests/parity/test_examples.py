@@ -92,7 +92,7 @@ def test_the_half_life_of_the_slow_average_rises_in_a_straight_line() -> None:
 
 def test_lion_steps_by_the_sign_of_an_average() -> None:
     load_extensions([str(ROOT / "examples" / "lion.py")])
-    meta = ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", (5,))
+    meta = ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", (5,), role="bias")
     place = Place(((0,), (5,)), (0, 5), True, {})
     gradients = torch.randn(3, 5, dtype=torch.float64)
     param = torch.ones(5, dtype=torch.float64)

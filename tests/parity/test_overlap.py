@@ -137,7 +137,7 @@ def test_every_reduction_starts_during_the_backward(schedule: str) -> None:
 
 def reduced(rank: int, world_size: int, shard: bool) -> torch.Tensor:
     state = build_parallel_state(ParallelDims(dp=world_size), rank)
-    meta = ParamMeta("decoder.final_layernorm.weight", (300,))
+    meta = ParamMeta("decoder.final_layernorm.weight", (300,), role="norm")
     (layout,) = plan_buffers([(meta, (300,))], world_size)
     parameter = torch.nn.Parameter(torch.zeros(300))
     kind = BufferKind(torch.float32, torch.bfloat16, shard)

@@ -112,7 +112,7 @@ def test_only_the_names_of_two_parameters_are_refused(monkeypatch: pytest.Monkey
     class OwnScale(nn.Module):
         def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
             super().__init__()
-            self.scale = make_parameter(ParamMeta("scale", (1,), init=Init("ones")), ctx)
+            self.scale = make_parameter(ParamMeta("scale", (1,), init=Init("ones"), role="vector"), ctx)
 
     with pytest.raises(ValueError, match=r"^parameters scale: a name must belong to one parameter"):
         GPTModel(replace(GPT, activation_func="own_scale"))

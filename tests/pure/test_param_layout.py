@@ -13,11 +13,11 @@ from megatron.core.param_meta import ParamMeta
 
 
 def matrix(name, shape, **tags):
-    return ParamMeta(f"decoder.{name}.weight", shape, **tags), shape
+    return ParamMeta(f"decoder.{name}.weight", shape, role="hidden", **tags), shape
 
 
 def vector(name, size, **tags):
-    return ParamMeta(f"decoder.{name}.bias", (size,), **tags), (size,)
+    return ParamMeta(f"decoder.{name}.bias", (size,), role="bias", **tags), (size,)
 
 
 @st.composite

@@ -23,10 +23,10 @@ from megatron.core.param_meta import ParamMeta
 
 METAS = [
     ParamMeta("embedding.weight", (8, 4), {"tp": 0}, role="embedding"),
-    ParamMeta("a.linear_fc1.weight", (2, 12, 7), {"tp": 1}),
-    ParamMeta("a.linear_proj.weight", (6, 24), {"tp": 1}),
-    ParamMeta("a.norm.weight", (6,)),
-    ParamMeta("a.experts.weight", (4, 2, 4, 3), {"ep": 0, "expt_tp": 2}, expert=True, stacked=1),
+    ParamMeta("a.linear_fc1.weight", (2, 12, 7), {"tp": 1}, role="hidden"),
+    ParamMeta("a.linear_proj.weight", (6, 24), {"tp": 1}, role="hidden"),
+    ParamMeta("a.norm.weight", (6,), role="norm"),
+    ParamMeta("a.experts.weight", (4, 2, 4, 3), {"ep": 0, "expt_tp": 2}, role="hidden", expert=True, stacked=1),
 ]
 LAYOUTS = [ParallelDims(), ParallelDims(dp=3), ParallelDims(tp=2, dp=2), ParallelDims(tp=4, dp=2, ep=2, expt_tp=2)]
 LAYOUTS += [ParallelDims(tp=2, cp=2, dp=2, ep=4), ParallelDims(tp=2, pp=2, dp=3, tp_pp_dp=True)]

@@ -40,7 +40,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shards_are_cut_from_one_tensor(shape: tuple[int, ...], dim: int) -> None:
     size_of = [s for s in (1, 2, 4) if shape[dim] % s == 0]
     assert size_of[-1] > 1
-    meta = ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", shape, {"tp": dim}, Init("normal", 0.02))
+    meta = ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", shape, {"tp": dim}, Init("normal", 0.02), role="hidden")
     whole = shard(meta, 0, 1)
     for size in size_of:
         parts = [shard(meta, rank, size) for rank in range(size)]
@@ -53,8 +53,12 @@ def test_shards_are_cut_from_one_tensor(shape: tuple[int, ...], dim: int) -> Non
 @pytest.mark.parametrize("threads", [2, 5])
 def test_threads_change_no_bit(threads: int) -> None:
     """More blocks than threads, of several parameters, of which one is cut."""
-    cut = ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", (40, 30), {"tp": 1}, Init("normal", 0.02))
-    metas = [cut, ParamMeta("bias", (7,), {}, Init("zeros")), ParamMeta("head", (50, 3), {}, Init("normal", 1.0))]
+    cut = ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", (40, 30), {"tp": 1}, Init("normal", 0.02), role="hidden")
+    metas = [
+        cut,
+        ParamMeta("bias", (7,), {}, Init("zeros"), role="bias"),
+        ParamMeta("head", (50, 3), {}, Init("normal", 1.0), role="hidden"),
+    ]
 
     def drawn(threads: int) -> list[Tensor]:
         coords = {"tp": (1, 3)}
@@ -70,7 +74,7 @@ def test_threads_change_no_bit(threads: int) -> None:
 
 def test_seed_and_name_tell_parameters_apart() -> None:
     def values(name: str, seed: int) -> Tensor:
-        return shard(ParamMeta(name, (50, 40), {}, Init("normal", 1.0)), 0, 1, seed)
+        return shard(ParamMeta(name, (50, 40), {}, Init("normal", 1.0), role="hidden"), 0, 1, seed)
 
     base = values("a", 1)
     assert torch.equal(base, values("a", 1))
@@ -81,7 +85,7 @@ def test_seed_and_name_tell_parameters_apart() -> None:
 @pytest.mark.parametrize(("kind", "low", "high"), [("uniform", -0.5, 0.5), ("log_of_uniform", 1.0, 16.0)])
 def test_uniform_numbers(kind: str, low: float, high: float) -> None:
     """All in their range and spread over it, and those of a part are a part of those of the whole."""
-    meta = ParamMeta("a", (40, 50), {"tp": 0}, Init(kind, low=low, high=high))
+    meta = ParamMeta("a", (40, 50), {"tp": 0}, Init(kind, low=low, high=high), role="hidden")
     whole = shard(meta, 0, 1)
     numbers = whole.exp() if kind == "log_of_uniform" else whole
     assert low - 1e-5 <= numbers.min() and numbers.max() < high + 1e-5
@@ -91,10 +95,10 @@ def test_uniform_numbers(kind: str, low: float, high: float) -> None:
 
 
 def test_constants_and_unknown_kind() -> None:
-    assert torch.equal(shard(ParamMeta("b", (6,), {"tp": 0}, Init("zeros")), 1, 2), torch.zeros(3))
-    assert torch.equal(shard(ParamMeta("n", (6,), {}, Init("ones")), 0, 1), torch.ones(6))
+    assert torch.equal(shard(ParamMeta("b", (6,), {"tp": 0}, Init("zeros"), role="bias"), 1, 2), torch.zeros(3))
+    assert torch.equal(shard(ParamMeta("n", (6,), {}, Init("ones"), role="norm"), 0, 1), torch.ones(6))
     with pytest.raises(ValueError, match=r"w: Init kind 'xavier' is none of"):
-        shard(ParamMeta("w", (6,), {}, Init("xavier")), 0, 1)
+        shard(ParamMeta("w", (6,), {}, Init("xavier"), role="vector"), 0, 1)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -115,7 +119,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_memory_is_one_block_beside_the_shard(dim: int) -> None:
     """A rank of 64 fills its part of a tensor of 16 blocks, and makes nothing larger than a block."""
-    meta = ParamMeta("w", (4096, 4096), {"tp": dim}, Init("normal", 0.02))
+    meta = ParamMeta("w", (4096, 4096), {"tp": dim}, Init("normal", 0.02), role="hidden")
     coords = {"tp": (5, 64)}
     param = torch.nn.Parameter(torch.empty(meta.box(coords)[1]))
     param.meta = meta

@@ -176,7 +176,9 @@ class ScaledNorm(nn.Module):
 def scaled_norm_metas(
     name: str, size: int, partial_over: tuple[str, ...], config: TransformerConfig
 ) -> list[ParamMeta]:
-    return [ParamMeta(f"{name}.{key}", (size,), {}, Init("ones"), partial_over) for key in ("weight", "scale")]
+    return [
+        ParamMeta(f"{name}.{key}", (size,), {}, Init("ones"), partial_over, role="norm") for key in ("weight", "scale")
+    ]
 
 
 class Scale(Protocol):

@@ -28,7 +28,7 @@ class WithSpare(nn.Module):
     def __init__(self, model: GPTModel) -> None:
         super().__init__()
         self.model, self.spare = model, nn.Parameter(torch.ones(5, dtype=torch.float64))
-        self.spare.meta = ParamMeta("spare.weight", (5,))  # type: ignore[attr-defined]
+        self.spare.meta = ParamMeta("spare.weight", (5,), role="vector")  # type: ignore[attr-defined]
 
 
 def gradients(overwrite: bool, together: bool = False) -> list[Tensor]:

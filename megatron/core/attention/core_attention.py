@@ -63,12 +63,10 @@ class Unfused(TorchBackend):
 
 
 def sinks_metas(name: str, config: TransformerConfig, init: Init | None = None) -> list[ParamMeta]:
-    """The attention sink of each head in the attention of this name, where sinks are learned. Their initial values are
-    those of weights by default."""
+    """The attention sink of each head in the attention of this name, where sinks are learned."""
     if config.softmax_type != "learnable":
         return []
-    init = init or Init("normal", config.init_method_std)
-    return [ParamMeta(f"{name}.core.softmax_offset", (config.num_attention_heads,), {"tp": 0}, init)]
+    return [ParamMeta(f"{name}.core.softmax_offset", (config.num_attention_heads,), {"tp": 0}, init, role="sink")]
 
 
 def build_sinks(config: TransformerConfig, ctx: TPContext, metas: Sequence[ParamMeta]) -> Tensor | None:

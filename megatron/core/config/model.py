@@ -31,6 +31,7 @@ from megatron.core.config.mixers import (
 )
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.norms import NormConfig
+from megatron.core.param_meta import InitPolicy
 from megatron.core.parts import ACTIVATIONS, LAYER_PATTERNS, LAYERS, MLPS, RESIDUALS, layers_by_pattern
 
 
@@ -515,13 +516,14 @@ class TransformerConfig(
         return ACTIVATIONS.facts(self.activation).gated
 
     @property
-    def embedding_init_std(self) -> float:
-        """Standard deviation of initial embeddings."""
-        return self.init_method_std if self.embedding_init_method_std is None else self.embedding_init_method_std
-
-    @property
-    def output_init_std(self) -> float:
-        """Standard deviation of initial weights whose product is added to the residual stream: smaller, so that the
-        stream's variance does not grow with depth."""
+    def initial(self) -> InitPolicy:
+        """Initial values of parameters by their roles. Weights whose output is added to the residual stream are
+        smaller, so that the stream's variance does not grow with depth."""
         of_layer = 2 if layers_by_pattern(self) is None else 1
-        return self.init_method_std / sqrt(of_layer * max(self.num_layers, 1))
+        std, of_embeddings = self.init_method_std, self.embedding_init_method_std
+        return InitPolicy(
+            std=std,
+            residual_std=std / sqrt(of_layer * max(self.num_layers, 1)),
+            embedding_std=std if of_embeddings is None else of_embeddings,
+            gain=0.0 if self.apply_layernorm_1p else 1.0,
+        )

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.compiled_regions import region, torch_function
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import HostCopy, has_values, integers_on
-from megatron.core.param_meta import Fused, Init, ParamMeta
+from megatron.core.param_meta import Fused, ParamMeta
 from megatron.core.parts import operation
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_gemms import Cuts
@@ -412,17 +412,24 @@ def expert_metas(name: str, config: TransformerConfig) -> tuple[list[ParamMeta],
     hidden = config.expert_io_size
     ffn = config.moe_ffn_size
     assert count is not None
-    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     fc1, dim = ((count, 2, ffn, hidden), 2) if config.gated else ((count, ffn, hidden), 1)
     fused = Fused("gate_up", 1, (1, 1)) if config.gated else None
     fc1_cut, fc2_cut = {"ep": 0, "expt_tp": dim}, {"ep": 0, "expt_tp": 2}
     weights = (
-        ParamMeta(f"{name}.linear_fc1.weight", fc1, fc1_cut, init, expert=True, stacked=1, fused=fused),
-        ParamMeta(f"{name}.linear_fc2.weight", (count, hidden, ffn), fc2_cut, output_init, expert=True, stacked=1),
+        ParamMeta(f"{name}.linear_fc1.weight", fc1, fc1_cut, role="hidden", expert=True, stacked=1, fused=fused),
+        ParamMeta(
+            f"{name}.linear_fc2.weight",
+            (count, hidden, ffn),
+            fc2_cut,
+            role="hidden",
+            to_residual=True,
+            expert=True,
+            stacked=1,
+        ),
     )
     biases = (
-        ParamMeta(f"{name}.linear_fc1.bias", fc1[:-1], fc1_cut, Init("zeros"), expert=True),
-        ParamMeta(f"{name}.linear_fc2.bias", (count, hidden), {"ep": 0, "expt_tp": 1}, Init("zeros"), expert=True),
+        ParamMeta(f"{name}.linear_fc1.bias", fc1[:-1], fc1_cut, role="bias", expert=True),
+        ParamMeta(f"{name}.linear_fc2.bias", (count, hidden), {"ep": 0, "expt_tp": 1}, role="bias", expert=True),
     )
     fc1_metas, fc2_metas = (
         [weight, bias] if config.add_bias_linear else [weight] for weight, bias in zip(weights, biases, strict=True)

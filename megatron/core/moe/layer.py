@@ -10,7 +10,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.dispatcher import DISPATCHERS
 from megatron.core.moe.experts import Experts
 from megatron.core.moe.router import RouterFunction
-from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import RESIDUALS, ROUTERS, router_of
 from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_spec import ReplicatedLinear, sequence_partial
@@ -24,8 +24,8 @@ class GatedSharedExpert(SharedExpert):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
-        init, partial_over = Init("normal", config.init_method_std), sequence_partial(ctx.sequence_parallel)
-        gate = ParamMeta(f"{name}.gate_weight", (1, config.hidden_size), init=init, partial_over=partial_over)
+        partial_over = sequence_partial(ctx.sequence_parallel)
+        gate = ParamMeta(f"{name}.gate_weight", (1, config.hidden_size), partial_over=partial_over, role="gate")
         self.gate_weight = make_parameter(gate, ctx)
         self.gate_dtype = torch.promote_types(ctx.dtype, torch.float32)
         self.queue = ctx.queue
@@ -97,6 +97,6 @@ def latent_projections(name: str, config: TransformerConfig) -> tuple[Replicated
     latent = config.moe_latent_size
     bias = config.add_bias_linear
     return (
-        ReplicatedLinear(f"{name}.fc1_latent_proj", hidden, latent, bias, Init("normal", config.init_method_std)),
-        ReplicatedLinear(f"{name}.fc2_latent_proj", latent, hidden, bias, Init("normal", config.output_init_std)),
+        ReplicatedLinear(f"{name}.fc1_latent_proj", hidden, latent, bias),
+        ReplicatedLinear(f"{name}.fc2_latent_proj", latent, hidden, bias, to_residual=True),
     )

@@ -144,7 +144,7 @@ class Balance(nn.Module):
         self.sequence = ctx.state.axis("tp_cp")
         self.loads = RunningLoads(ctx.state)
         biased = config.moe_router_enable_expert_bias
-        bias = ParamMeta(f"{name}.expert_bias", (config.moe_choices,), init=Init("zeros"))
+        bias = ParamMeta(f"{name}.expert_bias", (config.moe_choices,), init=Init("zeros"), role="state")
         self.expert_bias = make_state(bias, torch.float32, ctx) if biased else None
         self.tally = torch.zeros(PER_EXPERT * self.num_experts + EXTRA_COLUMNS, dtype=torch.float64, device=ctx.device)
         """Sums over the tokens of the step so far: `PER_EXPERT` entries [E], extra columns."""

@@ -155,10 +155,11 @@ class TopKRouter(nn.Module):
         assert config.num_experts is not None
         self.num_experts, self.topk = config.num_experts, config.moe_router_topk
         self.zero_experts = config.moe_zero_experts
-        shape, init = (config.moe_choices, config.hidden_size), Init("normal", config.init_method_std)
+        shape = (config.moe_choices, config.hidden_size)
         partial_over = sequence_partial(ctx.sequence_parallel)
-        weight = ParamMeta(f"{name}.weight", shape, init=init, partial_over=partial_over, role="router")
-        bias = ParamMeta(f"{name}.bias", shape[:1], init=init, partial_over=partial_over)
+        weight = ParamMeta(f"{name}.weight", shape, partial_over=partial_over, role="router")
+        random = Init("normal", config.init_method_std)
+        bias = ParamMeta(f"{name}.bias", shape[:1], init=random, partial_over=partial_over, role="bias")
         self.weight = make_parameter(weight, ctx)
         self.bias = make_parameter(bias, ctx) if config.add_bias_linear else None
         """As in Megatron-LM, the bias is random too."""

@@ -30,7 +30,7 @@ from megatron.core.collectives import (
 from megatron.core.config.flag_spec import Section
 from megatron.core.init import free_storage
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.param_meta import ParamMeta
+from megatron.core.param_meta import Init, InitPolicy, ParamMeta, Role
 from megatron.core.parts import LINEARS, kernel_for
 from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.tensor_parallel.linear_gemms import (
@@ -80,6 +80,9 @@ class TPContext(Section):
 
     lazy: bool = False
     """Whether parameters are made without memory, which `DistributedDataParallel` then gives them unit by unit."""
+
+    initial: InitPolicy = field(default_factory=InitPolicy)
+    """Initial values of parameters by their roles."""
 
     layer: int = 0
     """Number of the transformer layer that is being built."""
@@ -139,13 +142,22 @@ def row_boundary(ctx: TPContext) -> Boundary:
 
 
 def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
-    """Creates an uninitialized parameter of this rank's shape, with its `meta`. `initialize_parameters_` fills it."""
+    """Creates an uninitialized parameter of this rank's shape, with its `meta`, completed by `ctx.initial`.
+    `initialize_parameters_` fills it."""
+    meta = ctx.initial.complete(meta)
     _, shape = meta.box(ctx.state.coords)
     parameter = nn.Parameter(torch.empty(shape, dtype=ctx.dtype, device=ctx.device))
     parameter.meta = meta  # type: ignore[attr-defined]
     if ctx.lazy:
         free_storage(parameter)
     return parameter
+
+
+def make_sharded_parameter(
+    name: str, shape: tuple[int, ...], ctx: TPContext, *, role: Role, init: Init | None = None, stacked: int = 0
+) -> nn.Parameter:
+    """Creates a parameter of heads or channels: each tensor-parallel rank has those of its part of dim 0."""
+    return make_parameter(ParamMeta(name, shape, {"tp": 0}, init, role=role, stacked=stacked), ctx)
 
 
 class LinearFunction(torch.autograd.Function):

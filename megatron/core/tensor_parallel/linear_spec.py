@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.core.param_meta import Fused, Init, ParamMeta
+from megatron.core.param_meta import Fused, Init, ParamMeta, Role
 
 
 def sequence_partial(sequence_parallel: bool) -> tuple[str, ...]:
@@ -26,21 +26,29 @@ class ColumnLinear:
     in_size: int
     out_dims: tuple[int, ...]
     bias: bool
-    init: Init
     shard_dim: int = 0
     fused: Fused | None = None
     """Linear maps whose weights lie side by side in the weight."""
-    role: str = "hidden"
+    role: Role = "hidden"
     """`ParamMeta.role` of the weight."""
+    init: Init | None = None
+    """Initial weights that differ from those of the role."""
 
     def metas(self, sequence_parallel: bool = False) -> list[ParamMeta]:
         """The weight, and the bias if there is one."""
         sharded = {"tp": self.shard_dim}
         shape = (*self.out_dims, self.in_size)
         weight = ParamMeta(
-            f"{self.name}.weight", shape, sharded, self.init, role=self.role, linear=True, fused=self.fused
+            f"{self.name}.weight",
+            shape,
+            sharded,
+            self.init,
+            role=self.role,
+            fan_in=self.in_size,
+            linear=True,
+            fused=self.fused,
         )
-        bias = ParamMeta(f"{self.name}.bias", self.out_dims, sharded, Init("zeros"))
+        bias = ParamMeta(f"{self.name}.bias", self.out_dims, sharded, role="bias")
         return [weight, bias] if self.bias else [weight]
 
 
@@ -52,7 +60,12 @@ class RowLinear:
     in_size: int
     out_size: int
     bias: bool
-    init: Init
+    role: Role = "hidden"
+    """`ParamMeta.role` of the weight."""
+    to_residual: bool = True
+    """Whether the output is added to the residual stream."""
+    init: Init | None = None
+    """Initial weights that differ from those of the role."""
 
     sharded: ClassVar[Mapping[str, int]] = {"tp": 1}
 
@@ -60,8 +73,18 @@ class RowLinear:
         """The weight, and the bias if there is one."""
         shape, partial_over = (self.out_size, self.in_size), sequence_partial(sequence_parallel)
         of_weight = () if self.sharded else partial_over
-        weight = ParamMeta(f"{self.name}.weight", shape, self.sharded, self.init, of_weight, linear=True)
-        bias = ParamMeta(f"{self.name}.bias", (self.out_size,), init=Init("zeros"), partial_over=partial_over)
+        weight = ParamMeta(
+            f"{self.name}.weight",
+            shape,
+            self.sharded,
+            self.init,
+            of_weight,
+            role=self.role,
+            fan_in=self.in_size,
+            to_residual=self.to_residual,
+            linear=True,
+        )
+        bias = ParamMeta(f"{self.name}.bias", (self.out_size,), partial_over=partial_over, role="bias")
         return [weight, bias] if self.bias else [weight]
 
 
@@ -71,5 +94,7 @@ class ReplicatedLinear(RowLinear):
 
     It acts between the sharded linear layers, on the tokens that a rank has there.
     """
+
+    to_residual: bool = False
 
     sharded: ClassVar[Mapping[str, int]] = {}

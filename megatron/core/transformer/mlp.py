@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Fused, Init
+from megatron.core.param_meta import Fused
 from megatron.core.parts import kernel_for
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
@@ -53,10 +53,9 @@ def mlp_linears(name: str, config: TransformerConfig, ffn: int) -> tuple[ColumnL
     hidden, bias = config.hidden_size, config.add_bias_linear or config.add_mlp_bias
     out_dims, shard_dim = ((2, ffn), 1) if config.gated else ((ffn,), 0)
     fused = Fused("gate_up", 0, (1, 1)) if config.gated else None
-    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     return (
-        ColumnLinear(f"{name}.linear_fc1", hidden, out_dims, bias, init, shard_dim, fused),
-        RowLinear(f"{name}.linear_fc2", ffn, hidden, bias, output_init),
+        ColumnLinear(f"{name}.linear_fc1", hidden, out_dims, bias, shard_dim, fused),
+        RowLinear(f"{name}.linear_fc2", ffn, hidden, bias),
     )
 
 

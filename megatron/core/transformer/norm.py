@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.core.collectives import copy_to, reduce_from
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import NORMALIZATIONS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_spec import sequence_partial
@@ -32,8 +32,8 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.shape, self.eps = (size,), config.norm_epsilon
         self.one_plus = config.apply_layernorm_1p
-        weight = ParamMeta(f"{name}.weight", (size,), {}, _initial_weight(config), partial_over)
-        bias = ParamMeta(f"{name}.bias", (size,), {}, Init("zeros"), partial_over)
+        weight = ParamMeta(f"{name}.weight", (size,), partial_over=partial_over, role="norm")
+        bias = ParamMeta(f"{name}.bias", (size,), partial_over=partial_over, role="bias")
         biased = self.has_bias and config.norm_parameters == "all"
         self.weight = None if config.norm_parameters == "none" else make_parameter(weight, ctx)
         self.bias = make_parameter(bias, ctx) if biased else None
@@ -60,16 +60,12 @@ class RMSNorm(LayerNorm):
         return F.rms_norm(wide, self.shape, weight, self.eps).to(x.dtype)
 
 
-def _initial_weight(config: TransformerConfig) -> Init:
-    return Init("zeros" if config.apply_layernorm_1p else "ones")
-
-
 def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMeta:
     """The weight of norms of queries or keys that heads do not share: of one over the channels of all heads, as one
     dim, or of one for each head [heads, channels]. Heads are sharded."""
     widths = (heads, config.head_dim)
     shape = widths if config.qk_layernorm_scope == "each" else (prod(widths),)
-    return ParamMeta(f"{name}.weight", shape, {"tp": 0}, _initial_weight(config))
+    return ParamMeta(f"{name}.weight", shape, {"tp": 0}, role="norm")
 
 
 class WideRMSNorm(nn.Module):

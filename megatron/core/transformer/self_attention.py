@@ -13,7 +13,7 @@ from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
 from megatron.core.config.heads import group_rows, has_even_heads, head_counts
 from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Fused, Init
+from megatron.core.param_meta import Fused
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.norm import build_query_key_norms
@@ -106,10 +106,9 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
     sizes = head_counts(config) if even else group_rows(config)
     out_dims = (config.query_groups, sum(sizes), *((config.head_dim,) if even else ()))
     fused = Fused("qkv", 1, tuple(size for size in sizes if size))
-    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     return (
-        ColumnLinear(f"{name}.linear_qkv", hidden, out_dims, bias or config.add_qkv_bias, init, fused=fused),
-        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, of_output, output_init),
+        ColumnLinear(f"{name}.linear_qkv", hidden, out_dims, bias or config.add_qkv_bias, fused=fused),
+        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, of_output),
     )
 
 

@@ -262,7 +262,7 @@ class DelayedGemms(PerTensorGemms):
         super().__init__(name, fp8, tp, cuts, device, compiled)
         shape = (3, fp8.config.fp8_amax_history_len)
         history = nn.Parameter(torch.zeros(shape, device=device), requires_grad=False)
-        history.meta = ParamMeta(f"{name}{AMAX_HISTORY}", shape, init=Init("zeros"))  # type: ignore[attr-defined]
+        history.meta = ParamMeta(f"{name}{AMAX_HISTORY}", shape, init=Init("zeros"), role="state")  # type: ignore[attr-defined]
         self.amax_history = history
         """[3, steps]: amax of input, weight and output gradient, the latest step first; 0 before the first step."""
         self.amax = torch.zeros(3, device=device)

@@ -22,7 +22,7 @@ class HashRouter(TopKRouter):
         config = replace(config, moe_router_enable_expert_bias=False, moe_router_load_balancing_type=("none",))
         super().__init__(name, config, ctx)
         shape, init = (config.vocab_size or 0, config.moe_router_topk), Init("choices", high=self.num_experts)
-        self.tid2eid = make_state(ParamMeta(f"{name}.tid2eid", shape, init=init), torch.int64, ctx)
+        self.tid2eid = make_state(ParamMeta(f"{name}.tid2eid", shape, init=init, role="state"), torch.int64, ctx)
         """[vocabulary, k]: the experts of each token, with Megatron-LM's name."""
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor, context: BatchContext) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.param_meta import Init, ParamMeta, Role
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_spec import sequence_partial
 from megatron.core.transformer.block import Stream, added
@@ -87,16 +87,16 @@ class HyperConnection(TokenWeights):
         bound = sqrt(6 / (rows + width))
         factor = Init("constant", value=config.options(HyperConnectionFlags).mhc_init_gating_factor)
 
-        def made(key: str, shape: tuple[int, ...], init: Init) -> nn.Parameter:
+        def made(key: str, shape: tuple[int, ...], role: Role, init: Init | None = None) -> nn.Parameter:
             partial_over = sequence_partial(ctx.sequence_parallel)
-            return make_parameter(ParamMeta(f"{name}.{key}", shape, {}, init, partial_over), ctx)
+            return make_parameter(ParamMeta(f"{name}.{key}", shape, {}, init, partial_over, role=role), ctx)
 
         # Names and initial values are those of Megatron-LM's branch dev.
-        self.mapping_proj = made("mapping_proj.weight", (rows, width), Init("uniform", low=-bound, high=bound))
+        self.mapping_proj = made("mapping_proj.weight", (rows, width), "gate", Init("uniform", low=-bound, high=bound))
         self.alpha_pre, self.alpha_post, self.alpha_res = (
-            made(f"alpha_{of}", (1,), factor) for of in ("pre", "post", "res")
+            made(f"alpha_{of}", (1,), "vector", factor) for of in ("pre", "post", "res")
         )
-        self.bias = made("bias", (rows,), Init("zeros"))
+        self.bias = made("bias", (rows,), "bias")
         kind = config.layer(ctx.layer)
         self.recompute = config.recomputes("mhc") and kind.mixes and kind.mlp
 
@@ -147,15 +147,13 @@ class SumOfStreams(TokenWeights):
         super().__init__(config, ctx)
         name, partial_over = norm.rpartition(".")[0], sequence_partial(ctx.sequence_parallel)
 
-        def made(key: str, shape: tuple[int, ...], init: Init) -> nn.Parameter:
-            return make_parameter(ParamMeta(f"{name}.{key}", shape, {}, init, partial_over), ctx)
+        def made(key: str, shape: tuple[int, ...], role: Role, init: Init | None = None) -> nn.Parameter:
+            return make_parameter(ParamMeta(f"{name}.{key}", shape, {}, init, partial_over, role=role), ctx)
 
-        self.hc_head_fn = made(
-            "hc_head_fn", (self.streams, config.residual_size), Init("normal", config.init_method_std)
-        )
-        self.hc_head_base = made("hc_head_base", (self.streams,), Init("zeros"))
+        self.hc_head_fn = made("hc_head_fn", (self.streams, config.residual_size), "gate")
+        self.hc_head_base = made("hc_head_base", (self.streams,), "bias")
         # It starts at 1, as in Megatron-LM and transformers, whatever --mhc-init-gating-factor says.
-        self.hc_head_scale = made("hc_head_scale", (1,), Init("constant", value=1.0))
+        self.hc_head_scale = made("hc_head_scale", (1,), "vector", Init("constant", value=1.0))
 
     def forward(self, x: Stream) -> Tensor:
         """[s, b, n * h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.layers import (
     TPContext,
     column_parallel,
     make_parameter,
+    make_sharded_parameter,
     row_parallel,
 )
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, ReplicatedLinear, RowLinear
@@ -44,34 +45,29 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.channels = (width, width, width, width, 1, width)
         self.value_width = width
         self.widths = (width, width)
-        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
-        within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
         steps, decays = Init("inverse_softplus", low=1e-3, high=0.1), Init("log_of_uniform", low=1.0, high=16.0)
 
         def down(of: str) -> ReplicatedParallelLinear:
-            linear = ReplicatedLinear(f"{name}.{of}_a_proj", hidden, width, False, init)
+            linear = ReplicatedLinear(f"{name}.{of}_a_proj", hidden, width, False)
             return ReplicatedParallelLinear(linear, ctx)
 
         def up(of: str) -> nn.Module:
-            return column_parallel(ColumnLinear(f"{name}.{of}_b_proj", width, (heads, width), False, init), ctx)
-
-        def by_heads(key: str, shape: tuple[int, ...], init: Init, role: str = "hidden") -> nn.Parameter:
-            return make_parameter(ParamMeta(f"{name}.{key}", shape, {"tp": 0}, init, role=role), ctx)
+            return column_parallel(ColumnLinear(f"{name}.{of}_b_proj", width, (heads, width), False), ctx)
 
         # Initial values are Hugging Face's. No projection has a bias.
-        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (heads, 3 * width + 1), False, init)
+        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (heads, 3 * width + 1), False)
         self.in_proj = column_parallel(in_proj, ctx)
         self.f_a_proj, self.g_a_proj = down("f"), down("g")  # of decays, and of gates of outputs
         self.f_b_proj, self.g_b_proj = up("f"), up("g")
-        self.conv1d = by_heads("conv1d.weight", (heads, 3 * width, taps), within, "convolution")
-        self.dt_bias = by_heads("dt_bias", (heads, width), steps)
+        self.conv1d = make_sharded_parameter(f"{name}.conv1d.weight", (heads, 3 * width, taps), ctx, role="convolution")
+        self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads, width), ctx, role="bias", init=steps)
         """Added to the projected decay."""
-        self.a_log = by_heads("A_log", (heads,), decays)
+        self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
         """Logarithm of the decay's factor."""
-        out_norm = ParamMeta(f"{name}.out_norm.weight", (width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER)
+        out_norm = ParamMeta(f"{name}.out_norm.weight", (width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER, role="norm")
         self.out_norm = make_parameter(out_norm, ctx)
         """One weight for all heads."""
-        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False, output_init), ctx)
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False), ctx)
         self.kernel = None
         self.recompute = True
         self.hardware = ctx.hardware

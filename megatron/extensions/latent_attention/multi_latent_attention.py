@@ -21,7 +21,6 @@ from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.collectives import all_gather_sequence, copy_to
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext, column_parallel, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, ReplicatedLinear, RowLinear
 from megatron.core.transformer.norm import build_norm
@@ -79,17 +78,16 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
     q_rank = own.q_lora_rank
     kv_rank = own.kv_lora_rank
     rotary = own.qk_pos_emb_head_dim
-    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     q_name = f"{name}.linear_q_up_proj" if q_rank else f"{name}.linear_q_proj"
     kv_out = (heads, own.qk_head_dim + own.v_head_dim)
     of_output = config.add_bias_linear or config.add_attention_output_bias
     norms = {"q_layernorm": q_rank, "kv_layernorm": kv_rank} if config.qk_layernorm else {}
     return LatentLinears(
-        ReplicatedLinear(f"{name}.linear_q_down_proj", hidden, q_rank, False, init) if q_rank else None,
-        ColumnLinear(q_name, q_rank or hidden, (heads, config.head_dim), False, init),
-        ReplicatedLinear(f"{name}.linear_kv_down_proj", hidden, kv_rank + rotary, False, init),
-        ColumnLinear(f"{name}.linear_kv_up_proj", kv_rank, kv_out, False, init),
-        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, of_output, output_init),
+        ReplicatedLinear(f"{name}.linear_q_down_proj", hidden, q_rank, False) if q_rank else None,
+        ColumnLinear(q_name, q_rank or hidden, (heads, config.head_dim), False),
+        ReplicatedLinear(f"{name}.linear_kv_down_proj", hidden, kv_rank + rotary, False),
+        ColumnLinear(f"{name}.linear_kv_up_proj", kv_rank, kv_out, False),
+        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, of_output),
         {f"{name}.{norm}": width for norm, width in norms.items() if width},
     )
 

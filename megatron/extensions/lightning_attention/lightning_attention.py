@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.hardware import HARDWARE
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
@@ -46,7 +45,6 @@ class LightningAttention(nn.Module):
         heads = config.num_attention_heads
         width = config.head_dim
         hidden = config.hidden_size
-        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
         of_heads = replace(config, qk_layernorm_scope="all", norm_epsilon=EPSILON)
         self.cp = ctx.state.cp
         self.layer = ctx.layer
@@ -56,9 +54,9 @@ class LightningAttention(nn.Module):
         first = ctx.tp.rank * self.heads + self.cp.rank * (self.heads // self.cp.size)
         self.rates = partial(decay_rates, range(first, first + self.heads // self.cp.size), ctx.layer, config)
         # The query, key, value and gate of a head, then of the next one. Neither projection has a bias.
-        self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", hidden, (heads, 4 * width), False, init), ctx)
+        self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", hidden, (heads, 4 * width), False), ctx)
         self.norm = WideRMSNorm(f"{name}.norm", heads, of_heads, ctx)
-        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False, output_init), ctx)
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False), ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""

@@ -27,7 +27,13 @@ from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import copied_to
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.tensor_parallel.layers import (
+    TPContext,
+    column_parallel,
+    make_parameter,
+    make_sharded_parameter,
+    row_parallel,
+)
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.norm import HEAD_NORM_PARTIAL_OVER
 from megatron.core.transformer.recompute import recomputed
@@ -65,25 +71,25 @@ class GatedDeltaNet(nn.Module):
         self.strength = 2.0 if own.linear_allow_neg_eigval else 1.0
         self.value_width, self.steps = own.linear_value_head_dim, own.linear_num_householder
         self.widths = own.linear_key_head_dim, self.value_width
-        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
-        within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
-
-        def by_heads(key: str, shape: tuple[int, ...], init: Init, role: str = "hidden") -> nn.Parameter:
-            return make_parameter(ParamMeta(f"{name}.{key}", shape, {"tp": 0}, init, role=role), ctx)
 
         # Names and initial values are Megatron-LM's (arXiv 2412.06464, section 3.4). Neither projection has a bias.
-        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(self.channels)), False, init)
+        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(self.channels)), False)
         self.in_proj = column_parallel(in_proj, ctx)
-        self.conv1d = by_heads("conv1d.weight", (groups, sum(self.channels[:3]), taps), within, "convolution")
+        self.conv1d = make_sharded_parameter(
+            f"{name}.conv1d.weight", (groups, sum(self.channels[:3]), taps), ctx, role="convolution"
+        )
         """[key heads, channels of query, key and values, taps]"""
-        self.dt_bias = by_heads("dt_bias", (heads,), Init("ones"))
+        self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads,), ctx, role="bias", init=Init("ones"))
         """Added to the projected decay."""
-        self.a_log = by_heads("A_log", (heads,), Init("log_of_uniform", low=1.0, high=16.0))
+        decays = Init("log_of_uniform", low=1.0, high=16.0)
+        self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
         """Logarithm of the decay's factor."""
-        out_norm = ParamMeta(f"{name}.out_norm.weight", (self.value_width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER)
+        out_norm = ParamMeta(
+            f"{name}.out_norm.weight", (self.value_width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER, role="norm"
+        )
         self.out_norm = make_parameter(out_norm, ctx)
         """One weight for all heads."""
-        out_proj = RowLinear(f"{name}.out_proj", heads * self.value_width, hidden, False, output_init)
+        out_proj = RowLinear(f"{name}.out_proj", heads * self.value_width, hidden, False)
         self.out_proj = row_parallel(out_proj, ctx)
         self.kernel, self.hardware = flash_rule(ctx.dtype, ctx.device), ctx.hardware
         self.recompute = self.kernel is None or config.recomputes("core_attn")

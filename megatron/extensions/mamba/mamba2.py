@@ -19,8 +19,8 @@ from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_sharded_parameter, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.recompute import recomputed
 from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
@@ -59,11 +59,7 @@ class Mamba2(nn.Module):
         groups = own.mamba_num_groups
         taps = own.mamba_conv_kernel_dim
         width, mixed = heads * own.mamba_head_dim, (groups, sum(channels[1:4]))
-        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
         within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
-
-        def by_heads(key: str, shape: tuple[int, ...], init: Init, role: str = "hidden") -> nn.Parameter:
-            return make_parameter(ParamMeta(f"{name}.{key}", shape, {"tp": 0}, init, role=role), ctx)
 
         self.cp = ctx.state.cp
         self.layer = ctx.layer
@@ -73,19 +69,21 @@ class Mamba2(nn.Module):
         self.groups, self.head_dim = own.mamba_num_groups // ctx.tp.size, own.mamba_head_dim
         self.gates, *self.channels = channels
         # Names and initial values are Megatron-LM's. The convolution is over the channels of x, B and C of a group.
-        self.conv_weight = by_heads("conv1d.weight", (*mixed, taps), within, "convolution")
-        self.conv_bias = by_heads("conv1d.bias", mixed, within, "convolution")
-        self.dt_bias = by_heads("dt_bias", (heads,), STEPS)
-        self.a_log = by_heads("A_log", (heads,), Init("log_of_uniform", low=1.0, high=16.0))
+        self.conv_weight = make_sharded_parameter(f"{name}.conv1d.weight", (*mixed, taps), ctx, role="convolution")
+        self.conv_bias = make_sharded_parameter(f"{name}.conv1d.bias", mixed, ctx, role="bias", init=within)
+        self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads,), ctx, role="bias", init=STEPS)
+        decays = Init("log_of_uniform", low=1.0, high=16.0)
+        self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
         """Logarithm of the decay per step size."""
-        self.d = by_heads("D", (heads,), Init("ones"))
+        self.d = make_sharded_parameter(f"{name}.D", (heads,), ctx, role="vector", init=Init("ones"))
         """Factor of the input in the output."""
         self.normed_first = own.mamba_norm_before_gate
-        self.norm = by_heads("norm.weight", (width,), Init("ones")) if own.mamba_norm else None
+        gain = (f"{name}.norm.weight", (width,), ctx)
+        self.norm = make_sharded_parameter(*gain, role="norm", init=Init("ones")) if own.mamba_norm else None
         # Neither projection has a bias. Muon leaves in_proj to --muon-scalar-optimizer, as Megatron-LM does.
-        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, init, role="packed")
+        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, role="packed")
         self.in_proj = column_parallel(in_proj, ctx)
-        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", width, hidden, False, output_init), ctx)
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", width, hidden, False), ctx)
         self.hardware, self.with_input = ctx.hardware, region(with_input, ctx.compiled)
         self.prepare, self.gated = region(mamba_operands, ctx.compiled), region(gated_group_norm, ctx.compiled)
 

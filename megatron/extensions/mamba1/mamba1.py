@@ -22,7 +22,13 @@ from megatron.core.collectives import copy_to, local_slice, reduce_from
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.tensor_parallel.layers import (
+    TPContext,
+    column_parallel,
+    make_parameter,
+    make_sharded_parameter,
+    row_parallel,
+)
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
 from megatron.extensions.linear_attention.gated_delta_net import last_rows
@@ -44,35 +50,34 @@ class Mamba1(BetweenProjections):
         self.layer = ctx.layer
         self.widths = low_rank_widths(config)
         (rank, states, _), taps = self.widths, own.mamba1_conv_kernel_dim
-        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
         of_taps, of_rank = (Init("uniform", low=-(size**-0.5), high=size**-0.5) for size in (taps, rank))
         decays = Init("constant", value=tuple(log(number) for number in range(1, states + 1)))
 
-        def shared(key: str, shape: tuple[int, ...], init: Init, role: str = "hidden") -> nn.Parameter:
-            return make_parameter(ParamMeta(f"{name}.{key}", shape, {"tp": 0}, init, role=role), ctx)
-
         self.norm, self.eps = own.mamba1_norm, own.mamba1_norm_epsilon or config.norm_epsilon
         # Names and initial values are Mamba's.
-        self.conv_weight = shared("conv1d.weight", (channels, 1, taps), of_taps, "convolution")
-        self.conv_bias = shared("conv1d.bias", (channels,), of_taps, "convolution")
-        x_proj = ParamMeta(f"{name}.x_proj.weight", (sum(self.widths), channels), {"tp": 1}, init)
+        self.conv_weight = make_sharded_parameter(f"{name}.conv1d.weight", (channels, 1, taps), ctx, role="convolution")
+        self.conv_bias = make_sharded_parameter(f"{name}.conv1d.bias", (channels,), ctx, role="bias", init=of_taps)
+        x_proj = ParamMeta(f"{name}.x_proj.weight", (sum(self.widths), channels), {"tp": 1}, role="hidden")
         self.x_proj = make_parameter(x_proj, ctx)
         """To step sizes, B and C."""
-        self.dt_weight = shared("dt_proj.weight", (channels, rank), of_rank)
-        self.dt_bias = shared("dt_proj.bias", (channels,), Init("inverse_softplus", low=1e-3, high=0.1))
-        self.a_log = shared("A_log", (channels * states,), decays)
+        self.dt_weight = make_sharded_parameter(
+            f"{name}.dt_proj.weight", (channels, rank), ctx, role="hidden", init=of_rank
+        )
+        steps = Init("inverse_softplus", low=1e-3, high=0.1)
+        self.dt_bias = make_sharded_parameter(f"{name}.dt_proj.bias", (channels,), ctx, role="bias", init=steps)
+        self.a_log = make_sharded_parameter(f"{name}.A_log", (channels * states,), ctx, role="vector", init=decays)
         """Logarithms of decays per step size. One dim: it is no matrix, which weight decay would change."""
-        self.d = shared("D", (channels,), Init("ones"))
+        self.d = make_sharded_parameter(f"{name}.D", (channels,), ctx, role="vector", init=Init("ones"))
         """Factor of the input in the output."""
         norms = zip(("dt", "b", "c"), self.widths if own.mamba1_norm == "weighted" else (), strict=False)
         self.norms = nn.ParameterList(
-            make_parameter(ParamMeta(f"{name}.{of}_layernorm.weight", (width,), {}, Init("ones")), ctx)
+            make_parameter(ParamMeta(f"{name}.{of}_layernorm.weight", (width,), {}, Init("ones"), role="norm"), ctx)
             for of, width in norms
         )
         # Inputs and gates.
-        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (2, channels), False, init, shard_dim=1)
+        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (2, channels), False, shard_dim=1)
         self.in_proj = column_parallel(in_proj, ctx)
-        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", channels, hidden, False, output_init), ctx)
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", channels, hidden, False), ctx)
         self.convolved = region(convolved, ctx.compiled)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:

@@ -142,7 +142,8 @@ class NamedParameterFlags:
 
 def whole_roles(optimizer: OptimizerConfig) -> frozenset[str]:
     """Roles of the matrices that Muon and optimizers like it update."""
-    return frozenset({"hidden"} if optimizer.options(MuonFlags).moe_router_skip_muon else {"hidden", "router"})
+    routers = frozenset() if optimizer.options(MuonFlags).moe_router_skip_muon else frozenset({"router"})
+    return frozenset({"hidden", "gate"}) | routers
 
 
 def product_dtypes(optimizer: OptimizerConfig, main_dtype: str) -> tuple[str, ...]:

@@ -21,8 +21,8 @@ from megatron.core.batch import EarlierTokens
 from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_sharded_parameter, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.torch_private import AutogradContext
 from megatron.core.transformer.activations import gelu_tanh
@@ -51,28 +51,24 @@ class RgLru(BetweenProjections):
         self.layer = ctx.layer
         self.width = width
         channels = blocks * width
-        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
         of_taps, of_gates = (Init("normal", (0.01 / size) ** 0.5) for size in (taps, width))
 
-        def shared(
-            key: str, shape: tuple[int, ...], init: Init, role: str = "hidden", stacked: int = 0
-        ) -> nn.Parameter:
-            return make_parameter(ParamMeta(f"{name}.{key}", shape, {"tp": 0}, init, role=role, stacked=stacked), ctx)
-
-        self.conv_weight = shared("conv1d.weight", (channels, 1, taps), of_taps, "convolution")
-        self.conv_bias = shared("conv1d.bias", (channels,), Init("zeros"))
+        self.conv_weight = make_sharded_parameter(
+            f"{name}.conv1d.weight", (channels, 1, taps), ctx, role="convolution", init=of_taps
+        )
+        self.conv_bias = make_sharded_parameter(f"{name}.conv1d.bias", (channels,), ctx, role="bias")
         self.gates = nn.ParameterList()
         for gate in ("input_gate", "recurrent_gate"):
-            self.gates.append(shared(f"{gate}.weight", (blocks, width, width), of_gates, stacked=1))
-            self.gates.append(shared(f"{gate}.bias", (blocks, width), Init("zeros")))
+            weight = (f"{name}.{gate}.weight", (blocks, width, width), ctx)
+            self.gates.append(make_sharded_parameter(*weight, role="hidden", init=of_gates, stacked=1))
+            self.gates.append(make_sharded_parameter(f"{name}.{gate}.bias", (blocks, width), ctx, role="bias"))
         # so that a state is multiplied by 0.9 to 0.999 per token where its gate is 1/8
-        self.decay = shared("recurrent_param", (channels,), Init("inverse_softplus", low=1e-3, high=0.105))
+        decays = Init("inverse_softplus", low=1e-3, high=0.105)
+        self.decay = make_sharded_parameter(f"{name}.recurrent_param", (channels,), ctx, role="vector", init=decays)
         """The inverse softplus of a decay."""
         # Gates of the outputs, and inputs.
-        self.in_proj = column_parallel(
-            ColumnLinear(f"{name}.in_proj", hidden, (2, channels), True, init, shard_dim=1), ctx
-        )
-        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", channels, hidden, True, output_init), ctx)
+        self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", hidden, (2, channels), True, shard_dim=1), ctx)
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", channels, hidden, True), ctx)
         self.convolved, self.gated = region(convolved, ctx.compiled), region(gated_inputs, ctx.compiled)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:

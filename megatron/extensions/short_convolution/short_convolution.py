@@ -16,8 +16,8 @@ from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_state import Axis
-from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_sharded_parameter, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.recompute import recomputed
 from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
@@ -55,20 +55,16 @@ class ShortConvolution(BetweenProjections):
         super().__init__()
         own, hidden = config.options(ShortConvolutionFlags), config.hidden_size
         taps, bias = own.short_conv_kernel_dim, own.short_conv_bias
-        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
-        within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
-
-        def convolution(key: str, shape: tuple[int, ...]) -> nn.Parameter:
-            meta = ParamMeta(f"{name}.conv1d.{key}", shape, {"tp": 0}, within, role="convolution")
-            return make_parameter(meta, ctx)
 
         self.cp, self.layer = ctx.state.cp, ctx.layer
-        self.conv_weight = convolution("weight", (hidden, 1, taps))
-        self.conv_bias = convolution("bias", (hidden,)) if bias else None
+        self.conv_weight = make_sharded_parameter(f"{name}.conv1d.weight", (hidden, 1, taps), ctx, role="convolution")
+        within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
+        of_bias = (f"{name}.conv1d.bias", (hidden,), ctx)
+        self.conv_bias = make_sharded_parameter(*of_bias, role="bias", init=within) if bias else None
         # Gates of the inputs, gates of the outputs, and inputs.
-        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (3, hidden), bias, init, shard_dim=1)
+        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (3, hidden), bias, shard_dim=1)
         self.in_proj = column_parallel(in_proj, ctx)
-        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", hidden, hidden, bias, output_init), ctx)
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", hidden, hidden, bias), ctx)
         self.convolved = region(convolved, ctx.compiled)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:

@@ -105,19 +105,15 @@ class Compressor(nn.Module):
         sequences. Rows come twice where keys are made of two windows: the rows of the next window's key, then the rows
         of the window's own."""
         super().__init__()
-        init = Init("normal", config.init_method_std)
         rows = width * (2 if ratio == SELECTED else 1)
         hidden = config.hidden_size
+        random = Init("normal", config.init_method_std)
         self.ape = make_parameter(
-            ParamMeta(f"{name}.ape", (ratio, rows), {}, init, partial_over, role="convolution"), ctx
+            ParamMeta(f"{name}.ape", (ratio, rows), {}, random, partial_over, role="convolution"), ctx
         )
         """Added to the logits of the weights."""
-        self.linear_wkv = ReplicatedParallelLinear(
-            ReplicatedLinear(f"{name}.linear_wkv", hidden, rows, False, init), ctx
-        )
-        self.linear_wgate = ReplicatedParallelLinear(
-            ReplicatedLinear(f"{name}.linear_wgate", hidden, rows, False, init), ctx
-        )
+        self.linear_wkv = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear_wkv", hidden, rows, False), ctx)
+        self.linear_wgate = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear_wgate", hidden, rows, False), ctx)
         self.width = width
         self.norm = build_norm(f"{name}.norm", width, config, ctx, partial_over)
         self.rotary_width = config.options(LatentAttentionFlags).qk_pos_emb_head_dim
@@ -179,8 +175,7 @@ class CompressedKeys(SelectedKeys):
         super().__init__(name, config, ctx, config.head_dim, sinks_metas(name, config, Init("zeros")))
         own = config.options(CompressedAttentionFlags)
         shape = own.o_groups, own.o_lora_rank, config.attention_output_size // own.o_groups
-        init = Init("normal", config.init_method_std)
-        group = ParamMeta(f"{name}.linear_o_group_proj", shape, {"tp": 0}, init, stacked=1)
+        group = ParamMeta(f"{name}.linear_o_group_proj", shape, {"tp": 0}, role="hidden", stacked=1)
         self.linear_o_group_proj = make_parameter(group, ctx)
         self.ratio, self.near = ratios(config)[ctx.layer], own.csa_window_size
         self.rotary_width = config.options(LatentAttentionFlags).qk_pos_emb_head_dim
@@ -267,12 +262,11 @@ class CompressedAttention(MultiLatentAttention):
         linears = latent_linears(name, config)
         self.tp = ctx.tp
         self.width = config.head_dim
-        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
         ratio, hidden = ratios(config)[ctx.layer], config.hidden_size
         self.rotary_width, self.rotation = own.qk_pos_emb_head_dim, config.layer(ctx.layer).rotation
         self.linear_q_down = nn.Identity() if linears.q_down is None else ReplicatedParallelLinear(linears.q_down, ctx)
         self.linear_q = column_parallel(linears.q, ctx)
-        kv = ReplicatedLinear(f"{name}.linear_kv_proj", hidden, self.width, False, init)
+        kv = ReplicatedLinear(f"{name}.linear_kv_proj", hidden, self.width, False)
         self.linear_kv = ReplicatedParallelLinear(kv, ctx)
         """A key that is also a value, for all heads."""
         of_norms = replace(config, norm_epsilon=own.latent_norm_epsilon or config.norm_epsilon)
@@ -301,7 +295,7 @@ class CompressedAttention(MultiLatentAttention):
             of_groups.o_groups * of_groups.o_lora_rank,
             config.add_bias_linear or config.add_attention_output_bias,
         )
-        self.linear_proj = row_parallel(RowLinear(f"{name}.linear_proj", rows, hidden, biased, output_init), ctx)
+        self.linear_proj = row_parallel(RowLinear(f"{name}.linear_proj", rows, hidden, biased), ctx)
         self.to_heads = all_gather_sequence if ctx.sequence_parallel else copy_to
         self.recompute_core = config.recomputes("core_attn")
         self.recompute_heads = config.recomputes("mla_up_proj")

@@ -28,7 +28,7 @@ from megatron.core.collectives import all_gather, all_gather_sequence, local_sli
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import copied_to, has_values
 from megatron.core.parallel_state import Axis
-from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext
 from megatron.core.tensor_parallel.linear_spec import ReplicatedLinear, sequence_partial
 from megatron.core.transformer.norm import LayerNorm
@@ -66,13 +66,12 @@ def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
     """The linear layers of the indexer of this name."""
     own = config.options(SparseAttentionFlags)
     hidden = config.hidden_size
-    init = Init("normal", config.init_method_std)
     heads, width = own.dsa_indexer_n_heads, own.dsa_indexer_head_dim
     q_rank = config.options(LatentAttentionFlags).q_lora_rank or hidden
     return IndexerLinears(
-        ReplicatedLinear(f"{name}.linear_wq_b", q_rank, heads * width, False, init),
-        ReplicatedLinear(f"{name}.linear_wk", hidden, width, False, init),
-        ReplicatedLinear(f"{name}.linear_weights_proj", hidden, heads, False, init),
+        ReplicatedLinear(f"{name}.linear_wq_b", q_rank, heads * width, False),
+        ReplicatedLinear(f"{name}.linear_wk", hidden, width, False),
+        ReplicatedLinear(f"{name}.linear_weights_proj", hidden, heads, False, role="gate"),
     )
 
 

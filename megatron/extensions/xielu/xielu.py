@@ -28,7 +28,8 @@ class XIELU(nn.Module):
 
         def scalar(key: str, value: float) -> nn.Parameter:
             # A tensor-parallel rank sees a part of the width: its gradient is one term of a sum.
-            return make_parameter(ParamMeta(f"{name}.{key}", (1,), {}, Init("constant", value=value), ("tp",)), ctx)
+            init = Init("constant", value=value)
+            return make_parameter(ParamMeta(f"{name}.{key}", (1,), {}, init, ("tp",), role="vector"), ctx)
 
         # Both factors start at 0.8.
         self.alpha_p = scalar("alpha_p", log(expm1(0.8)))

@@ -44,9 +44,9 @@ class Layers(nn.Module):
 
     def __init__(self, ctx: TPContext, inner: int) -> None:
         super().__init__()
-        self.down = ReplicatedParallelLinear(ReplicatedLinear("down", H, H, False, NORMAL), ctx)
-        self.fc1 = ColumnParallelLinear(ColumnLinear("fc1", H, (2, inner), True, NORMAL, shard_dim=1), ctx)
-        self.fc2 = RowParallelLinear(RowLinear("fc2", inner, H, True, NORMAL), ctx)
+        self.down = ReplicatedParallelLinear(ReplicatedLinear("down", H, H, False, init=NORMAL), ctx)
+        self.fc1 = ColumnParallelLinear(ColumnLinear("fc1", H, (2, inner), True, shard_dim=1, init=NORMAL), ctx)
+        self.fc2 = RowParallelLinear(RowLinear("fc2", inner, H, True, init=NORMAL), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.fc1(self.down(x)).unflatten(-1, (2, -1)).unbind(-2)

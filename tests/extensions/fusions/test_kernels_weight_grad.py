@@ -215,7 +215,7 @@ def test_the_fastest_kernel_that_adds_right_sums_is_chosen(monkeypatch: pytest.M
     config = Fp8Flags(fp8_format="hybrid", fp8_recipe="tensorwise")
     ctx = tp_context(ParallelState(), False, torch.bfloat16, format=Fp8Format(config, range(1), WeightCasts()))
     sizes = ((16, 32), (32, 16), (16, 32))
-    layers = (ColumnLinear(f"l{n}", i, (o,), False, Init("zeros")) for n, (o, i) in enumerate(sizes))
+    layers = (ColumnLinear(f"l{n}", i, (o,), False, init=Init("zeros")) for n, (o, i) in enumerate(sizes))
     net = nn.ModuleList([ColumnParallelLinear(layer, ctx) for layer in layers])
     right = gemm_choice.add_product_
 

@@ -52,7 +52,7 @@ def test_two_layers_of_one_sublayer_are_one_layer_of_two(style: str) -> None:
 def test_initial_weights_are_divided_by_the_number_of_sublayers() -> None:
     config = model_of("gpt")
     hybrid = with_fields(config, {"num_layers": 4, "hybrid_layer_pattern": "*-*-"})
-    assert hybrid.output_init_std == config.output_init_std
+    assert hybrid.initial == config.initial
 
 
 def test_letters_state_layers_stages_and_modules() -> None:

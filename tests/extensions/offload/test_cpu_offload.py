@@ -138,8 +138,8 @@ def test_a_step_that_is_skipped_changes_nothing_on_device_and_host(flags: str) -
 
 def test_states_are_placed_by_the_fraction_and_in_order() -> None:
     """The buckets that backward completes first are on the host, cut at whole blocks, in ranges of one chunk."""
-    metas = [(ParamMeta(f"layers.{i}.w", (30, 40), {}), (30, 40)) for i in range(6)]
-    metas += [(ParamMeta("norm.weight", (40,), {}), (40,))]
+    metas = [(ParamMeta(f"layers.{i}.w", (30, 40), {}, role="hidden"), (30, 40)) for i in range(6)]
+    metas += [(ParamMeta("norm.weight", (40,), {}, role="norm"), (40,))]
     for ranks in (1, 3):
         buffers = plan_buffers(metas, ranks, bucket_size=2400)
         for fraction in (0.0, 0.01, 0.5, 0.77, 1.0):

@@ -15,12 +15,12 @@ from megatron.core.param_meta import Fused, ParamMeta
 ROLES = frozenset({"hidden", "router"})
 METAS = [
     ParamMeta("embedding.weight", (8, 4), {"tp": 0}, role="embedding"),
-    ParamMeta("a.linear_qkv.weight", (4, 5, 2, 6), {"tp": 0}, fused=Fused("qkv", 1, (3, 1, 1))),
-    ParamMeta("a.linear_proj.weight", (6, 24), {"tp": 1}),
-    ParamMeta("a.norm.weight", (6,)),
-    ParamMeta("a.linear_fc1.weight", (2, 12, 7), {"tp": 1}, fused=Fused("gate_up", 0, (1, 1))),
+    ParamMeta("a.linear_qkv.weight", (4, 5, 2, 6), {"tp": 0}, fused=Fused("qkv", 1, (3, 1, 1)), role="hidden"),
+    ParamMeta("a.linear_proj.weight", (6, 24), {"tp": 1}, role="hidden"),
+    ParamMeta("a.norm.weight", (6,), role="norm"),
+    ParamMeta("a.linear_fc1.weight", (2, 12, 7), {"tp": 1}, fused=Fused("gate_up", 0, (1, 1)), role="hidden"),
     ParamMeta("a.router.weight", (4, 6), role="router"),
-    ParamMeta("a.experts.weight", (4, 2, 4, 3), {"ep": 0, "expt_tp": 2}, expert=True, stacked=1),
+    ParamMeta("a.experts.weight", (4, 2, 4, 3), {"ep": 0, "expt_tp": 2}, role="hidden", expert=True, stacked=1),
 ]
 LAYOUTS = [ParallelDims(), ParallelDims(dp=3), ParallelDims(tp=2, dp=2), ParallelDims(tp=4, dp=2, ep=2, expt_tp=2)]
 LAYOUTS += [ParallelDims(tp=2, cp=2, dp=2, ep=4), ParallelDims(tp=2, pp=2, dp=3, tp_pp_dp=True)]

@@ -46,8 +46,8 @@ def build(size: int, overlap: str | None, queue: WeightGradQueue) -> tuple[TPCon
     state = initialize_model_parallel(size)
     options = OverlapFlags(tp_comm_overlap=overlap is not None, tp_comm_overlap_method=overlap)
     ctx = tp_context(state, True, queue=queue, extension_options=(options,))
-    column = column_parallel(ColumnLinear("fc1", H, (2, 4 * H), True, Init("normal", 1.0), shard_dim=1), ctx)
-    row = row_parallel(RowLinear("fc2", 8 * H, H, True, Init("normal", 1.0)), ctx)
+    column = column_parallel(ColumnLinear("fc1", H, (2, 4 * H), True, shard_dim=1, init=Init("normal", 1.0)), ctx)
+    row = row_parallel(RowLinear("fc2", 8 * H, H, True, init=Init("normal", 1.0)), ctx)
     parameters = [*column.parameters(), *row.parameters()]
     initialize_parameters_(parameters, 0, state.coords)
     for parameter in parameters:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_spec import sequence_partial
@@ -22,13 +22,14 @@ from megatron.core.transformer.norm import build_norm
 def word_embedding_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
     """The word embeddings, which are the output weight too where they are tied."""
     shared_stages = tied_stages if config.tied_embeddings or config.mtp_depths else ()
-    return vocabulary_meta("embedding.word_embeddings.weight", config, shared_stages, "embedding")
-
-
-def vocabulary_meta(name: str, config: TransformerConfig, shared_stages: tuple[int, ...], role: str) -> ParamMeta:
-    std = config.embedding_init_std if role == "embedding" else config.init_method_std
-    shape, init = (config.padded_vocab_size, config.hidden_size), Init("normal", std)
-    return ParamMeta(name, shape, {"tp": 0}, init, shared_stages=shared_stages, role=role)
+    return ParamMeta(
+        "embedding.word_embeddings.weight",
+        (config.padded_vocab_size, config.hidden_size),
+        {"tp": 0},
+        shared_stages=shared_stages,
+        role="embedding",
+        tied=config.tied_embeddings,
+    )
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
@@ -48,10 +49,10 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         rows = config.max_positions + config.position_offset
-        shape, init = (rows, config.hidden_size), Init("normal", config.embedding_init_std)
+        shape = (rows, config.hidden_size)
         partial_over = sequence_partial(ctx.sequence_parallel)
         name = "embedding.position_embeddings.weight"
-        meta = ParamMeta(name, shape, init=init, partial_over=partial_over, role="embedding")
+        meta = ParamMeta(name, shape, partial_over=partial_over, role="embedding")
         self.weight = make_parameter(meta, ctx)
         self.shard, self.offset = ctx.tp.rank if ctx.sequence_parallel else 0, config.position_offset
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from megatron.core.models.gpt.loss_chunks import LossSum
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN, MultiTokenPrediction
 from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import ParallelState
-from megatron.core.param_meta import ParamMeta
+from megatron.core.param_meta import InitRule, ParamMeta
 from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.tensor_parallel.linear_gemms import build_format
@@ -45,6 +45,9 @@ class WeightSetup:
 
     threads: int = 1
     """Threads that draw initial weights."""
+
+    rules: Sequence[InitRule] = ()
+    """Rules that change initial weights (`OptimizerConfig.parameter_rules`)."""
 
 
 ORDINARY = WeightSetup()
@@ -96,6 +99,7 @@ class GPTModel(nn.Module):
             format=build_format(parallel, config.num_layers, config.mtp_depths, passes.casts),
             seed=weights.seed,
             lazy=weights.lazy,
+            initial=replace(config.initial, rules=weights.rules),
             extension_options=parallel.extension_options,
         )
         self.config = config

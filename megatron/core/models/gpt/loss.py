@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt.embedding import vocabulary_meta, word_embedding_meta
-from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.models.gpt.embedding import word_embedding_meta
+from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import OutputLayer, TPContext
 
@@ -23,7 +23,7 @@ def output_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> Para
     """The weight of the output layer: a replica of the word embeddings where they are tied."""
     if config.tied_embeddings:
         return word_embedding_meta(config, tied_stages)
-    return vocabulary_meta("output_layer.weight", config, (), "output")
+    return ParamMeta("output_layer.weight", (config.padded_vocab_size, config.hidden_size), {"tp": 0}, role="output")
 
 
 class Head(OutputLayer):
@@ -32,7 +32,7 @@ class Head(OutputLayer):
     def __init__(
         self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...], tied_weight: nn.Parameter | None
     ) -> None:
-        bias = ParamMeta("output_layer.bias", (config.padded_vocab_size,), {"tp": 0}, Init("zeros"))
+        bias = ParamMeta("output_layer.bias", (config.padded_vocab_size,), {"tp": 0}, role="bias")
         biases = [bias] if config.add_output_layer_bias else []
         super().__init__(output_meta(config, tied_stages), *biases, ctx=ctx, tied_weight=tied_weight)
         self.divisor, self.cap = config.logits_scaling, config.final_logit_softcapping

@@ -26,7 +26,6 @@ from megatron.core.collectives import features_to_sequence, gather_from
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.embedding import Embedding
 from megatron.core.models.gpt.loss_chunks import LossSum
-from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, TPContext
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear
 from megatron.core.transformer.block import TransformerBlock
@@ -39,8 +38,7 @@ MULTI_TOKEN = "mtp.layers"
 
 def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear:
     """eh_proj: from the normed embedding and the normed hidden states, side by side, to hidden states."""
-    init = Init("normal", config.init_method_std)
-    return ColumnLinear(f"{name}.eh_proj", 2 * config.hidden_size, (config.hidden_size,), False, init)
+    return ColumnLinear(f"{name}.eh_proj", 2 * config.hidden_size, (config.hidden_size,), False)
 
 
 class MultiTokenLayer(nn.Module):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce_, gather_objects
+from megatron.core.init import init_of
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
@@ -213,7 +214,7 @@ def _parameters(stages: Mapping[int, GPTModel]) -> dict[str, Parameter]:
                 layer_of[parameter.meta.name] = int(layer.number)  # type: ignore[attr-defined, arg-type]
         for name, (parameter, meta) in model.named_metas().items():
             if parameter.requires_grad:
-                found[name] = Parameter(layer_of.get(name), meta.expert, "tp" in meta.sharded, meta.init.kind)
+                found[name] = Parameter(layer_of.get(name), meta.expert, "tp" in meta.sharded, init_of(meta).kind)
     return found
 
 
