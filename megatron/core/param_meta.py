@@ -151,6 +151,14 @@ class ParamMeta:
             sums = (self.role in WIDTH_KINDS and self.role != "embedding") or self.role == "convolution"
             object.__setattr__(self, "fan_in", self.global_shape[-1] if sums else 1)
 
+    def __getstate__(self) -> dict[str, object]:
+        """For copies and other processes, which a read-only view cannot reach."""
+        return vars(self) | {"sharded": dict(self.sharded)}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
+
     @property
     def fan_out(self) -> int:
         """Number of outputs of one input, in one of the stacked matrices."""
@@ -218,7 +226,7 @@ class ParamMeta:
 
 
 class InitRule(Protocol):
-    """Changes the initial values of parameters, as rules of `--param-group` kind may."""
+    """Changes the initial values of parameters, as `megatron.core.config.param_groups.ParameterRule` does."""
 
     def initial(self, meta: ParamMeta, init: Init) -> Init:
         """The initial values of a parameter, given those that it has without the rule."""

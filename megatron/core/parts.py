@@ -114,12 +114,6 @@ RECOMPUTED_PARTS.register(
     needs="--moe-shared-expert-intermediate-size",
 )
 
-PARAMETER_RULES: Registry[Any, facts.WhenFacts, ...] = Registry(
-    "rule of parameters", facts.WhenFacts, "optimizer", attributes=("group", "freezes", "errors")
-)
-"""`build(optimizer)`: what flags say of parameters by their names in the whole model. `group(group, name)` is the
-`ParamGroup` of a parameter, given that of the other flags; `groups` says whether any differs. `freezes(name)` says that
-one is not trained. `errors(names)` checks the rule against all names."""
 
 LINEAR_FORMATS: Registry[Any, facts.LinearFormatFacts, ...] = Registry(
     "format of products", facts.LinearFormatFacts, attributes=("build", "check", "gather")

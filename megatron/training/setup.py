@@ -59,6 +59,7 @@ def build_stages(
         config.training.seed,
         lazy=config.ddp.shards_parameters,
         threads=host_threads(runtime.device),
+        rules=config.optimizer.parameter_rules,
     )
     for stage in layout.stages_of(state.pp.rank):
         stages[stage] = GPTModel(

@@ -16,6 +16,8 @@ from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.transforms import ParameterUpdate, Place
 from megatron.core.param_meta import ParamMeta
+from megatron.testing.snapshot import train_in_world
+from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import sections, with_fields
 from megatron.training.extensions import load_extensions
 from tests.forked import ROOT, run_forked, run_program
@@ -32,6 +34,7 @@ EXAMPLES = {
     "lion.py": "--optimizer lion",
     "moving_average.py": "--experimental-attention-variant moving_average --linear-attention-freq 2",
     "goldfish_loss.py": "--loss-func goldfish --goldfish-h 3",
+    "rates_by_role.py": "--role-lr embedding=3 norm=0.5 bias=0.1",
     "sandwich_norm.py": "--layer-module sandwich --normalization RMSNorm",
     "shampoo.py": "--optimizer shampoo --shampoo-interval 2",
     "streaming_dataset.py": "--dataset-type sums --tokenizer-type ByteTokenizer",
@@ -105,6 +108,33 @@ def test_lion_steps_by_the_sign_of_an_average() -> None:
         expected = expected - 0.1 * ((0.95 * written_out + 0.05 * grad).sign() + 0.3 * expected)
         written_out = 0.98 * written_out + 0.02 * grad
     torch.testing.assert_close((param, average), (expected, written_out))
+
+
+def test_rates_follow_the_table_of_roles() -> None:
+    """Adam's first step is the learning rate times a direction that depends on the gradient alone."""
+    flags = f"{TINY} --fp64 --attention-dropout 0 --hidden-dropout 0 --weight-decay 0 --lr-decay-style constant"
+    table = {"embedding": 3.0, "norm": 0.5, "bias": 0.1}
+    own = [*f"{flags} --extension {ROOT}/examples/rates_by_role.py --role-lr".split()]
+    own += [f"{role}={factor}" for role, factor in table.items()]
+    found = train_in_world(1, own).tensors
+    plain = train_in_world(1, flags.split()).tensors
+    roles = {name: meta.role for name, (_, meta) in GPTModel(parse_args(own).model).named_metas().items()}
+    assert set(roles.values()) == {"hidden", *table}
+    for name, role in roles.items():
+        initial = found[f"initial weight {name}"]
+        assert initial.equal(plain[f"initial weight {name}"])
+        moved, expected = (each[f"step 1 weight {name}"] - initial for each in (found, plain))
+        torch.testing.assert_close(moved, table.get(role, 1.0) * expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_table_of_roles_is_checked() -> None:
+    flags = ["--extension", "examples/rates_by_role.py", "--role-lr"]
+    done = run_program("pretrain_gpt.py", *MODEL.split(), *flags, "norm", code=2)
+    assert "--role-lr norm: must be ROLE=NUMBER; write for example --role-lr embedding=10 norm=0.5" in done.stderr
+    for more in [], ["--dry-run"]:
+        done = run_program("pretrain_gpt.py", *MODEL.split(), *flags, "norms=2", *more)
+        rule = "--role-lr norms: no parameter of the model has this role; its roles are bias, embedding, hidden, norm"
+        assert done.returncode and rule in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["adafactor", "shampoo"])

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.optimizers import LR_SCHEDULES, OPTIMIZERS, STATE_STORES, StatePlan
 from megatron.core.config.parallel import HOST_MEMORY
-from megatron.core.config.param_groups import ParamGroup
-from megatron.core.parts import PARAMETER_RULES
+from megatron.core.config.param_groups import PARAMETER_RULES, ParameterRule, ParamGroup
+from megatron.core.param_meta import ParamMeta
 
 DECAYING = ("matrices", "embeddings", "norms", "biases")
 """Kinds of parameters (`ParamMeta.kind`) that weight decay can act on."""
@@ -189,13 +188,13 @@ class OptimizerConfig(Section):
         return max((HOST_MEMORY.facts(name).fraction(self) for name in HOST_MEMORY), default=0.0)
 
     @cached_property
-    def parameter_rules(self) -> list[Any]:
-        """What flags say of parameters by their names."""
+    def parameter_rules(self) -> list[ParameterRule]:
+        """Rules that decide on parameters by their `ParamMeta`, in the order in which they apply."""
         return [PARAMETER_RULES[name](self) for name in PARAMETER_RULES.wanted(self)]
 
-    def check_names(self, names: Collection[str]) -> None:
+    def check_rules(self, metas: Collection[ParamMeta]) -> None:
         """Raises ValueError for a rule of parameters that does not fit the parameters of the whole model."""
-        if errors := [error for rule in self.parameter_rules for error in rule.errors(names)]:
+        if errors := [error for rule in self.parameter_rules for error in rule.errors(metas)]:
             raise ValueError("\n".join(errors))
 
     @property
@@ -206,14 +205,14 @@ class OptimizerConfig(Section):
         own = any(getattr(self, name) != getattr(usual, name) for name in fields)
         return own or any(rule.groups for rule in self.parameter_rules)
 
-    def group_of(self, name: str, kind: str) -> ParamGroup:
-        """Learning rate and weight decay of a parameter, by its name in the whole model and its `ParamMeta.kind`."""
-        of_head_norm = self.apply_wd_to_qk_layernorm and (".q_layernorm." in name or ".k_layernorm." in name)
-        decays = kind in self.weight_decay_on or of_head_norm
-        decoupled = self.decoupled_lr is not None and name in DECOUPLED
+    def group_of(self, meta: ParamMeta) -> ParamGroup:
+        """Learning rate and weight decay of a parameter."""
+        of_head_norm = self.apply_wd_to_qk_layernorm and (".q_layernorm." in meta.name or ".k_layernorm." in meta.name)
+        decays = meta.kind in self.weight_decay_on or of_head_norm
+        decoupled = self.decoupled_lr is not None and meta.name in DECOUPLED
         group = ParamGroup(wd_mult=float(decays), decoupled=decoupled)
         for rule in self.parameter_rules:
-            group = rule.group(group, name)
+            group = rule.group(group, meta)
         return group
 
     @property
@@ -224,6 +223,6 @@ class OptimizerConfig(Section):
         least = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
         return replace(self, lr=self.decoupled_lr, min_lr=least, decoupled_lr=None, decoupled_min_lr=None)
 
-    def freezes(self, name: str) -> bool:
-        """Whether a parameter, by its name in the whole model, is not trained."""
-        return any(rule.freezes(name) for rule in self.parameter_rules)
+    def freezes(self, meta: ParamMeta) -> bool:
+        """Whether a parameter is not trained."""
+        return any(rule.freezes(meta) for rule in self.parameter_rules)

@@ -1,10 +1,15 @@
-"""Groups of parameters with a learning rate or weight decay of their own. No torch."""
+"""Groups of parameters with a learning rate or weight decay of their own, and rules that decide on them. No torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.core.config.flag_spec import Section
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.registry import Registry
 
 SHOWN = 5
 """Names of parameters that a line lists."""
@@ -53,6 +58,53 @@ class ParamGroup:
         if self.weight_decay is not None:
             return f"{rate}, weight decay {self.weight_decay:g}"
         return f"{rate}, weight decay" + (f" x {self.wd_mult:g}" if self.wd_mult != 1 else "")
+
+
+class ParameterRule:
+    """Base of rules that decide on parameters by their role, shape, fan-in, layer or name: all that `ParamMeta` says.
+
+    Each method may depend on the flags and the `ParamMeta` alone, as plans and every rank call it."""
+
+    groups = True
+    """Whether parameters may be in other groups than without the rule."""
+
+    def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
+        """Learning rate and weight decay of a parameter, given those of the flags and of earlier rules."""
+        return group
+
+    def freezes(self, meta: ParamMeta) -> bool:
+        """Whether a parameter is not trained."""
+        return False
+
+    def initial(self, meta: ParamMeta, init: Init) -> Init:
+        """Initial values of a parameter, given those of its role or of earlier rules."""
+        return init
+
+    def errors(self, metas: Collection[ParamMeta]) -> Iterable[str]:
+        """Messages about a rule that does not fit the parameters of the whole model."""
+        return ()
+
+
+class BuildsRule(Protocol):
+    """Makes a rule from the `OptimizerConfig` of a run, whose `options(Cls)` are an extension's own flags."""
+
+    def __call__(self, optimizer: Section) -> ParameterRule: ...
+
+
+@dataclass(frozen=True)
+class RuleFacts:
+    when: Callable[[Section], bool]
+    """Whether a run with this `OptimizerConfig` has the rule."""
+
+
+PARAMETER_RULES = Registry("rule of parameters", RuleFacts, protocol=BuildsRule)
+"""Rules of parameters. Those registered later see the groups of the earlier ones.
+
+    @PARAMETER_RULES.register("small gates", when=lambda optimizer: True)
+    class SmallGates(ParameterRule):
+        def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
+            return replace(group, lr_mult=0.1) if meta.role == "gate" else group
+"""
 
 
 def lines_of_groups(groups: Mapping[str, tuple[ParamGroup, int]]) -> Iterable[str]:

@@ -39,8 +39,8 @@ HOST_SLOTS = 2
 
 DEFAULT = OptimizerConfig()
 
-GroupOf = Callable[[str, str], ParamGroup]
-"""(name, `ParamMeta.kind`) of a parameter -> its group, as `OptimizerConfig.group_of`."""
+GroupOf = Callable[[ParamMeta], ParamGroup]
+"""The group of a parameter, as `OptimizerConfig.group_of`."""
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
@@ -157,7 +157,7 @@ def plan_buffers(
     for index, (meta, shape) in enumerate(params):
         whole, linear = meta.matrix and meta.role in whole_roles, linears_apart and meta.linear
         by_unit = units_apart and meta.matrix and (expert_data_parallel_size if meta.expert else data_parallel_size) > 1
-        key = (meta.expert, group_of(meta.name, meta.kind), whole, linear, by_unit)
+        key = (meta.expert, group_of(meta), whole, linear, by_unit)
         found.setdefault(key, []).append((index, meta, prod(shape)))
     buffers = []
     for key in sorted(found, key=lambda key: (key[0], key[1].order, *key[2:])):

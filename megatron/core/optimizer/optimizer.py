@@ -227,11 +227,12 @@ def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, wor
     if not config.parameter_rules and not config.has_own_groups:
         return []
     trained = {meta.name: (meta, param) for meta, param in tagged_parameters(modules) if param.requires_grad}
-    groups = {name: (config.group_of(name, meta.kind), meta.numel) for name, (meta, _) in trained.items()}
-    whole = {name: group for found in gather_objects(groups, world) for name, group in found.items()}
-    config.check_names(whole)
-    for name, (_, param) in trained.items():
-        param.requires_grad_(not config.freezes(name))
+    own = {name: meta for name, (meta, _) in trained.items()}
+    whole = {name: meta for found in gather_objects(own, world) for name, meta in found.items()}
+    config.check_rules(whole.values())
+    for meta, param in trained.values():
+        param.requires_grad_(not config.freezes(meta))
     if not config.has_own_groups:
         return []
-    return list(lines_of_groups({name: group for name, group in whole.items() if not config.freezes(name)}))
+    left = (meta for meta in whole.values() if not config.freezes(meta))
+    return list(lines_of_groups({meta.name: (config.group_of(meta), meta.numel) for meta in left}))

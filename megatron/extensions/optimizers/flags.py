@@ -8,7 +8,8 @@ from typing import ClassVar
 from megatron.core.config.flag_spec import Condition, Section, flag
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.optimizers import OPTIMIZERS, STATE_STORES, StatePlan
-from megatron.core.parts import PARAMETER_RULES, UPDATE_HOOKS
+from megatron.core.config.param_groups import PARAMETER_RULES
+from megatron.core.parts import UPDATE_HOOKS
 from megatron.extensions.optimizers.newton_schulz import COEFFICIENTS
 from megatron.training.extensions import extension_flags
 

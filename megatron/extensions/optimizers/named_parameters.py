@@ -11,7 +11,8 @@ from functools import cache
 from math import isfinite
 
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.config.param_groups import SHOWN, ParamGroup
+from megatron.core.config.param_groups import SHOWN, ParameterRule, ParamGroup
+from megatron.core.param_meta import ParamMeta
 from megatron.extensions.optimizers.flags import NamedParameterFlags
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -20,29 +21,30 @@ SETTINGS = ("lr_mult", "wd_mult", "weight_decay")
 """Keys that an expression of --param-group can set."""
 
 
-class NamedParameters:
-    """What both flags say of parameters by their names in the whole model."""
+class NamedParameters(ParameterRule):
+    """Groups and frozen parameters by their names in the whole model."""
 
     def __init__(self, optimizer: OptimizerConfig) -> None:
         options = optimizer.options(NamedParameterFlags)
-        self.groups, self.frozen = options.param_group or (), options.freeze or ()
+        self.expressions, self.frozen = options.param_group or (), options.freeze or ()
+        self.groups = bool(self.expressions)
 
-    def group(self, group: ParamGroup, name: str) -> ParamGroup:
-        """`group` as the expressions of --param-group change it for the parameter `name`."""
-        for text in self.groups:
-            group = group_rule(text).applied(group, name)
+    def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
+        """`group` as the expressions of --param-group change it."""
+        for text in self.expressions:
+            group = group_rule(text).applied(group, meta.name)
         return group
 
-    def freezes(self, name: str) -> bool:
-        """Whether a parameter is not trained."""
-        return any(re.search(pattern, name) for pattern in self.frozen)
+    def freezes(self, meta: ParamMeta) -> bool:
+        return any(re.search(pattern, meta.name) for pattern in self.frozen)
 
-    def errors(self, names: Collection[str]) -> Iterator[str]:
+    def errors(self, metas: Collection[ParamMeta]) -> Iterator[str]:
         """Expressions that match none of the parameters of the whole model; and if nothing is left to train, that."""
+        names = [meta.name for meta in metas]
         texts = [("--freeze", pattern, pattern) for pattern in self.frozen]
-        texts += [("--param-group", text, group_rule(text).pattern) for text in self.groups]
+        texts += [("--param-group", text, group_rule(text).pattern) for text in self.expressions]
         yield from filter(None, (unmatched(*text, names) for text in texts))
-        if self.frozen and all(map(self.freezes, names)):
+        if self.frozen and all(map(self.freezes, metas)):
             some = ", ".join(sorted(names)[:: max(1, len(names) // SHOWN)][:SHOWN])
             yield (
                 f"--freeze {' '.join(self.frozen)}: matches all {len(names)} parameters, which leaves nothing to "

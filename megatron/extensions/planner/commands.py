@@ -141,7 +141,7 @@ class DryRun(Command):
                 print(each, file=sys.stderr)
             if run.config.optimizer.parameter_rules:  # a run finds it out as it builds the model
                 try:
-                    run.config.optimizer.check_names({meta.name for meta in stage_metas(run.config.model)})
+                    run.config.optimizer.check_rules(stage_metas(run.config.model))
                 except ValueError as error:
                     run.refuse(Problem.of_errors("--freeze", None, error))
             print_plan(run, self.device, self.gpus_per_node, self.device_memory, inputs)

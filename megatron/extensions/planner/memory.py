@@ -168,7 +168,7 @@ def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankS
     dtypes = parallel.params_dtype, parallel.main_dtype
     device, host = chain_bytes(buffers, optimizer, dims, pp_rank, DTYPE_BYTES[parallel.main_dtype])
     memory = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters, (max(device), max(host)))
-    frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta.name))
+    frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta))
     memory = replace(memory, parameters=memory.parameters + frozen * DTYPE_BYTES[parallel.params_dtype])
     elements = sum(prod(shape) for _, shape in shapes)
     in_flight = _units_in_flight(buffers, config, mine)
@@ -178,7 +178,7 @@ def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankS
 def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[ParamMeta]) -> tuple[BufferLayout, ...]:
     """The buffers of a rank's parameters that are trained."""
     optimizer, ddp = config.optimizer, config.ddp
-    trained = [(meta, local_shape(meta, dims)) for meta in metas if not optimizer.freezes(meta.name)]
+    trained = [(meta, local_shape(meta, dims)) for meta in metas if not optimizer.freezes(meta)]
     sizes = dims.shards(False), dims.shards(True), ddp.ddp_bucket_size
     apart = gathered_format(config.parallel) is not None
     return plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart, ddp.shards_gradients)
@@ -391,8 +391,8 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
             f"parameters, {flying.gradients:,} of gradients"
         )
     if config.optimizer.has_own_groups:
-        trained = {meta.name: meta for plan in plans for meta in plan.metas if not config.optimizer.freezes(meta.name)}
-        groups = {name: (config.optimizer.group_of(name, meta.kind), meta.numel) for name, meta in trained.items()}
+        trained = {meta.name: meta for plan in plans for meta in plan.metas if not config.optimizer.freezes(meta)}
+        groups = {name: (config.optimizer.group_of(meta), meta.numel) for name, meta in trained.items()}
         yield from lines_of_groups(groups)
     yield from _activation_lines(MicroBatch.of(config), activations)
     most = max(ranks, key=lambda rank: rank.total)

@@ -7,7 +7,6 @@ from dataclasses import fields
 from pathlib import PurePath
 from typing import Any
 
-from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.optimizers import OPTIMIZERS, STATE_STORES
 from megatron.core.dist_checkpointing.file_storage import storage_of
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
@@ -179,7 +178,8 @@ def without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: Ca
     now: these begin at zero."""
     saved = saved_config(checkpoint)
     missing = [key for key in targets if key.startswith(OPTIMIZER) and key not in checkpoint.tensors]
-    thawed = {key for key in missing if saved.optimizer.freezes(_parameter_of(key))}
+    frozen = frozen_names(saved) if missing else frozenset()
+    thawed = {key for key in missing if _parameter_of(key) in frozen}
     if thawed:
         say(
             f" the checkpoint was saved with {' '.join(_frozen_by(saved))}: optimizer states of "
@@ -209,12 +209,19 @@ def tell_of_other_groups(saved: RunConfig, config: RunConfig, say: Callable[[str
     if not saved.optimizer.has_own_groups and not config.optimizer.has_own_groups:
         return
     pairs = {
-        meta.name: (saved.optimizer.group_of(meta.name, meta.kind), config.optimizer.group_of(meta.name, meta.kind))
+        meta.name: (saved.optimizer.group_of(meta), config.optimizer.group_of(meta))
         for meta in stage_metas(config.model)
     }
     if other := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
         name, (before, now) = next(iter(other.items()))
         say(f" {len(other)} parameters have another group than in the checkpoint, {name}: {before} there, {now} now")
+
+
+def frozen_names(config: RunConfig) -> frozenset[str]:
+    """Names of the parameters that a run does not train."""
+    if not config.optimizer.parameter_rules:
+        return frozenset()
+    return frozenset(meta.name for meta in stage_metas(config.model) if config.optimizer.freezes(meta))
 
 
 def _parameter_of(key: str) -> str:
@@ -223,15 +230,15 @@ def _parameter_of(key: str) -> str:
 
 
 def unused_tensors(
-    checkpoint: Checkpoint, load_optimizer: bool, optimizer: OptimizerConfig | None = None
+    checkpoint: Checkpoint, load_optimizer: bool, config: RunConfig | None = None
 ) -> Callable[[str], bool]:
     """Which keys of a checkpoint are rightly not loaded: a parameter with a main copy is loaded from that, a run may
     have no use for histories and optional states, and none for optimizer states of parameters that it freezes."""
+    frozen = frozenset() if config is None else frozen_names(config)
 
     def unused(key: str) -> bool:
         if key.startswith(OPTIMIZER):
-            frozen = optimizer is not None and optimizer.freezes(_parameter_of(key))
-            return not load_optimizer or frozen or _is_optional(key)
+            return not load_optimizer or _parameter_of(key) in frozen or _is_optional(key)
         if key.endswith(HISTORY):
             return True
         name = key.removeprefix(MODEL)

@@ -189,9 +189,8 @@ class Checkpointer:
                 tell_of_other_groups(saved_config(checkpoint), config, say)
                 targets = without_states_of_thawed(targets, checkpoint, say)
             try:
-                checkpoint.load(
-                    targets, self.state.world, ignore=unused_tensors(checkpoint, load_optimizer, config.optimizer)
-                )
+                unused = unused_tensors(checkpoint, load_optimizer, config)
+                checkpoint.load(targets, self.state.world, ignore=unused)
             except MismatchError as error:
                 raise ValueError(f"{error}{mismatch_remedy(error.keys)}") from None
         if load_optimizer:

@@ -102,7 +102,7 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Memory:
         resources.callback(run.data.close)
         train_step(run)
         held = {p.meta.name: p for stage in run.stages.values() for p in stage.parameters()}.values()
-        own = [p for p in held if p.requires_grad or config.optimizer.freezes(p.meta.name)]  # no scales of fp8
+        own = [p for p in held if p.requires_grad or config.optimizer.freezes(p.meta)]  # no scales of fp8
         buffers, shards = run.ddp.buffers, [shard for shard in run.optimizer.shards if not shard.on_host]
         parameters = sum(buffer.param_data.nbytes for buffer in buffers)
         parameters += sum(parameter.nbytes for parameter in own if not parameter.requires_grad)

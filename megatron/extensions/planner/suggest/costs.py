@@ -299,7 +299,7 @@ class LayoutCosts:
         """Bytes of states that each element of a large matrix takes on a rank."""
         config = self.run.with_layout(Layout(saving=saving))
         found = [meta for meta in stage_metas(self.run.own.model) if meta.expert is expert and meta.matrix]
-        if not found or any(config.optimizer.freezes(meta.name) for meta in found):
+        if not found or any(config.optimizer.freezes(meta) for meta in found):
             return 0.0  # nothing is said of frozen parameters
         return _state_bytes(found[0], shards, config) / (shards * ELEMENTS)
 

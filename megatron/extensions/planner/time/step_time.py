@@ -271,7 +271,7 @@ class Step:
         backward = sum(times[stage].backward.total + times[stage].weight.total for stage in own)
         numels = {False: 0, True: 0}
         for meta in states.metas:
-            if not config.optimizer.freezes(meta.name):
+            if not config.optimizer.freezes(meta):
                 numels[meta.expert] += prod(local_shape(meta, self.dims))
         every_batch = config.ddp.shards_gradients
         units = len({unit_of(meta.name) for meta in states.metas})
