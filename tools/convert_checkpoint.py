@@ -106,9 +106,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def convert(conversion: Conversion, workers: int) -> None:
+def convert(conversion: Conversion, workers: int, what: str = "converting") -> None:
     """Converts, and shows how far it is."""
-    bar = ProgressBar("converting", conversion.target.nbytes, "B")
+    bar = ProgressBar(what, conversion.target.nbytes, "B")
     try:
         conversion.run(workers, bar.update)
     finally:

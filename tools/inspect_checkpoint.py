@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.path_kind import OURS, PATH_KINDS, kind_of
 from megatron.core.dist_checkpointing.state_dict import MODEL, model_key
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, TensorInfo
 from megatron.core.parallel_state import Axis
-from megatron.extensions.conversion.formats import Origin
+from megatron.extensions.conversion.formats import MERGE_FILE, Origin
 from megatron.training.checkpoints.checkpoint_fit import choose_run_checkpoint, saved_progress
 
 from .common import add_extension_flag, run_tool, tool_parser
@@ -122,6 +122,8 @@ def about_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
     yield f"saved at           {layout}"
     if (family := Origin.of(saved_progress(payload).origin).model_type) is not None:
         yield f"came from          {family} (Hugging Face)"
+    if isinstance(merged := payload.get("merged"), dict) and isinstance(sources := merged.get("sources"), list):
+        yield f"merged             of {len(sources)} checkpoints, which {MERGE_FILE} lists"
     yield f"format, torch      {payload.get('format_version')}, {payload.get('torch_version')}"
     if extensions := payload.get("config", {}).get("extensions", {}).get("extension"):
         yield f"extensions         {' '.join(map(str, extensions))} (not loaded)"

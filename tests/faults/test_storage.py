@@ -89,6 +89,10 @@ def test_a_run_resumes_bitwise_from_a_storage_without_renames(tmp_path: Path, se
     exported = tmp_path / "exported"
     run_program("tools/convert_checkpoint.py", *extension, "--input", url, "--output", exported, code=0)
     run_program("tools/inspect_checkpoint.py", exported, tmp_path / "hf" / "iter_0000008", code=0)
+    for name, run in (("merged", url), ("merged_whole", tmp_path / "whole")):
+        words = ["--input", run, "--last", "2", "--output", tmp_path / name]
+        run_program("tools/merge_checkpoints.py", *extension, *words, code=0)
+    run_program("tools/inspect_checkpoint.py", tmp_path / "merged", tmp_path / "merged_whole", code=0)
     with urlopen(f"http://{server}/run/metrics.jsonl") as answer:
         (tmp_path / "metrics.jsonl").write_bytes(answer.read())
     assert losses_in(tmp_path / "metrics.jsonl") == losses_in(tmp_path / "whole" / "metrics.jsonl")

@@ -4,11 +4,14 @@ folder that appears complete or not at all."""
 from __future__ import annotations
 
 import fcntl
+import json
 import multiprocessing as mp
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,13 +24,13 @@ from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.fsync import sync_folder
 from megatron.core.parallel_state import Axis
 from megatron.extensions.conversion.flags import FORMATS
-from megatron.extensions.conversion.formats import Format, Options, Source, Target, Written
+from megatron.extensions.conversion.formats import MERGE_FILE, Format, Options, Source, Target, Written
 from megatron.testing.local_world import run_world
 from megatron.training.config.output_files import why_unwritable
 
 
 @contextmanager
-def new_folder(final: Path, force: bool = False) -> Iterator[Path]:
+def new_folder(final: Path, force: bool | None = False) -> Iterator[Path]:
     """Yields a temporary folder beside `final`, and renames it to `final` if the body succeeds.
 
     If the body fails, the temporary folder is deleted. One that a killed process left is deleted by the next one. With
@@ -50,9 +53,9 @@ def new_folder(final: Path, force: bool = False) -> Iterator[Path]:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def refuse(final: Path, force: bool) -> None:
+def refuse(final: Path, force: bool | None) -> None:
     """Raises ValueError if `final` must not or cannot be written. `force` allows to replace a model folder, and nothing
-    else."""
+    else; None: the program has no such flag."""
     try:
         vacant = not final.exists() or (final.is_dir() and not any(final.iterdir()))
         why = why_unwritable(final.absolute().parent)
@@ -64,12 +67,13 @@ def refuse(final: Path, force: bool) -> None:
     if vacant:
         return
     if not force:
-        raise ValueError(f"--output {final} exists already; choose another folder, or replace it with --force")
+        remedy = "choose another folder" if force is None else "choose another folder, or replace it with --force"
+        raise ValueError(f"--output {final} exists already; {remedy}")
     if not PATH_KINDS.facts(kind_of(final)).model:
         raise ValueError(f"--output {final} holds no model, so that --force does not replace it; choose another folder")
 
 
-def _publish(scratch: Path, final: Path, force: bool) -> None:
+def _publish(scratch: Path, final: Path, force: bool | None) -> None:
     refuse(final, force)
     replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():
@@ -107,23 +111,43 @@ def recognize(path: PurePath) -> Format:
     return FORMATS[found[0]]
 
 
-class Conversion:
-    """A planned conversion. ValueError, in one line, for whatever is known before a weight is read."""
+@dataclass(frozen=True)
+class Input:
+    """The model to convert."""
 
-    def __init__(self, path: PurePath, output: Path, to: str | None, options: Options, force: bool = False) -> None:
+    format: str
+    paths: tuple[PurePath, ...]
+    """Where its weights are read."""
+
+    open: Callable[[Options], Source]
+
+    @classmethod
+    def at(cls, path: PurePath) -> Input:
+        """The model in a folder. Raises ValueError if there is none."""
         kind = recognize(path)
+        return cls(kind.name, (path,), partial(kind.open, path))
+
+
+class Conversion:
+    """A planned conversion of a folder, or of another `Input`. ValueError, in one line, for whatever is known before a
+    weight is read."""
+
+    def __init__(
+        self, given: PurePath | Input, output: Path, to: str | None, options: Options, force: bool | None = False
+    ) -> None:
+        given = given if isinstance(given, Input) else Input.at(given)
         usual = next((name for name in FORMATS if FORMATS.facts(name).usual), "dcp")
-        to = to or (usual if kind.name == "dcp" else "dcp")
+        to = to or (usual if given.format == "dcp" else "dcp")
         plan = FORMATS[to].plan
         if plan is None:
             raise ValueError(f"--to {to}: this format can be read only")
         self.output, self.force = output, force
         refuse(output, force)
-        if output.resolve() in (resolved(path), *resolved(path).parents):
+        if any(output.resolve() in (resolved(path), *resolved(path).parents) for path in given.paths):
             raise ValueError(f"--output {output} contains the input; choose another folder")
-        self.source: Source = kind.open(path, options)
+        self.source: Source = given.open(options)
         self.target: Target = plan(self.source, output, options)
-        self.formats = kind.name, to
+        self.formats = given.format, to
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -142,12 +166,17 @@ class Conversion:
                 else:
                     self._write_together(folder, workers, show)
                 self.target.finish(folder)
+                if self.source.merged is not None:
+                    text = json.dumps(self.source.merged, indent=2) + "\n"
+                    (folder / MERGE_FILE).write_text(text, encoding="utf-8")
         except (OSError, CheckpointError) as error:
             raise ValueError(self._failure(error)) from error
 
     def _failure(self, error: Exception) -> str:
         """One line for a file that cannot be written or read: a full disk, a faulty one, missing rights."""
         cause = error if isinstance(error, OSError) else error.__cause__
+        if isinstance(cause, ValueError):  # of a tensor that was made while a checkpoint was written
+            return str(cause)
         if not isinstance(cause, OSError) or cause.strerror is None:
             return str(error)
         path = Path(cause.filename) if isinstance(cause.filename, str) else None

@@ -32,6 +32,7 @@ from megatron.extensions.conversion.streaming import Made, StreamedTensor, Strea
 from megatron.training.checkpoints.checkpoint_fit import (
     FORMAT_VERSION,
     choose_run_checkpoint,
+    converted,
     saved_config,
     saved_progress,
 )
@@ -65,7 +66,9 @@ class DCPSource(Source):
         names = (meta.name for meta, _ in model_states(self.config.model))
         self.states = [name for name in names if model_key(name) in checkpoint.tensors]
         self.side_files = side_files_of(self.config.tokenizer)
-        self.origin = Origin.of(saved_progress(checkpoint.payload).origin)
+        progress = saved_progress(checkpoint.payload)
+        self.origin = Origin.of(progress.origin)
+        self.progress = None if converted(checkpoint) else progress
 
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
         return wanted or self.checkpoint.tensors[model_key(name)].dtype
@@ -143,6 +146,8 @@ class DCPTarget(Target):
             "rng": {"seed": self.config.training.seed},
             "config": values_by_section(self.config),
         }
+        if self.source.merged is not None:
+            payload["merged"] = dict(self.source.merged)
         return payload if training else payload | {"converted": True}
 
     def write(self, folder: Path, world: Axis, written: Written) -> None:

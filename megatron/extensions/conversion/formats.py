@@ -114,6 +114,12 @@ class Source(ABC):
     notes: tuple[str, ...] = ()
     """Lines for the user."""
 
+    progress: Progress | None = None
+    """Position of the run that saved the weights; None if the source does not record one."""
+
+    merged: Mapping[str, object] | None = None
+    """What the weights are a mean of, of JSON's types, for the metadata of the output."""
+
     def training(self) -> TrainingState | None:
         """The state of training, if the source has one. Raises ValueError if it has one that cannot be read."""
         return None
@@ -177,6 +183,9 @@ class Format:
     plan: Callable[[Source, Path, Options], Target] | None
     """Plans what to write, given the source and the folder where the output will lie; None: it can only be read."""
 
+
+MERGE_FILE = "merge.json"
+"""File of an output of any format that has `Source.merged`."""
 
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (

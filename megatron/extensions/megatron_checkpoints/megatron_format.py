@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -165,6 +166,9 @@ class MegatronSource(Source):
         self.checks_states = False
         self.notes = tuple(self._remarks(options))
         self.side_files = side_files_of(self.config.tokenizer)
+        with suppress(ValueError):  # it does not state one
+            progress = Progress(**progress_of(self.tensors.common, self.args))
+            self.progress = progress if progress.iteration else None  # a release has none
 
     def _remarks(self, options: Options) -> Iterator[str]:
         tokens = self.config.model.vocab_size

@@ -289,11 +289,15 @@ WITH_PARAMETERS = {"make_vocab_size_divisible_by", "pad_vocab_size_to", "mtp_num
 
 
 def changed_fields(
-    saved: RunConfig, run: RunConfig, sections: Collection[str], ignored: Collection[str] = ()
+    saved: RunConfig,
+    run: RunConfig,
+    sections: Collection[str],
+    ignored: Collection[str] = (),
+    where: tuple[str, str] = ("in the checkpoint", "in the run"),
 ) -> list[str]:
     """Every flag of the model, or of an extension in the checkpoint's `sections`, that changes a result and in which
     two runs differ, with both values: those that were given, or that follow from other fields. A field that was not
-    given and differs with others is left to them, and so are those `ignored`."""
+    given and differs with others is left to them, and so are those `ignored`. `where` names the two."""
     changed = []
     fixed = {title for title, section in EXTENSION_SECTIONS.items() if not section.may_change}
     compared = {flag.section for flag in flags_of("model")} | fixed.intersection(sections)
@@ -308,7 +312,7 @@ def changed_fields(
         values = [getattr(config.model, effective) for config in (saved, run)] if effective else given
         if values[0] != values[1]:
             before, now = (value if one is None else one for one, value in zip(given, values, strict=True))
-            changed.append(f"{flag.name} {before} in the checkpoint, {now} in the run")
+            changed.append(f"{flag.name} {before} {where[0]}, {now} {where[1]}")
     return changed
 
 
