@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -114,7 +115,8 @@ def byte(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
 
 
 def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
-    """Builds the tokenizer of `--tokenizer-type`. Only NullTokenizer uses `vocab_size` (--vocab-size).
+    """The tokenizer of `--tokenizer-type`, which a process builds once for the same files. Only NullTokenizer uses
+    `vocab_size` (--vocab-size).
 
     Raises ValueError naming every flag or file that is missing.
     """
@@ -133,4 +135,24 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
             problems.append(f"{flag} {value}: there is no such file; {remedy}")
     if problems:
         raise ValueError("\n".join(problems))
-    return TOKENIZERS[kind](config, vocab_size)
+    built = _built(config, tuple(_state_of_files(config)))
+    if vocab_size not in built:
+        tokenizer = TOKENIZERS[kind](config, vocab_size)
+        built |= {vocab_size: tokenizer, tokenizer.vocab_size: tokenizer}
+    return built[vocab_size]
+
+
+@cache
+def _built(config: TokenizerConfig, files: tuple[object, ...]) -> dict[int | None, Tokenizer]:
+    """--vocab-size -> the tokenizer that was built with it."""
+    return {}
+
+
+def _state_of_files(config: TokenizerConfig) -> Iterator[tuple[str, int, int]]:
+    """(path, time of the last change, size) of each file that the flags name, or that is in a folder which they name.
+    Equal as long as nobody changes them."""
+    for value in vars(config).values():
+        if isinstance(value, str) and (path := Path(value)).exists():
+            for file in (path, *(path.iterdir() if path.is_dir() else ())):
+                found = file.stat()
+                yield str(file), found.st_mtime_ns, found.st_size

@@ -92,7 +92,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
             sys.stdout.write(help_text(_options(), REQUIRED, about))
         raise SystemExit(0)
     written = config_of(reader.values)
-    config = _with_model_flags(written, reader)
+    config = with_model_flags(written, reader)
     world_size = reader.world_size
     command = asked_command(reader, world_size)
     if command is not None and not command.reads_data and not names_data(config):
@@ -141,12 +141,12 @@ def _help_words(argv: Sequence[str]) -> list[str] | None:
 def parse_args(argv: Sequence[str]) -> RunConfig:
     """The configuration that `argv` says, not validated. Raises ValueError with every problem, one a line."""
     reader = read_flags(argv)
-    config = _with_model_flags(config_of(reader.values), reader)
+    config = with_model_flags(config_of(reader.values), reader)
     reader.raise_problems()
     return config
 
 
-def _with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
+def with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     """The configuration with the flags that follow from a model in --load that is no checkpoint of ours: also from one
     whose folder holds the checkpoints of the run that started from it."""
     load = config.checkpoint.load

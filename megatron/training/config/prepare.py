@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron.core.tokenizers import build_tokenizer
-from megatron.training.config.arguments import CommandLine
+from megatron.training.config.arguments import CommandLine, config_of, read_flags, with_model_flags
 from megatron.training.config.commands import Prepared, refuse
 from megatron.training.config.flags import EXTENSION_SECTIONS, changed_flags, dashed, without_credentials
 from megatron.training.config.input_files import missing_inputs, unusable_checkpoint
@@ -19,7 +19,7 @@ from megatron.training.config.rules.fields import REQUIRED, single_values
 from megatron.training.config.rules.nearest import with_legal_values
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_past_batches, with_saved_flags
-from megatron.training.config.validation import Problem, findings, resolve, validate
+from megatron.training.config.validation import Problem, findings, resolve, validate, with_vocabulary
 from megatron.training.extensions import problem_in_extension
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.url_credentials import redacted
@@ -44,39 +44,87 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
         refuse([problem], launch, command.json_file)
 
 
-def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
-    """`prepare`; errors of an extension's code are raised."""
+def load_config(argv: Sequence[str], launch: Launch | None = None) -> tuple[RunConfig, list[Problem]]:
+    """The resolved configuration of a command line, and every problem for which a run of it could not start. It is
+    resolved once, and its tokenizer is built once for the whole process. Prints nothing, and runs no command.
+
+    Raises ExtensionError for an --extension that cannot be loaded."""
+    launch = launch or Launch()
+    reader = read_flags(argv)
+    config = with_model_flags(config_of(reader.values), reader)
+    if reader.problems:
+        return config, reader.problems
+    try:
+        loaded = _load(CommandLine(config, given=frozenset(reader.spelled)), launch, lambda line: None)
+    except _LoadError as error:
+        return config, error.problems
+    return loaded.config, loaded.problems
+
+
+class _LoadError(ValueError):
+    """What --load names cannot be read."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A resolved configuration, and what is wrong with it."""
+
+    config: RunConfig
+    problems: list[Problem]
+    inputs: list[Problem]
+    """Problems that a command may do without, and a run does not."""
+
+
+def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Loaded:
+    """Resolves and validates a command line. `tell` prints notes and flags without effect. Raises _LoadError."""
     world_size = line.world_size or launch.world_size
     try:
         config, notes = with_saved_flags(line.config, line.given)
         not_given = line.of_model | changed_flags(line.config, config)
         config = with_past_batches(config)
     except (ValueError, OSError) as error:
-        refuse(Problem.of_errors("--load", line.config.checkpoint.load, error), launch, line.json_file)
-    problems: list[Problem] = []
-    inputs: list[Problem] = []
-    """Those that a command may do without, and a run does not."""
+        raise _LoadError(Problem.of_errors("--load", line.config.checkpoint.load, error)) from error
+    problems, inputs = list[Problem](), list[Problem]()
     try:
         for section in EXTENSION_SECTIONS.values():
             config = section.with_files(config)
         config = without_credentials(config)
     except (ValueError, OSError) as error:
         (problems if line.command is None else inputs).extend(Problem.of_errors("--data-path", None, error))
-    if launch.rank == 0:
-        for note in (*line.notes, *notes):
-            print(redacted(note), file=sys.stderr)
-    vocab_size, unread = _vocabulary(config, line, world_size)
+    for note in (*line.notes, *notes):
+        tell(redacted(note))
+    resolved = resolve(config, world_size)
+    vocab_size, unread = _vocabulary(config, resolved, line, world_size)
+    resolved = with_vocabulary(resolved, vocab_size)
     (inputs if vocab_size is not None else problems).extend(unread)
-    found = [*findings(config, world_size, vocab_size), *_smaller_vocabulary(config, vocab_size)]
-    if launch.rank == 0:
-        for notice in (each for each in found if each.harmless and each.flag not in not_given):
-            print(notice, file=sys.stderr)
+    found = [*findings(config, world_size, resolved), *_smaller_vocabulary(config, vocab_size)]
+    for notice in (each for each in found if each.harmless and each.flag not in not_given):
+        tell(str(notice))
     problems += [each for each in found if not each.harmless]
     problems = with_legal_values(problems, config, partial(validate, world_size=world_size))
     problems = _about_load(config, problems, together=launch.several_hosts or line.command is not None)
-    config = resolve(config, world_size, vocab_size)
+    return _Loaded(resolved, problems, inputs)
+
+
+def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
+    """`prepare`; errors of an extension's code are raised."""
+
+    def tell(said: str) -> None:
+        if launch.rank == 0:
+            print(said, file=sys.stderr)
+
+    try:
+        loaded = _load(line, launch, tell)
+    except _LoadError as error:
+        refuse(error.problems, launch, line.json_file)
+    config, problems = loaded.config, loaded.problems
     if line.command is not None:
-        run = Prepared(config, world_size, problems, inputs, line.given, line.json_file, launch)
+        world_size = line.world_size or launch.world_size
+        run = Prepared(config, world_size, problems, loaded.inputs, line.given, line.json_file, launch)
         raise SystemExit(line.command.run(run))
     problems += too_short_a_job(config, os.environ)
     if problems:
@@ -86,16 +134,18 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
     return config
 
 
-def _vocabulary(config: RunConfig, line: CommandLine, world_size: int) -> tuple[int | None, list[Problem]]:
+def _vocabulary(
+    config: RunConfig, resolved: RunConfig, line: CommandLine, world_size: int
+) -> tuple[int | None, list[Problem]]:
     """Tokens of the vocabulary, None where nothing says it or where flags of the tokenizer are wrong, and the problems
     of reading the tokenizer.
 
     A command plans with the vocabulary that flags or the checkpoint state, if the tokenizer cannot be read."""
-    wrong = (*single_values(config), *tokenizer(resolve(config, world_size), world_size))
+    wrong = (*single_values(config), *tokenizer(resolved, world_size))
     if TOKENIZER_FLAGS & {problem.flag for problem in wrong}:
         return None, []
     try:
-        return tokenizer_vocabulary(resolve(config, world_size)), []
+        return tokenizer_vocabulary(resolved), []
     except (ValueError, OSError) as error:
         unread = Problem.of_errors("--tokenizer-type", config.tokenizer.tokenizer_type, error)
     if line.command is None:

@@ -47,18 +47,20 @@ def notices(config: RunConfig, world_size: int) -> list[Problem]:
     return [problem for problem in findings(config, world_size) if problem.harmless]
 
 
-def findings(config: RunConfig, world_size: int, vocab_size: int | None = None) -> list[Problem]:
-    """Results of `validate` and `notices` for a configuration, in one pass; `vocab_size` is the tokenizer's, if
-    known."""
-    judge = partial(_own_findings, world_size=world_size, vocab_size=vocab_size)
-    return plan_class(config).findings(config, world_size, judge)
+def findings(config: RunConfig, world_size: int, resolved: RunConfig | None = None) -> list[Problem]:
+    """Results of `validate` and `notices` for a configuration, in one pass; `resolved` is the result of `resolve` for
+    it, if known."""
+    plan = plan_class(config)
+    return plan.findings(config, world_size, partial(_own_findings, world_size=world_size, known=(config, resolved)))
 
 
-def _own_findings(config: RunConfig, world_size: int, vocab_size: int | None) -> list[Problem]:
-    """Findings of a configuration without phases."""
+def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, RunConfig | None]) -> list[Problem]:
+    """Findings of a configuration without phases. `known`: a configuration, and the same resolved."""
     problems = [*single_values(config), *(problem for *_, problem in switched_off(config))]
     flagged = {problem.flag for problem in problems if not problem.harmless}
-    resolved = resolve(config, world_size, vocab_size)
+    same, resolved = known
+    if resolved is None or same is not config:
+        resolved = resolve(config, world_size)
     problems += [p for p in needs_and_exclusions(resolved) if p.flag not in flagged]
     for rule in RULES:
         # A value that is wrong by itself is reported once: rules that relate it to others stay silent.
@@ -145,6 +147,16 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
     before, after = flat_values(given), flat_values(config)
     changed = {field: value for field, value in before.items() if value != after[field]}
     return replace(config, given=tuple((changed | dict(given.given)).items()))
+
+
+def with_vocabulary(config: RunConfig, vocab_size: int | None) -> RunConfig:
+    """A resolved configuration with the size of its tokenizer's vocabulary, if known: `resolve` of the same flags and
+    this size. A larger --vocab-size holds."""
+    before = config.model.vocab_size
+    if vocab_size is None or (before is not None and before >= vocab_size):
+        return config
+    given = {"vocab_size": before} | dict(config.given)
+    return replace(config, model=replace(config.model, vocab_size=vocab_size), given=tuple(given.items()))
 
 
 def _filled(section: Any, **values: Any) -> Any:
