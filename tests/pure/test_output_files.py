@@ -11,13 +11,16 @@ import stat
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import ClassVar
 
 import pytest
 
+from megatron.core.dist_checkpointing.file_storage import STORAGES, Storage, located, storage_of
 from megatron.core.fsync import whole_file
+from megatron.training.config.arguments import parse_args
 from megatron.training.config.output_files import why_unwritten
-from megatron.training.metrics.sinks import JsonLinesSink
+from megatron.training.metrics.sinks import JsonLinesSink, open_sinks
 from megatron.training.reliability.run_status import ExitCode, Outcome
 from tools import build_corpus
 
@@ -104,6 +107,49 @@ def test_metrics_continue_where_their_file_was_deleted_or_renamed(
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [3, 4]
     said = capsys.readouterr().err
     assert said.count("records continue in a new file") == 2 and said.count("cannot write metrics to") == 1
+
+
+class KeptStorage(Storage):
+    """Files in the memory of this process."""
+
+    files: ClassVar[dict[PurePath, bytes]] = {}
+
+    def names(self, folder: PurePath) -> list[str]:
+        return sorted(path.name for path in self.files if path.parent == folder)
+
+    def size(self, path: PurePath) -> int | None:
+        return len(self.files[path]) if path in self.files else None
+
+    def read(self, path: PurePath, start: int = 0, length: int | None = None) -> bytes:
+        return self.files[path][start:][:length]
+
+    def write(self, path: PurePath, data: bytes) -> None:
+        self.files[path] = data
+
+    def remove(self, path: PurePath) -> None:
+        del self.files[path]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_run_that_is_started_again_at_its_end_repeats_no_record(
+    stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if stored and "kept" not in STORAGES:
+        STORAGES.register("kept", KeptStorage)
+    file = f"kept://{tmp_path.name}/metrics.jsonl" if stored else str(tmp_path / "metrics.jsonl")
+    config = parse_args(["--metrics-file", file])
+    for resumed in (0, 2, 2):
+        (sink,) = open_sinks(config, resumed)
+        for number in (1, 2):
+            if number > resumed:
+                sink.write({"iteration": number, "lm_loss": 3.0, "time": 1.0})
+        sink.write({"iteration": 2, "test_loss": 2.5, "time": 2.0 + resumed})
+        sink.close()
+    (sink,) = open_sinks(config, 2)
+    sink.write({"iteration": 2, "test_loss": 2.25, "time": 9.0})
+    sink.close()
+    lines = map(json.loads, storage_of(located(file)).read(located(file)).splitlines())
+    assert [each.get("test_loss") for each in lines] == [None, None, 2.5, 2.25]
 
 
 def test_metrics_are_not_written_to_a_folder_that_the_run_has_lost(tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ class WandbSink:
                 f"--wandb-project {own.wandb_project} needs the wandb package: pip install wandb"
             ) from error
         folder = str(own.wandb_save_dir or os.environ.get("WANDB_DIR") or save or tempfile.mkdtemp(prefix="wandb-"))
-        beside = Path(metrics_file(config).parent) if save or config.logging.metrics_file else Path(folder)
+        file, is_given = metrics_file(config), bool(save or config.logging.metrics_file)
+        beside = file.parent if is_given and isinstance(file, Path) else Path(folder)
         id_file = beside / "wandb_run_id.txt"
         try:
             self._run = wandb.init(

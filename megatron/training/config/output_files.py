@@ -120,14 +120,14 @@ def _kind_of_no_file(path: Path) -> str | None:
     return None if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "special file"
 
 
-def _unreachable(name: str, root: UrlPath) -> Iterator[Problem]:
+def _unreachable(name: str, given: str, folder: UrlPath) -> Iterator[Problem]:
     """The problem of a URL whose storage does not answer or takes no file. Leaves no files."""
-    storage, probe = storage_of(root), root / f".written-{uuid.uuid4().hex}"
+    storage, probe = storage_of(folder), folder / f".written-{uuid.uuid4().hex}"
     try:
         storage.write(probe, b"")
         storage.remove(probe)
     except OSError as error:
-        yield Problem(name, str(root), f"cannot be written: {error}", "correct it, or start or mend that storage")
+        yield Problem(name, given, f"cannot be written: {error}", "correct it, or start or mend that storage")
 
 
 def unwritable(config: RunConfig) -> Iterator[Problem]:
@@ -135,7 +135,7 @@ def unwritable(config: RunConfig) -> Iterator[Problem]:
     for flag in (flag for flag in all_flags() if flag.spec.writes):
         path, folder = value_of(config, flag), flag.spec.writes == "folder"
         if path and isinstance(url := located(path), UrlPath):
-            yield from _unreachable(flag.name, url)
+            yield from _unreachable(flag.name, path, url if folder else url.parent)
             continue
         if path and not folder and Path(path).is_dir():
             yield Problem(flag.name, path, "is a folder", "use a file in it")

@@ -125,7 +125,7 @@ class LoggingConfig:
     """Format of the console's lines of progress, validation and saving: this program's, or Megatron-LM's for its
     parsers."""
 
-    metrics_file: str | None = flag(None, path="local", writes="file")
+    metrics_file: str | None = flag(None, path="stored", writes="file")
     """File for metrics, one JSON object per line; default: metrics.jsonl in --save."""
 
     peak_tflops: float | None = None

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -61,9 +61,10 @@ class JsonLinesSink:
     which `float` reads; null is a value that was not measured.
 
     A resumed run continues the file: records later than the checkpoint are dropped, so the file reads as if the run
-    had never stopped. If other lines than the last one are damaged, the file is copied first. A new run renames an
-    existing file instead of overwriting it. If a write fails, for example on a full disk, one warning is printed and
-    the record is written together with a later one.
+    had never stopped. A record of the checkpoint's iteration that the file has already is not added, such as that of
+    the test at the end of a run which is started again. If other lines than the last one are damaged, the file is
+    copied first. A new run renames an existing file instead of overwriting it. If a write fails, for example on a full
+    disk, one warning is printed and the record is written together with a later one.
 
     If the file is deleted, renamed or replaced during the run, records continue in the file that then has its name.
     `check` raises OSError if the run must not create files there now.
@@ -71,6 +72,7 @@ class JsonLinesSink:
 
     def __init__(self, path: Path, resume_iteration: int, check: Callable[[], None] = lambda: None) -> None:
         self._path, self._check = path, check
+        self._known: set[bytes] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
             if resume_iteration:
@@ -91,6 +93,7 @@ class JsonLinesSink:
 
     def _truncate(self, path: Path, iteration: int) -> None:
         kept, damaged = records_until(path.read_text(encoding="utf-8", errors="replace"), iteration)
+        self._known = records_of(kept, iteration)
         if damaged:
             copy = self._free_name(path)
             shutil.copyfile(path, copy)
@@ -103,8 +106,9 @@ class JsonLinesSink:
         os.replace(temporary, path)
 
     def write(self, record: Record) -> None:
-        self._unwritten += _json_line(record)
-        self._write_pending()
+        if _without_time(record) not in self._known:
+            self._unwritten += _json_line(record)
+            self._write_pending()
 
     def _write_pending(self) -> None:
         try:
@@ -154,12 +158,15 @@ class StoredLinesSink:
         self._unwritten, self._failing = b"", False
         old = self._storage.read(path) if self._storage.size(path) else b""
         kept, dropped = records_until(old.decode(errors="replace"), resume_iteration)
+        self._known = records_of(kept, resume_iteration) if resume_iteration else set()
         if old and (dropped or not resume_iteration):
             names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
             self._storage.write(next(name for name in names if not self._storage.exists(name)), old)
         self._storage.write(path, "".join(kept if resume_iteration else []).encode())
 
     def write(self, record: Record) -> None:
+        if _without_time(record) in self._known:
+            return
         self._unwritten += _json_line(record)
         try:
             self._storage.append(self._path, self._unwritten)
@@ -190,6 +197,15 @@ def records_until(text: str, iteration: int) -> tuple[list[str], int]:
         except (ValueError, KeyError, TypeError):
             damaged += 1
     return kept, damaged
+
+
+def records_of(lines: Iterable[str], iteration: int) -> set[bytes]:
+    """The records of an iteration without their time, as `_without_time` makes them of those that are written."""
+    return {_without_time(record) for record in map(parse_json, lines) if record["iteration"] == iteration}
+
+
+def _without_time(record: Record) -> bytes:
+    return _json_line({key: value for key, value in record.items() if key != "time"})
 
 
 def _json_line(record: Record) -> bytes:
