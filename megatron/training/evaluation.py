@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.datasets.samplers import DataIterator
+from megatron.core.optimizer.owned_tensors import other_weights
 from megatron.training.data import put_on_device
 from megatron.training.forward_backward import count_tokens, loss_and_tokens
 from megatron.training.hooks import Evaluation, Log
@@ -29,16 +30,17 @@ def evaluate(run: TrainingRun, split: str, log: Log) -> None:
     runtime.watchdog.doing(f"evaluation ({split}) at iteration {iteration}")
     sums: dict[str, tuple[float, float]] = {}
     of_meters: Record = {}
-    for name, iterator in run.data.evaluated(split).items():
-        whole = training.full_validation and split == "valid"
-        steps = len(iterator.dataset) // training.eval_batch_size if whole else training.eval_iters
-        first_sample = 0 if whole else number * steps * training.eval_batch_size
-        found = summed_loss(run, iterator, first_sample, steps, split, name)
-        if found is None:
-            return
-        sums[name] = found[:2]
-        if not name:
-            of_meters = found[2]
+    with weights_to_evaluate(run):
+        for name, iterator in run.data.evaluated(split).items():
+            whole = training.full_validation and split == "valid"
+            steps = len(iterator.dataset) // training.eval_batch_size if whole else training.eval_iters
+            first_sample = 0 if whole else number * steps * training.eval_batch_size
+            found = summed_loss(run, iterator, first_sample, steps, split, name)
+            if found is None:
+                return
+            sums[name] = found[:2]
+            if not name:
+                of_meters = found[2]
     if "" not in sums:
         sums[""] = sum(loss for loss, _ in sums.values()), sum(tokens for _, tokens in sums.values())
     means = {name: loss / count if count else 0.0 for name, (loss, count) in sums.items()}
@@ -53,6 +55,13 @@ def evaluate(run: TrainingRun, split: str, log: Log) -> None:
     log.write(record)
     for callback in run.callbacks:
         callback.on_evaluation(run, split, record)
+
+
+def weights_to_evaluate(run: TrainingRun) -> AbstractContextManager[None]:
+    """A block in which the model has the weights that a callback offers for evaluations, or its own. Collective."""
+    offers = (callback.evaluation_weights(run) for callback in reversed(run.callbacks))
+    offered = next((weights for weights in offers if weights is not None), None)
+    return nullcontext() if offered is None else other_weights(run.optimizer, offered)
 
 
 @torch.no_grad()

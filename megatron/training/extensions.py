@@ -45,6 +45,11 @@ class CallbackFacts:
     evaluates: str = ""
     """The flag with which one of its tasks evaluates the model, so that --skip-train has something to do."""
 
+    states: tuple[str, ...] = ()
+    """Names of the states that it keeps: a number for each element of the trained parameters, in the main dtype. They
+    start at zero, are planned, divided among ranks as the optimizer's are, and kept in checkpoints (`Callback.states`).
+    """
+
 
 class CallbackClass(Protocol):
     """A class derived from `megatron.training.hooks.Callback`."""

@@ -7,7 +7,7 @@ passes, reported at log lines), periodic tasks and state in checkpoints. The bui
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron.core.batch import Batch
     from megatron.core.config.parallel import ModelParallelConfig
     from megatron.core.datasets.gpt_dataset import Dataset
+    from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
     from megatron.training.initialize import Runtime
@@ -219,6 +220,12 @@ class Callback:
     name = ""
     """The name under which checkpoints keep its state: the one it is registered by; else that of its class."""
 
+    states: Sequence[OptimizerPiece] = ()
+    """Its states of `register(..., states=("name",))`, from `on_start` on: `piece.data` [n] are the elements [start,
+    stop) of this rank's part of the parameter `piece.meta`, flat, and `piece.key` is the state's name. Write them in
+    place. The parameters' elements are `megatron.core.optimizer.owned_tensors.owned_weights(run.optimizer.ddp)`, in the
+    same order for each name."""
+
     def __init__(self, config: RunConfig) -> None:
         self.config = config
 
@@ -306,6 +313,12 @@ class Callback:
     def on_log(self, run: RunView, record: Mapping[str, Any]) -> None:
         """After each log line, with its record."""
 
+    def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
+        """Weights for evaluations to use in place of the model's, such as averages: a state of the optimizer, out of
+        `run.optimizer.sharded_state()`, or of the callback; None for the model's own. The last callback that offers
+        some is followed. Every rank offers those of the elements that it updates. Collective."""
+        return None
+
     def on_evaluation(self, run: RunView, split: str, record: Mapping[str, Any]) -> None:
         """After an evaluation of "valid" or "test", with a record that has `valid_loss` or `test_loss`, or of "tasks",
         with the scores of --eval-tasks as `eval/TASK/METRIC`."""
@@ -338,6 +351,11 @@ def registered(name: str, config: RunConfig) -> Callback:
     assert isinstance(callback, Callback), f"callback {name} must be derived from Callback"
     callback.name = name
     return callback
+
+
+def states_of(callback: Callback) -> tuple[str, ...]:
+    """Names of the states that a callback was registered with."""
+    return CALLBACKS.facts(callback.name).states if callback.name in CALLBACKS else ()
 
 
 def add_watches(callbacks: Sequence[Callback], watchdog: Watchdog) -> None:

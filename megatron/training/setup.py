@@ -15,6 +15,7 @@ from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import freeze_parameters
+from megatron.core.optimizer.owned_tensors import owned_zeros
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.core.transformer.activation_store import build_store
@@ -27,7 +28,7 @@ from megatron.training.config.saved_flags import read_history
 from megatron.training.config.validation import resolve
 from megatron.training.data import build_data, check_same_data
 from megatron.training.forward_backward import ForwardBackward, Pipeline
-from megatron.training.hooks import Meter, Parts
+from megatron.training.hooks import Meter, Parts, states_of
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.console import LogLines
 from megatron.training.metrics.expert_load import ExpertLoad
@@ -138,6 +139,8 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         )
         optimizer_type = replaced.optimizer or DistributedOptimizer
         optimizer = optimizer_type(config.optimizer, ddp, state, host_threads(runtime.device))
+        for callback in parts.callbacks:
+            callback.states = owned_zeros(ddp, states_of(callback))
         scheduler = plan.schedule()
     with phases("checkpoint"):
         checkpointer = Checkpointer(config, state, stages, optimizer, plan, parts.callbacks)

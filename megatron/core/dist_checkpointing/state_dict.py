@@ -1,6 +1,7 @@
 """State dict of a checkpoint: parameters and optimizer state keyed by global parameter name, at any layout.
 
-Keys are `model.<name>` and `optimizer.<kind>.<name>`. Every rank adds its own boxes; `writes` marks one replica.
+Keys are `model.<name>`, `optimizer.<kind>.<name>` and `callbacks.<callback>.<kind>.<name>`. Every rank adds
+its own boxes; `writes` marks one replica.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ StateDict = dict[str, ShardedBoxes]
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
+CALLBACKS = "callbacks."
 MAIN_PARAM = "main_param"
 
 
@@ -43,11 +45,14 @@ def model_state(
     return entries.state_dict()
 
 
-def optimizer_state(pieces: Iterable[OptimizerPiece], state: ParallelState, data_sharded: bool) -> StateDict:
-    """State dict of the optimizer, for saving. `data_sharded`: each data-parallel rank has its own part (ZeRO-1)."""
+def optimizer_state(
+    pieces: Iterable[OptimizerPiece], state: ParallelState, data_sharded: bool, prefix: str = OPTIMIZER
+) -> StateDict:
+    """State dict of the optimizer, or of a callback with its `prefix`, for saving. `data_sharded`: each data-parallel
+    rank has its own part (ZeRO-1)."""
     writers, entries = _Writers(state, data_sharded), _Entries()
     for piece in pieces:
-        key = optimizer_key(piece.key, piece.meta.name)
+        key = f"{prefix}{piece.key}.{piece.meta.name}"
         mine = writers.mine(key, piece.meta) if piece.own_shape is None else writers.on_first_stage(piece.meta)
         entries.add(key, piece.global_shape, piece.boxes(state.coords), mine)
     return entries.state_dict()
@@ -82,6 +87,22 @@ def load_targets(
             entries.add(weight_key(name), piece.global_shape, piece.boxes(state.coords))
         elif load_optimizer:
             entries.add(optimizer_key(piece.key, name), piece.global_shape, piece.boxes(state.coords))
+    return entries.state_dict()
+
+
+def callback_prefix(name: str) -> str:
+    """What the keys of a callback's tensors begin with."""
+    return f"{CALLBACKS}{name}."
+
+
+def callback_targets(
+    pieces: Iterable[OptimizerPiece], state: ParallelState, saved: Collection[str], prefix: str
+) -> StateDict:
+    """State dict to load a callback's tensors into, of those that are `saved`: the others stay as they are."""
+    entries = _Entries()
+    for piece in pieces:
+        if (key := f"{prefix}{piece.key}.{piece.meta.name}") in saved:
+            entries.add(key, piece.global_shape, piece.boxes(state.coords))
     return entries.state_dict()
 
 

@@ -17,6 +17,7 @@ from megatron.extensions.evaluation.continuation import CachedGeneration, contin
 from megatron.extensions.evaluation.flags import EvalTasksConfig
 from megatron.extensions.evaluation.harness import ParallelLM, Suite, record_of
 from megatron.extensions.evaluation.scoring import Scorer, Stopped, lengths_of_batches, scores_by
+from megatron.training.evaluation import weights_to_evaluate
 from megatron.training.hooks import Callback, Log, Task
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.progress_bar import bars, no_bar
@@ -63,7 +64,7 @@ def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
     runtime.watchdog.doing(f"evaluation tasks at iteration {iteration}")
     start = time.perf_counter()
     try:
-        with run.pipeline.evaluation_mode():
+        with run.pipeline.evaluation_mode(), weights_to_evaluate(run):
             results = suite.evaluate(model_of(run))
     except Stopped:
         return

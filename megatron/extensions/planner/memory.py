@@ -28,6 +28,7 @@ from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.training.config.batch_size import byte_text, formats_of_states, microbatches_of
 from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS
 from megatron.training.step_parts import STEP_PARTS, UpdateBytes, late_update
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def buffer_bytes(
     """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per range of states.
 
     Of buffers `by_unit` what stays counts: whole units come on top. `of_chain` are the bytes of states that chains of
-    transforms keep on the device and on the host beside those in shards.
+    transforms keep on the device and on the host beside those in shards, and of states of callbacks.
     """
     from megatron.core.optimizer.transforms import states_of_shards  # which imports torch
 
@@ -167,6 +168,7 @@ def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankS
     buffers = planned_buffers(config, dims, metas)
     dtypes = parallel.params_dtype, parallel.main_dtype
     device, host = chain_bytes(buffers, optimizer, dims, pp_rank, DTYPE_BYTES[parallel.main_dtype])
+    device = [size + callback_bytes(config, buffers) for size in device]
     memory = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters, (max(device), max(host)))
     frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta))
     memory = replace(memory, parameters=memory.parameters + frozen * DTYPE_BYTES[parallel.params_dtype])
@@ -182,6 +184,13 @@ def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[Param
     sizes = dims.shards(False), dims.shards(True), ddp.ddp_bucket_size
     apart = gathered_format(config.parallel) is not None
     return plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart, ddp.shards_gradients)
+
+
+def callback_bytes(config: RunConfig, buffers: Sequence[BufferLayout]) -> int:
+    """Bytes of the states that callbacks of a run keep on the device of each rank."""
+    states = sum(len(CALLBACKS.facts(name).states) for name in CALLBACKS.wanted(config))
+    owned = sum(place.numel for place in place_states(buffers, config.optimizer)) if states else 0
+    return states * owned * DTYPE_BYTES[config.parallel.main_dtype]
 
 
 def chain_bytes(

@@ -11,7 +11,14 @@ from megatron.core.config.optimizers import OPTIMIZERS, STATE_STORES
 from megatron.core.dist_checkpointing.file_storage import storage_of
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA
-from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, MODEL, OPTIMIZER, StateDict, optimizer_key
+from megatron.core.dist_checkpointing.state_dict import (
+    CALLBACKS,
+    MAIN_PARAM,
+    MODEL,
+    OPTIMIZER,
+    StateDict,
+    optimizer_key,
+)
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import HISTORY
@@ -233,13 +240,14 @@ def unused_tensors(
     checkpoint: Checkpoint, load_optimizer: bool, config: RunConfig | None = None
 ) -> Callable[[str], bool]:
     """Which keys of a checkpoint are rightly not loaded: a parameter with a main copy is loaded from that, a run may
-    have no use for histories and optional states, and none for optimizer states of parameters that it freezes."""
+    have no use for histories, optional states and states of callbacks, and none for optimizer states of parameters that
+    it freezes."""
     frozen = frozenset() if config is None else frozen_names(config)
 
     def unused(key: str) -> bool:
         if key.startswith(OPTIMIZER):
             return not load_optimizer or _parameter_of(key) in frozen or _is_optional(key)
-        if key.endswith(HISTORY):
+        if key.endswith(HISTORY) or key.startswith(CALLBACKS):
             return True
         name = key.removeprefix(MODEL)
         return load_optimizer and optimizer_key(MAIN_PARAM, name) in checkpoint.tensors

@@ -24,6 +24,8 @@ from megatron.core.dist_checkpointing.path_kind import kind_of, refusal
 from megatron.core.dist_checkpointing.state_dict import (
     MODEL,
     StateDict,
+    callback_prefix,
+    callback_targets,
     load_targets,
     model_state,
     optimizer_state,
@@ -103,6 +105,9 @@ class Checkpointer:
         tensors = model_state(self.stages.values(), self.state, optimizer.ddp.sharded_params())
         if config.checkpoint.save_optim:
             tensors |= optimizer_state(optimizer.sharded_state(), self.state, zero)
+        for callback in self.callbacks:
+            prefix = callback_prefix(_name_of(callback))
+            tensors |= optimizer_state(callback.states, self.state, zero, prefix)
         payload = {
             "format_version": FORMAT_VERSION,
             "torch_version": torch.__version__,
@@ -185,6 +190,9 @@ class Checkpointer:
             sharded = ddp.sharded_params()
             targets = load_targets(stages, pieces, self.state, checkpoint.tensors, load_optimizer, sharded)
             targets = without_new_tensors(targets, checkpoint)
+            for callback in self.callbacks if not config.checkpoint.anew else ():
+                prefix = callback_prefix(_name_of(callback))
+                targets |= callback_targets(callback.states, self.state, checkpoint.tensors, prefix)
             if load_optimizer:
                 tell_of_other_groups(saved_config(checkpoint), config, say)
                 targets = without_states_of_thawed(targets, checkpoint, say)

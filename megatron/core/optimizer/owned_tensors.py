@@ -1,0 +1,76 @@
+"""Tensors with an element for each parameter element that a rank updates: weights, states of callbacks, other weights
+to evaluate with. They are divided as the optimizer's states are, so that checkpoints load at any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+
+def owned_weights(ddp: DistributedDataParallel) -> Iterator[OptimizerPiece]:
+    """Live views of the trained parameters' elements that this rank updates, in the dtype of the parameters."""
+    for bucket in ddp.buckets:
+        first = bucket.owned_range[0]
+        for piece in bucket.owned_pieces:
+            data = bucket.owned_params[piece.offset - first : piece.offset - first + piece.stop - piece.start]
+            yield OptimizerPiece("weight", piece.meta, data, piece.start, piece.stop)
+
+
+def owned_zeros(ddp: DistributedDataParallel, names: Sequence[str]) -> list[OptimizerPiece]:
+    """For each name zeros in the main dtype, on the device, for the elements of `owned_weights`. The memory has the
+    padding of buckets, as plans count it."""
+    found = []
+    for name in names:
+        for bucket in ddp.buckets:
+            first = bucket.owned_range[0]
+            memory = torch.zeros(bucket.owned_params.shape, dtype=ddp.main_dtype, device=bucket.owned_params.device)
+            for piece in bucket.owned_pieces:
+                data = memory[piece.offset - first : piece.offset - first + piece.stop - piece.start]
+                found.append(OptimizerPiece(name, piece.meta, data, piece.start, piece.stop))
+    return found
+
+
+@contextmanager
+def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPiece]) -> Iterator[None]:
+    """Within the block parameters have the values of `offered`, rounded to their dtype; after it they are to the bit
+    what they were. Elements that no rank offers keep their values.
+
+    `offered` are pieces of the elements that this rank updates, wherever they lie. The block may run forward passes,
+    and no updates. Collective over the data-parallel ranks; it takes the memory of a copy of `owned_weights`.
+    """
+    optimizer.finish_param_sync()
+    by_name: dict[str, list[OptimizerPiece]] = {}
+    for piece in offered:
+        by_name.setdefault(piece.meta.name, []).append(piece)
+    owned = [weight for weight in owned_weights(optimizer.ddp) if weight.meta.name in by_name]
+    kept = [weight.data.clone() for weight in owned]
+    for weight in owned:
+        for piece in by_name[weight.meta.name]:
+            _copy_common(piece, weight)
+    _spread(optimizer.ddp)
+    try:
+        yield
+    finally:
+        for weight, before in zip(owned, kept, strict=True):
+            weight.data.copy_(before)
+        _spread(optimizer.ddp)
+
+
+def _copy_common(source: OptimizerPiece, target: OptimizerPiece) -> None:
+    """Copies the elements that both pieces have."""
+    start, stop = max(source.start, target.start), min(source.stop, target.stop)
+    if start < stop:
+        values = source.data[start - source.start : stop - source.start]
+        target.data[start - target.start : stop - target.start].copy_(values)
+
+
+def _spread(ddp: DistributedDataParallel) -> None:
+    """Gives all data-parallel ranks the weights that one of them has written."""
+    ddp.start_param_sync()
+    ddp.finish_param_sync()
