@@ -97,18 +97,6 @@ class LinearFormatFacts:
 
 
 @dataclass(frozen=True)
-class ShardingFacts:
-    about: str
-    """Sharded state, for --help."""
-
-    gradients: bool = False
-    """ZeRO-2: whether a rank keeps the gradients of its shards alone."""
-
-    parameters: bool = False
-    """ZeRO-3: whether a rank keeps the parameters of its shards alone."""
-
-
-@dataclass(frozen=True)
 class ScheduleFacts:
     chunks: int = 1
     """Stages on a rank, where nobody says how many."""

@@ -133,15 +133,6 @@ def gathered_format(parallel: Any) -> str | None:
     return name if name is not None and LINEAR_FORMATS.facts(name).gathers(parallel) else None
 
 
-SHARDING_STRATEGIES: Registry[Any, facts.ShardingFacts, ...] = Registry(
-    "--data-parallel-sharding-strategy", facts.ShardingFacts, "modules, params, buckets, shards_params, queue, casts"
-)
-"""A `megatron.core.distributed.param_and_grad_buffer.WholeUnits`: what a strategy does around the passes of layers."""
-
-_WHOLE_UNITS = "megatron.core.distributed.param_and_grad_buffer:WholeUnits"
-SHARDING_STRATEGIES.register("no_shard", _WHOLE_UNITS, about="nothing")
-SHARDING_STRATEGIES.register("optim", _WHOLE_UNITS, about="optimizer state (ZeRO-1)")
-
 UPDATE_HOOKS: Registry[Any, facts.WhenFacts, ...] = Registry(
     "hook of updates", facts.WhenFacts, "config, modules, shards, state"
 )

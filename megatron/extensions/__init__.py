@@ -57,7 +57,6 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("optimizers", "Muon, QK-clip, Adam with states in fewer bits than fp32; groups of parameters by name"),
     BuiltIn("cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
     BuiltIn("retention", "deletion of older checkpoints: the newest, every N-th or the best are kept"),
-    BuiltIn("unit_sharding", "ZeRO-2 and ZeRO-3: gradients and parameters sharded over data-parallel ranks"),
     BuiltIn("post_validation", "optimizer updates before the gradient norm is known, rolled back if it refuses them"),
     BuiltIn("pipeline_split", "layers of pipeline stages by hand: of both ends, or of all stages"),
     BuiltIn("zero_bubble", "zero-bubble pipeline schedules: ZB-H1, ZB-H2, ZB-V"),

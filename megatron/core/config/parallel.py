@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.attention.backends import ATTENTION_BACKENDS, CONTEXT_PARALLEL
 from megatron.core.config.flag_spec import Section, flag
-from megatron.core.parts import PIPELINE_SCHEDULES, SHARDING_STRATEGIES, STAGE_SPLITS
+from megatron.core.parts import PIPELINE_SCHEDULES, STAGE_SPLITS
 from megatron.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -228,8 +228,12 @@ class DDPConfig:
     overlap_param_gather: bool = False
     """Overlap the gather of updated parameters with the next forward pass, bucket by bucket."""
 
-    data_parallel_sharding_strategy: str | None = flag(None, choices=SHARDING_STRATEGIES)
-    """State that data-parallel ranks shard; default: optim, or no_shard with --no-use-distributed-optimizer."""
+    data_parallel_sharding_strategy: str | None = flag(
+        None, choices=("no_shard", "optim", "optim_grads", "optim_grads_params")
+    )
+    """State that data-parallel ranks shard; default: optim, or no_shard with --no-use-distributed-optimizer.
+    no_shard: nothing. optim: optimizer state (ZeRO-1). optim_grads: gradients too, reduced with each micro-batch
+    (ZeRO-2). optim_grads_params: parameters too, gathered layer by layer (ZeRO-3)."""
 
     grad_reduce_in_bf16: bool = flag(False, excludes="--fp64")
     """Reduce gradients in bfloat16: half the bytes, sums over ranks with 8 bits. Accumulation stays in fp32."""
@@ -237,10 +241,9 @@ class DDPConfig:
     @property
     def shards_gradients(self) -> bool:
         """ZeRO-2 or ZeRO-3: a rank keeps the gradients of its shards alone."""
-        strategy = self.data_parallel_sharding_strategy
-        return strategy in SHARDING_STRATEGIES and SHARDING_STRATEGIES.facts(str(strategy)).gradients
+        return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
 
     @property
     def shards_parameters(self) -> bool:
         """ZeRO-3: a rank keeps the parameters of its shards alone."""
-        return self.shards_gradients and SHARDING_STRATEGIES.facts(str(self.data_parallel_sharding_strategy)).parameters
+        return self.data_parallel_sharding_strategy == "optim_grads_params"

@@ -28,9 +28,10 @@ from megatron.core.distributed.param_and_grad_buffer import (
     have_values,
 )
 from megatron.core.distributed.param_layout import DEFAULT, launch_order, plan_buffers
+from megatron.core.distributed.unit_sharding import UnitSharding
 from megatron.core.init import alloc_storage, has_storage
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.parts import LINEAR_FORMATS, SHARDING_STRATEGIES, gathered_format
+from megatron.core.parts import LINEAR_FORMATS, gathered_format
 from megatron.core.tensor_parallel.weight_grad import (
     accumulate_weight_grad,
     is_stale,
@@ -107,7 +108,7 @@ class DistributedDataParallel:
         )
         self.device = self.params[0].device if self.params else _communication_device(state.world)
         self.main_dtype: torch.dtype = getattr(torch, parallel_config.main_dtype)
-        strategy: type[WholeUnits] = SHARDING_STRATEGIES[ddp_config.data_parallel_sharding_strategy or "optim"]
+        strategy = UnitSharding if ddp_config.shards_gradients else WholeUnits
         kind = BufferKind(
             getattr(torch, optimizer.gradients_dtype) if optimizer.gradients_dtype else self.main_dtype,
             torch.bfloat16 if ddp_config.grad_reduce_in_bf16 else self.main_dtype,

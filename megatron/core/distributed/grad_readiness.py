@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -101,6 +100,6 @@ def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]
             yield from units_of(child)
 
 
-def _finish(buckets: Sequence[Bucket], module: nn.Module, args: Any) -> None:
+def _finish(buckets: Sequence[Bucket], module: nn.Module, args: object) -> None:
     for bucket in buckets:
         bucket.finish_param_sync()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -134,21 +133,21 @@ class WholeUnits:
     """Hooks of a strategy around the passes of units (transformer layers, and modules outside of them): nothing where
     gradients and parameters are whole all the time. Strategies that shard them derive from it."""
 
-    bucket = Bucket
+    bucket: type[Bucket] = Bucket
     """Class of the buckets of units."""
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         params: Sequence[nn.Parameter],
-        buckets: Sequence[Any],
+        buckets: Sequence[Bucket],
         shards_params: bool,
         queue: WeightGradQueue | None,
         casts: WeightCasts | None,
     ) -> None:
         """`buckets` are those of units; `queue` holds back weight gradients of split backwards; `casts` are copies of
         parameters."""
-        self.buckets = list(buckets)
+        self.buckets: Sequence[Bucket] = buckets
 
     def begin_step(self, microbatches: int) -> None:
         """Expects the passes of `microbatches` micro-batches; after 0 no gradient is reduced before the end."""

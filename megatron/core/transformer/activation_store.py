@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,29 +20,51 @@ class StoredPass(Protocol):
         """Around the forward pass of a part: a layer, or layers that are recomputed together. `stored` says whether
         what it saves is kept elsewhere; its `parameters` never are."""
 
-    def watch(self, output: Any) -> None:
+    def watch(self, output: object) -> None:
         """Told the output of the last part, whose backward begins when its gradient is known."""
 
     def end(self) -> None:
         """Behind the last part."""
 
 
+class Pool(Protocol):
+    """The memory of a store."""
+
+    nbytes: int
+    """Bytes that it holds."""
+
+    allocate: Callable[[int], Tensor]
+    """Number of bytes -> a new buffer."""
+
+
+@runtime_checkable
 class ActivationStore(Protocol):
-    """The store of one rank's stages, made by an entry of HOST_MEMORY. `pool` has the bytes that it holds, `nbytes`."""
+    """The store of one rank's stages, made by an entry of HOST_MEMORY."""
 
     num_layers: int
     """Layers of each stage, from its first one, whose activations it keeps."""
 
-    pool: Any
+    sent: int
+    """Bytes that have been stored so far."""
 
-    def begin(self, x: Tensor, shared: Any) -> StoredPass:
+    @property
+    def pool(self) -> Pool:
+        """Where it keeps them."""
+
+    def reset(self, pinned: bool = True) -> Pool:
+        """Starts again with an empty pool, for plans; `pinned` allows pinned memory."""
+
+    def begin(self, x: Tensor, shared: object) -> StoredPass:
         """A forward pass with input x of a stage's layers. Tensors in `shared`, an object or a mapping, stay."""
 
 
-def build_store(config: ModelParallelConfig, device: torch.device | str) -> Any:
+def build_store(config: ModelParallelConfig, device: torch.device | str) -> ActivationStore | None:
     """The store that the configuration asks for; None without one."""
-    name = config.activation_store
-    return None if name is None else HOST_MEMORY[name].activations(config, torch.device(device))
+    if (name := config.activation_store) is None:
+        return None
+    store = HOST_MEMORY[name].activations(config, torch.device(device))
+    assert isinstance(store, ActivationStore), f"{name} makes no store of activations"
+    return store
 
 
 class Stored(Protocol):
@@ -83,18 +105,17 @@ def nothing_saved() -> AbstractContextManager[None]:
     return saving_by(None)
 
 
-def packed(x: Tensor) -> Any:
+def packed(x: Tensor) -> Tensor | Stored:
     """For hooks of saved tensors within those of a saver, which alone are called: what stands in the graph for x."""
     return x if _now.saver is None else _now.saver.pack(x)
 
 
-def unpacked(x: Any) -> Tensor:
+def unpacked(x: Tensor | Stored) -> Tensor:
     """The tensor that `packed` was given."""
-    tensor: Tensor = x if isinstance(x, Tensor) else x.stored_tensor()
-    return tensor
+    return x if isinstance(x, Tensor) else x.stored_tensor()
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """The tensors in a tensor, a tuple, a mapping, or an object's attributes."""
     if isinstance(value, Tensor):
         yield value

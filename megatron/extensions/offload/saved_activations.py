@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,16 +89,17 @@ class ActivationOffload:
         self.num_layers = num_layers
         self.smallest = smallest
         self.device = torch.device(device)
-        self.pool = self.new_pool()
+        self.reset()
         self.to_host, self.to_device = CopyQueue(self.device), CopyQueue(self.device)
+
+    def reset(self, pinned: bool = True) -> HostPool:
+        """Starts again with an empty pool of host buffers, in plans on meta tensors of meta ones."""
         self.sent = 0
         """Bytes that have been copied to the host so far."""
+        self.pool = HostPool(pinned and self.device.type == "cuda", "meta" if self.device.type == "meta" else "cpu")
+        return self.pool
 
-    def new_pool(self) -> HostPool:
-        """An empty pool of host buffers, in plans on meta tensors of meta ones."""
-        return HostPool(self.device.type == "cuda", "meta" if self.device.type == "meta" else "cpu")
-
-    def begin(self, x: Tensor, shared: Any) -> OffloadedPass:
+    def begin(self, x: Tensor, shared: object) -> OffloadedPass:
         """A forward pass with input x of a stage's layers. Tensors in `shared`, an object or a mapping, stay."""
         stays = {storage_id(tensor) for tensor in tensors_in(shared)}
         if x.is_leaf:
@@ -141,7 +142,7 @@ class OffloadedPass:
             yield
         self._let_go(self.parts[-2:-1])
 
-    def watch(self, output: Any) -> None:
+    def watch(self, output: object) -> None:
         """When the gradient of the last part's output is known, its backward begins: it needs its own tensors, and the
         part before it will be next."""
         parts = [part for part in reversed(self.parts[-2:]) if part is not None]

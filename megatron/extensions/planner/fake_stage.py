@@ -270,8 +270,7 @@ class FakeStages:
 
         live.begin()
         if self.offload is not None:
-            self.offload.pool, self.offload.sent = self.offload.new_pool(), 0
-            self.on_host = live.count_apart(self.offload.pool)
+            self.on_host = live.count_apart(self.offload.reset())
         with live:
             hidden = None if stage.first else torch.empty(self.hidden_shape, dtype=self.dtype).requires_grad_()
             output = stage(hidden, self.micro_batch)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.torch_private import TorchDispatchMode, resize_storage_overload, storage_id
+from megatron.core.transformer.activation_store import Pool
 
 
 class LiveMemory(TorchDispatchMode):
@@ -25,7 +26,7 @@ class LiveMemory(TorchDispatchMode):
         self.peak = 0
         self._inside = self._elsewhere = False
 
-    def count_apart(self, pool: Any) -> list[int]:
+    def count_apart(self, pool: Pool) -> list[int]:
         """The sizes of the buffers that `pool` makes from now on, which are the host's: counted here alone."""
         made, allocate = list[int](), pool.allocate
 

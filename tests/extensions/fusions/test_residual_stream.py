@@ -28,8 +28,8 @@ from megatron.extensions.fusions.kernels import cublaslt
 from megatron.extensions.fusions.layer import FusedTransformerLayer, takes_addend
 from megatron.testing.local_run import local_run
 from megatron.training.train_step import train_step
-from tests.extensions.unit_sharding.test_unit_sharding import Watch, sharding
-from tests.extensions.unit_sharding.test_unit_sharding import config as config_of
+from tests.dist.test_unit_sharding import Watch, sharding
+from tests.dist.test_unit_sharding import config as config_of
 from tests.gpt_cases import FP64, GPT, STYLES, random_batch
 from tests.harness import run_world
 

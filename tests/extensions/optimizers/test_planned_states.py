@@ -15,7 +15,7 @@ OFFLOAD = "--optimizer-cpu-offload --optimizer-offload-fraction"
 RUNS = [
     "--tp 2 --optimizer muon",
     f"{LLAMA} --tp 2 {FP32} --optimizer muon",
-    needs("unit_sharding", f"{PARTS_OF_EXPERTS} {ZERO2} --optimizer muon"),
+    f"{PARTS_OF_EXPERTS} {ZERO2} --optimizer muon",
     f"{AWARE} --main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
     needs("offload", f"{LLAMA} --tp 2 {AWARE} --main-params-dtype fp16 --exp-avg-dtype bf16 {OFFLOAD} 0.7"),
     needs("offload", f"{LLAMA} --tp 2 {FP32} --param-group 'fc1 lr_mult=2' {OFFLOAD} 0.3"),

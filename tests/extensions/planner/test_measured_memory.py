@@ -294,7 +294,7 @@ PARTS_OF_EXPERTS = f"{EXPERTS} {PADDED} --tp 2 --etp 1 --sequence-parallel --moe
 
 WITH_SCALARS = [
     f"{EXPERTS} {ZERO3}",
-    needs("unit_sharding", f"{PARTS_OF_EXPERTS} {ZERO2}"),
+    f"{PARTS_OF_EXPERTS} {ZERO2}",
     needs("post_validation", f"{PADDED} --pp 2 {LATE}"),
     needs("post_validation", f"{PADDED} --pp 2 {LATE} {FP64} --optimizer sgd"),
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron.core.parts import PIPELINE_SCHEDULES, RECOMPUTED_PARTS, SHARDING_STRATEGIES
+from megatron.core.parts import PIPELINE_SCHEDULES, RECOMPUTED_PARTS
 from megatron.training.config.flags import home_of, spelling_table
 
 COMMON = (
@@ -28,7 +28,6 @@ def _is_there(choice: str) -> bool:
     """Whether the flags of a choice, and the parts it recomputes, are not those of a deleted extension."""
     words = choice.split()
     gone = any(home_of(word) and word not in spelling_table() for word in words)
-    gone |= "--data-parallel-sharding-strategy" in words and words[-1] not in SHARDING_STRATEGIES
     gone |= words[:1] == ["--pipeline-schedule"] and words[1] not in PIPELINE_SCHEDULES
     return not gone and all(part in RECOMPUTED_PARTS for part in ("mla_up_proj", "mhc") if part in words)
 

@@ -99,8 +99,7 @@ class RankMode(LiveMemory):
         """Counts the buffers of offloaded activations as the host's."""
         store = next((model.decoder.offload for model in run.stages.values()), None)
         if store is not None:
-            store.pool = type(store.pool)(False)
-            self.on_host.append(self.count_apart(store.pool))
+            self.on_host.append(self.count_apart(store.reset(pinned=False)))
 
 
 class EveryRank(Axis):

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import PIPELINE_SCHEDULES, SHARDING_STRATEGIES
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import pipeline_layout
@@ -23,7 +23,7 @@ from megatron.training.config.validation import resolve, validate
 RECOMPUTATION = ("none", "selective", "full")
 """What layers compute again in the backward, from the least to the most."""
 
-SHARDING = tuple(name for name in ("optim", "optim_grads", "optim_grads_params") if name in SHARDING_STRATEGIES)
+SHARDING = ("optim", "optim_grads", "optim_grads_params")
 """What data-parallel ranks shard: ZeRO-1 to ZeRO-3. Each takes less memory than the one before, and no less time."""
 
 OFFLOADING = ("none", "states", "activations")

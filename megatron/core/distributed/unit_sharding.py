@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -232,24 +231,26 @@ class UnitSharding(WholeUnits):
     """
 
     bucket = UnitBucket
-    buckets: list[UnitBucket]
+    buckets: Sequence[UnitBucket]
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         params: Sequence[nn.Parameter],
-        buckets: Sequence[UnitBucket],
+        buckets: Sequence[Bucket],
         shards_params: bool,
         queue: WeightGradQueue | None,
         casts: WeightCasts | None,
     ) -> None:
-        super().__init__(modules, params, buckets, shards_params, queue, casts)
+        of_units = [bucket for bucket in buckets if isinstance(bucket, UnitBucket)]
+        assert len(of_units) == len(buckets), "buckets of units are of another class"
+        super().__init__(modules, params, of_units, shards_params, queue, casts)
         self.shards_params = shards_params
         self.queue = queue
         self.order = Order()
         self._reducing: deque[UnitBucket] = deque()
-        bucket_of = {id(params[place.index]): bucket for bucket in buckets for place in bucket.layout.params}
-        for bucket in buckets:
+        bucket_of = {id(params[place.index]): bucket for bucket in of_units for place in bucket.layout.params}
+        for bucket in of_units:
             for param in (params[place.index] for place in bucket.layout.params):
                 param.before_main_grad = partial(self._open, bucket)  # type: ignore[attr-defined]
                 if casts is not None:
@@ -315,11 +316,11 @@ class UnitSharding(WholeUnits):
         for bucket in unit.buckets:
             bucket.release(keep)
 
-    def _before_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _before_forward(self, unit: Unit, module: nn.Module, args: tuple[object, ...]) -> None:
         if self.shards_params:
             self._acquire(unit)
 
-    def _after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _after_forward(self, unit: Unit, module: nn.Module, args: tuple[object, ...], output: object) -> object:
         """Also called where a forward that is computed again stops early; `output` is then None."""
         if self.shards_params:
             output = _apart_from(unit, output)
@@ -328,7 +329,7 @@ class UnitSharding(WholeUnits):
             self._watch_backward(unit, args, output)
         return output
 
-    def _watch_backward(self, unit: Unit, args: tuple[Any, ...], output: Any) -> None:
+    def _watch_backward(self, unit: Unit, args: tuple[object, ...], output: object) -> None:
         """Finds both ends of the unit's backward.
 
         It begins when the gradient of an output is known, and has ended when that of the input is: autograd runs first
@@ -348,7 +349,7 @@ class UnitSharding(WholeUnits):
             last.register_hook(lambda grad: self._after_backward(unit))
         begun: list[bool] = []
 
-        def begin(grads: Any) -> None:  # keeps no tensor
+        def begin(grads: object) -> None:  # keeps no tensor
             if not begun:
                 begun.append(True)
                 self._before_backward(unit, at_end)
@@ -394,17 +395,17 @@ class UnitSharding(WholeUnits):
         bucket.open_grads()
 
 
-def _apart_from(unit: Unit, output: Any) -> Any:
+def _apart_from(unit: Unit, output: object) -> object:
     """The output, copied where it is a view of parameters that are about to be dropped."""
     if isinstance(output, Tensor):
         memory = storage_id(output)
         return output.clone() if any(memory == storage_id(b.params) for b in unit.buckets) else output
     if isinstance(output, tuple):
         parts = [_apart_from(unit, part) for part in output]
-        return type(output)(*parts) if hasattr(output, "_fields") else tuple(parts)
+        return getattr(output, "_make", tuple)(parts)
     return output
 
 
-def _differentiable(value: Any) -> Iterator[Tensor]:
+def _differentiable(value: object) -> Iterator[Tensor]:
     """The tensors in what a module takes or returns that have gradients."""
     return (tensor for tensor in tensors_in(value) if tensor.requires_grad)

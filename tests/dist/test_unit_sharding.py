@@ -11,8 +11,8 @@ import pytest
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.distributed.param_layout import unit_of
+from megatron.core.distributed.unit_sharding import Order, UnitBucket
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
-from megatron.extensions.unit_sharding.unit_sharding import Order, UnitBucket
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
