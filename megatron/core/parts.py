@@ -211,14 +211,6 @@ MODEL_LOADERS: Registry[Any, NoFacts, ...] = Registry("--load", NoFacts, attribu
 HF_FAMILIES: Registry[Any, NoFacts, ...] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
 """A `megatron.extensions.hugging_face.families.Family` for each `model_type` of Hugging Face."""
 
-STEP_SEARCHES: Registry[Any, NoFacts, ...] = Registry("step search", NoFacts, "run, verdict")
-"""`search(run, verdict)`: a `megatron.training.hooks.StepFinding` about a step whose loss or gradient was not finite,
-or None. Called on every rank, before the next update of the weights; it may run the step again."""
-
-STEP_JUDGES: Registry[Any, facts.WhenFacts, ...] = Registry("judge of steps", facts.WhenFacts, "config, device, means")
-"""`build(config, device, means)`: a `megatron.core.optimizer.distrib_optimizer.Judge`, which finds spikes on the
-device. Its tensor `state` is kept in checkpoints; a resumed run gives it as `means`."""
-
 
 class Kernel(Protocol):
     """A kernel that may compute an operation in place of plain torch."""

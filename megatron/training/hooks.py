@@ -21,6 +21,7 @@ from megatron.training.progress import Progress, Step
 from megatron.training.reliability.launch import Launch
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from megatron.core.batch import Batch
@@ -81,11 +82,44 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class StepFinding:
-    """The result of a search of `STEP_SEARCHES` in a step that was not finite."""
+    """The result of a search in a step that was not finite."""
 
     text: str
     advice: str = ""
     """First remedy, if the step ends the run."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one step."""
+
+    step: Step
+    result: StepResult
+    nan: bool
+    """Whether loss or gradient were not finite, and a lower loss scale would not help."""
+
+    refused: bool
+    """Whether the step violates a check: it was skipped for it, or ends the run."""
+
+    ends_run: bool
+    """Whether --max-skipped-iterations are used up."""
+
+    def __str__(self) -> str:
+        total, tokens = self.result.sums
+        values = f"loss {total / max(tokens, 1.0):.6g}, gradient norm {self.result.grad_norm:.6g}"
+        how = "not finite" if self.nan else "far above the mean of the steps before"
+        return f"iteration {self.step.iteration} is {how} ({values})"
+
+
+class Judge(Protocol):
+    """Finds steps with a loss or a gradient out of the ordinary, on the device."""
+
+    state: Tensor
+    """What it remembers, flat float64: kept in checkpoints."""
+
+    def __call__(self, norm: Tensor, overflow: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """(1 if nothing is to be updated, else 0; 1 if the step is a spike, else 0), each a float64 scalar on the
+        device, from the gradient norm, 1 where a value is not finite, and [loss sum, tokens], all of the world."""
 
 
 class Log(Protocol):
@@ -278,6 +312,16 @@ class Callback:
     def flops_per_token(self, model: TransformerConfig) -> float | None:
         """Model FLOPs of forward and backward per token, for TFLOP/s and MFU in records; None to leave it to others. On
         the first rank."""
+        return None
+
+    def judge(self, device: torch.device, means: tuple[float, ...]) -> Judge | None:
+        """What finds spikes, built with the `Judge.state` of the checkpoint, empty at the start; None to leave it to
+        others. The first callback that has one decides."""
+        return None
+
+    def search(self, run: Any, verdict: Verdict) -> StepFinding | None:
+        """Looks for the origin of a step whose loss or gradient was not finite. Called on every rank, before the next
+        update of the weights; it may run the step again."""
         return None
 
     def meters(self, run: Any) -> Sequence[Meter]:

@@ -161,6 +161,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         UserMetrics(parts.metrics, runtime.device),
         PeakMemory(state.world, runtime.device),
     ]
+    judges = (callback.judge(runtime.device, progress.running_means) for callback in parts.callbacks)
     run = TrainingRun(
         config=config,
         plan=plan,
@@ -177,7 +178,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         progress=progress,
         saver=saver,
         lines=lines,
-        guard=StepGuard(config, runtime.device, progress),
+        guard=StepGuard(config.checks, progress, next(filter(None, judges), None)),
         timers=timers,
         first_iteration=progress.iteration,
         callbacks=parts.callbacks,

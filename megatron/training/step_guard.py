@@ -7,47 +7,19 @@ the bad step, and it can be run again. Every rank reads the same verdict and tak
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-
 from megatron.core.optimizer.distrib_optimizer import StepResult
-from megatron.core.parts import STEP_JUDGES
-from megatron.training.config.run_config import RunConfig
+from megatron.training.config.run_config import ChecksConfig
+from megatron.training.hooks import Judge, Verdict
 from megatron.training.progress import Progress, Step
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The outcome of one step."""
-
-    step: Step
-    result: StepResult
-    nan: bool
-    """Whether loss or gradient were not finite, and a lower loss scale would not help."""
-
-    refused: bool
-    """Whether the step violates a check: it was skipped for it, or ends the run."""
-
-    ends_run: bool
-    """Whether --max-skipped-iterations are used up."""
-
-    def __str__(self) -> str:
-        total, tokens = self.result.sums
-        values = f"loss {total / max(tokens, 1.0):.6g}, gradient norm {self.result.grad_norm:.6g}"
-        how = "not finite" if self.nan else "far above the mean of the steps before"
-        return f"iteration {self.step.iteration} is {how} ({values})"
 
 
 class StepGuard:
     """Judges every step, and counts skipped ones and the samples of the others in the run's progress."""
 
-    def __init__(self, config: RunConfig, device: torch.device, progress: Progress) -> None:
-        self.checks = config.checks
+    def __init__(self, checks: ChecksConfig, progress: Progress, judge: Judge | None) -> None:
+        self.checks = checks
         self._progress = progress
-        named = STEP_JUDGES.chosen(config)
-        self.judge: Any = None if named is None else STEP_JUDGES[named](config, device, progress.running_means)
+        self.judge = judge
         """Called by the optimizer before it updates the weights; None if spikes are not checked for."""
 
         self._pending: tuple[Step, StepResult] | None = None

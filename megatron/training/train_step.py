@@ -10,12 +10,10 @@ from megatron.core.batch import Batch
 from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.optimizer.distrib_optimizer import StepResult, Update
 from megatron.core.optimizer.optimizer import Rates
-from megatron.core.parts import STEP_SEARCHES
 from megatron.training.forward_backward import StepInput, Sums
-from megatron.training.hooks import StepFinding, StepView
+from megatron.training.hooks import StepFinding, StepView, Verdict
 from megatron.training.progress import GRAD_SYNC, Step
 from megatron.training.run import TrainingRun
-from megatron.training.step_guard import Verdict
 
 
 def train_step(run: TrainingRun) -> None:
@@ -136,8 +134,8 @@ def settle(run: TrainingRun) -> bool:
 
 
 def _search(run: TrainingRun, verdict: Verdict) -> list[StepFinding]:
-    """Findings of extensions about a step that was not finite."""
-    findings = [STEP_SEARCHES[name](run, verdict) for name in STEP_SEARCHES]
+    """Findings of callbacks about a step that was not finite."""
+    findings = [callback.search(run, verdict) for callback in run.callbacks]
     return [finding for finding in findings if finding is not None]
 
 

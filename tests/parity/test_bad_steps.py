@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core.optimizer.distrib_optimizer import StepResult, Update
-from megatron.core.registry import NoFacts, Registry
-from megatron.training import train_step as bad_steps
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
-from megatron.training.hooks import StepFinding
+from megatron.training.hooks import Callback, StepFinding, Verdict
 from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
-from megatron.training.step_guard import Verdict
 from megatron.training.tasks import save
 from megatron.training.train_step import BadStepError, settle, train_step
 from tests.extensions import installed
@@ -239,14 +234,16 @@ def test_spikes_are_only_reported_where_nothing_may_be_skipped() -> None:
 def ends(rank: int, world_size: int, config: RunConfig, searches: list[StepFinding | None]) -> tuple[str, str]:
     """(message, advice) of the step that ends a run for which so many searches have been registered."""
 
-    def returns(finding: StepFinding | None, run: TrainingRun, verdict: Verdict) -> StepFinding | None:
-        assert verdict.ends_run and verdict.step.iteration == run.progress.iteration
-        return finding
+    class Searches(Callback):
+        def __init__(self, finding: StepFinding | None) -> None:
+            self.finding = finding
 
-    registry: Registry[Any, NoFacts, ...] = Registry("step search", NoFacts, "run, verdict")
-    for number, finding in enumerate(searches):
-        registry.register(str(number), partial(returns, finding))
-    with local_run(config, rank, world_size) as run, mock.patch.object(bad_steps, "STEP_SEARCHES", registry):
+        def search(self, run: TrainingRun, verdict: Verdict) -> StepFinding | None:
+            assert verdict.ends_run and verdict.step.iteration == run.progress.iteration
+            return self.finding
+
+    with local_run(config, rank, world_size) as run:
+        run.callbacks = [Searches(finding) for finding in searches]
         plant("weight gradient", run)
         train_step(run)
         with pytest.raises(BadStepError) as error:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Condition, flag
-from megatron.core.parts import STEP_JUDGES, STEP_SEARCHES
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
@@ -144,10 +143,10 @@ CALLBACKS.register("stragglers", f"{__package__}.straggler:Stragglers", when=_wh
 CALLBACKS.register(
     "layer statistics", f"{__package__}.layer_stats.statistics:LayerStatistics", when=_when(lambda o: o.log_layer_stats)
 )
-STEP_SEARCHES.register("first value that is not finite", f"{__package__}.step_dump:search_and_save")
+CALLBACKS.register("first value that is not finite", f"{__package__}.step_dump:FirstNonFinite")
 CALLBACKS.register("last collectives", f"{__package__}.hang_analysis:LastCollectives")
-STEP_JUDGES.register(
+CALLBACKS.register(
     "spikes",
-    f"{__package__}.spikes:StepJudge",
+    f"{__package__}.spikes:SpikeCheck",
     when=lambda c: c.options(SpikeFlags).check_for_spiky_loss or c.options(SpikeFlags).check_for_large_grads,
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron.extensions.diagnosis.flags import SpikeFlags
 from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback
 
 WINDOW = 100
 """Steps in the running means of loss and gradient norm."""
@@ -38,3 +39,10 @@ class StepJudge:
         moved = torch.cat([means + (values - means) / (count + 1.0).clamp(max=WINDOW), count[None] + 1.0])
         self.state = torch.where(torch.maximum(skip, overflow) > 0, self.state, moved)
         return skip, spike
+
+
+class SpikeCheck(Callback):
+    """Looks for spikes where a flag asks for it."""
+
+    def judge(self, device: torch.device, means: tuple[float, ...]) -> StepJudge:
+        return StepJudge(self.config, device, means)

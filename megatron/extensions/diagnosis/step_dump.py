@@ -33,11 +33,10 @@ from megatron.extensions.diagnosis.nonfinite_search import Finding, search
 from megatron.training.checkpoints.checkpointing import Checkpointer
 from megatron.training.config.arguments import save_config
 from megatron.training.config.run_config import RunConfig
-from megatron.training.hooks import StepFinding
+from megatron.training.hooks import Callback, StepFinding, Verdict
 from megatron.training.progress import Progress, Step
 from megatron.training.reliability.visible_text import visible
 from megatron.training.run import TrainingRun
-from megatron.training.step_guard import Verdict
 
 FINDING = "finding.json"
 CONFIG = "run_config.yaml"
@@ -74,6 +73,13 @@ class SavedStep:
             return cls(Step(**values["step"]), values["loss_scale"], finding and Finding.from_json(finding))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{folder} holds no saved step: {FINDING}: {error}") from error
+
+
+class FirstNonFinite(Callback):
+    """Says where the first value that is not finite was computed."""
+
+    def search(self, run: TrainingRun, verdict: Verdict) -> StepFinding:
+        return search_and_save(run, verdict)
 
 
 def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
