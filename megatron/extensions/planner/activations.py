@@ -19,7 +19,8 @@ from megatron.core.models.stage import Stage
 from megatron.core.pipeline_parallel.actions import Action, Kind, units
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.extensions.planner.fake_stage import MicroBatch, Part, PlannerCache, StageParts, Unit
+from megatron.extensions.planner.fake_stage import Part, PlannerCache, StageParts, Unit
+from megatron.extensions.planner.micro_batch import MicroBatch
 from megatron.extensions.planner.time.events import StageMemory
 from megatron.extensions.planner.time.pipeline import Schedule
 from megatron.extensions.simulator.simulator import StageCosts, held_at_peak

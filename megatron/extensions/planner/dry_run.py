@@ -13,7 +13,8 @@ from megatron.core.parts import DATA_READERS, PIPELINE_SCHEDULES, batch_schedule
 from megatron.core.pipeline_parallel.layer_split import stage_costs
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.extensions.planner.device_file import read_device
-from megatron.extensions.planner.memory import GIB, RANKS_SHOWN, Fit, fullest, memory_lines, memory_of_ranks
+from megatron.extensions.planner.memory import GIB, Fit, fullest, memory_of_ranks
+from megatron.extensions.planner.memory_lines import RANKS_SHOWN, memory_lines
 from megatron.extensions.planner.time.pipeline import Schedule
 from megatron.extensions.simulator.simulator import StageCosts
 from megatron.training.config.batch_size import batch_line, microbatches_of, shape_line

@@ -54,6 +54,7 @@ from megatron.extensions.planner.as_on_gpus import (
     PlannedRegions,
     plans_fused_dropout,
 )
+from megatron.extensions.planner.micro_batch import MicroBatch, in_a_layer
 from megatron.extensions.planner.time.events import BufferCounts, PassEvents, StageMemory
 from megatron.extensions.planner.time.recorder import Recorder, done
 from megatron.training.config.flags import with_named
@@ -96,49 +97,6 @@ def fake_state(parallel: ModelParallelConfig, exchanges_sums: bool = True) -> It
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What a rank holds of one micro-batch."""
-
-    model: TransformerConfig
-    parallel: ModelParallelConfig
-    samples: int
-    device: str = "cuda"
-    """"cuda" or "cpu", whose norms keep other things for the backward."""
-
-    own_positions: bool = False
-    """Whether samples have position ids of their own (--reset-position-ids)."""
-
-    bf16_sums: bool = False
-    """Whether gradients are summed in bf16 (--main-grads-dtype)."""
-
-    packs: bool = True
-    """As in `PlannedGPU`."""
-
-    @classmethod
-    def of(cls, config: RunConfig) -> MicroBatch:
-        """Of a run."""
-        device, samples = "cpu" if config.parallel.cpu else "cuda", config.training.micro_batch_size
-        bf16_sums = config.optimizer.gradients_dtype == "bfloat16"
-        return cls(config.model, config.parallel, samples, device, config.restarts_positions, bf16_sums)
-
-
-OF_PIPELINE = (
-    *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
-    *("microbatch_group_size_per_virtual_pipeline_stage", "distributed_backend", "use_tp_pp_dp_mapping"),
-    *("data_parallel_size", "num_distributed_optimizer_instances"),
-)
-"""Settings that change nothing about a micro-batch in a layer."""
-
-
-def in_a_layer(batch: MicroBatch) -> MicroBatch:
-    """Equal for micro-batches that do the same in equal layers, wherever the layers lie."""
-    values: dict[str, Any] = {name: getattr(ModelParallelConfig, name) for name in OF_PIPELINE}
-    values["pipeline_schedule"] = "zb-h1" if splits_backward(batch.parallel.schedule) else "1f1b"
-    parallel = replace(batch.parallel, **values).without("cuda_graph_impl").without("pipeline_model_parallel_layout")
-    return replace(batch, parallel=parallel.with_offloaded_layers(1))
 
 
 ANSWERS: dict[Any, Callable[..., Any]] = {

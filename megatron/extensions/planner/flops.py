@@ -16,7 +16,8 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.optimizer.transforms import chain_of
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
-from megatron.extensions.planner.fake_stage import MicroBatch, Part, StageParts, Unit
+from megatron.extensions.planner.fake_stage import Part, StageParts, Unit
+from megatron.extensions.planner.micro_batch import MicroBatch
 from megatron.extensions.planner.time.events import Attention, Product
 
 

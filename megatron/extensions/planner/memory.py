@@ -6,7 +6,7 @@ Buffers are planned by the function that lays them out in memory, so the bytes a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -15,9 +15,14 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
-from megatron.core.config.param_groups import lines_of_groups
-from megatron.core.distributed.param_layout import BufferLayout, host_slots, place_states, plan_buffers, unit_of
-from megatron.core.models.gpt.multi_token import MULTI_TOKEN
+from megatron.core.distributed.param_layout import (
+    BucketLayout,
+    BufferLayout,
+    host_slots,
+    place_states,
+    plan_buffers,
+    unit_of,
+)
 from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
@@ -25,15 +30,14 @@ from megatron.core.parts import gathered_format
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
-from megatron.extensions.fp8.flags import Fp8Flags
-from megatron.training.config.batch_size import byte_text, formats_of_states, microbatches_of
+from megatron.training.config.batch_size import microbatches_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS
 from megatron.training.step_parts import STEP_PARTS, UpdateBytes, late_update
 
 if TYPE_CHECKING:
     from megatron.extensions.planner.activations import RankActivations
-    from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
+    from megatron.extensions.planner.fake_stage import PlannerCache
 
 EMBEDDING = "embedding.word_embeddings"
 
@@ -211,39 +215,54 @@ def _units_in_flight(buffers: Sequence[BufferLayout], config: RunConfig, stages:
     """Two units at a time are whole: the one that is computed and the next one; or, of gradients, the one that is
     computed and the bucket that is reduced. Exact for one stage a rank without multi-token prediction, one unit too
     few or too many otherwise."""
+    buckets = _buckets_of_units(buffers)
+    if not buckets:
+        return UnitsInFlight()
+    forward, backward, held = _passes_of_units(list(buckets), config, stages)
     parallel, ddp = config.parallel, config.ddp
-    sizes: dict[str, list[int]] = {}
-    reductions: dict[str, int] = {}
+    main = DTYPE_BYTES[parallel.main_dtype]
+    wholes = {unit: sum(bucket.stop - bucket.start for bucket in own) for unit, own in buckets.items()}
+
+    gathered = [wholes[unit] for unit in forward]
+    gathered += [wholes[unit] + wholes[after] for unit, after in pairwise(forward) if unit != after]
+    if parallel.pipeline_model_parallel_size > 1 and len(forward) > 1:  # one forward pass ends, and the next one begins
+        gathered.append(wholes[forward[-1]] + wholes[forward[0]])
+
+    alone = [(wholes[unit] * main, 0) for unit in backward]
+    reduced = []
+    for computed, before in pairwise(backward):
+        last = buckets[before][-1]
+        size = last.stop - last.start
+        reduced.append(((wholes[computed] + size) * main, _reduction_bytes(size, last.num_shards, parallel, ddp)))
+    gradients = max(whole for whole, _ in [*reduced, *alone])
+    with_reductions = max(whole + beside for whole, beside in [*reduced, *alone])
+
+    return UnitsInFlight(
+        parameters=max(gathered) * DTYPE_BYTES[parallel.params_dtype] if ddp.shards_parameters else 0,
+        gradients=(wholes[EMBEDDING] * main if held else 0) + gradients,
+        reductions=with_reductions - gradients,
+    )
+
+
+def _buckets_of_units(buffers: Sequence[BufferLayout]) -> dict[str, list[BucketLayout]]:
+    """Unit -> its buckets, as the forward pass meets them."""
+    found: dict[str, list[BucketLayout]] = {}
     buckets = [bucket for buffer in buffers if buffer.by_unit for bucket in buffer.buckets]
     for bucket in sorted(buckets, key=lambda bucket: min(place.index for place in bucket.params)):
-        size, unit = bucket.stop - bucket.start, unit_of(bucket.params[0].meta.name)
-        sizes.setdefault(unit, []).append(size)
-        reductions[unit] = _reduction_bytes(size, bucket.num_shards, parallel, ddp)  # of the last bucket
-    if not sizes:
-        return UnitsInFlight()
-    units = list(sizes)
-    held = 0
-    first = stages[0].first
-    last = stages[-1].last
-    backward = units
-    if config.model.tied_embeddings and last and EMBEDDING in sizes:  # the output layer's unit is the embedding
-        backward = inner = [unit for unit in units if unit != EMBEDDING]
-        units = [*(units if first else inner), EMBEDDING]
-        if first:  # its gradient is whole from one end of the backward to the other
-            held = sum(sizes[EMBEDDING])
-        else:
-            backward = units
-    wholes = [sum(sizes[unit]) for unit in units]
-    pairs = [(a, b) for a, b in pairwise(range(len(units))) if units[a] != units[b]]
-    if parallel.pipeline_model_parallel_size > 1 and len(units) > 1:
-        pairs.append((len(units) - 1, 0))  # from the end of one forward pass to the next one
-    gathered = max([*wholes, *(wholes[a] + wholes[b] for a, b in pairs)]) if ddp.shards_parameters else 0
-    wide = DTYPE_BYTES[parallel.main_dtype]
-    reduced = [((sum(sizes[a]) + sizes[b][-1]) * wide, reductions[b]) for a, b in pairwise(backward)]
-    reduced += [(sum(sizes[unit]) * wide, 0) for unit in backward]
-    gradients = max(grads for grads, _ in reduced)
-    with_sums = max(map(sum, reduced))
-    return UnitsInFlight(gathered * DTYPE_BYTES[parallel.params_dtype], held * wide + gradients, with_sums - gradients)
+        found.setdefault(unit_of(bucket.params[0].meta.name), []).append(bucket)
+    return found
+
+
+def _passes_of_units(units: list[str], config: RunConfig, stages: Sequence[Stage]) -> tuple[list[str], list[str], bool]:
+    """(units of a forward pass, units whose gradients a backward pass completes, whether the embedding's gradient is
+    whole from one end of the backward pass to the other)."""
+    if not (config.model.tied_embeddings and stages[-1].last and EMBEDDING in units):
+        return units, units, False
+    inner = [unit for unit in units if unit != EMBEDDING]
+    if stages[0].first:
+        return [*units, EMBEDDING], inner, True
+    forward = [*inner, EMBEDDING]  # the output layer's unit is the embedding
+    return forward, forward, False
 
 
 def _reduction_bytes(size: int, num_shards: int, parallel: ModelParallelConfig, ddp: DDPConfig) -> int:
@@ -272,9 +291,6 @@ def local_shape(meta: ParamMeta, dims: ParallelDims) -> tuple[int, ...]:
 
 
 GIB = 2**30
-
-RANKS_SHOWN = 8
-"""Ranks that a line lists at most."""
 
 
 @dataclass(frozen=True)
@@ -350,65 +366,14 @@ def gib(size: float) -> str:
 
 def memory_of_ranks(config: RunConfig, world_size: int, cache: PlannerCache | None = None) -> list[RankMemory]:
     """By pipeline rank. `cache` keeps between calls what layers of other layouts do."""
-    from megatron.extensions.planner.activations import MicroBatch, activations_of_ranks
+    from megatron.extensions.planner.activations import activations_of_ranks
+    from megatron.extensions.planner.micro_batch import MicroBatch
 
     dims = ParallelDims.from_config(config.parallel, world_size)
     plans = [states_of_rank(config, dims, rank) for rank in range(dims.pp)]
     activations = activations_of_ranks(MicroBatch.of(config), microbatches_of(config, dims), cache)
     pairs = zip(plans, activations, strict=True)
     return [RankMemory(plan, held, come_and_go(plan, held, config)) for plan, held in pairs]
-
-
-def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemory]) -> Iterator[str]:
-    """One line for each pipeline rank: what it holds, bytes of parameters, gradients and optimizer state, and of
-    activations; then what is counted."""
-    from megatron.extensions.planner.activations import MicroBatch
-
-    plans, activations = [rank.plan for rank in ranks], [rank.activations for rank in ranks]
-    titles = [*ranks[0].sizes, "total"]
-    offloads = any(rank.host for rank in ranks)
-    yield "{:<4}{:<44}{:>18}{:>16}".format("pp", "holds", "stage parameters", "rank parameters") + "".join(
-        f"{title:>12}" for title in ([*titles, "host"] if offloads else titles)
-    )
-    for rank in ranks:
-        plan = rank.plan
-        stage = sum(meta.numel for meta in plan.metas)
-        every = [*rank.sizes.values(), rank.total, *([rank.host] if offloads else [])]
-        shown = "".join(f"{byte_text(size):>12}" for size in every)
-        yield f"{plan.pp_rank:<4}{_holdings(plan):<44}{stage:>18,}{plan.parameters:>16,}{shown}"
-    owned = "on every rank"
-    if config.optimizer.use_distributed_optimizer:
-        experts = f" (of experts over {dims.shards(True)})" if config.model.num_experts is not None else ""
-        copies = f", in {dims.instances} instances" if dims.instances > 1 else ""
-        owned = f"sharded over {dims.shards(False)} ranks{experts}{copies}"
-    yield f"states: {formats_of_states(config)} {owned}; padding of buffers included"
-    if (late := late_update(config)) is not None:
-        most_copies = max(plan.memory.rollback for plan in plans)
-        yield f"{late}: at most {most_copies:,} bytes of the optimizer's are {STEP_PARTS.facts(late).kept_name}"
-    if offloads:
-        most_host = max((plan.memory for plan in plans), key=lambda memory: memory.host)
-        yield (
-            f"{config.optimizer.host_fraction:g} of optimizer states in host memory, not in the total: at most "
-            f"{most_host.host_states:,} bytes of states, {most_host.host_slots:,} that gradients and parameters pass "
-            "through"
-        )
-    if config.ddp.shards_gradients:
-        what = "gradients and parameters" if config.ddp.shards_parameters else "gradients"
-        flying = max((plan.in_flight for plan in plans), key=lambda units: units.total)
-        yield (
-            f"matrices' {what} sharded too; whole units count as working: at most {flying.parameters:,} bytes of "
-            f"parameters, {flying.gradients:,} of gradients"
-        )
-    if config.optimizer.has_own_groups:
-        trained = {meta.name: meta for plan in plans for meta in plan.metas if not config.optimizer.freezes(meta)}
-        groups = {name: (config.optimizer.group_of(meta), meta.numel) for name, meta in trained.items()}
-        yield from lines_of_groups(groups)
-    yield from _activation_lines(MicroBatch.of(config), activations)
-    most = max(ranks, key=lambda rank: rank.total)
-    yield (
-        f"most on pp {most.plan.pp_rank}: {most.plan.memory.total:,} bytes of states, {most.activations.peak:,} of "
-        f"activations, {most.working:,} of working memory"
-    )
 
 
 def come_and_go(plan: RankStates, held: RankActivations, config: RunConfig) -> int:
@@ -419,59 +384,3 @@ def come_and_go(plan: RankStates, held: RankActivations, config: RunConfig) -> i
         whole = plan.parameters * DTYPE_BYTES[config.parallel.params_dtype]
         copies = copies * plan.in_flight.parameters // max(whole, plan.in_flight.parameters)
     return held.working + copies + plan.in_flight.total
-
-
-def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> Iterator[str]:
-    """What is counted as activations, and how much of it a layer has."""
-    model = batch.model
-    even = ", tokens even over the experts" if model.num_experts is not None else ""
-    on_gpus = ", and with those of GPUs for norms and attention"
-    kernels = "" if batch.device == "cpu" else on_gpus
-    yield (
-        f"activations: saved for backward, measured on fake tensors with the kernels of CPUs{kernels}{even}; "
-        "with the logits of the loss, without tokens and labels"
-    )
-    again = model.recompute_granularity
-    if model.recomputed_modules:
-        again += f" ({', '.join(model.recomputed_modules)})"
-    flight = "; ".join(
-        f"pp {rank} " + " + ".join(f"{n} of chunk {c}" if len(held.in_flight) > 1 else str(n) for c, n in numbered)
-        for rank, held in enumerate(ranks[:RANKS_SHOWN])
-        for numbered in [list(enumerate(held.in_flight))]
-    )
-    first = ranks[0].stages[0]
-    kept = f"the first stage saves {first.kept:,} bytes for a micro-batch of {batch.samples}, recomputation {again}"
-    if offloaded := batch.parallel.offloaded_layers:
-        kept += f"; {first.offloaded:,} of {offloaded} layers are offloaded"
-    yield kept
-    if offloaded:
-        yield "on host: pinned buffers of offloaded activations, powers of two; at most two layers' are on the device"
-    yield f"micro-batches in flight at the peak: {flight}{' ...' if len(ranks) > RANKS_SHOWN else ''}"
-    yield from _fp8_line(batch)
-    yield "working: gradients and temporary tensors at the highest point of a step, measured in the same way"
-
-
-def _fp8_line(batch: MicroBatch) -> Iterator[str]:
-    own = batch.parallel.options(Fp8Flags)
-    layers = own.layers(batch.model.num_layers)
-    if layers:
-        experts = " (experts: the two products with tokens)" if batch.model.num_experts is not None else ""
-        yield (
-            f"fp8: the linear layers of layers {layers[0]}-{layers[-1]} multiply in {own.fp8_format}, scaled "
-            f"{own.fp8_recipe}{experts}; two copies of their weights, a byte an element, count as working"
-        )
-
-
-def _holdings(plan: RankStates) -> str:
-    """`embedding, layers 0-7 (8)` and `layers 24-29 (6), norm, head`; several stages on a rank with a bar between."""
-    predicts = any(meta.name.startswith(MULTI_TOKEN) for meta in plan.metas)
-    return " | ".join(_holding(stage, predicts) for stage in plan.stages)
-
-
-def _holding(stage: Stage, predicts: bool) -> str:
-    parts = ["embedding"] if stage.first else []
-    if len(stage.layers):
-        first, last = stage.layers[0], stage.layers[-1]
-        parts.append(f"layer {first}" if first == last else f"layers {first}-{last} ({len(stage.layers)})")
-    parts += ["norm", *(["multi-token"] if predicts else []), "head"] if stage.last else []
-    return ", ".join(parts) or "nothing"

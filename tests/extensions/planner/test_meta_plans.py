@@ -14,7 +14,8 @@ from megatron.core.pipeline_parallel.stages import whole_model
 from megatron.core.transformer.mlp import MLP
 from megatron.extensions.planner import fake_stage
 from megatron.extensions.planner.activations import ActivationPlan
-from megatron.extensions.planner.fake_stage import MicroBatch, Part, PlannerCache, StageParts, Unit
+from megatron.extensions.planner.fake_stage import Part, PlannerCache, StageParts, Unit
+from megatron.extensions.planner.micro_batch import MicroBatch
 from megatron.extensions.planner.time.events import Event, PassEvents, Product, StageMemory
 from megatron.extensions.planner.time.recorder import Recorder
 from megatron.extensions.sparse_attention import sparse_attention

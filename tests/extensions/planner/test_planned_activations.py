@@ -27,8 +27,8 @@ from megatron.core.transformer.pass_context import PassContext
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fp8.recipes import DelayedGemms
 from megatron.extensions.planner.activations import ActivationPlan
-from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.live_memory import LiveMemory
+from megatron.extensions.planner.micro_batch import MicroBatch
 from megatron.training.config.flags import config_of_sections
 from tests.gpt_cases import GPT, LLAMA, STYLES, with_dropout
 from tests.harness import run_world

@@ -15,9 +15,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.extensions.planner.activations import ActivationPlan
-from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.flops import model_flops
 from megatron.extensions.planner.live_memory import LiveMemory
+from megatron.extensions.planner.micro_batch import MicroBatch
 from megatron.extensions.planner.time.events import Product
 from tests.extensions.planner.test_planned_activations import LAST, SAMPLES, parallel_config, settle
 from tests.gpt_cases import GPT, LLAMA

@@ -13,7 +13,8 @@ from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.extensions.planner.commands import DryRun
 from megatron.extensions.planner.device_file import DeviceFile, Link, read_device
-from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
+from megatron.extensions.planner.fake_stage import PlannerCache
+from megatron.extensions.planner.micro_batch import MicroBatch
 from megatron.extensions.planner.time.events import Collective, Event, Move, Product, Wait
 from megatron.extensions.planner.time.pipeline import Schedule
 from megatron.extensions.planner.time.replay import Network, Placement, Replay

@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import whole_model
 from megatron.extensions.planner.activations import ActivationPlan, peak_of_actions
 from megatron.extensions.planner.device_file import DeviceFile
-from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
+from megatron.extensions.planner.fake_stage import PlannerCache
 from megatron.extensions.planner.memory import (
     DTYPE_BYTES,
     RankMemory,
@@ -31,6 +31,7 @@ from megatron.extensions.planner.memory import (
     memory_of_ranks,
     states_of_rank,
 )
+from megatron.extensions.planner.micro_batch import MicroBatch
 from megatron.extensions.planner.suggest.space import RECOMPUTATION, Family, Layout, Pipeline, Saving, SearchedRun
 from megatron.extensions.planner.time.events import Kernel, PassEvents, StageMemory
 from megatron.extensions.planner.time.replay import Network, Replay

@@ -19,9 +19,10 @@ from megatron.core.parts import gathered_format, linear_format
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout, whole_model
 from megatron.extensions.planner.device_file import DeviceFile
-from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
+from megatron.extensions.planner.fake_stage import PlannerCache
 from megatron.extensions.planner.flops import model_flops
 from megatron.extensions.planner.memory import DTYPE_BYTES, RankStates, local_shape, states_of_rank
+from megatron.extensions.planner.micro_batch import MicroBatch
 from megatron.extensions.planner.time.events import Collective, Event, PassEvents
 from megatron.extensions.planner.time.pipeline import Schedule
 from megatron.extensions.planner.time.replay import Network, Placement, Replay, Times, placement

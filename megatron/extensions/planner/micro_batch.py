@@ -1,0 +1,53 @@
+"""A micro-batch on one rank: what decides the memory and the time of its passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.pipeline_parallel.schedules import splits_backward
+from megatron.training.config.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank holds of one micro-batch."""
+
+    model: TransformerConfig
+    parallel: ModelParallelConfig
+    samples: int
+    device: str = "cuda"
+    """"cuda" or "cpu", whose norms keep other things for the backward."""
+
+    own_positions: bool = False
+    """Whether samples have position ids of their own (--reset-position-ids)."""
+
+    bf16_sums: bool = False
+    """Whether gradients are summed in bf16 (--main-grads-dtype)."""
+
+    packs: bool = True
+    """As in `PlannedGPU`."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> MicroBatch:
+        """Of a run."""
+        device, samples = "cpu" if config.parallel.cpu else "cuda", config.training.micro_batch_size
+        bf16_sums = config.optimizer.gradients_dtype == "bfloat16"
+        return cls(config.model, config.parallel, samples, device, config.restarts_positions, bf16_sums)
+
+
+OF_PIPELINE = (
+    *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
+    *("microbatch_group_size_per_virtual_pipeline_stage", "distributed_backend", "use_tp_pp_dp_mapping"),
+    *("data_parallel_size", "num_distributed_optimizer_instances"),
+)
+"""Settings that change nothing about a micro-batch in a layer."""
+
+
+def in_a_layer(batch: MicroBatch) -> MicroBatch:
+    """Equal for micro-batches that do the same in equal layers, wherever the layers lie."""
+    values = {name: getattr(ModelParallelConfig, name) for name in OF_PIPELINE}
+    values["pipeline_schedule"] = "zb-h1" if splits_backward(batch.parallel.schedule) else "1f1b"
+    parallel = replace(batch.parallel, **values).without("cuda_graph_impl").without("pipeline_model_parallel_layout")
+    return replace(batch, parallel=parallel.with_offloaded_layers(1))
