@@ -24,8 +24,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.dist_checkpointing.storage import CheckpointError
-from megatron.extensions.conversion.convert import Conversion, parse_bytes, parse_dtype
-from megatron.extensions.conversion.flags import FORMATS
+from megatron.extensions.conversion.convert import Conversion, formats, parse_bytes, parse_dtype
 from megatron.extensions.conversion.formats import Options
 from megatron.training.config.problem import any_text
 from megatron.training.metrics.progress_bar import ProgressBar
@@ -85,7 +84,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--input", type=located, required=True, help="folder of the model to convert")
     add("--output", type=Path, required=True, help="folder to create")
-    add("--to", choices=FORMATS, help="format of the output: Hugging Face (hf), ours (dcp) or Megatron-LM's (megatron)")
+    add(
+        "--to",
+        choices=formats(),
+        help="format: Hugging Face (hf), ours (dcp) or Megatron-LM's (megatron)",
+    )
     add(
         "--dtype",
         help="number format of all weights: float32, bfloat16 or float16 (default: as stored). From a checkpoint in "

@@ -37,9 +37,8 @@ from megatron.core.datasets.build import build_datasets, parse_blend, split_shar
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.indexed_dataset import BLOCK, IndexedDataset
 from megatron.core.datasets.indices import parse_split
-from megatron.core.dist_checkpointing.path_kind import reader_of, refusal
+from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, data_kind_of, refusal
 from megatron.core.fsync import whole_file
-from megatron.core.parts import DATA_READERS
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.training.extensions import load_extensions
 from megatron.training.metrics.data_sources import SourceNames
@@ -118,8 +117,8 @@ def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | N
 
 def prefix_of(path: str, args: argparse.Namespace) -> str:
     """Prefix of the indexed dataset of a path: itself, or the tokens of text, made now if no run has made them."""
-    reader = reader_of(path)
-    if reader is None:
+    kind = data_kind_of(path)
+    if kind is None:
         return path
     if not args.tokenizer_type:
         raise ValueError(refusal(path, "give the prefix of an indexed dataset, or add the tokenizer of the text"))
@@ -128,8 +127,7 @@ def prefix_of(path: str, args: argparse.Namespace) -> str:
     options = replace(config_of(TextDataConfig, args), append_eod=not args.no_append_eod)
     data = config_of(DatasetConfig, args).with_options(options)
     prepare = partial(load_extensions, args.extension)
-    made: str = DATA_READERS[reader](data, config_of(TokenizerConfig, args), args.vocab_size, prepare).prefix("", path)
-    return made
+    return kind.reader(data, config_of(TokenizerConfig, args), args.vocab_size, prepare).prefix("", path)
 
 
 def show_step(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
@@ -235,7 +233,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{split}-samples", type=int, help=f"{split} samples asked for (default: one epoch)")
     add_config_flags(parser, "data, as in training", *DATA_FIELDS)
     add_config_flags(parser, "tokenizer", *TOKENIZER_FIELDS, "vocab_size")
-    if "text" in DATA_READERS:
+    if "text" in PATH_KINDS:
         add_config_flags(parser, "text files, as in training", "text_key", "text_documents", "max_bad_lines")
         parser.add_argument("--no-append-eod", action="store_true", help="documents of text files do not end with EOD")
     return parser.parse_args(argv)

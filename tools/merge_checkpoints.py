@@ -30,8 +30,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.dist_checkpointing.storage import CheckpointError
-from megatron.extensions.conversion.convert import Conversion, parse_bytes, parse_dtype
-from megatron.extensions.conversion.flags import FORMATS
+from megatron.extensions.conversion.convert import Conversion, formats, parse_bytes, parse_dtype
 from megatron.extensions.conversion.formats import Options
 from megatron.extensions.conversion.merge import Selection, Weighting, choose, merged_input
 from megatron.extensions.conversion.merge_weights import STYLES, Decay
@@ -85,7 +84,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     text = "learning rate at the end of the emulated decay, as a share of the run's (default: 0)"
     add("--decay-floor", type=float, metavar="SHARE", help=text)
     add("--optimizer-state", action="store_true", help="merge the optimizer's state too, so that a run resumes")
-    add("--to", choices=FORMATS, default="dcp", help="format of the output, as in convert_checkpoint.py (default: dcp)")
+    add(
+        "--to",
+        choices=formats(),
+        default="dcp",
+        help="format of the output, as in convert_checkpoint.py (default: dcp)",
+    )
     add(
         "--dtype",
         help="number format of all weights: float32, bfloat16 or float16 (default: the widest of the inputs')",

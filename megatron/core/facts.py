@@ -139,12 +139,6 @@ class ScheduleFacts:
 
 
 @dataclass(frozen=True)
-class DataReaderFacts:
-    urls: bool = False
-    """Whether it reads URLs."""
-
-
-@dataclass(frozen=True)
 class TokenizerFacts:
     needs: tuple[str, ...] = ()
     """Fields of TokenizerConfig that must name a file."""

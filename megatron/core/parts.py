@@ -173,19 +173,6 @@ wanted of each (None: one epoch); see `megatron.extensions.datasets.generator_da
 DATASETS.register("gpt", "megatron.core.datasets.build:build_gpt")
 DATASETS.register("mock", "megatron.core.datasets.build:build_mock")
 
-DATA_READERS: Registry[Any, facts.DataReaderFacts, ...] = Registry(
-    "--data-path", facts.DataReaderFacts, "data, tokenizer, vocab_size, prepare", attributes=("prefix", "describe")
-)
-"""`Reader(data, tokenizer, vocab_size, prepare)` of the kind of path of its name (`PATH_KINDS`): `prefix(flag, path)`
-makes a dataset of the files, unless it is there, and returns its prefix; `Reader.describe(flag, path)` is a line about
-them. Both raise ValueError. `prepare()` is due first in each process that it starts."""
-
-DATASET_WRAPPERS: Registry[Any, facts.WhenFacts, ...] = Registry(
-    "data set wrapper", facts.WhenFacts, "dataset, config, tokenizer, seed"
-)
-"""`Wrapper(dataset, config, tokenizer, seed)`: a data set that changes the samples of another one; `when` is of the
-DatasetConfig."""
-
 BATCH_SCHEDULES: Registry[Any, facts.WhenFacts, ...] = Registry("schedule of batch sizes", facts.WhenFacts, "config")
 """`sizes(config)`: the `megatron.training.config.batch_size.BatchSizes` of a run whose batch size changes
 (`when(config)`)."""
@@ -199,14 +186,6 @@ TOKENIZERS: Registry[Any, facts.TokenizerFacts, ...] = Registry(
 
 TOKENIZERS.register("NullTokenizer", "megatron.core.tokenizers:null")
 TOKENIZERS.register("ByteTokenizer", "megatron.core.tokenizers:byte")
-
-MODEL_FLAGS: Registry[Any, NoFacts, ...] = Registry("--load", NoFacts, "config, reader")
-"""Kind of path that --load takes beside checkpoints (`megatron.core.dist_checkpointing.path_kind`) ->
-`flags(config, reader)`: the configuration with the flags that the model there determines; problems and notes are added
-to the `FlagReader`. No torch."""
-
-MODEL_LOADERS: Registry[Any, NoFacts, ...] = Registry("--load", NoFacts, attributes=("start", "stages"))
-"""The same kinds of path -> a `megatron.training.checkpoints.checkpointing.ModelLoader`."""
 
 HF_FAMILIES: Registry[Any, NoFacts, ...] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
 """A `megatron.extensions.hugging_face.families.Family` for each `model_type` of Hugging Face."""

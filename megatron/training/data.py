@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from megatron.core.batch import Batch
 from megatron.core.config.data import DatasetConfig
@@ -16,11 +16,10 @@ from megatron.core.datasets.build import Datasets, Demands, build_datasets, sour
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
-from megatron.core.dist_checkpointing.path_kind import reader_of
+from megatron.core.dist_checkpointing.path_kind import data_kind_of
 from megatron.core.dist_checkpointing.storage import on_first_rank, ranks_without
 from megatron.core.parallel_state import Axis
-from megatron.core.parts import DATA_READERS, DATASET_WRAPPERS
-from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.training.config.flags import dashed
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import load_extensions, loaded_extensions
@@ -237,9 +236,9 @@ def with_tokens(config: RunConfig) -> DatasetConfig:
         words = list(getattr(config.data, name) or ())
         for place, word in enumerate(words):
             path, share = split_share(word)
-            if (reader := reader_of(path)) is not None:
+            if (kind := data_kind_of(path)) is not None:
                 try:
-                    words[place] = DATA_READERS[reader](*told).prefix(dashed(name), path)
+                    words[place] = kind.reader(*told).prefix(dashed(name), path)
                 except ValueError as error:
                     problems.append(str(error))
                 else:
@@ -269,14 +268,22 @@ def _build(
     )
 
 
+@runtime_checkable
+class WrapsDatasets(Protocol):
+    """Flags of an extension, as part of the data's, that change the samples of data sets."""
+
+    def wrapped(self, dataset: Dataset, config: DatasetConfig, tokenizer: Tokenizer | None, seed: int) -> Dataset:
+        """A data set that changes the samples of another one, or that one."""
+
+
 def _wrapped(config: RunConfig, datasets: Datasets) -> Datasets:
     """The data sets, wrapped as the flags ask for."""
-    for name in DATASET_WRAPPERS:
-        if DATASET_WRAPPERS.facts(name).when(config.data):
-            named = config.tokenizer
-            tokenizer = build_tokenizer(named, config.model.vocab_size) if named.tokenizer_type else None
-            told, wrap = (config.data, tokenizer, config.training.seed), DATASET_WRAPPERS[name]
-            datasets = Datasets(*(each and wrap(each, *told) for each in datasets))
+    wrappers = [options for options in config.data.extension_options if isinstance(options, WrapsDatasets)]
+    for options in wrappers:
+        named = config.tokenizer
+        tokenizer = build_tokenizer(named, config.model.vocab_size) if named.tokenizer_type else None
+        told = config.data, tokenizer, config.training.seed
+        datasets = Datasets(*(each and options.wrapped(each, *told) for each in datasets))
     return datasets
 
 

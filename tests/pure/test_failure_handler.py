@@ -20,8 +20,6 @@ import pytest
 
 from megatron.core.dist_checkpointing.path_kind import LATEST, PATH_KINDS
 from megatron.core.dist_checkpointing.storage import CheckpointError
-from megatron.core.parts import MODEL_LOADERS
-from megatron.training.checkpoints.checkpointing import Checkpointer, ModelLoader, load_stages
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.extensions import load_extensions
 from megatron.training.reliability import failure_handler
@@ -163,7 +161,6 @@ def test_advice_names_the_checkpoint_that_the_same_command_loads(tmp_path: Path)
     assert start_again(CheckpointConfig(save=away, load=away), saved=5) == mount
     assert start_again(CheckpointConfig(save=away), saved=5) == f"{mount} with --load {away}"
     PATH_KINDS.register("theirs", lambda path: path.endswith(".theirs"), about="", order=25, loaded_as="theirs")
-    MODEL_LOADERS.register("theirs", ModelLoader(Checkpointer.load, load_stages))
     assert advice(error, save=run, load=f"{run}/a.theirs") == f"{again}: {there} in --save {run}"
 
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.file_storage import located
-from megatron.core.dist_checkpointing.path_kind import reader_of, refusal
-from megatron.core.parts import MODEL_LOADERS
+from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, data_kind_of, refusal
 from megatron.extensions import load
 from megatron.training.config.flags import field_table, sections
 from megatron.training.config.help import field_docs
@@ -168,7 +167,7 @@ def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | No
 def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None, writes: bool = False) -> None:
     """--hf-family, as --extension, where Hugging Face folders are supported. A program that `writes` them also takes
     the name of a family, which `family_of_output` returns."""
-    if "hugging_face" not in MODEL_LOADERS:
+    if "hugging_face" not in PATH_KINDS:
         return
     from megatron.extensions.hugging_face.family_files import add_families, is_family_file
 
@@ -251,7 +250,7 @@ def dataset_at(prefix: str) -> IndexedDataset:
     """The indexed dataset of a prefix. Raises ValueError where there is none, also where there is text."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    if reader_of(prefix) is not None:
+    if data_kind_of(prefix) is not None:
         raise ValueError(refusal(prefix, "give the prefix of an indexed dataset"))
     return IndexedDataset(prefix)
 

@@ -1,20 +1,27 @@
 """Recognizes what a path holds: a checkpoint, a run, an indexed dataset, or what extensions add. Names the folders and
 files of checkpoints. No torch.
 
-Every flag and tool that takes a path asks here, so that all of them take the same things for the same.
+Every flag and tool that takes a path asks here, so that all of them take the same things for the same. An extension
+adds a kind:
+
+    @PATH_KINDS.register("archive", about="is an archive of text", order=46)
+    def is_archive(path: str) -> bool:
+        return path.endswith(".zip")
 """
 
 from __future__ import annotations
 
 import os
 import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
+from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.dist_checkpointing.file_storage import UrlPath, located, resolved, storage_of
 from megatron.core.dist_checkpointing.integrity import MANIFEST
-from megatron.core.parts import DATA_READERS
 from megatron.core.registry import Registry
 
 METRICS_FILE = "metrics.jsonl"
@@ -50,8 +57,43 @@ class KindFacts:
         return bool(self.loaded_as or self.convert)
 
 
-PATH_KINDS: Registry[Any, KindFacts, ...] = Registry("kind of path", KindFacts, "path")
-"""`holds(path)`: whether a path, as text, is of this kind. Paths may not exist, or be patterns or URLs."""
+class PathKind(Protocol):
+    """Recognizes one kind of path. A `DataKind`, or a kind of models that --load takes, has more methods."""
+
+    def __call__(self, path: str, /) -> bool:
+        """Whether a path is of this kind. It may not exist, or be a pattern or a URL."""
+
+
+PATH_KINDS = Registry("kind of path", KindFacts, protocol=PathKind)
+
+
+class DataReader(Protocol):
+    """Makes indexed datasets of files."""
+
+    def prefix(self, flag: str, path: str, /) -> str:
+        """The prefix of the dataset of the files that a path names, made now if nothing has made it. Raises ValueError,
+        which names the flag."""
+
+
+class DataKind(ABC):
+    """A kind of path that --data-path takes beside the prefix of an indexed dataset."""
+
+    urls = False
+    """Whether it reads URLs."""
+
+    @abstractmethod
+    def __call__(self, path: str) -> bool: ...
+
+    @abstractmethod
+    def describe(self, flag: str, path: str) -> str:
+        """A line about the files of a path. Raises ValueError, which names the flag."""
+
+    @abstractmethod
+    def reader(
+        self, data: DatasetConfig, tokenizer: TokenizerConfig, vocab_size: int | None, prepare: Callable[[], object]
+    ) -> DataReader:
+        """Reads files as flags say. `prepare()` is due first in each process that the reader starts."""
+
 
 OURS = ("checkpoint", "checkpoints")
 
@@ -126,11 +168,20 @@ for _order, (_name, _holds, _about, _loaded_as) in enumerate(
     PATH_KINDS.register(_name, _holds, about=_about, order=10 * _order, loaded_as=_loaded_as)
 
 
-def reader_of(path: str | PurePath) -> str | None:
-    """Name in `DATA_READERS` of what makes an indexed dataset of a path; None if it is one, or nothing does."""
+def data_kind_of(path: str | PurePath) -> DataKind | None:
+    """The kind of a path from which an indexed dataset is made; None if it is one, or if nothing makes one."""
     kind = kind_of(path)
-    readers = (name for name in DATA_READERS if name == kind or (kind == "url" and DATA_READERS.facts(name).urls))
-    return next(readers, None)
+    for name in PATH_KINDS:
+        found = PATH_KINDS[name]
+        if isinstance(found, DataKind) and (name == kind or (kind == "url" and found.urls)):
+            return found
+    return None
+
+
+def is_foreign_model(path: str | PurePath) -> bool:
+    """Whether --load takes a path that is no checkpoint of ours."""
+    kind = kind_of(path)
+    return kind not in OURS and bool(PATH_KINDS.facts(kind).loaded_as)
 
 
 def refusal(path: str | PurePath, remedy: str | None = None) -> str:

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.file_storage import resolved
-from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
+from megatron.core.dist_checkpointing.path_kind import OURS, PATH_KINDS, kind_of, refusal
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.fsync import sync_folder
 from megatron.core.parallel_state import Axis
-from megatron.extensions.conversion.flags import FORMATS
+from megatron.extensions.conversion.dcp_format import DCPFormat
 from megatron.extensions.conversion.formats import MERGE_FILE, Format, Options, Source, Target, Written
 from megatron.testing.local_world import run_world
 from megatron.training.config.output_files import why_unwritable
@@ -104,11 +104,17 @@ WEEK = 7 * 24 * 3600.0
 def recognize(path: PurePath) -> Format:
     """The format of the checkpoint in a folder. Raises ValueError if it has none."""
     kind = kind_of(path)
-    found = [name for name in FORMATS if kind in FORMATS.facts(name).kinds]
-    if not found:
+    found = DCPFormat() if kind in OURS else PATH_KINDS[kind]
+    if not isinstance(found, Format):
         remedy = "give the folder of a Hugging Face model (config.json) or of a checkpoint"
         raise ValueError(f"--input {refusal(path, remedy)}")
-    return FORMATS[found[0]]
+    return found
+
+
+def formats() -> dict[str, Format]:
+    """Name -> format, ours first."""
+    others = [kind for kind in map(PATH_KINDS.__getitem__, PATH_KINDS) if isinstance(kind, Format)]
+    return {each.format: each for each in (DCPFormat(), *others)}
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ class Input:
     def at(cls, path: PurePath) -> Input:
         """The model in a folder. Raises ValueError if there is none."""
         kind = recognize(path)
-        return cls(kind.name, (path,), partial(kind.open, path))
+        return cls(kind.format, (path,), partial(kind.open, path))
 
 
 class Conversion:
@@ -136,17 +142,15 @@ class Conversion:
         self, given: PurePath | Input, output: Path, to: str | None, options: Options, force: bool | None = False
     ) -> None:
         given = given if isinstance(given, Input) else Input.at(given)
-        usual = next((name for name in FORMATS if FORMATS.facts(name).usual), "dcp")
+        known = formats()
+        usual = next((name for name, each in known.items() if each.usual), "dcp")
         to = to or (usual if given.format == "dcp" else "dcp")
-        plan = FORMATS[to].plan
-        if plan is None:
-            raise ValueError(f"--to {to}: this format can be read only")
         self.output, self.force = output, force
         refuse(output, force)
         if any(output.resolve() in (resolved(path), *resolved(path).parents) for path in given.paths):
             raise ValueError(f"--output {output} contains the input; choose another folder")
         self.source: Source = given.open(options)
-        self.target: Target = plan(self.source, output, options)
+        self.target: Target = known[to].plan(self.source, output, options)
         self.formats = given.format, to
 
     @property

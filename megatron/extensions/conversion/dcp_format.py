@@ -18,7 +18,6 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis
 from megatron.core.pipeline_parallel.stage_parameters import model_states, stage_metas
 from megatron.extensions.conversion.formats import (
-    Format,
     Options,
     Origin,
     Source,
@@ -169,4 +168,14 @@ class DCPTarget(Target):
             shutil.copyfile(path, folder / TOKENIZER_FOLDER / name)
 
 
-DCP_FORMAT = Format("dcp", DCPSource, DCPTarget)
+class DCPFormat:
+    """Checkpoints of this program."""
+
+    format = "dcp"
+    usual = False
+
+    def open(self, path: PurePath, options: Options) -> Source:
+        return DCPSource(path, options)
+
+    def plan(self, source: Source, folder: Path, options: Options) -> Target:
+        return DCPTarget(source, folder, options)

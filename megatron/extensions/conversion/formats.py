@@ -10,8 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.param_meta import ParamMeta
@@ -74,11 +74,11 @@ class Origin:
     model_type: str | None = None
     """Its family; None if it is unknown."""
 
-    token_ids: Mapping[str, Any] = field(default_factory=dict)
+    token_ids: Mapping[str, object] = field(default_factory=dict)
     """Token ids under their names in config.json, for a model without tokenizer files."""
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> Origin:
+    def of(cls, stored: Mapping[str, object]) -> Origin:
         """The origin in a checkpoint, which may come from anyone. Entries of wrong types are left out."""
         model_type, ids = stored.get("model_type"), stored.get("token_ids")
         known = ids.items() if isinstance(ids, dict) else ()
@@ -172,16 +172,23 @@ class Target(ABC):
         """Writes all other files. Called once, after the weights."""
 
 
-@dataclass(frozen=True)
-class Format:
-    """A format by name."""
+@runtime_checkable
+class Format(Protocol):
+    """A format that models are converted from and to. A kind of path, registered in `PATH_KINDS`, may be one."""
 
-    name: str
-    open: Callable[[Any, Options], Source]
-    """Opens a path: a `PurePath` in any storage for checkpoints of ours, a `Path` for formats of the local disk."""
+    @property
+    def format(self) -> str:
+        """Its name, for --to."""
 
-    plan: Callable[[Source, Path, Options], Target] | None
-    """Plans what to write, given the source and the folder where the output will lie; None: it can only be read."""
+    @property
+    def usual(self) -> bool:
+        """Whether checkpoints of this program are converted to it where --to says nothing."""
+
+    def open(self, path: PurePath, options: Options) -> Source:
+        """Opens a path: in any storage for checkpoints of ours, on the local disk for other formats."""
+
+    def plan(self, source: Source, folder: Path, options: Options) -> Target:
+        """Plans what to write into the folder where the output will lie."""
 
 
 MERGE_FILE = "merge.json"

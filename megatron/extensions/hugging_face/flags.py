@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.dist_checkpointing.path_kind import LATEST, PATH_KINDS
-from megatron.core.parts import HF_FAMILIES, MODEL_FLAGS, MODEL_LOADERS
-from megatron.extensions.conversion.flags import FORMATS
+from megatron.core.parts import HF_FAMILIES
 from megatron.training.extensions import CALLBACKS, extension_flags
 
 CONFIG = "config.json"
@@ -36,7 +35,7 @@ class HuggingFaceConfig:
 
 PATH_KINDS.register(
     "hugging_face",
-    lambda path: os.path.isfile(os.path.join(path, CONFIG)),
+    f"{__package__}.path_kind:FOLDER",
     about="is a Hugging Face model",
     order=35,
     loaded_as="the folder of a Hugging Face model",
@@ -50,9 +49,6 @@ PATH_KINDS.register(
     about="is a folder of Hugging Face exports, each of which is a model in a folder of its own",
     order=25,
 )
-MODEL_FLAGS.register("hugging_face", f"{__package__}.continued_training.pretrained:with_pretrained_flags")
-MODEL_LOADERS.register("hugging_face", f"{__package__}.continued_training.start:HF_LOADER")
-FORMATS.register("hf", f"{__package__}.hf_format:HF_FORMAT", kinds=("hugging_face",), usual=True)
 CALLBACKS.register(
     "exports to Hugging Face",
     f"{__package__}.export:HFExports",

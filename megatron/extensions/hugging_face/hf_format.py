@@ -25,7 +25,6 @@ from megatron.core.parts import HF_FAMILIES
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.extensions.conversion.formats import (
     GENERATION_CONFIG,
-    Format,
     Options,
     Origin,
     Source,
@@ -228,9 +227,6 @@ def _pad_token_id(tokenizer: Tokenizer, side_files: Mapping[str, Path]) -> int |
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-HF_FORMAT = Format("hf", HFSource, HFTarget)
 
 
 @dataclass(frozen=True)

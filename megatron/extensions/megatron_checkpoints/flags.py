@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, PATH_KINDS, read_latest
-from megatron.extensions.conversion.flags import FORMATS
 
 COMMON = "common.pt"
 """File with everything that is not a tensor."""
@@ -36,9 +35,8 @@ def is_megatron(path: str) -> bool:
 
 PATH_KINDS.register(
     "megatron",
-    is_megatron,
+    f"{__package__}.path_kind:MEGATRON",
     about="is a checkpoint of Megatron-LM",
     order=15,
     convert="tools/convert_checkpoint.py --input {path} --output FOLDER",
 )
-FORMATS.register("megatron", f"{__package__}.megatron_format:MEGATRON_FORMAT", kinds=("megatron",))

@@ -17,14 +17,13 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.dcp_index import RENAMED
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.pipeline_parallel.stage_parameters import model_states, stage_metas
-from megatron.extensions.conversion.formats import Format, Options, Source, TrainingState, side_files_of
+from megatron.extensions.conversion.formats import Options, Source, TrainingState, side_files_of
 from megatron.extensions.megatron_checkpoints.common_state import args_of, load_pickle, loss_scaler_of, update_count
 from megatron.extensions.megatron_checkpoints.flags import COMMON, iteration_folder
 from megatron.extensions.megatron_checkpoints.legacy_folder import LegacyTensors
 from megatron.extensions.megatron_checkpoints.legacy_states import FROZEN
 from megatron.extensions.megatron_checkpoints.megatron_args import config_of, progress_of
 from megatron.extensions.megatron_checkpoints.megatron_names import find_ways, stacked_misfits, stacked_ways
-from megatron.extensions.megatron_checkpoints.megatron_target import TorchDistTarget
 from megatron.training.progress import Progress
 
 for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # of an index
@@ -228,6 +227,3 @@ def _sharding(common: Mapping[str, Any]) -> str | None:
     states = optimizer.values() if isinstance(optimizer, dict) else ()
     kinds = [each.get("param_state_sharding_type") for each in (optimizer, *states) if isinstance(each, dict)]
     return next((kind for kind in (*kinds, found) if isinstance(kind, str)), None)
-
-
-MEGATRON_FORMAT = Format("megatron", MegatronSource, TorchDistTarget)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
-from megatron.core.dist_checkpointing.path_kind import reader_of
+from megatron.core.dist_checkpointing.path_kind import data_kind_of
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import DATA_READERS, PIPELINE_SCHEDULES, batch_schedule
+from megatron.core.parts import PIPELINE_SCHEDULES, batch_schedule
 from megatron.core.pipeline_parallel.layer_split import stage_costs
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.extensions.planner.device_file import read_device
@@ -289,10 +289,9 @@ def data_lines(plan: RunPlan, phase: Phase) -> Iterator[str]:
 
 def _other_line(path: str) -> str | None:
     """Text about files that have no tokens yet; None for an indexed dataset."""
-    if (reader := reader_of(path)) is None:
+    if (kind := data_kind_of(path)) is None:
         return None
     try:
-        line: str = DATA_READERS[reader].describe("--data-path", path)
+        return kind.describe("--data-path", path)
     except ValueError as error:
         return str(error)
-    return line

@@ -6,16 +6,20 @@ import glob
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.core.config.data import weight_of
+from megatron.core.config.data import DatasetConfig, weight_of
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS
-from megatron.core.parts import DATA_READERS, DATASET_WRAPPERS
+from megatron.core.registry import imported
 from megatron.training.config.flags import EXTENSION_SECTIONS, dashed
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.gpt_dataset import Dataset
+    from megatron.core.tokenizers import Tokenizer
 
 
 @extension_flags("text files", may_change=True)
@@ -97,6 +101,13 @@ class FillInMiddleConfig:
     fim_eod_token: str | None = None
     """Token between documents; default: the tokenizer's."""
 
+    def wrapped(self, dataset: Dataset, config: DatasetConfig, tokenizer: Tokenizer | None, seed: int) -> Dataset:
+        """The data set with samples whose middle is moved behind their end, if --fim-data asks for it."""
+        if not self.fim_data:
+            return dataset
+        made: Dataset = imported(f"{__package__}.fill_in_middle:FillInMiddle")(dataset, config, tokenizer, seed)
+        return made
+
     def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
         if self.fim_data:
             if config.tokenizer.tokenizer_type is None:
@@ -122,13 +133,7 @@ def _paths_of(config: RunConfig) -> list[str]:
     return list(dict.fromkeys(re.sub(r"@[0-9.]+:[0-9.]+$", "", word) for word in words if weight_of(word) is None))
 
 
-PATH_KINDS.register("text", f"{__package__}.inputs:is_text", about="is text", order=45)
-DATA_READERS.register("text", "megatron.extensions.text_data.tokenized:TextData", urls=True)
-DATASET_WRAPPERS.register(
-    "fill_in_middle",
-    "megatron.extensions.text_data.fill_in_middle:FillInMiddle",
-    when=lambda data: data.options(FillInMiddleConfig).fim_data,
-)
+PATH_KINDS.register("text", f"{__package__}.path_kind:TEXT", about="is text", order=45)
 
 
 def of_users(section: Section) -> dict[str, Any]:

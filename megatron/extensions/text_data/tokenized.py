@@ -81,13 +81,6 @@ class TextData:
     prepare: Callable[[], object]
     """`Job.prepare`."""
 
-    @staticmethod
-    def describe(flag: str, value: str) -> str:
-        """How many files `value` names, and their size. Raises ValueError if there are none."""
-        files = find_inputs([value], flag)
-        size = sum(file.size for file in files)
-        return f"{value}: text, {len(files)} files, {size / 1e6:,.1f} MB, tokenized when the run starts"
-
     @property
     def options(self) -> TextDataConfig:
         return self.data.options(TextDataConfig)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch import nn
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
 from megatron.core.dist_checkpointing.file_storage import located
-from megatron.core.dist_checkpointing.path_kind import kind_of, refusal
+from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
 from megatron.core.dist_checkpointing.state_dict import (
     MODEL,
     StateDict,
@@ -35,7 +35,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.parts import MODEL_LOADERS
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.training.checkpoints.checkpoint_fit import (
@@ -211,25 +210,38 @@ class Checkpointer:
             say(f" {line}")
 
 
-@dataclass(frozen=True)
-class ModelLoader:
-    """Loads models of one kind of path that are no checkpoints of ours. Both functions are collective."""
+@runtime_checkable
+class LoadsModels(Protocol):
+    """A kind of path, registered in `PATH_KINDS`, of models that are no checkpoints of ours. Both are collective."""
 
-    start: Callable[[Checkpointer, Callable[[str], None], Fingerprint], Progress]
-    """Loads what --load names into parameters and optimizer, as `Checkpointer.load` does."""
+    def start(self, checkpointer: Checkpointer, say: Callable[[str], None], data: Fingerprint) -> Progress:
+        """Loads what --load names into parameters and optimizer, as `Checkpointer.load` does."""
 
-    stages: Callable[..., tuple[dict[int, GPTModel], RunConfig]]
-    """As `load_stages`."""
+    def stages(
+        self,
+        path: Path,
+        layout_of: Callable[[RunConfig], ModelParallelConfig],
+        state: ParallelState,
+        device: torch.device | str,
+        number_format: str | None,
+    ) -> tuple[dict[int, GPTModel], RunConfig]:
+        """As `load_stages`."""
+
+
+def _loader_of(path: PurePath | str, state: ParallelState) -> LoadsModels | None:
+    """What loads the model of a path; None for a checkpoint of ours."""
+    kind = PATH_KINDS[on_first_rank(lambda: kind_of(path), state.world)]
+    return kind if isinstance(kind, LoadsModels) else None
 
 
 def load_start(
     checkpointer: Checkpointer, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
 ) -> Progress:
-    """Loads what --load names, a checkpoint or what an extension has a `ModelLoader` for, into parameters and
+    """Loads what --load names, a checkpoint or a model that an extension loads, into parameters and
     optimizer, and returns where the run stands. Collective."""
     load = checkpointer.config.checkpoint.load
-    kind = "" if load is None else on_first_rank(lambda: kind_of(load), checkpointer.state.world)
-    return MODEL_LOADERS[kind].start(checkpointer, say, data) if kind in MODEL_LOADERS else checkpointer.load(say, data)
+    loader = None if load is None else _loader_of(load, checkpointer.state)
+    return checkpointer.load(say, data) if loader is None else loader.start(checkpointer, say, data)
 
 
 def callback_states(callbacks: Sequence[Callback]) -> dict[str, Any]:
@@ -292,14 +304,14 @@ def load_stages(
     device: torch.device | str = "cpu",
     number_format: str | None = None,
 ) -> tuple[dict[int, GPTModel], RunConfig]:
-    """This rank's pipeline stages of the model of a checkpoint, or of what an extension has a `ModelLoader` for, and
+    """This rank's pipeline stages of the model of a checkpoint, or of a model that an extension loads, and
     its configuration. Collective.
 
     `layout_of` says how the model of a configuration is cut, whatever its number format, or refuses it. The modules of
     multi-token prediction, which only training has a use for, are left out.
     """
-    if (kind := on_first_rank(lambda: kind_of(path), state.world)) in MODEL_LOADERS:
-        return MODEL_LOADERS[kind].stages(Path(path), layout_of, state, device, number_format)
+    if (loader := _loader_of(path, state)) is not None:
+        return loader.stages(Path(path), layout_of, state, device, number_format)
     checkpoint = choose_run_checkpoint(located(path), state.world)
     if checkpoint is None:
         raise ValueError(f"--load {refusal(path)}")

@@ -13,12 +13,11 @@ from functools import partial
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from megatron import __version__
 from megatron.core.dist_checkpointing.file_storage import located, storage_of
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of
-from megatron.core.parts import MODEL_FLAGS
 from megatron.training.config.commands import Command, asked_command, json_file_of, options, refuse, switches
 from megatron.training.config.flags import (
     Flag,
@@ -146,18 +145,30 @@ def parse_args(argv: Sequence[str]) -> RunConfig:
     return config
 
 
+@runtime_checkable
+class StatesFlags(Protocol):
+    """A kind of path, registered in `PATH_KINDS`, of models that determine flags of a run that starts from them."""
+
+    def __call__(self, path: str, /) -> bool: ...
+
+    def with_flags(self, config: RunConfig, reader: FlagReader) -> RunConfig:
+        """The configuration with the flags that the model in --load determines. Problems and notes are added to the
+        reader. No torch."""
+
+
 def with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     """The configuration with the flags that follow from a model in --load that is no checkpoint of ours: also from one
     whose folder holds the checkpoints of the run that started from it."""
     load = config.checkpoint.load
     try:
-        kinds = () if load is None or kind_of(load) == "checkpoint" else tuple(MODEL_FLAGS)
+        kinds = [] if load is None or kind_of(load) == "checkpoint" else [PATH_KINDS[name] for name in PATH_KINDS]
     except OSError as error:
         rule, remedy = f"cannot be read: {error}", "correct it, or mend the disk or storage that it is in"
         reader.problems.append(Problem("--load", load, rule, remedy))
         return config
-    found = next((kind for kind in kinds if PATH_KINDS[kind](str(load))), None)
-    return config if found is None else MODEL_FLAGS[found](config, reader)
+    models = (kind for kind in kinds if isinstance(kind, StatesFlags))
+    found = next((kind for kind in models if kind(str(load))), None)
+    return config if found is None else found.with_flags(config, reader)
 
 
 def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:

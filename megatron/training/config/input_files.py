@@ -9,8 +9,7 @@ from pathlib import Path
 
 from megatron.core.config.data import DatasetConfig
 from megatron.core.dist_checkpointing.file_storage import located
-from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, reader_of, refusal
-from megatron.core.parts import DATA_READERS, MODEL_LOADERS
+from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, data_kind_of, is_foreign_model, kind_of, refusal
 from megatron.training.config.flags import dashed
 from megatron.training.config.output_files import unwritable
 from megatron.training.config.problem import Problem
@@ -35,7 +34,7 @@ def _missing(config: RunConfig) -> Iterator[Problem]:
     yield from unusable
     for field in () if unusable else ("finetune", "exit_on_missing_checkpoint"):
         load = located(options.load) if options.load and getattr(options, field) else None
-        if load is not None and saved_metadata(load) is None and kind_of(load) not in MODEL_LOADERS:
+        if load is not None and saved_metadata(load) is None and not is_foreign_model(load):
             rule, remedy = (
                 f"holds no checkpoint, and {dashed(field)} needs one",
                 f"correct the path, or drop {dashed(field)}",
@@ -86,8 +85,8 @@ def missing_data(data: DatasetConfig) -> Iterator[Problem]:
             continue
         for path in paths if data.dataset == "gpt" else ():
             try:
-                reader = reader_of(path)
-                IndexedDataset(path) if reader is None else DATA_READERS[reader].describe(flag, path)
+                kind = data_kind_of(path)
+                IndexedDataset(path) if kind is None else kind.describe(flag, path)
             except ValueError as error:
                 yield Problem.of_message(flag, path, str(error))
             except OSError as error:

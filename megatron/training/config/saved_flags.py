@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.file_storage import located, storage_of
-from megatron.core.dist_checkpointing.path_kind import METADATA, TOKENIZER_FOLDER, candidates, kind_of
-from megatron.core.parts import MODEL_LOADERS, TOKENIZERS
+from megatron.core.dist_checkpointing.path_kind import METADATA, TOKENIZER_FOLDER, candidates, is_foreign_model
+from megatron.core.parts import TOKENIZERS
 from megatron.training.config.batch_size import BatchSizes, samples_of_run
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
@@ -60,7 +60,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
     if options.load is None:
         return config, [*notes, f"{flag}: has no effect without --load"]
     saved = saved_sections(located(options.load))
-    if saved is None and kind_of(options.load) in MODEL_LOADERS and flag == "--use-checkpoint-args":
+    if saved is None and is_foreign_model(options.load) and flag == "--use-checkpoint-args":
         return config, notes  # the model's flags are taken from there anyway
     if saved is None:
         return config, [*notes, f"{flag}: there is no checkpoint in --load {options.load}, so the flags hold"]
@@ -159,7 +159,7 @@ def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
     if options.load is None or options.anew:
         return None
     load = located(options.load)
-    return saved_metadata(located(options.save or load) if kind_of(load) in MODEL_LOADERS else load)
+    return saved_metadata(located(options.save or load) if is_foreign_model(load) else load)
 
 
 def read_history(options: CheckpointConfig) -> History | None:

@@ -18,10 +18,9 @@ from types import FrameType
 import torch
 
 from megatron.core.dist_checkpointing.file_storage import located
-from megatron.core.dist_checkpointing.path_kind import kind_of, latest_text
+from megatron.core.dist_checkpointing.path_kind import is_foreign_model, latest_text
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.fsync import NO_ROOM
-from megatron.core.parts import MODEL_LOADERS
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.extensions import place_in_extension
 from megatron.training.reliability.run_status import ExitCode
@@ -146,7 +145,7 @@ def _grouped(places: dict[int, str]) -> dict[str, str]:
 def start_again(options: CheckpointConfig, saved: int | None = None) -> str:
     """How the run continues after a failure: from the checkpoint that the same command loads, from one that it has
     saved and does not load, or from the start. `saved`: the last iteration that it has saved."""
-    foreign = options.load is not None and kind_of(options.load) in MODEL_LOADERS
+    foreign = options.load is not None and is_foreign_model(options.load)
     flag, folder = ("--save", options.save) if foreign else ("--load", options.load)
     said, anew = "start the same command again", options.anew
     if folder and not anew and latest_text(located(folder)):

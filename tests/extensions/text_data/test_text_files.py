@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.path_kind import reader_of
+from megatron.core.dist_checkpointing.path_kind import data_kind_of
 from megatron.extensions.text_data.formats import Reading, is_blank, read_chunks, texts_of
 from megatron.extensions.text_data.inputs import find_inputs
+from megatron.extensions.text_data.path_kind import TEXT
 from tests.extensions.text_data.input_corruption import (
     COMPRESS,
     FORMATS,
@@ -76,7 +77,7 @@ def test_linked_folders_are_read_once(tmp_path: Path, caplog: pytest.LogCaptureF
     ]
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "only").symlink_to(tmp_path / "other")
-    assert reader_of(tmp_path / "links") == "text" and documents(tmp_path / "links") == ["other"]
+    assert data_kind_of(tmp_path / "links") is TEXT and documents(tmp_path / "links") == ["other"]
 
 
 @pytest.mark.parametrize("start", ["SQLite is", "PAR1 ", "%PDF is a", "BZh9 ", "ARROW1 ", "MMIDIDX ", "PK "])

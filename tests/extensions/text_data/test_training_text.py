@@ -19,12 +19,13 @@ import pytest
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.build import build_datasets, source_lines
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.dist_checkpointing.path_kind import reader_of, refusal
+from megatron.core.dist_checkpointing.path_kind import data_kind_of, refusal
 from megatron.core.tokenizers import build_tokenizer
 from megatron.extensions.text_data import identity
 from megatron.extensions.text_data import tokenized as tokenized_module
 from megatron.extensions.text_data.encoding import Job, encode_all
 from megatron.extensions.text_data.flags import TextDataConfig
+from megatron.extensions.text_data.path_kind import TEXT
 from megatron.extensions.text_data.tokenized import TextData
 from megatron.training.tasks import start_run
 from megatron.training.training import train
@@ -389,7 +390,7 @@ def test_text_is_recognized_by_names(tmp_path: Path) -> None:
     check_kind(tmp_path, "a.jsonl b/c/text.jsonl.gz d/.hidden.txt T.TXT other.gz", "a.jsonl", "text")
     for name, kind in {"b": "text", "d": "folder", "T.TXT": "text", "*.txt": "text", "other.gz": "file"}.items():
         check_kind(tmp_path, "", name, kind)
-    assert reader_of(tmp_path / "b") == reader_of("s3://bucket/folder") == "text" and reader_of("none") is None
+    assert data_kind_of(tmp_path / "b") is data_kind_of("s3://bucket/folder") is TEXT and data_kind_of("none") is None
     assert "--data-path and tools/preprocess_data.py take text" in refusal("corpus.jsonl", "give a checkpoint")
 
 

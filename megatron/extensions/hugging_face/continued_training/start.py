@@ -28,7 +28,6 @@ from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.training.checkpoints.checkpointing import (
     Checkpointer,
     Fingerprint,
-    ModelLoader,
     no_fingerprint,
     stages_without_weights,
 )
@@ -112,6 +111,3 @@ def load_trained_stages(
     stages = stages_without_weights(source.config, layout_of(source.config), state, device, number_format)
     _read_boxes(source.weights, load_targets(stages.values(), [], state, (), load_optimizer=False))
     return stages, source.config
-
-
-HF_LOADER = ModelLoader(load_start, load_trained_stages)

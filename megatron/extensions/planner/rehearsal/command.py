@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.file_storage import located, storage_of
-from megatron.core.dist_checkpointing.path_kind import kind_of
+from megatron.core.dist_checkpointing.path_kind import is_foreign_model
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis
-from megatron.core.parts import MODEL_LOADERS
 from megatron.extensions.planner.memory import memory_of_ranks
 from megatron.extensions.planner.rehearsal.fake_rank import Lost, Rehearsal, device_of, rehearsal_of, rehearse_ranks
 from megatron.extensions.planner.rehearsal.matching import (
@@ -113,7 +112,7 @@ def start_of_run(config: RunConfig) -> tuple[list[str], list[str]]:
     if options.load is None:
         return ["a run would start at iteration 0, without --load"], []
     load = located(options.load)
-    if kind_of(load) in MODEL_LOADERS:
+    if is_foreign_model(load):
         return [f"a run would start at iteration 0 with the weights of {load}, which were not read"], []
     try:
         return _start(config, load)

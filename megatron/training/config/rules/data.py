@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.dist_checkpointing.path_kind import reader_of
+from megatron.core.dist_checkpointing.path_kind import data_kind_of
 from megatron.core.parts import TOKENIZERS
 from megatron.training.config.flags import dashed, flags_of, value_of
 from megatron.training.config.problem import Problem
@@ -82,7 +82,7 @@ def _text_files(c: RunConfig) -> Iterator[Problem]:
     if c.data.dataset != "gpt":
         return
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        for word in (word for word in getattr(c.data, field) or () if reader_of(word) is not None):
+        for word in (word for word in getattr(c.data, field) or () if data_kind_of(word) is not None):
             rule = "is text, whose tokens need a tokenizer"
             remedy = "add --tokenizer-type and its files, or give the prefix of an indexed dataset"
             yield Problem(dashed(field), word, rule, remedy)
