@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.attention.tiles import Documents, document_starts, rank_spans
-from megatron.core.config.layer_kind import Rotation, Span
+from megatron.core.config.layers import Rotation, Span
 from megatron.core.host_to_device import copied_to
 from megatron.core.parallel_state import Axis
 

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.core.config.attention import OF_TABLES
 from megatron.core.config.flag_spec import Condition, FlagSpec
+from megatron.core.config.model import TransformerConfig
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import EXTENSION_SECTIONS, Flag, all_flags, spelling_table, value_of
 from megatron.training.config.rules.fields import REQUIRED, needs_and_exclusions, single_values
@@ -165,3 +166,9 @@ def test_steps_are_skipped_by_checks_alone() -> None:
         f"--max-skipped-iterations 2: needs {' or '.join(checks)}: without a check no step is skipped; "
         f"remove --no-check-for-nan-in-loss-and-grad{remedy}"
     ]
+
+
+def test_effective_values_exist() -> None:
+    named = {flag.spec.effective for flag in all_flags() if flag.spec.effective}
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not hasattr(TransformerConfig, name)] == []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.core.config.layer_kind import Span
+from megatron.core.config.layers import Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup

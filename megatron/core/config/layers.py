@@ -5,13 +5,84 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.config.layer_kind import LayerKind, Span, Sublayers
-from megatron.core.config.mixers import MIXERS
 from megatron.core.parts import RECOMPUTED_PARTS
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which earlier tokens of its document a token attends to, itself included. All of them by default."""
+
+    window: int | None = None
+    """Only this number of the last tokens."""
+
+    chunk: int | None = None
+    """Only those of its own chunk: documents are cut into chunks of this many tokens (Llama 4)."""
+
+    def mean(self, length: int) -> float:
+        """Mean number of tokens that a token of a document of `length` tokens attends to: s/2 by the convention for
+        causal attention, less in a window (w - w^2 / 2s) or in chunks."""
+        if self.chunk is not None and self.chunk < length:
+            whole, rest = divmod(length, self.chunk)
+            return (whole * self.chunk**2 + rest**2) / (2 * length)
+        w = min(self.window or length, length)
+        return w * (1 - w / (2 * length))
+
+    def hides(self, length: int) -> bool:
+        """Whether some token does not see all earlier ones of a document of `length` tokens."""
+        return any(limit is not None and limit < length for limit in (self.window, self.chunk))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A rotary embedding of the model."""
+
+    base: float
+    scaled: bool = True
+    """Whether the model's scaling of frequencies and interpolation of positions apply."""
+
+    percent: float = 1.0
+    """Fraction of each head's channels that are rotated."""
+
+
+@dataclass(frozen=True)
+class Sublayers:
+    """A layer's parts: something that mixes tokens, something that mixes channels, or both in this order."""
+
+    attends: bool = False
+    """Whether it has the model's attention."""
+
+    linear: str | None = None
+    """Name of its mixer, in place of the module of the model's attention."""
+
+    mlp: bool = False
+    """Whether it has an MLP, dense or of experts."""
+
+    experts: bool = False
+    """Whether its MLP is a mixture of experts."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it mixes tokens."""
+        return self.attends or self.linear is not None
+
+
+@dataclass(frozen=True)
+class LayerKind(Sublayers):
+    """Properties in which the layers of a model may differ."""
+
+    span: Span = Span()
+    """Tokens that its attention sees, if it has the model's."""
+
+    rotation: Rotation | None = None
+    """The rotary embedding of its queries and keys; None for none, as in layers without the model's attention."""
+
+    own: tuple[tuple[str, object], ...] = ()
+    """Fields of the configuration that have another value in this layer than in the model, each with that value."""
+
+    tempered: bool = False
+    """Whether its queries are scaled by their positions (--attention-temperature-coeff)."""
 
 
 @dataclass(frozen=True)
@@ -151,58 +222,3 @@ def _items(node: ast.expr) -> list[int]:
     if isinstance(value, list):
         raise TypeError(node)
     return [value]
-
-
-def with_attention(variant: str | None, *mlp: bool) -> Sublayers:
-    """A layer with the model's attention or a variant, and the MLP that the last fields of `Sublayers` state."""
-    return Sublayers(variant is None or MIXERS.facts(variant).attends, variant, *mlp)
-
-
-@lru_cache(maxsize=64)
-def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
-    """Kinds of all layers, followed by those of the modules of multi-token prediction: these have the sublayers and the
-    width of the last layer, but see and rotate by their own numbers unless --mtp-layer-kind says otherwise."""
-    depths, by_number = range(config.mtp_depths), config.mtp_layer_kind == "own_number"
-
-    def as_last(pattern: tuple[Any, ...]) -> tuple[Any, ...]:
-        return pattern + pattern[-1:] * len(depths)
-
-    def numbered(pattern: tuple[bool, ...]) -> tuple[bool, ...]:
-        return (*pattern, *(pattern[k % len(pattern)] for k in depths)) if pattern and by_number else as_last(pattern)
-
-    sublayers = config.stated_layers
-    if sublayers is None:
-        whole = zip(config.expert_pattern, config.linear_pattern, strict=True)
-        variant = config.experimental_attention_variant
-        sublayers = as_last(
-            tuple(with_attention(variant if linear else None, True, experts) for experts, linear in whole)
-        )
-    kinds = (
-        LayerKind(**vars(parts), own=_own_width(config, parts, ffn))
-        if not parts.attends
-        else LayerKind(
-            **vars(parts),
-            span=config.local_span if local else Span(),
-            rotation=(config.local_rotation if local else config.rotation) if rotated else None,
-            own=(*(config.local_own if local else ()), *_own_width(config, parts, ffn)),
-            tempered=config.attention_temperature_coeff > 0
-            and (config.attention_temperature_everywhere or not rotated),
-        )
-        for parts, local, rotated, ffn in zip(
-            sublayers,
-            numbered(config.local_pattern),
-            numbered(config.rope_pattern),
-            as_last(config.ffn_sizes),
-            strict=True,
-        )
-    )
-
-    def with_mixer(kind: LayerKind, number: int) -> LayerKind:
-        return MIXERS.facts(kind.linear).of_layer(config, number, kind) if kind.linear else kind
-
-    return tuple(with_mixer(kind, number) for number, kind in enumerate(kinds))
-
-
-def _own_width(config: Any, parts: Sublayers, ffn: int) -> tuple[tuple[str, object], ...]:
-    """The width of a layer's MLP where it is not the model's."""
-    return () if parts.experts or not parts.mlp or ffn == config.ffn_size else (("ffn_hidden_size", ffn),)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from megatron.core.config.flag_spec import Section
-from megatron.core.config.layer_kind import LayerKind
+from megatron.core.config.layers import LayerKind, Sublayers
 from megatron.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -146,3 +146,8 @@ def attention_facts(name: str) -> AttentionFacts:
     if facts is None:
         raise ValueError(f"--attention-module {name}: must be one of {', '.join(ATTENTION_MODULES)}")
     return facts
+
+
+def with_attention(variant: str | None, *mlp: bool) -> Sublayers:
+    """A layer with the model's attention or a variant, and the MLP that the last fields of `Sublayers` state."""
+    return Sublayers(variant is None or MIXERS.facts(variant).attends, variant, *mlp)

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import log, sqrt
+from typing import TypeVar
 
-from megatron.core.config.attention import LOCAL, RotaryConfig, SelfAttentionConfig
-from megatron.core.config.flag_spec import Section, flag
-from megatron.core.config.layer_kind import LayerKind, Rotation, Span, Sublayers
 from megatron.core.config.layers import (
-    RecomputeConfig,
+    LayerKind,
+    Rotation,
+    Span,
+    Sublayers,
     all_but_last_of_each,
     each,
     last_of_each,
-    layer_kinds,
     layer_numbers,
     layer_pattern,
 )
-from megatron.core.config.losses import LOSSES
 from megatron.core.config.mixers import (
     ATTENTION_MODULES,
-    ATTENTION_VARIANTS,
     MIXERS,
     AttentionFacts,
     HeadWidths,
     MixerFacts,
     attention_facts,
+    with_attention,
 )
-from megatron.core.config.moe import MoEConfig
-from megatron.core.config.norms import NormConfig
+from megatron.core.config.model_fields import ModelFields
 from megatron.core.param_meta import InitPolicy
-from megatron.core.parts import ACTIVATIONS, LAYER_PATTERNS, LAYERS, MLPS, RESIDUALS, layers_by_pattern
+from megatron.core.parts import ACTIVATIONS, LAYER_PATTERNS, RESIDUALS, layers_by_pattern
+
+T = TypeVar("T")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -41,186 +41,8 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
-class TransformerConfig(
-    NormConfig,
-    MoEConfig,
-    RotaryConfig,
-    SelfAttentionConfig,
-    RecomputeConfig,
-    Section,
-):
+class TransformerConfig(ModelFields):
     """The model: everything that fixes its parameters and what it computes."""
-
-    num_layers: int = flag(0, first_run=True)
-    """Transformer layers."""
-
-    hidden_size: int = flag(0, first_run=True)
-    """Width h of the residual stream."""
-
-    ffn_hidden_size: int | None = flag(None, effective="ffn_size", first_run=True)
-    """Width of the MLP; default 4h, with a gated activation function 8h/3 rounded down to a multiple of 64, at least
-    64."""
-
-    ffn_hidden_size_pattern: str | None = None
-    """Width of the MLP of each layer, as a list for all layers such as "([1024]*4+[2048]*8)"; entries of layers with
-    experts have no effect. Default: --ffn-hidden-size for all layers."""
-
-    num_attention_heads: int = flag(0, first_run=True)
-    """Query heads."""
-
-    kv_channels: int | None = flag(None, effective="head_dim")
-    """Width of one head; default hidden-size / num-attention-heads."""
-
-    group_query_attention: bool = flag(False, effective="query_groups", first_run=True)
-    """Share keys and values among groups of query heads (GQA)."""
-
-    num_query_groups: int | None = flag(None, effective="query_groups", first_run=True)
-    """Key/value heads under --group-query-attention."""
-
-    seq_length: int = flag(0, training_only=True, first_run=True)
-    """Tokens s in a training sample."""
-
-    max_position_embeddings: int | None = flag(None, effective="max_positions")
-    """Longest sequence that the model supports; default seq-length."""
-
-    embed_layernorm: bool = False
-    """Normalize word embeddings before positions are added, as BLOOM does."""
-
-    scale_word_embeddings: bool = False
-    """Multiply word embeddings by the square root of hidden-size, as Gemma does."""
-
-    swiglu: bool = flag(False, effective="activation", first_run=True)
-    """Gated MLP with SiLU instead of GeLU."""
-
-    squared_relu: bool = flag(False, effective="activation")
-    """Squared ReLU in the MLP instead of GeLU."""
-
-    quick_geglu: bool = False
-    """Gated MLP with quick GeLU, x sigmoid(1.702 x), instead of GeLU."""
-
-    glu_linear_offset: float = 0.0
-    """Added to the half of a gated MLP's input that is multiplied by the gate; 1 in gpt-oss."""
-
-    activation_func_clamp_value: float | None = None
-    """Bound c of a gated MLP's input: gates are at most c, their factors in [-c, c]; 7 in gpt-oss."""
-
-    bias_gelu_fusion: bool = flag(True, effective="activation")
-    """GeLU of models with biases is its tanh approximation (gelu_tanh), as Megatron-LM's fused kernel computes it.
-    Without this, or without biases, GeLU is exact (gelu)."""
-
-    activation_func: str | None = flag(None, choices=ACTIVATIONS, effective="activation")
-    """Activation function of MLPs and experts; default: that of --swiglu, --quick-geglu or --squared-relu, else
-    GeLU."""
-
-    attention_module: str = flag("self_attention", choices=ATTENTION_MODULES, effective="attention")
-    """Attention sublayer of each layer."""
-
-    experimental_attention_variant: str | None = flag(None, choices=ATTENTION_VARIANTS)
-    """Linear attention in the layers of --linear-attention-freq (gated_delta_net is that of Qwen3-Next), or DeepSeek
-    sparse attention (dsa). Default: every layer has --attention-module."""
-
-    linear_attention_freq: str | None = flag(
-        None, no_effect_without="--experimental-attention-variant", effective="linear_pattern"
-    )
-    """Layers with linear attention beside layers with --attention-module: N for the latter in layers N - 1, 2N - 1,
-    ..., or a list of 1 (linear) and 0 for all layers. Default: every layer has linear attention."""
-
-    mlp_module: str = flag("mlp", choices=MLPS)
-    """MLP sublayer of each layer without experts."""
-
-    layer_module: str = flag("transformer_layer", choices=LAYERS)
-    """Whole layer: the composition of normalization, attention and MLP."""
-
-    loss_func: str = flag("cross_entropy", choices=LOSSES, training_only=True)
-    """Loss of each token; training minimizes the mean over tokens."""
-
-    mtp_num_layers: int | None = flag(None, at_least=0, training_only=True, effective="mtp_depths")
-    """Depths N of multi-token prediction (MTP): modules after the last layer that predict N further tokens
-    (DeepSeek-V3); default: none."""
-
-    mtp_loss_scaling_factor: float = flag(
-        0.1, at_least=0, no_effect_without="--mtp-num-layers", may_change=True, training_only=True
-    )
-    """Weight of the losses of multi-token prediction: this number times their mean over depths is added to the loss."""
-
-    mtp_layer_kind: str = flag(
-        "own_number",
-        choices=("own_number", "last_layer"),
-        no_effect_without="--mtp-num-layers",
-        training_only=True,
-        effective="mtp_layers",
-    )
-    """Window and rotary embedding of the layers of multi-token prediction, if layers differ in them: those of the first
-    layers, module k as layer k (own_number, as in Megatron-LM), or of the last layer."""
-
-    z_loss_coeff: float = flag(0.0, training_only=True)
-    """Coefficient of the z-loss of the output logits, which is part of the cross entropy (PaLM); 1e-4 is common."""
-
-    embedding_multiplier: float = 1.0
-    """Factor of word embeddings (Granite)."""
-
-    residual_multiplier: float = 1.0
-    """Factor of each sublayer's output as it is added to the residual stream (Granite)."""
-
-    logits_scaling: float = 1.0
-    """Divisor of the output logits (Granite)."""
-
-    final_logit_softcapping: float | None = None
-    """Cap c of the output logits z, which become c tanh(z / c) (Gemma 2); default: none."""
-
-    add_bias_linear: bool = flag(True, name="--disable-bias-linear", first_run=True)
-    """No bias in the linear layers, those of experts and the router included."""
-
-    add_qkv_bias: bool = False
-    """Bias in the query-key-value projection even under --disable-bias-linear."""
-
-    add_attention_output_bias: bool = flag(False, no_effect_without="--disable-bias-linear")
-    """Bias in the last projection of attention even under --disable-bias-linear."""
-
-    add_mlp_bias: bool = flag(False, no_effect_without="--disable-bias-linear")
-    """Bias in both linear layers of MLPs, shared experts included, even under --disable-bias-linear (GPT-J)."""
-
-    add_output_layer_bias: bool = False
-    """Bias in the output layer, which has none otherwise (GPT-J, Phi)."""
-
-    untie_embeddings_and_output_weights: bool = flag(False, first_run=True)
-    """Use a separate weight for the output layer instead of sharing the word embedding's."""
-
-    attention_dropout: float = flag(0.1, at_least=0, below=1, training_only=True)
-    """Dropout probability of attention weights."""
-
-    hidden_dropout: float = flag(0.1, at_least=0, below=1, training_only=True)
-    """Dropout probability of embeddings and of the output of each sublayer."""
-
-    init_method_std: float = flag(0.02, at_least=0, training_only=True)
-    """Standard deviation of initial weights; divided by sqrt(2 * num-layers) for output projections, or by
-    sqrt(num-layers) where a layer has one sublayer."""
-
-    embedding_init_method_std: float | None = flag(None, training_only=True, effective="embedding_init_std")
-    """Standard deviation of initial word and position embeddings; default: init-method-std."""
-
-    vocab_size: int | None = flag(None, first_run=True)
-    """Tokens in the vocabulary before padding; default: the tokenizer's."""
-
-    default_vocab_size: int | None = flag(None, at_least=1, without_effect=True)
-    """The --vocab-size of a run that names neither one nor a tokenizer, such as a plan of a preset."""
-
-    make_vocab_size_divisible_by: int = flag(128, training_only=True, effective="padded_vocab_size")
-    """Pad the vocabulary to a multiple of this, at every layout."""
-
-    pad_vocab_size_to: int | None = flag(None, training_only=True, effective="padded_vocab_size")
-    """Pad the vocabulary to this size, instead of a multiple."""
-
-    window_size: int | None = None
-    """Sliding-window attention: each token attends to this many tokens, including itself."""
-
-    attention_chunk_size: int | None = flag(None, excludes="--window-size")
-    """Chunked attention: documents are cut into chunks of this many tokens, and each token attends to its own chunk
-    (Llama 4)."""
-
-    window_attn_skip_freq: str | None = flag(None, no_effect_without=LOCAL)
-    """Layers with full attention beside layers with --window-size or --attention-chunk-size: N for layers N - 1,
-    2N - 1, ..., or a list of 1 (window) and 0 (full) for all layers. Default: no layer has full attention."""
 
     @cached_property
     def attention(self) -> str:
@@ -246,16 +68,6 @@ class TransformerConfig(
         key = self.kv_channels or self.hidden_size // self.num_attention_heads
         return HeadWidths(key, key, self.value_channels or key)
 
-    @cached_property
-    def residual(self) -> str | None:
-        """Name of the residual stream; None for hidden states to which outputs are added."""
-        return RESIDUALS.chosen(self)
-
-    @property
-    def residual_size(self) -> int:
-        """Channels of the residual stream between layers."""
-        return self.hidden_size if (name := self.residual) is None else RESIDUALS.facts(name).width(self)
-
     @property
     def head_dim(self) -> int:
         """Channels of a query or key head."""
@@ -267,49 +79,11 @@ class TransformerConfig(
         return self.head_widths.value
 
     @property
-    def rotary_dim(self) -> int:
-        """Channels of a query or key head that the rotary embedding rotates."""
-        return self.rotated_channels(self.rotary_percent)
-
-    def rotated_channels(self, percent: float) -> int:
-        """Channels of a query or key head that are this fraction of those with positions."""
-        return int(self.head_widths.rotary * percent)
-
-    @property
-    def yarn(self) -> bool:
-        """Whether YaRN scales the rotary frequencies."""
-        return (self.rope_type or self.attention_facts.rope_type) == "yarn"
-
-    def yarn_mscale(self, mscale: float) -> float:
-        """YaRN's factor of queries and keys, which makes attention at a longer context as sharp as before
-        (arXiv 2309.00071, section 3.4; DeepSeek's with `mscale`)."""
-        longer = self.yarn and self.rotary_scaling_factor > 1
-        return 0.1 * mscale * log(self.rotary_scaling_factor) + 1 if longer else 1.0
-
-    @property
-    def rotary_mscale(self) -> float:
-        """Factor of the rotated channels of queries and keys."""
-        return self.yarn_mscale(self.mscale) / self.yarn_mscale(self.mscale_all_dim)
-
-    @property
     def query_groups(self) -> int:
         """Key/value heads: the query heads themselves without GQA."""
         if self.group_query_attention and self.num_query_groups:
             return self.num_query_groups
         return self.num_attention_heads
-
-    @property
-    def queries_per_group(self) -> int:
-        return self.num_attention_heads // self.query_groups
-
-    @property
-    def query_projection_size(self) -> int:
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def attention_output_size(self) -> int:
-        """Channels of the values of all query heads, from which the output is projected."""
-        return self.num_attention_heads * self.value_head_dim
 
     @property
     def ffn_size(self) -> int:
@@ -340,7 +114,45 @@ class TransformerConfig(
 
     @cached_property
     def _kinds(self) -> tuple[LayerKind, ...]:
-        return layer_kinds(self)
+        return _layer_kinds(self)
+
+    @property
+    def _sublayers(self) -> tuple[Sublayers, ...]:
+        """Sublayers of all layers, followed by those of multi-token prediction, which are like the last layer."""
+        if (stated := self.stated_layers) is not None:
+            return stated
+        variant = self.experimental_attention_variant
+        patterns = zip(self.expert_pattern, self.linear_pattern, strict=True)
+        found = tuple(with_attention(variant if linear else None, True, experts) for experts, linear in patterns)
+        return self._with_last_repeated(found)
+
+    def _with_last_repeated(self, of_layers: tuple[T, ...]) -> tuple[T, ...]:
+        """By layer and module of multi-token prediction: modules are like the last layer."""
+        return of_layers + of_layers[-1:] * self.mtp_depths
+
+    def _by_own_numbers(self, of_layers: tuple[bool, ...]) -> tuple[bool, ...]:
+        """By layer and module of multi-token prediction: modules see and rotate as the layers of their own numbers do,
+        unless --mtp-layer-kind says otherwise."""
+        if not of_layers or self.mtp_layer_kind != "own_number":
+            return self._with_last_repeated(of_layers)
+        return of_layers + tuple(of_layers[number % len(of_layers)] for number in range(self.mtp_depths))
+
+    def _kind(self, parts: Sublayers, local: bool, rotated: bool, ffn: int) -> LayerKind:
+        """The kind of a layer with these sublayers, an MLP of the width `ffn`, and attention that sees few tokens
+        (`local`) or has a rotary embedding."""
+        has_own_width = parts.mlp and not parts.experts and ffn != self.ffn_size
+        width: tuple[tuple[str, object], ...] = (("ffn_hidden_size", ffn),) if has_own_width else ()
+        if not parts.attends:
+            return LayerKind(**vars(parts), own=width)
+        rotation = self.local_rotation if local else self.rotation
+        in_all_layers = self.attention_temperature_everywhere
+        return LayerKind(
+            **vars(parts),
+            span=self.local_span if local else Span(),
+            rotation=rotation if rotated else None,
+            own=(*(self.local_own if local else ()), *width),
+            tempered=self.attention_temperature_coeff > 0 and (in_all_layers or not rotated),
+        )
 
     @property
     def stated_layers(self) -> tuple[Sublayers, ...] | None:
@@ -451,15 +263,6 @@ class TransformerConfig(
         return tuple((name, value) for name, value in own.items() if value != getattr(self, name))
 
     @property
-    def moe_ffn_size(self) -> int:
-        return self.moe_ffn_hidden_size or self.ffn_size
-
-    @property
-    def expert_io_size(self) -> int:
-        """Channels that experts read and write."""
-        return self.moe_latent_size or self.hidden_size
-
-    @property
     def ffn_sizes(self) -> tuple[int, ...]:
         """By layer, the width of its MLP if it has one. ValueError if --ffn-hidden-size-pattern cannot be read."""
         if self.ffn_hidden_size_pattern is None:
@@ -470,6 +273,82 @@ class TransformerConfig(
     def mtp_depths(self) -> int:
         """Depths of multi-token prediction; 0 without it."""
         return self.mtp_num_layers or 0
+
+    @property
+    def activation(self) -> str:
+        """Name of the activation function."""
+        if self.activation_func is not None:
+            return self.activation_func
+        gelu = "gelu_tanh" if self.bias_gelu_fusion and self.add_bias_linear else "gelu"
+        return next(iter(self.activation_flags), gelu)
+
+    @property
+    def activation_flags(self) -> tuple[str, ...]:
+        """The activation functions that a flag of their own names."""
+        given = {"swiglu": self.swiglu, "quick_geglu": self.quick_geglu, "squared_relu": self.squared_relu}
+        return tuple(name for name, asked in given.items() if asked)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the first linear layer of an MLP has two outputs, gate and up, for each input of the second one."""
+        return ACTIVATIONS.facts(self.activation).gated
+
+    @cached_property
+    def residual(self) -> str | None:
+        """Name of the residual stream; None for hidden states to which outputs are added."""
+        return RESIDUALS.chosen(self)
+
+    @property
+    def residual_size(self) -> int:
+        """Channels of the residual stream between layers."""
+        return self.hidden_size if (name := self.residual) is None else RESIDUALS.facts(name).width(self)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a query or key head that the rotary embedding rotates."""
+        return self.rotated_channels(self.rotary_percent)
+
+    def rotated_channels(self, percent: float) -> int:
+        """Channels of a query or key head that are this fraction of those with positions."""
+        return int(self.head_widths.rotary * percent)
+
+    @property
+    def yarn(self) -> bool:
+        """Whether YaRN scales the rotary frequencies."""
+        return (self.rope_type or self.attention_facts.rope_type) == "yarn"
+
+    def yarn_mscale(self, mscale: float) -> float:
+        """YaRN's factor of queries and keys, which makes attention at a longer context as sharp as before
+        (arXiv 2309.00071, section 3.4; DeepSeek's with `mscale`)."""
+        longer = self.yarn and self.rotary_scaling_factor > 1
+        return 0.1 * mscale * log(self.rotary_scaling_factor) + 1 if longer else 1.0
+
+    @property
+    def rotary_mscale(self) -> float:
+        """Factor of the rotated channels of queries and keys."""
+        return self.yarn_mscale(self.mscale) / self.yarn_mscale(self.mscale_all_dim)
+
+    @property
+    def queries_per_group(self) -> int:
+        return self.num_attention_heads // self.query_groups
+
+    @property
+    def query_projection_size(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def attention_output_size(self) -> int:
+        """Channels of the values of all query heads, from which the output is projected."""
+        return self.num_attention_heads * self.value_head_dim
+
+    @property
+    def moe_ffn_size(self) -> int:
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def expert_io_size(self) -> int:
+        """Channels that experts read and write."""
+        return self.moe_latent_size or self.hidden_size
 
     @property
     def attention_scale(self) -> float:
@@ -497,23 +376,9 @@ class TransformerConfig(
         return not self.untie_embeddings_and_output_weights
 
     @property
-    def activation(self) -> str:
-        """Name of the activation function."""
-        if self.activation_func is not None:
-            return self.activation_func
-        gelu = "gelu_tanh" if self.bias_gelu_fusion and self.add_bias_linear else "gelu"
-        return next(iter(self.activation_flags), gelu)
-
-    @property
-    def activation_flags(self) -> tuple[str, ...]:
-        """The activation functions that a flag of their own names."""
-        given = {"swiglu": self.swiglu, "quick_geglu": self.quick_geglu, "squared_relu": self.squared_relu}
-        return tuple(name for name, asked in given.items() if asked)
-
-    @property
-    def gated(self) -> bool:
-        """Whether the first linear layer of an MLP has two outputs, gate and up, for each input of the second one."""
-        return ACTIVATIONS.facts(self.activation).gated
+    def embedding_init_std(self) -> float:
+        """Standard deviation of initial embeddings."""
+        return self.initial.embedding_std
 
     @property
     def initial(self) -> InitPolicy:
@@ -527,3 +392,19 @@ class TransformerConfig(
             embedding_std=std if of_embeddings is None else of_embeddings,
             gain=0.0 if self.apply_layernorm_1p else 1.0,
         )
+
+
+@lru_cache(maxsize=64)
+def _layer_kinds(model: TransformerConfig) -> tuple[LayerKind, ...]:
+    """Kinds of all layers, followed by those of the modules of multi-token prediction. Equal models share them."""
+    columns = (
+        model._sublayers,
+        model._by_own_numbers(model.local_pattern),
+        model._by_own_numbers(model.rope_pattern),
+        model._with_last_repeated(model.ffn_sizes),
+    )
+    kinds = [model._kind(*row) for row in zip(*columns, strict=True)]
+    for number, kind in enumerate(kinds):
+        if kind.linear is not None:
+            kinds[number] = MIXERS.facts(kind.linear).of_layer(model, number, kind)
+    return tuple(kinds)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.core.config.layer_kind import Rotation
+from megatron.core.config.layers import Rotation
 from megatron.core.config.model import TransformerConfig
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron.core.config.layer_kind import Sublayers
-from megatron.core.config.layers import with_attention
-from megatron.core.config.mixers import ATTENTION_VARIANTS, MIXERS
+from megatron.core.config.layers import Sublayers
+from megatron.core.config.mixers import ATTENTION_VARIANTS, MIXERS, with_attention
 from megatron.core.config.model import TransformerConfig
 from megatron.extensions.hybrid_layers.flags import DENSE, EXPERTS, PATTERN, HybridConfig
 from megatron.training.config.flags import field_table, named_value, with_named

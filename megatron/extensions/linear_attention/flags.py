@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.config.layer_kind import LayerKind
+from megatron.core.config.layers import LayerKind
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
 from megatron.extensions.hybrid_layers.flags import has_linear_attention

@@ -32,7 +32,7 @@ from megatron.core.attention.tile_kernels import (
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import Lengths, Window
 from megatron.core.compiled_regions import CompiledRegion
-from megatron.core.config.layer_kind import Span
+from megatron.core.config.layers import Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.moe import experts

@@ -25,7 +25,7 @@ from megatron.core.attention.core_attention import sinks_metas
 from megatron.core.attention.tiles import Documents, rank_spans
 from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.collectives import all_gather_sequence, copy_to, local_slice
-from megatron.core.config.layer_kind import Rotation
+from megatron.core.config.layers import Rotation
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import copied_to
 from megatron.core.param_meta import Init, ParamMeta

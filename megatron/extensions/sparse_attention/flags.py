@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import Condition, flag
-from megatron.core.config.layer_kind import LayerKind, Rotation, Span
-from megatron.core.config.layers import layer_numbers
+from megatron.core.config.layers import LayerKind, Rotation, Span, layer_numbers
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import linear_format

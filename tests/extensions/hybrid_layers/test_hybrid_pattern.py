@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.config.layer_kind import Span
+from megatron.core.config.layers import Span
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages, stage_costs
 from megatron.training.config.arguments import parse_args

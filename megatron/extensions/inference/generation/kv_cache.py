@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.batch import CachedCore
-from megatron.core.config.layer_kind import Span
+from megatron.core.config.layers import Span
 
 GROWTH = 64
 """Columns are allocated in multiples of it, and by half as many again as there were."""

@@ -1,0 +1,202 @@
+"""The fields of the model's configuration. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.attention import LOCAL, RotaryConfig, SelfAttentionConfig
+from megatron.core.config.flag_spec import Section, flag
+from megatron.core.config.layers import (
+    RecomputeConfig,
+)
+from megatron.core.config.losses import LOSSES
+from megatron.core.config.mixers import (
+    ATTENTION_MODULES,
+    ATTENTION_VARIANTS,
+)
+from megatron.core.config.moe import MoEConfig
+from megatron.core.config.norms import NormConfig
+from megatron.core.parts import ACTIVATIONS, LAYERS, MLPS
+
+
+@dataclass(frozen=True)
+class ModelFields(
+    NormConfig,
+    MoEConfig,
+    RotaryConfig,
+    SelfAttentionConfig,
+    RecomputeConfig,
+    Section,
+):
+    """What flags say of the model. `megatron.core.config.model.TransformerConfig` adds what follows from them."""
+
+    num_layers: int = flag(0, first_run=True)
+    """Transformer layers."""
+
+    hidden_size: int = flag(0, first_run=True)
+    """Width h of the residual stream."""
+
+    ffn_hidden_size: int | None = flag(None, effective="ffn_size", first_run=True)
+    """Width of the MLP; default 4h, with a gated activation function 8h/3 rounded down to a multiple of 64, at least
+    64."""
+
+    ffn_hidden_size_pattern: str | None = None
+    """Width of the MLP of each layer, as a list for all layers such as "([1024]*4+[2048]*8)"; entries of layers with
+    experts have no effect. Default: --ffn-hidden-size for all layers."""
+
+    num_attention_heads: int = flag(0, first_run=True)
+    """Query heads."""
+
+    kv_channels: int | None = flag(None, effective="head_dim")
+    """Width of one head; default hidden-size / num-attention-heads."""
+
+    group_query_attention: bool = flag(False, effective="query_groups", first_run=True)
+    """Share keys and values among groups of query heads (GQA)."""
+
+    num_query_groups: int | None = flag(None, effective="query_groups", first_run=True)
+    """Key/value heads under --group-query-attention."""
+
+    seq_length: int = flag(0, training_only=True, first_run=True)
+    """Tokens s in a training sample."""
+
+    max_position_embeddings: int | None = flag(None, effective="max_positions")
+    """Longest sequence that the model supports; default seq-length."""
+
+    embed_layernorm: bool = False
+    """Normalize word embeddings before positions are added, as BLOOM does."""
+
+    scale_word_embeddings: bool = False
+    """Multiply word embeddings by the square root of hidden-size, as Gemma does."""
+
+    swiglu: bool = flag(False, effective="activation", first_run=True)
+    """Gated MLP with SiLU instead of GeLU."""
+
+    squared_relu: bool = flag(False, effective="activation")
+    """Squared ReLU in the MLP instead of GeLU."""
+
+    quick_geglu: bool = False
+    """Gated MLP with quick GeLU, x sigmoid(1.702 x), instead of GeLU."""
+
+    glu_linear_offset: float = 0.0
+    """Added to the half of a gated MLP's input that is multiplied by the gate; 1 in gpt-oss."""
+
+    activation_func_clamp_value: float | None = None
+    """Bound c of a gated MLP's input: gates are at most c, their factors in [-c, c]; 7 in gpt-oss."""
+
+    bias_gelu_fusion: bool = flag(True, effective="activation")
+    """GeLU of models with biases is its tanh approximation (gelu_tanh), as Megatron-LM's fused kernel computes it.
+    Without this, or without biases, GeLU is exact (gelu)."""
+
+    activation_func: str | None = flag(None, choices=ACTIVATIONS, effective="activation")
+    """Activation function of MLPs and experts; default: that of --swiglu, --quick-geglu or --squared-relu, else
+    GeLU."""
+
+    attention_module: str = flag("self_attention", choices=ATTENTION_MODULES, effective="attention")
+    """Attention sublayer of each layer."""
+
+    experimental_attention_variant: str | None = flag(None, choices=ATTENTION_VARIANTS)
+    """Linear attention in the layers of --linear-attention-freq (gated_delta_net is that of Qwen3-Next), or DeepSeek
+    sparse attention (dsa). Default: every layer has --attention-module."""
+
+    linear_attention_freq: str | None = flag(
+        None, no_effect_without="--experimental-attention-variant", effective="linear_pattern"
+    )
+    """Layers with linear attention beside layers with --attention-module: N for the latter in layers N - 1, 2N - 1,
+    ..., or a list of 1 (linear) and 0 for all layers. Default: every layer has linear attention."""
+
+    mlp_module: str = flag("mlp", choices=MLPS)
+    """MLP sublayer of each layer without experts."""
+
+    layer_module: str = flag("transformer_layer", choices=LAYERS)
+    """Whole layer: the composition of normalization, attention and MLP."""
+
+    loss_func: str = flag("cross_entropy", choices=LOSSES, training_only=True)
+    """Loss of each token; training minimizes the mean over tokens."""
+
+    mtp_num_layers: int | None = flag(None, at_least=0, training_only=True, effective="mtp_depths")
+    """Depths N of multi-token prediction (MTP): modules after the last layer that predict N further tokens
+    (DeepSeek-V3); default: none."""
+
+    mtp_loss_scaling_factor: float = flag(
+        0.1, at_least=0, no_effect_without="--mtp-num-layers", may_change=True, training_only=True
+    )
+    """Weight of the losses of multi-token prediction: this number times their mean over depths is added to the loss."""
+
+    mtp_layer_kind: str = flag(
+        "own_number",
+        choices=("own_number", "last_layer"),
+        no_effect_without="--mtp-num-layers",
+        training_only=True,
+        effective="mtp_layers",
+    )
+    """Window and rotary embedding of the layers of multi-token prediction, if layers differ in them: those of the first
+    layers, module k as layer k (own_number, as in Megatron-LM), or of the last layer."""
+
+    z_loss_coeff: float = flag(0.0, training_only=True)
+    """Coefficient of the z-loss of the output logits, which is part of the cross entropy (PaLM); 1e-4 is common."""
+
+    embedding_multiplier: float = 1.0
+    """Factor of word embeddings (Granite)."""
+
+    residual_multiplier: float = 1.0
+    """Factor of each sublayer's output as it is added to the residual stream (Granite)."""
+
+    logits_scaling: float = 1.0
+    """Divisor of the output logits (Granite)."""
+
+    final_logit_softcapping: float | None = None
+    """Cap c of the output logits z, which become c tanh(z / c) (Gemma 2); default: none."""
+
+    add_bias_linear: bool = flag(True, name="--disable-bias-linear", first_run=True)
+    """No bias in the linear layers, those of experts and the router included."""
+
+    add_qkv_bias: bool = False
+    """Bias in the query-key-value projection even under --disable-bias-linear."""
+
+    add_attention_output_bias: bool = flag(False, no_effect_without="--disable-bias-linear")
+    """Bias in the last projection of attention even under --disable-bias-linear."""
+
+    add_mlp_bias: bool = flag(False, no_effect_without="--disable-bias-linear")
+    """Bias in both linear layers of MLPs, shared experts included, even under --disable-bias-linear (GPT-J)."""
+
+    add_output_layer_bias: bool = False
+    """Bias in the output layer, which has none otherwise (GPT-J, Phi)."""
+
+    untie_embeddings_and_output_weights: bool = flag(False, first_run=True)
+    """Use a separate weight for the output layer instead of sharing the word embedding's."""
+
+    attention_dropout: float = flag(0.1, at_least=0, below=1, training_only=True)
+    """Dropout probability of attention weights."""
+
+    hidden_dropout: float = flag(0.1, at_least=0, below=1, training_only=True)
+    """Dropout probability of embeddings and of the output of each sublayer."""
+
+    init_method_std: float = flag(0.02, at_least=0, training_only=True)
+    """Standard deviation of initial weights; divided by sqrt(2 * num-layers) for output projections, or by
+    sqrt(num-layers) where a layer has one sublayer."""
+
+    embedding_init_method_std: float | None = flag(None, training_only=True, effective="embedding_init_std")
+    """Standard deviation of initial word and position embeddings; default: init-method-std."""
+
+    vocab_size: int | None = flag(None, first_run=True)
+    """Tokens in the vocabulary before padding; default: the tokenizer's."""
+
+    default_vocab_size: int | None = flag(None, at_least=1, without_effect=True)
+    """The --vocab-size of a run that names neither one nor a tokenizer, such as a plan of a preset."""
+
+    make_vocab_size_divisible_by: int = flag(128, training_only=True, effective="padded_vocab_size")
+    """Pad the vocabulary to a multiple of this, at every layout."""
+
+    pad_vocab_size_to: int | None = flag(None, training_only=True, effective="padded_vocab_size")
+    """Pad the vocabulary to this size, instead of a multiple."""
+
+    window_size: int | None = None
+    """Sliding-window attention: each token attends to this many tokens, including itself."""
+
+    attention_chunk_size: int | None = flag(None, excludes="--window-size")
+    """Chunked attention: documents are cut into chunks of this many tokens, and each token attends to its own chunk
+    (Llama 4)."""
+
+    window_attn_skip_freq: str | None = flag(None, no_effect_without=LOCAL)
+    """Layers with full attention beside layers with --window-size or --attention-chunk-size: N for layers N - 1,
+    2N - 1, ..., or a list of 1 (window) and 0 (full) for all layers. Default: no layer has full attention."""
