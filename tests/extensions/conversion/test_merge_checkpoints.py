@@ -26,6 +26,7 @@ from megatron.extensions.conversion.formats import Options, Source
 from megatron.extensions.conversion.merge import _record
 from megatron.extensions.conversion.merge_weights import Decay, decay_weights
 from megatron.extensions.conversion.merged_source import MergedSource
+from tests.extensions.megatron_checkpoints.their_runs import unpack
 from tests.forked import run_forked, run_program
 from tools import convert_checkpoint, merge_checkpoints
 from tools.common import run_tool
@@ -345,3 +346,31 @@ def test_a_record_has_no_credentials() -> None:
     path = UrlPath("mem://someone:secret-word@host/run/iter_0000001")
     record = _record([path, Path("runs/b")], [1, None], [0.5, 0.5], None)
     assert "secret-word" not in json.dumps(record) and "host/run/iter_0000001" in json.dumps(record)
+
+
+def test_biases_of_experts_are_merged_too(tmp_path: Path) -> None:
+    """They are states beside the parameters, here of a run and of Megatron-LM's format."""
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    flags = [*MODEL, *RUN, *experts.split(), "--train-iters", "3", "--save", str(tmp_path / "run")]
+    run_forked(1, flags, tmp_path / "screen")
+    run, megatron = tmp_path / "run", tmp_path / "megatron"
+    words = ["--input", str(at(run, 2)), "--output", str(megatron), "--to", "megatron", "--weights-only"]
+    assert convert_checkpoint.main(words) == 0
+    merge("--input", megatron, at(run, 3), "--weights", 0.25, 0.75, "--output", tmp_path / "out")
+    found, sources = opened(tmp_path / "out"), [Checkpoint(at(run, each)) for each in (2, 3)]
+    assert found.tensors.keys() == {key for key in sources[0].tensors if key.startswith("model.")}
+    biases = [key for key in found.tensors if key.endswith("expert_bias")]
+    assert len(biases) == 2 and any(sources[1].read(key).count_nonzero() for key in biases)
+    for key in found.tensors:
+        expected = 0.25 * sources[0].read(key).double() + 0.75 * sources[1].read(key).double()
+        assert torch.allclose(found.read(key).double(), expected, rtol=1e-6, atol=1e-9), key
+
+
+@pytest.mark.parametrize("name", ["dense", "moe", "legacy_interleaved", "legacy_moe"])
+def test_checkpoints_that_megatron_has_saved_are_merged(name: str, tmp_path: Path) -> None:
+    theirs, ours = unpack(name, tmp_path), tmp_path / "ours"
+    assert convert_checkpoint.main(["--input", str(theirs), "--output", str(ours), "--weights-only"]) == 0
+    merge("--input", theirs, ours, "--output", tmp_path / "out")
+    one, two = opened(ours), opened(tmp_path / "out")
+    assert one.tensors.keys() == two.tensors.keys()
+    assert all(torch.equal(one.read(key), two.read(key)) for key in one.tensors)
