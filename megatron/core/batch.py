@@ -218,7 +218,7 @@ class BatchContext:
     """As in `Batch`."""
 
     left: dict[int, Tensor | None] = field(default_factory=dict)
-    """What layers leave for later ones of the stage, by number."""
+    """Tensors that layers leave for later layers of the stage, by the number of the layer."""
 
     @classmethod
     def of(cls, batch: Batch, cache: EarlierTokens | None = None) -> BatchContext:

@@ -29,7 +29,7 @@ def integers_on(device: torch.device, values: Iterable[int], dtype: torch.dtype 
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether `x` has values: fake and meta tensors, on which plans are made, have a shape alone."""
+    """Return whether `x` has values: fake and meta tensors, on which plans are made, have a shape alone."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 

@@ -53,7 +53,7 @@ def free_storage(tensor: Tensor) -> None:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether a tensor has memory."""
+    """Return whether a tensor has memory."""
     return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 

@@ -43,7 +43,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
 
     exchanges_sums: bool = True
-    """Whether sums of CPU tensors are exchanged and added up by the ranks, as gloo's own take longer."""
+    """True if sums of CPU tensors are exchanged and added up by the ranks, as gloo's own take longer."""
 
     @property
     def first(self) -> bool:

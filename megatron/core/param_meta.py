@@ -129,10 +129,10 @@ class ParamMeta:
     [..., taps], and 1 for tables, gains, biases and other vectors."""
 
     to_residual: bool = field(default=False, kw_only=True)
-    """Whether the output is added to the residual stream, as those of linear_proj and linear_fc2 are."""
+    """True if the output is added to the residual stream, as those of linear_proj and linear_fc2 are."""
 
     tied: bool = field(default=False, kw_only=True)
-    """Whether the word embeddings are the weight of the output layer too."""
+    """True if the word embeddings are the weight of the output layer too."""
 
     linear: bool = False
     """Weight of a linear layer, whose products may run in fp8."""

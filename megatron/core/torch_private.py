@@ -167,7 +167,7 @@ def forward_hooks(module: nn.Module) -> Iterable[Callable[..., object]]:
 
 
 def is_hooked(module: nn.Module, forward: bool = True) -> bool:
-    """Whether a module has backward hooks or, with `forward`, forward hooks.
+    """Return whether a module has backward hooks or, with `forward`, forward hooks.
 
     `Module._backward_hooks` and `_forward_hooks`, torch 2.13. When they go: take modules for hooked, which is slower.
     """
@@ -187,7 +187,7 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 place."""
 
 in_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
-"""Whether a dispatch mode is active. torch 2.13. When it goes: assume one, which initializes in one thread."""
+"""True if a dispatch mode is active. torch 2.13. When it goes: assume one, which initializes in one thread."""
 
 dispatch_modes: Callable[[], list[TorchDispatchMode]] = _python_dispatch._get_current_dispatch_mode_stack
 """The active dispatch modes. torch 2.13. When it goes: enter the modes by `with` in the second thread."""
@@ -260,7 +260,7 @@ class AutogradContext(FunctionCtx):
     """
 
     saved_tensors: tuple[Tensor, ...]
-    """What `save_for_backward` was given. An operand that was None is None here too."""
+    """The arguments of `save_for_backward`. An operand that was None is None here too."""
 
     needs_input_grad: tuple[bool, ...]
     """For each argument of the forward, whether its gradient is needed."""
@@ -373,7 +373,7 @@ def archive_reader(file: IO[bytes]) -> torch._C.PyTorchFileReader:
 
 
 def matmul_instructions(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of a 16-bit `dtype` on this CPU, and not by emulation.
+    """Return whether oneDNN multiplies matrices of a 16-bit `dtype` on this CPU, and not by emulation.
 
     oneDNN accepts bf16 on every CPU with AVX-512, and emulates it on those without the instructions. `torch.ops.mkldnn`
     and `torch.cpu`, torch 2.13. When they go: `torch.cpu.get_capabilities()`.

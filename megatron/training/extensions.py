@@ -40,7 +40,7 @@ class CallbackFacts:
     """Facts about a callback, known before it is imported."""
 
     when: Callable[[RunConfig], bool] = _always
-    """Whether a run of this configuration has it; where not, it is not imported."""
+    """True if a run of this configuration has it; where not, it is not imported."""
 
     evaluates: str = ""
     """The flag with which one of its tasks evaluates the model, so that --skip-train has something to do."""

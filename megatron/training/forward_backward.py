@@ -134,7 +134,7 @@ class Pipeline:
 
     executor_type: type[PipelineExecutor[GPTModel, Batch]] = PipelineExecutor
     may_overwrite = True
-    """Whether the first micro-batch of a step may write gradients in place of adding to zeros."""
+    """True if the first micro-batch of a step may write gradients in place of adding to zeros."""
 
     def __init__(
         self, config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel], passes: PassContext

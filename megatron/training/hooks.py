@@ -99,10 +99,10 @@ class Verdict:
     """Whether loss or gradient were not finite, and a lower loss scale would not help."""
 
     refused: bool
-    """Whether the step violates a check: it was skipped for it, or ends the run."""
+    """True if the step violates a check: it was skipped for it, or ends the run."""
 
     ends_run: bool
-    """Whether --max-skipped-iterations are used up."""
+    """True if --max-skipped-iterations are used up."""
 
     def __str__(self) -> str:
         total, tokens = self.result.sums
@@ -181,7 +181,7 @@ class Meter:
         `reads_result` says so."""
 
     def reads_result(self, iteration: int) -> bool:
-        """Whether it reads the parameters or the result of this step before the next one begins."""
+        """Return whether it reads the parameters or the result of this step before the next one begins."""
         return False
 
     def take(self) -> Tensor | None:
@@ -217,28 +217,28 @@ class Task:
     """Iterations; None or 0 for never."""
     run: Callable[[], object]
     at_end: bool = False
-    """Whether it is due after the last iteration too."""
+    """True if it is due after the last iteration too."""
     also: Callable[[], bool] | None = None
-    """Whether it is due now, beside the interval."""
+    """True if it is due now, beside the interval."""
     counts: bool = False
-    """Whether its time is part of the step's time."""
+    """True if its time is part of the step's time."""
     reads_result: bool = True
     """Whether it reads the result of the step or its parameters: the next step then waits for them."""
     may_stop: bool = False
-    """Whether callbacks are asked after it whether the run is to stop."""
+    """True if callbacks are asked after it whether the run is to stop."""
     evaluates: bool = False
-    """Whether it evaluates the model: --skip-train performs it once."""
+    """True if it evaluates the model: --skip-train performs it once."""
     before_step: bool = False
     """Performed before a step instead of after one, also before a run's first; its time counts only with `counts`."""
     at_finish: bool = False
-    """Whether it is performed once all iterations are trained and saved."""
+    """True if it is performed once all iterations are trained and saved."""
 
     def at(self, iteration: int, last: bool) -> bool:
-        """Whether its interval says that it is due."""
+        """Return whether its interval says that it is due."""
         return (last and self.at_end) or bool(self.interval and self.interval > 0 and iteration % self.interval == 0)
 
     def is_due(self, iteration: int, last: bool) -> bool:
-        """Whether it is due after the step that was just made, or before the next."""
+        """Return whether it is due after the step that was just made, or before the next."""
         return self.at(iteration, last) or (self.also is not None and self.also())
 
 

@@ -72,7 +72,7 @@ class Runtime:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank prints and writes metrics for the run."""
+        """True if this rank prints and writes metrics for the run."""
         return self.launch.rank == 0
 
     def say(self, message: str) -> None:

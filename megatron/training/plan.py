@@ -225,7 +225,7 @@ class RunPlan:
         """Makes the parts of a `TrainingRun` those of the phase of the next step. On every rank, between two steps."""
 
     def is_over(self, run: Any) -> bool:
-        """Whether the next step of a `TrainingRun` is another phase's."""
+        """Return whether the next step of a `TrainingRun` is another phase's."""
         return False
 
 

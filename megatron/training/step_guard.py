@@ -53,5 +53,5 @@ class StepGuard:
 
 
 def is_nan(result: StepResult) -> bool:
-    """Whether loss or gradient were not finite, and a lower loss scale would not help."""
+    """Return whether loss or gradient were not finite, and a lower loss scale would not help."""
     return not result.finite and not result.scale_overflow

@@ -64,10 +64,10 @@ class StepFacts:
     """What these bytes are, for plans."""
 
     in_turns: bool = False
-    """Whether a forward and a backward pass run in turns (`ScheduleFacts.in_turns`)."""
+    """True if a forward and a backward pass run in turns (`ScheduleFacts.in_turns`)."""
 
     launches_once: bool = False
-    """Whether the host launches all kernels of a micro-batch at once."""
+    """True if the host launches all kernels of a micro-batch at once."""
 
 
 STEP_PARTS: Registry[StepParts, StepFacts, ...] = Registry("training step", StepFacts)
@@ -90,10 +90,10 @@ def late_update(config: Section) -> str | None:
 
 
 def runs_passes_in_turns(config: Section) -> bool:
-    """Whether a forward and a backward pass run in turns."""
+    """Return whether a forward and a backward pass run in turns."""
     return any(STEP_PARTS.facts(name).in_turns for name in STEP_PARTS.wanted(config))
 
 
 def launches_once(config: Section) -> bool:
-    """Whether the host launches all kernels of a micro-batch at once."""
+    """Return whether the host launches all kernels of a micro-batch at once."""
     return any(STEP_PARTS.facts(name).launches_once for name in STEP_PARTS.wanted(config))

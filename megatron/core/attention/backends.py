@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionOperands:
-    """What the attention of a layer multiplies."""
+    """Scale, precision, device and widths of the attention of one layer."""
 
     scale: float
     """Factor of attention scores."""

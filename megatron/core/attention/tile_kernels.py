@@ -63,7 +63,7 @@ class Kernel(Protocol):
 
     @property
     def needs_places(self) -> bool:
-        """Whether the kernel reads the positions of tiles without a mask, as dropout and ALiBi do."""
+        """True if the kernel reads the positions of tiles without a mask, as dropout and ALiBi do."""
 
     @property
     def most_queries(self) -> int | None:

@@ -94,12 +94,12 @@ class RotaryConfig:
 
     @property
     def position_table(self) -> bool:
-        """Whether a vector of its position is added to the embedding of each token."""
+        """True if a vector of its position is added to the embedding of each token."""
         return self.position_embedding_type in TABLES
 
     @property
     def alibi(self) -> bool:
-        """Whether attention scores have ALiBi's biases."""
+        """True if attention scores have ALiBi's biases."""
         return self.position_embedding_type == "alibi"
 
 

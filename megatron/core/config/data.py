@@ -68,7 +68,7 @@ class DatasetConfig(Section):
 
     @property
     def per_split(self) -> bool:
-        """Whether the splits have data paths of their own."""
+        """True if the splits have data paths of their own."""
         return bool(self.train_data_path or self.valid_data_path or self.test_data_path)
 
     @property

@@ -16,7 +16,7 @@ class Condition:
     may stand ": REASON" and "; REMEDY", which messages take over."""
 
     holds: Callable[[Any], bool] | None = None
-    """Whether it holds for a `RunConfig`, where the words of `text` do not say it by themselves."""
+    """True if it holds for a `RunConfig`, where the words of `text` do not say it by themselves."""
 
     @property
     def parts(self) -> tuple[str, str, str]:
@@ -53,13 +53,13 @@ class FlagSpec:
     in a storage that an extension has registered, "url" if any URL is legal too."""
 
     empty_is_none: bool = False
-    """Whether an empty value is the same as no flag, as in Megatron-LM. It is refused for other flags."""
+    """True if an empty value is the same as no flag, as in Megatron-LM. It is refused for other flags."""
 
     writes: str | None = None
     """Kind of an output path, "folder" or "file". The run checks at start that it can be written."""
 
     names_code: Callable[[str], bool] | None = None
-    """Whether a value names files whose code runs. Such a value must stand on the command line: a file of flags may
+    """True if a value names files whose code runs. Such a value must stand on the command line: a file of flags may
     give it only if a run of the user's own has recorded it."""
 
     effective: str | None = None

@@ -71,7 +71,7 @@ class MixerFacts:
     """(RunConfig, world size) -> each `Problem` of a model that has the mixer."""
 
     described: Callable[..., str] = lambda config: ""
-    """What a plan says of its heads beside their number and width."""
+    """Text about its heads for a plan, which shows their number and width already."""
 
     letter: str = ""
     """Its letter in --hybrid-layer-pattern."""
@@ -90,7 +90,7 @@ class MixerFacts:
 
 
 class MixerModule(Protocol):
-    """What a mixer makes for one layer, an `nn.Module`."""
+    """The `nn.Module` that mixes tokens in one layer."""
 
     def forward(self, x: Tensor, context: object, /) -> Tensor:
         """x [s, b, h] -> [s, b, h], [s/tp, b, h] under sequence parallelism, and s/cp under context parallelism.

@@ -28,7 +28,7 @@ class ModelFields(
     RecomputeConfig,
     Section,
 ):
-    """What flags say of the model. `megatron.core.config.model.TransformerConfig` adds what follows from them."""
+    """Flags of the model. `megatron.core.config.model.TransformerConfig` adds what follows from them."""
 
     num_layers: int = flag(0, first_run=True)
     """Transformer layers."""

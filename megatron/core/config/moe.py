@@ -152,7 +152,7 @@ class MoEConfig:
 
     @property
     def moe_choices(self) -> int:
-        """What a router chooses from: experts, then zero-computation experts; 0 in a dense model."""
+        """Number of choices of a router: experts, then zero-computation experts; 0 in a dense model."""
         return (self.num_experts or 0) + (self.moe_zero_experts or 0)
 
     def moe_balancing_coeff(self, *types: str) -> float:

@@ -45,17 +45,17 @@ class NormConfig:
 
     @property
     def norms_inputs(self) -> bool:
-        """Whether a norm precedes each sublayer."""
+        """True if a norm precedes each sublayer."""
         return self.norm_placement in ("pre", "sandwich")
 
     @property
     def norms_sums(self) -> bool:
-        """Whether a norm follows each addition to the residual stream."""
+        """True if a norm follows each addition to the residual stream."""
         return self.norm_placement == "sum"
 
     @property
     def norms_apart(self) -> bool:
-        """Whether the MLP has a norm of its input, beside that of attention."""
+        """True if the MLP has a norm of its input, beside that of attention."""
         return self.norms_inputs and not (self.parallel_residual and self.parallel_residual_shared_norm)
 
     @property

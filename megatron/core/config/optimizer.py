@@ -147,7 +147,7 @@ class OptimizerConfig(Section):
 
     @property
     def has_anneal(self) -> bool:
-        """Whether a flag states the length of WSD's final anneal."""
+        """True if a flag states the length of WSD's final anneal."""
         stated = self.lr_wsd_decay_iters, self.lr_wsd_decay_samples, self.lr_wsd_decay_fraction
         return stated != (None, None, None)
 
@@ -199,7 +199,7 @@ class OptimizerConfig(Section):
 
     @property
     def has_own_groups(self) -> bool:
-        """Whether parameters are grouped in another way than into those that decay by default and the others."""
+        """True if parameters are grouped in another way than into those that decay by default and the others."""
         usual = OptimizerConfig()
         fields = ("weight_decay_on", "apply_wd_to_qk_layernorm", "decoupled_lr")
         own = any(getattr(self, name) != getattr(usual, name) for name in fields)
@@ -224,5 +224,5 @@ class OptimizerConfig(Section):
         return replace(self, lr=self.decoupled_lr, min_lr=least, decoupled_lr=None, decoupled_min_lr=None)
 
     def freezes(self, meta: ParamMeta) -> bool:
-        """Whether a parameter is not trained."""
+        """Return whether a parameter is not trained."""
         return any(rule.freezes(meta) for rule in self.parameter_rules)

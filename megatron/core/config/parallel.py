@@ -178,7 +178,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
         return fewer
 
     def compiles(self, device_type: str) -> bool:
-        """Whether regions are compiled for devices of this type ("cuda", "cpu")."""
+        """Return whether regions are compiled for devices of this type ("cuda", "cpu")."""
         return device_type == "cuda" if self.compile is None else self.compile
 
     @property

@@ -29,11 +29,11 @@ class ParamGroup:
     """Weight decay in place of the scheduled one."""
 
     decoupled: bool = False
-    """Whether the learning rate is that of --decoupled-lr."""
+    """True if the learning rate is that of --decoupled-lr."""
 
     @property
     def decays(self) -> bool:
-        """Whether there is any weight decay."""
+        """True if there is any weight decay."""
         return bool(self.wd_mult if self.weight_decay is None else self.weight_decay)
 
     @property
@@ -66,14 +66,14 @@ class ParameterRule:
     Each method may depend on the flags and the `ParamMeta` alone, as plans and every rank call it."""
 
     groups = True
-    """Whether parameters may be in other groups than without the rule."""
+    """True if parameters may be in other groups than without the rule."""
 
     def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
         """Learning rate and weight decay of a parameter, given those of the flags and of earlier rules."""
         return group
 
     def freezes(self, meta: ParamMeta) -> bool:
-        """Whether a parameter is not trained."""
+        """Return whether a parameter is not trained."""
         return False
 
     def initial(self, meta: ParamMeta, init: Init) -> Init:
@@ -94,7 +94,7 @@ class BuildsRule(Protocol):
 @dataclass(frozen=True)
 class RuleFacts:
     when: Callable[[Section], bool]
-    """Whether a run with this `OptimizerConfig` has the rule."""
+    """True if a run with this `OptimizerConfig` has the rule."""
 
 
 PARAMETER_RULES = Registry("rule of parameters", RuleFacts, protocol=BuildsRule)

@@ -114,7 +114,7 @@ would take more memory and time than everything else: two numbers for each, what
 
 
 def finds_starts(plan: EpochPlan, documents: range) -> bool:
-    """Whether a split has the ends of documents for an index, and not the starts of samples."""
+    """Return whether a split has the ends of documents for an index, and not the starts of samples."""
     return plan.samples > MANY_SAMPLES * plan.epochs * len(documents)
 
 

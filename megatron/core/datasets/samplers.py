@@ -74,7 +74,7 @@ class DataIterator:
         self.name = name
         self.pin_memory = pin_memory
         self.with_sources = False
-        """Whether micro-batches have `source_ids` [b], the number of each sample's data set."""
+        """True if micro-batches have `source_ids` [b], the number of each sample's data set."""
 
         self.end = len(dataset)
         """No sample from this number on is taken, or prefetched."""

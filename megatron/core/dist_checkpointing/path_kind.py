@@ -53,7 +53,7 @@ class KindFacts:
 
     @property
     def model(self) -> bool:
-        """Whether it has the weights of a model."""
+        """True if it has the weights of a model."""
         return bool(self.loaded_as or self.convert)
 
 
@@ -61,7 +61,7 @@ class PathKind(Protocol):
     """Recognizes one kind of path. A `DataKind`, or a kind of models that --load takes, has more methods."""
 
     def __call__(self, path: str, /) -> bool:
-        """Whether a path is of this kind. It may not exist, or be a pattern or a URL."""
+        """Return whether a path is of this kind. It may not exist, or be a pattern or a URL."""
 
 
 PATH_KINDS = Registry("kind of path", KindFacts, protocol=PathKind)
@@ -79,7 +79,7 @@ class DataKind(ABC):
     """A kind of path that --data-path takes beside the prefix of an indexed dataset."""
 
     urls = False
-    """Whether it reads URLs."""
+    """True if it reads URLs."""
 
     @abstractmethod
     def __call__(self, path: str) -> bool: ...
@@ -179,7 +179,7 @@ def data_kind_of(path: str | PurePath) -> DataKind | None:
 
 
 def is_foreign_model(path: str | PurePath) -> bool:
-    """Whether --load takes a path that is no checkpoint of ours."""
+    """Return whether --load takes a path that is no checkpoint of ours."""
     kind = kind_of(path)
     return kind not in OURS and bool(PATH_KINDS.facts(kind).loaded_as)
 
@@ -218,7 +218,7 @@ def saved_folders(root: Folder) -> dict[int, Folder]:
 
 
 def is_checkpoint(path: PurePath) -> bool:
-    """Whether a folder is a checkpoint, complete or not, and not one that holds some."""
+    """Return whether a folder is a checkpoint, complete or not, and not one that holds some."""
     return any(storage_of(path).exists(path / name) for name in (METADATA, MANIFEST))
 
 

@@ -159,7 +159,7 @@ class _Writers:
         self.decided: dict[str, bool] = {}
 
     def on_first_stage(self, meta: ParamMeta) -> bool:
-        """Whether this rank's stage is the one that writes what a single rank of each stage holds."""
+        """Return whether this rank's stage is the one that writes what a single rank of each stage holds."""
         return not meta.shared_stages or self.state.pp.first
 
     def mine(self, key: str, meta: ParamMeta) -> bool:

@@ -262,7 +262,7 @@ class SmallGrads:
         """(parameter, gradient) by the parameter's id: a second gradient of one is added after the first."""
 
     def takes(self, param: Tensor, grad: Tensor) -> bool:
-        """Whether a gradient is to be held: one whose arrival nobody waits for."""
+        """Return whether a gradient is to be held: one whose arrival nobody waits for."""
         return self.enabled and grad.numel() <= LARGEST and getattr(param, "on_main_grad", None) is None
 
     def hold(self, param: Tensor, grad: Tensor) -> None:

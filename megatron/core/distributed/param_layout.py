@@ -109,10 +109,10 @@ class BufferLayout:
     buckets: tuple[BucketLayout, ...]
 
     whole: bool = False
-    """Whether its parameters are matrices that the optimizer updates as wholes."""
+    """True if its parameters are matrices that the optimizer updates as wholes."""
 
     linear: bool = False
-    """Whether its parameters are weights of linear layers, which have buffers of their own (`linears_apart`)."""
+    """True if its parameters are weights of linear layers, which have buffers of their own (`linears_apart`)."""
 
     by_unit: bool = False
     """Whether each bucket holds the matrices of one unit, and whole gradients (ZeRO-2) or whole gradients and whole

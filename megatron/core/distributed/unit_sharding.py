@@ -186,7 +186,7 @@ class Unit:
 
     @property
     def used(self) -> bool:
-        """Whether a pass computes with its parameters now."""
+        """True if a pass computes with its parameters now."""
         return all(bucket.users for bucket in self.buckets)
 
 

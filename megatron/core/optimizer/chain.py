@@ -136,7 +136,7 @@ class Chain(ShardUpdate):
         self.on_host = any(shard.on_host for shard in shards)
         self.device = shards[0].device if shards else ddp.device
         self.by_element = OPTIMIZERS.facts(config.elementwise).by_element
-        """Whether each element is updated by itself, so that there are no requests."""
+        """True if each element is updated by itself, so that there are no requests."""
         compiled = not self.on_host and ddp.parallel_config.compiles(ddp.device.type)
         stage = StageOfUpdate(ddp.layouts, state.dims, self.axis, self.dtype, self.device, compiled)
         self._fused = _fused_parts(config, shards, stage)

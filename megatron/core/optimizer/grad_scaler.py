@@ -15,7 +15,7 @@ class LossScaler:
 
     @property
     def can_fall(self) -> bool:
-        """Whether an overflow may be the scale's fault, and be gone with a lower one."""
+        """True if an overflow may be the scale's fault, and be gone with a lower one."""
         return False
 
     def update(self, overflow: bool) -> None:

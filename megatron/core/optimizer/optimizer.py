@@ -51,10 +51,10 @@ class Shard:
         self.device = torch.device("cpu") if self.on_host else self.params.device
         """Device on which states are stored and updated."""
         self.params_are_main = self.params.dtype == main_dtype
-        """Whether the parameters have the values of the main parameters, which are not saved then."""
+        """True if the parameters have the values of the main parameters, which are not saved then."""
 
     changes_params_when_loaded = False
-    """Whether main parameters that were loaded may round parameters in another way."""
+    """True if main parameters that were loaded may round parameters in another way."""
 
     def attach(self, grads: Tensor, params: Tensor) -> None:
         """Makes the next update read `grads` and write `params`, copies on the host."""
@@ -109,7 +109,7 @@ class OptimizerShard(Shard):
         self.states = {state.name: self._zeros(state) for state in states}
         """Those of a fused link."""
         self.written_by_update = False
-        """Whether an update of the main parameters writes the parameters."""
+        """True if an update of the main parameters writes the parameters."""
 
     def _zeros(self, state: State) -> Tensor:
         assert not state.scale_block, "states with scales have a store of their own"

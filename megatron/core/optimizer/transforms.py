@@ -217,7 +217,7 @@ class Transform:
     """A link of a chain, for one parameter. Derive from it."""
 
     whole_matrices: ClassVar[bool] = False
-    """Whether it asks for whole matrices (`ParameterUpdate.whole`) without a state of them."""
+    """True if it asks for whole matrices (`ParameterUpdate.whole`) without a state of them."""
 
     def states(self, meta: ParamMeta) -> Sequence[State]:
         """The tensors that it keeps for a parameter. They follow from `meta` alone: plans call it too."""
@@ -247,7 +247,7 @@ class StageOfUpdate:
     main_dtype: torch.dtype
     device: torch.device
     compiled: bool
-    """Whether regions are compiled."""
+    """True if regions are compiled."""
 
 
 class FusedTransform(Transform):

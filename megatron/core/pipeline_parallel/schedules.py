@@ -114,7 +114,7 @@ def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
 
 
 def splits_backward(schedule: str) -> bool:
-    """Whether a schedule runs I and W in place of B, and so needs a WeightGradQueue."""
+    """Return whether a schedule runs I and W in place of B, and so needs a WeightGradQueue."""
     return PIPELINE_SCHEDULES.facts(schedule).splits_backward
 
 

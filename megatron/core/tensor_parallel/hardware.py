@@ -21,10 +21,10 @@ class Hardware:
     """
 
     compiled: bool = False
-    """Whether torch.compile compiles element-wise regions (`megatron.core.compiled_regions`)."""
+    """True if torch.compile compiles element-wise regions (`megatron.core.compiled_regions`)."""
 
     def host_waits_for(self, x: Tensor) -> bool:
-        """Whether the host waits for the device when it reads `x`."""
+        """Return whether the host waits for the device when it reads `x`."""
         return x.is_cuda
 
     def attention(self, backend: str, operands: AttentionOperands) -> AttentionBackend:

@@ -79,7 +79,7 @@ class TPContext(Section):
     """Seed of the run. Dropout masks depend on it and on the name of the place that drops."""
 
     lazy: bool = False
-    """Whether parameters are made without memory, which `DistributedDataParallel` then gives them unit by unit."""
+    """True if parameters are made without memory, which `DistributedDataParallel` then gives them unit by unit."""
 
     initial: InitPolicy = field(default_factory=InitPolicy)
     """Initial values of parameters by their roles."""
@@ -93,7 +93,7 @@ class TPContext(Section):
 
     @property
     def compiled(self) -> bool:
-        """Whether torch.compile compiles element-wise regions."""
+        """True if torch.compile compiles element-wise regions."""
         return self.hardware.compiled
 
     def of_layer(self, number: int) -> TPContext:
@@ -300,7 +300,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 def observed(*modules: nn.Module) -> bool:
-    """Whether hooks read the inputs or outputs of these modules, forward or backward."""
+    """Return whether hooks read the inputs or outputs of these modules, forward or backward."""
     return any(map(is_hooked, modules))
 
 
@@ -311,7 +311,7 @@ class RowParallelLinear(ParallelLinear):
     def __init__(self, linear: RowLinear, ctx: TPContext) -> None:
         super().__init__(linear.name, linear.metas(ctx.sequence_parallel), row_boundary(ctx), ctx)
         self.adds_residual = True
-        """Whether a GEMM that adds to the residual stream is faster here than an addition in the next norm, as
+        """True if a GEMM that adds to the residual stream is faster here than an addition in the next norm, as
         `gemm_choice` found."""
 
     def takes_addend(self) -> bool:

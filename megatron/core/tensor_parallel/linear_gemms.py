@@ -90,7 +90,7 @@ class LinearGemms:
     have the same attributes."""
 
     adds_residual = True
-    """Whether `forward` takes an addend."""
+    """True if `forward` takes an addend."""
 
     grad_casts: GradCasts | None = None
     """Casts of gradients by other kernels; None where the GEMMs read them as they are, or scales are not known
@@ -166,7 +166,7 @@ class WeightCasts:
 
     @property
     def keeps(self) -> bool:
-        """Whether casts are kept now."""
+        """True if casts are kept now."""
         return self._kept is not None
 
     def get(self, weight: Tensor, kind: str, make: Callable[[], Cast]) -> Cast:
@@ -202,7 +202,7 @@ class LinearFormat(Protocol):
         """The `GroupedGemms` of a layer of experts. `add_weight_grad_` are those of the parameters' format."""
 
     def groups_in_one_kernel(self, device: torch.device) -> bool:
-        """Whether one kernel multiplies all experts, and reads the numbers of rows on the device."""
+        """Return whether one kernel multiplies all experts, and reads the numbers of rows on the device."""
 
 
 def build_format(config: Any, layers: int, modules: int, casts: WeightCasts) -> LinearFormat | None:
@@ -229,7 +229,7 @@ class OutputGradient:
     def __init__(self, gemms: LinearGemms, needs_dw: bool, needs_sum: bool) -> None:
         self.gemms, self.needs_dw = gemms, needs_dw
         self.needs_sum = needs_sum
-        """Whether the sum over tokens is of use, the gradient of a bias."""
+        """True if the sum over tokens is of use, the gradient of a bias."""
         self._made: tuple[Tensor, int, Operands | None, Tensor | None] | None = None
 
     def order(self) -> Any:
@@ -274,7 +274,7 @@ def gradient_of_output(y: Tensor | None) -> OutputGradient | None:
 
 
 def _same_values(made: Tensor, version: int, grad: Tensor) -> bool:
-    """Whether `grad` is `made`, or a view of all of it, unchanged since."""
+    """Return whether `grad` is `made`, or a view of all of it, unchanged since."""
     storages = (storage_id(x) for x in (made, grad))
     places = {(storage, x.storage_offset(), x.numel()) for storage, x in zip(storages, (made, grad), strict=True)}
     return len(places) == 1 and version_of(made) == version

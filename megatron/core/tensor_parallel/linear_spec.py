@@ -63,7 +63,7 @@ class RowLinear:
     role: Role = "hidden"
     """`ParamMeta.role` of the weight."""
     to_residual: bool = True
-    """Whether the output is added to the residual stream."""
+    """True if the output is added to the residual stream."""
     init: Init | None = None
     """Initial weights that differ from those of the role."""
 

@@ -105,7 +105,7 @@ class TransformerLayer(nn.Module):
         return x
 
     def _side_by_side(self, normed: Tensor, context: BatchContext) -> Tensor:
-        """What attention and MLP add to the residual stream, both of `normed` [s, b, h]."""
+        """Return the sum that attention and MLP add to the residual stream, both reading `normed` [s, b, h]."""
         attended = self.post_attention_layernorm(self.self_attention(normed, context))
         mixed = self.post_mlp_layernorm(self.mlp(normed, context))
         return self._scaled(self.attention_dropout(attended, context) + self.mlp_dropout(mixed, context))

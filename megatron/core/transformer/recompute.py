@@ -39,7 +39,7 @@ _running = _Running()
 
 @contextmanager
 def again() -> Iterator[None]:
-    """What runs in this block is computed a second time, for a backward pass."""
+    """Mark the code of a block as computed a second time, for a backward pass."""
     _running.depth += 1
     try:
         yield
@@ -48,7 +48,7 @@ def again() -> Iterator[None]:
 
 
 def computing_again() -> bool:
-    """Whether what runs now is computed a second time, for a backward pass."""
+    """Return whether what runs now is computed a second time, for a backward pass."""
     return _running.depth > 0
 
 
@@ -113,7 +113,7 @@ class Segment:
     layers: range
     recompute: bool = False
     offload: bool = False
-    """Whether what is saved for the backward waits in host memory."""
+    """True if what is saved for the backward waits in host memory."""
 
 
 def recompute_segments(config: TransformerConfig, num_layers: int, offloaded: int = 0) -> list[Segment]:

@@ -89,7 +89,7 @@ class Origin:
 
 
 def _are_ids(value: object) -> bool:
-    """Whether a value is a token id, or a list of them as several tokens may end a text."""
+    """Return whether a value is a token id, or a list of them as several tokens may end a text."""
     return all(type(each) is int and each >= 0 for each in (value if isinstance(value, list) else [value]))
 
 
@@ -182,7 +182,7 @@ class Format(Protocol):
 
     @property
     def usual(self) -> bool:
-        """Whether checkpoints of this program are converted to it where --to says nothing."""
+        """True if checkpoints of this program are converted to it where --to says nothing."""
 
     def open(self, path: PurePath, options: Options) -> Source:
         """Opens a path: in any storage for checkpoints of ours, on the local disk for other formats."""

@@ -40,7 +40,7 @@ _replaced: set[torch.dtype] = set()
 
 
 def has_products_of(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for products of a 16-bit `dtype`, and torch uses them."""
+    """Return whether this CPU has instructions for products of a 16-bit `dtype`, and torch uses them."""
     return torch.backends.mkldnn.is_available() and matmul_instructions(dtype)
 
 

@@ -55,7 +55,7 @@ class Finding:
     rank: int
     stage: int
     sources_finite: bool
-    """Whether all that the module was given was finite: then it made the value itself."""
+    """True if all that the module was given was finite: then it made the value itself."""
 
     largest: float = 0.0
     """Largest absolute value among what it was given."""
@@ -73,7 +73,7 @@ class Finding:
         return PASSES.index(self.where), stage, self.place, min(self.samples, default=0), self.rank
 
     def same_as(self, other: Finding | None) -> bool:
-        """Whether another layout found the same."""
+        """Return whether another layout found the same."""
         return other is not None and (self.where, self.module) == (other.where, other.module)
 
     def describe(self) -> str:

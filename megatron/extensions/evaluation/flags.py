@@ -15,7 +15,7 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 
 
 def is_file(name: str) -> bool:
-    """Whether a word of --eval-tasks is a file or folder, not the name of a task that comes with the harness."""
+    """Return whether a word of --eval-tasks is a file or folder, not the name of a task that comes with the harness."""
     return Path(name).exists() or name.endswith((".yaml", ".yml")) or "/" in name
 
 

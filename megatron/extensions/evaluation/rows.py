@@ -45,7 +45,7 @@ class Score:
     """Of the scored tokens, in nats."""
 
     is_greedy: bool
-    """Whether each of them is the most likely one."""
+    """True if each of them is the most likely one."""
 
     next_token: int
     """The most likely label of the row's last place."""

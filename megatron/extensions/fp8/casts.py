@@ -176,12 +176,12 @@ class Scaled(NamedTuple):
 
     @property
     def in_blocks(self) -> bool:
-        """Whether there is a scale for each block."""
+        """True if there is a scale for each block."""
         return self.scale.ndim == 2 and self.scale.shape[0] != self.values.shape[0]
 
     @property
     def in_tiles(self) -> bool:
-        """Whether there are several scales for each row."""
+        """True if there are several scales for each row."""
         return self.scale.ndim == 2 and not self.in_blocks and self.scale.shape[1] > 1
 
 

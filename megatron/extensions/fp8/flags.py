@@ -79,13 +79,13 @@ def described(parallel: ModelParallelConfig) -> str:
 
 
 def gathers(parallel: ModelParallelConfig) -> bool:
-    """Whether weights are gathered in fp8. A rule refuses it by rows."""
+    """Return whether weights are gathered in fp8. A rule refuses it by rows."""
     own = parallel.options(Fp8Flags)
     return own.fp8_param_gather and own.fp8_format is not None and own.fp8_recipe != "rowwise"
 
 
 def delays(config: RunConfig) -> bool:
-    """Whether scales follow from earlier steps."""
+    """Return whether scales follow from earlier steps."""
     own = config.options(Fp8Flags)
     return own.fp8_format is not None and own.fp8_recipe == "delayed"
 

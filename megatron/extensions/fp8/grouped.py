@@ -35,7 +35,7 @@ GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 
 def has_grouped_fp8_kernel(recipe: str, device: torch.device) -> bool:
-    """Whether one kernel multiplies all experts in fp8, and reads the numbers of rows on the device."""
+    """Return whether one kernel multiplies all experts in fp8, and reads the numbers of rows on the device."""
     if device.type != "cuda":
         return recipe != "blockwise"
     return recipe != "blockwise" and torch.cuda.get_device_capability(device) in GROUPED_CAPABILITIES

@@ -61,7 +61,7 @@ class GatheredWeight:
     """fp32 [blocks of rows, blocks of columns]: the largest value of each part that has a scale"""
 
     valid: bool = False
-    """Whether it is the weight's. It is from the first update on; initial weights are cast by each rank."""
+    """True if it is the weight's. It is from the first update on; initial weights are cast by each rank."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Fp8Gemms(nn.Module):
     """As of `LinearGemms`. cuBLASLt adds to products of operands that have one scale each."""
 
     gathers_weights = False
-    """Whether a weight has the same scales by rows and by columns, so that one cast of it stands for both."""
+    """True if a weight has the same scales by rows and by columns, so that one cast of it stands for both."""
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
         super().__init__()

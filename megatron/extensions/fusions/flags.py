@@ -68,7 +68,7 @@ class Fusions:
 
 
 class Built(Protocol):
-    """What is read of a part's `megatron.core.tensor_parallel.layers.TPContext`."""
+    """The fields that are read of a part's `megatron.core.tensor_parallel.layers.TPContext`."""
 
     layer: int
 
@@ -77,7 +77,7 @@ class Built(Protocol):
 
 
 def fuses(config: Section, ctx: Built) -> bool:
-    """Whether a part with this configuration and context is built in its fused form."""
+    """Return whether a part with this configuration and context is built in its fused form."""
     return ctx.compiled and config.options(Fusions).fusions
 
 

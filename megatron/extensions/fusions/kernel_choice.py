@@ -121,7 +121,7 @@ class FusedKernel:
     plain: Callable[..., Any]
     """The operation in torch, with the same operands."""
     suits: Callable[..., bool]
-    """Whether it computes with these operands."""
+    """True if it computes with these operands."""
     samples: Callable[[RunShapes], Iterable[tuple[Any, ...]]]
     """Operands of a run; none if the run does not perform the operation."""
     tolerance: float
@@ -241,7 +241,7 @@ def device_clock(run: Callable[[], object]) -> float:
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed. Does not import it."""
+    """Return whether Triton is installed. Does not import it."""
     return find_spec("triton") is not None
 
 
@@ -251,7 +251,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether kernels on `x` can be Triton's."""
+    """Return whether kernels on `x` can be Triton's."""
     return x.is_cuda and has_triton()
 
 

@@ -39,7 +39,7 @@ from megatron.extensions.fusions.split_heads import SplitSelfAttention
 
 
 def casts_swiglu(fc1: ParallelLinear, activation: object, fc2: ParallelLinear) -> bool:
-    """Whether `cast_mlp` can replace fc2(activation(fc1(x)))."""
+    """Return whether `cast_mlp` can replace fc2(activation(fc1(x)))."""
     swiglu = isinstance(activation, FusedActivation) and activation.compiled and activation.kind == "swiglu"
     plain = type(fc1) is ColumnParallelLinear and type(fc2) is RowParallelLinear and fc1.bias is fc2.bias is None
     delayed = swiglu and plain and all(isinstance(linear.gemms, DelayedGemms) for linear in (fc1, fc2))
@@ -173,7 +173,7 @@ def input_cast_of(sublayer: nn.Module) -> InputCast | None:
 
 
 def takes_addend(sublayer: nn.Module) -> bool:
-    """Whether a sublayer can add its output to the residual stream in its last layer."""
+    """Return whether a sublayer can add its output to the residual stream in its last layer."""
     linear = getattr(sublayer, LAST.get(type(sublayer), ""), None)
     return isinstance(linear, RowParallelLinear) and not observed(sublayer) and linear.takes_addend()
 

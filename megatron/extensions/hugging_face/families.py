@@ -124,7 +124,7 @@ class Family:
     "like" for those of the base."""
 
     rotary_by_adapter: bool = False
-    """Whether an adapter reads the rotary embedding."""
+    """True if an adapter reads the rotary embedding."""
 
     rotary_layers: str = "all"
     """Layers with a rotary embedding: "all", those with sliding "windows", or these "windows, if any"."""

@@ -74,7 +74,7 @@ def built_in_names() -> list[str]:
 
 
 def is_family_file(value: str) -> bool:
-    """Whether a value of --hf-family is a FILE with a family to add, rather than the NAME of one to write."""
+    """Return whether a value of --hf-family is a FILE with a family to add, rather than the NAME of one to write."""
     return value.endswith(".json") or "/" in value
 
 

@@ -138,7 +138,7 @@ def unread_keys(hf_config: Values) -> Iterator[str]:
 
 
 def _is_derived(key: str, whole: Values) -> bool:
-    """Whether a key has the value that classes derive for it."""
+    """Return whether a key has the value that classes derive for it."""
     if key == LAYER_BY_LAYER:
         return not whole[key]
     try:

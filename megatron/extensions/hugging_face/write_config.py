@@ -241,7 +241,7 @@ def _rotary_by_kind(config: TransformerConfig, hf: Fields, scaling: Fields) -> F
 
 
 def _stretches(config: TransformerConfig) -> bool:
-    """Whether YaRN changes anything."""
+    """Return whether YaRN changes anything."""
     return config.yarn and config.rotary_scaling_factor != 1
 
 

@@ -15,7 +15,7 @@ DENSE, EXPERTS = "-", "E"
 
 
 def has_linear_attention(name: str, letter: str) -> Condition:
-    """What flags of a linear attention depend on."""
+    """Return the condition that flags of a linear attention depend on."""
 
     def holds(config: Any) -> bool:
         try:

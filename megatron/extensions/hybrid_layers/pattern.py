@@ -22,10 +22,10 @@ class LayerPattern(NamedTuple):
     """A pattern's letters."""
 
     stages: tuple[str, ...]
-    """Of the layers of each pipeline stage; one stage where the pattern has none."""
+    """Letters of the layers of each pipeline stage; one stage where the pattern has none."""
 
     modules: tuple[str, ...]
-    """Of each module of multi-token prediction."""
+    """Letters of each module of multi-token prediction."""
 
     @property
     def layers(self) -> str:

@@ -66,7 +66,7 @@ class Connection(H11Protocol):
 
     @property
     def _idle(self) -> bool:
-        """Whether no request is being answered."""
+        """True if no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _await_head(self) -> None:

@@ -99,7 +99,7 @@ class Fields:
         return frozenset(value)
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Of temperature, top_k, top_p, min_p and repetition_penalty."""
+        """Read temperature, top_k, top_p, min_p and repetition_penalty."""
         top_k = self.whole("top_k", default.top_k, least=-1)
         try:
             return Sampling(

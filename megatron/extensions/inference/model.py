@@ -34,7 +34,7 @@ from megatron.training.initialize import StartupPhases, initialize, shut_down
 from megatron.training.reliability.launch import Launch
 
 RULES = (world, attention, tensor_parallel, linear_attention, mixers, experts, pipeline)
-"""Those that relate a model to a layout."""
+"""Rules that relate a model to a layout."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class LoadedModel:
     tokenizer: Tokenizer
     tokenizer_config: TokenizerConfig
     config: RunConfig
-    """Of the run that saved the checkpoint; of a Hugging Face folder its model, tokenizer and number format."""
+    """Configuration of the run that saved the checkpoint. For a Hugging Face folder, its model, tokenizer and number
+    format."""
 
     layout: ModelParallelConfig = field(default_factory=ModelParallelConfig)
     """How the model is cut here, whatever its number format."""
@@ -54,7 +55,7 @@ class LoadedModel:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank takes requests; the others call `runner.follow()`."""
+        """True if this rank takes requests; the others call `runner.follow()`."""
         return self.runner.leads
 
     def engine(self, rows: int) -> Engine:

@@ -235,7 +235,7 @@ class OpenAIApi:
         return self._object(call, [choice(index, said, logprobs, reason)], ".chunk")
 
     def last_chunk(self, call: Call, counts: Sequence[int]) -> dict[str, object]:
-        """Counts of tokens, behind the text."""
+        """The counts of tokens that follow the text."""
         return self._object(call, [], ".chunk") | {"usage": usage(call, counts)}
 
     def _object(self, call: Call, choices: Sequence[Mapping[str, object]], part: str = "") -> dict[str, object]:
@@ -243,7 +243,7 @@ class OpenAIApi:
         return {"id": call.id, "object": kind, "created": call.created, "model": self.name, "choices": choices}
 
     def text_logprobs(self, call: Call, found: Generation) -> Mapping[str, object]:
-        """Of a completion, with those of an echoed prompt, whose first token has none."""
+        """Log-probabilities of a completion and of an echoed prompt, whose first token has none."""
         if not call.echo:
             return self._completion_logprobs(found.logprobs, 0)
         start = self.model.tokenizer.detokenize(found.request.prompt[:1])

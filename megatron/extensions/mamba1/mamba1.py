@@ -100,7 +100,7 @@ class Mamba1(BetweenProjections):
         return heads_to_sequence(y, self.cp).flatten(2) * F.silu(gate)
 
     def _own(self, parameter: Tensor, dim: int = 0) -> Tensor:
-        """What this context rank has of a parameter: its channels."""
+        """Return the channels of a parameter that this context rank has."""
         return local_slice(parameter, self.cp, dim)
 
     def _steps(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ def iteration_folder(path: Path) -> Path:
 
 
 def is_megatron(path: str) -> bool:
-    """Whether a folder is a checkpoint of Megatron-LM, or holds some."""
+    """Return whether a folder is a checkpoint of Megatron-LM, or holds some."""
     if not os.path.isdir(path):
         return False
     folder = iteration_folder(Path(path))

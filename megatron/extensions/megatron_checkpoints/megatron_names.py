@@ -68,7 +68,7 @@ def find_ways(
 
 
 def is_skipped(key: str) -> bool:
-    """Whether a tensor of theirs is none of the model: buffers, and what is kept for fp8."""
+    """Return whether a tensor of theirs is none of the model: buffers, and what is kept for fp8."""
     return key.endswith(EXTRA_STATE) or "rotary_pos_emb.inv_freq" in key or key.endswith("local_tokens_per_expert")
 
 

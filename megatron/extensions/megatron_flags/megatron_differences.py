@@ -48,17 +48,17 @@ def _per_token(given: Given) -> bool:
 
 
 def _several_micro_batches(c: RunConfig) -> bool:
-    """Whether a step has more micro-batches than one, on a rank or on several."""
+    """Return whether a step has more micro-batches than one, on a rank or on several."""
     return (c.training.global_batch_size or 1) > c.training.micro_batch_size
 
 
 def _masks_tokens(c: RunConfig) -> bool:
-    """Whether some tokens do not count in the main loss."""
+    """Return whether some tokens do not count in the main loss."""
     return c.data.eod_mask_loss or c.model.loss_func == "goldfish"
 
 
 def _balances(c: RunConfig, *types: str) -> bool:
-    """Whether a loss of one of these types balances experts."""
+    """Return whether a loss of one of these types balances experts."""
     return c.model.num_experts is not None and c.model.moe_balancing_coeff(*types) > 0
 
 
@@ -68,7 +68,7 @@ def _samples_at_once(c: RunConfig) -> int:
 
 
 def _pads_vocabulary(c: RunConfig) -> bool:
-    """Whether Megatron-LM pads the vocabulary, as it does almost any that is not known yet."""
+    """Return whether Megatron-LM pads the vocabulary, as it does almost any that is not known yet."""
     size, padded = c.model.vocab_size, c.model.pad_vocab_size_to
     multiple = c.model.make_vocab_size_divisible_by * c.parallel.tensor_model_parallel_size
     return size is None or (size % max(multiple, 1) > 0 if padded is None else padded != size)
@@ -96,7 +96,7 @@ def _learns_selection(c: RunConfig) -> bool:
 
 
 def _hashes(c: RunConfig) -> bool:
-    """Whether some layers have routing by hashes."""
+    """Return whether some layers have routing by hashes."""
     return c.model.num_experts is not None and (named_value(c, "moe_n_hash_layers") or 0) > 0
 
 

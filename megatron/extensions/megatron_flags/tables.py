@@ -41,7 +41,7 @@ class SameAs:
     """These flags; `{}` stands for its values."""
 
     quiet: bool = False
-    """Whether it is a usual spelling, of which nothing need be said."""
+    """True if it is a usual spelling, of which nothing need be said."""
 
 
 @dataclass(frozen=True)

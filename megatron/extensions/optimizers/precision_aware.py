@@ -220,7 +220,7 @@ class PackedShard(Shard):
         plan, options = config.state_plan, config.options(PrecisionAwareFlags)
         self.kind = plan.main_kind(config, *names, on_host=self.on_host)
         self.as_remainders = plan.main_kind(config, *names) == "remainders"
-        """Whether parameters are rounded as beside remainders, ties away from zero, wherever states lie."""
+        """True if parameters are rounded as beside remainders, ties away from zero, wherever states lie."""
         self.remainders = torch.zeros(numel if self.kind == "remainders" else 0, dtype=torch.int16, device=device)
         stored = {"stored": numel, "fp16": numel}.get(self.kind, 0)
         name = "fp16" if self.kind == "fp16" else "fp32"

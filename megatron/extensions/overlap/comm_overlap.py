@@ -223,7 +223,7 @@ class SymmetricMemory(Callback):
 
 
 def has_symmetric_memory(axis: Axis, device: torch.device) -> bool:
-    """Whether the ranks of an axis are GPUs of one node that access each other's memory, under NCCL."""
+    """Return whether the ranks of an axis are GPUs of one node that access each other's memory, under NCCL."""
     if device.type != "cuda" or axis.group is None or "nccl" not in dist.get_backend(axis.group):
         return False
     if axis.ranks[-1] - axis.ranks[0] >= torch.cuda.device_count():  # on several nodes

@@ -80,7 +80,7 @@ class PhaseEntry:
 
     @property
     def own_lr(self) -> bool:
-        """Whether it has a learning-rate schedule of its own."""
+        """True if it has a learning-rate schedule of its own."""
         return any(field in (*LR_SHAPE, *LR_LENGTHS) for field, _ in self.values)
 
 

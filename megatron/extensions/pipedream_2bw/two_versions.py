@@ -81,7 +81,7 @@ class LateOptimizer(DistributedOptimizer):
         super().__init__(config, ddp, state, host_threads)
         self.versioned = [shard for shard in self.shards if isinstance(shard, VersionedShard)]
         self.is_read = True
-        """Whether the result of the next `step` is read before the step after it."""
+        """True if the result of the next `step` is read before the step after it."""
         self.other = [torch.full_like(buffer.param_data, torch.nan) for buffer in self.ddp.buffers]
         """The memory of parameters before the last update, by buffer. NaN until they are loaded, or `start`."""
         self._newest = _views(self.ddp)

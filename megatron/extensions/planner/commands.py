@@ -51,7 +51,7 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
 
 
 def _can_write(path: Path) -> bool:
-    """Whether a file can be written there, which is seen before a long search."""
+    """Return whether a file can be written there, which is seen before a long search."""
     if path_rule("local", str(path)) is not None:
         return False
     return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)

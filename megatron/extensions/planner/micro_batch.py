@@ -21,10 +21,10 @@ class MicroBatch:
     """"cuda" or "cpu", whose norms keep other things for the backward."""
 
     own_positions: bool = False
-    """Whether samples have position ids of their own (--reset-position-ids)."""
+    """True if samples have position ids of their own (--reset-position-ids)."""
 
     bf16_sums: bool = False
-    """Whether gradients are summed in bf16 (--main-grads-dtype)."""
+    """True if gradients are summed in bf16 (--main-grads-dtype)."""
 
     packs: bool = True
     """As in `PlannedGPU`."""

@@ -96,7 +96,7 @@ class PostValidatedOptimizer(DistributedOptimizer):
         of_chain = [tensor for chain in self.chains for tensor in chain.tensors]
         self.copies = RollbackCopies([*(tensor for tensors in changed for tensor in tensors), *of_chain])
         self.is_read = True
-        """Whether the result of the next `step` is read before the step after it."""
+        """True if the result of the next `step` is read before the step after it."""
         self.step_state: Callable[[], Sequence[Tensor]] = tuple
         """Returns the tensors that `Update.on_update` changes."""
         self._unvalidated: _Unvalidated | None = None

@@ -101,7 +101,7 @@ def _is_rank(value: Any, world: int) -> bool:
 
 
 def _are_ages(value: Any, world: int) -> bool:
-    """Whether a value maps ranks, as texts, to seconds."""
+    """Return whether a value maps ranks, as texts, to seconds."""
     return isinstance(value, dict) and all(
         host.isascii()
         and host.isdigit()

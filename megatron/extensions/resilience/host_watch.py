@@ -67,7 +67,7 @@ class Link:
     """UDP port on loopback at which the rank listens to its host's heartbeat."""
 
     first: bool
-    """Whether it starts the heartbeat of its host."""
+    """True if it starts the heartbeat of its host."""
 
     address: str = ""
     port: int = 0
@@ -126,7 +126,7 @@ class HostWatch(Watch):
         """Hosts from which no heartbeat has ever arrived, though they live -> the age at which each last answered."""
 
         self._lost = False
-        """Whether this rank ends because hosts are lost."""
+        """True if this rank ends because hosts are lost."""
 
         self._place, self._since = "", 0.0
         """This rank's position after the run has ended on another host, and the time since."""
@@ -267,7 +267,7 @@ class HostWatch(Watch):
             self._failures.unreachable(self._left_behind(ended, bool(found["failed"])), list(ended))
 
     def _waits(self) -> bool:
-        """Whether this rank has stood at one place of a step for `PEACE`. The first call starts the count."""
+        """Return whether this rank has stood at one place of a step for `PEACE`. The first call starts the count."""
         place, now = self._status.phase_and_action(), time.monotonic()
         if place != self._place:
             self._place, self._since = place, now
@@ -357,7 +357,7 @@ def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:
 
 
 def _answers(address: tuple[str, int], seconds: float) -> bool:
-    """Whether the kernel of a host accepts or refuses a connection, which shows that it is alive."""
+    """Return whether the kernel of a host accepts or refuses a connection, which shows that it is alive."""
     try:
         with socket.create_connection(address, seconds):
             return True

@@ -183,17 +183,17 @@ class SaveLease:
         return None
 
     def _is_in_place(self) -> bool:
-        """Whether the path still names the folder in which this run has taken its lease."""
+        """Return whether the path still names the folder in which this run has taken its lease."""
         return self._place is not None and self._place.is_at(self._folder)
 
     def _is_being_deleted(self) -> bool:
-        """Whether entries of the folder are disappearing: `rm -r` has removed the lease before the folder."""
+        """Return whether entries of the folder are disappearing: `rm -r` has removed the lease before the folder."""
         before = _entries(self._folder)
         time.sleep(RENEWAL / 4)
         return not before <= _entries(self._folder)
 
     def _is_unmounted(self) -> bool:
-        """Whether the folder, or where it would be created, is on another file system than at the start."""
+        """Return whether the folder, or where it would be created, is on another file system than at the start."""
         if self._place is None or self._read() is not None:
             return False
         nearest = next(folder for folder in (self._folder, *self._folder.absolute().parents) if folder.exists())
@@ -245,7 +245,7 @@ class _OpenFolder:
         self.file_system = os.fstat(self._descriptor).st_dev
 
     def is_at(self, path: Path) -> bool:
-        """Whether `path` names this folder now. Raises OSError if the disk does not answer."""
+        """Return whether `path` names this folder now. Raises OSError if the disk does not answer."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), path.stat())
         except OSError as error:

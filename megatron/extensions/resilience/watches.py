@@ -31,5 +31,5 @@ class HostsAndFolders(Callback):
         return found
 
     def watches_hosts(self, launch: Launch) -> bool:
-        """Whether a rank watches other hosts."""
+        """Return whether a rank watches other hosts."""
         return launch.several_hosts and self.config.options(ResilienceConfig).host_heartbeat_timeout_seconds > 0

@@ -104,7 +104,7 @@ def _scores(folders: Mapping[int, PurePath], newest: int, metric: str | None) ->
 
 
 def _payload(folder: PurePath) -> dict[str, object]:
-    """What a checkpoint holds beside its tensors; empty where that cannot be read."""
+    """Read the metadata of a checkpoint; empty where it cannot be read."""
     try:
         found = parse_json(storage_of(folder).read(folder / METADATA).decode())
     except (OSError, ValueError):
@@ -119,7 +119,7 @@ def _score(payload: Mapping[str, object], metric: str) -> float | None:
 
 
 def _validation_data(payload: Mapping[str, object]) -> list[object]:
-    """What the validation losses of a checkpoint depend on in its phase: data and sequence length."""
+    """Return the data and the sequence length of a checkpoint's phase, on which its validation losses depend."""
     phases = payload.get("stages")
     last = phases[-1] if isinstance(phases, list) and phases else None
     values = last.get("values") if isinstance(last, dict) else None

@@ -37,7 +37,7 @@ class RoutingFlags:
 
 
 def balances_choices(config: MoEConfig) -> bool:
-    """Whether the choice of experts is balanced, without a loss."""
+    """Return whether the choice of experts is balanced, without a loss."""
     return "sinkhorn" in config.moe_router_load_balancing_type
 
 

@@ -183,7 +183,7 @@ class CompressedKeys(SelectedKeys):
         assert rotation is not None
         self.rotation: Rotation = rotation
         self.compressors: tuple[Compressor, ...] = ()
-        """Of keys, and of those of the indexer: not its own modules."""
+        """Compressors of keys and of the indexer's keys, which other modules own."""
 
     def forward(self, q: Tensor, kv: Tensor, *more: Tensor | BatchContext) -> Tensor:
         """q [s, b, heads/tp, d], kv [s, b, d], both rotated; with compressed keys what these are made of; with an

@@ -25,7 +25,7 @@ COMPRESSED, SELECTED = "dsv4_hybrid", 4
 
 
 def has_indexer(config: RunConfig) -> bool:
-    """Whether some layer selects keys."""
+    """Return whether some layer selects keys."""
     with suppress(ValueError):  # of patterns that other rules refuse
         variants = config.model.linear_attentions
         return "dsa" in variants or (COMPRESSED in variants and SELECTED in ratios(config.model))
@@ -150,7 +150,7 @@ def compressed_keys(config: TransformerConfig) -> str:
 
 
 def has_loss(c: RunConfig) -> bool:
-    """Whether the indexer's loss is trained and logged."""
+    """Return whether the indexer's loss is trained and logged."""
     return has_indexer(c) and c.options(SparseAttentionFlags).dsa_indexer_loss_coeff > 0
 
 

@@ -276,7 +276,7 @@ def _parts(q: Tensor, k: Sequence[Tensor], seen: tuple[Keys, ...]) -> Iterator[l
 
 
 class Loss(NamedTuple):
-    """What the indexer is compared with."""
+    """The attention that the indexer is compared with."""
 
     q: Tensor
     """[n, b, h, w] of all queries of this rank's part of the sequence, of its heads; `k` [s, b, w]."""

@@ -177,7 +177,7 @@ class SelectedKeys(CoreAttention):
         return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
 
     def _selected_before(self, queries: Queries, samples: int, context: BatchContext) -> Tensor | None:
-        """What the last layer before this one that selects keys has selected."""
+        """Return the keys that the last selecting layer before this one has selected."""
         if found := [number for number in context.left if number < self.layer]:
             picked: Tensor | None = context.left[max(found)]
             return picked

@@ -41,7 +41,7 @@ class Job:
     """Called first in a process of its own: registers tokenizers of the user's."""
 
     stand_in: bool = False
-    """Whether gigatoken does the work of tokenizers."""
+    """True if gigatoken does the work of tokenizers."""
 
 
 @dataclass

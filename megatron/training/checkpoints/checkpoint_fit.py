@@ -148,7 +148,7 @@ def tell_of_new_tokens(saved: RunConfig, config: RunConfig, say: Callable[[str],
 
 
 def converted(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint was made of another format: weights that no run of this program has trained."""
+    """Return whether a checkpoint was made of another format: weights that no run of this program has trained."""
     return checkpoint.payload.get("converted") is True
 
 
@@ -175,7 +175,7 @@ def without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict
 
 
 def _is_optional(key: str) -> bool:
-    """Whether a checkpoint may lack the state, or a run have no use for it."""
+    """Return whether a checkpoint may lack the state, or a run have no use for it."""
     kinds = (kind for store in STATE_STORES for kind in STATE_STORES.facts(store).optional)
     return key.startswith(tuple(optimizer_key(kind, "") for kind in kinds))
 

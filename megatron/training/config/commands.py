@@ -25,10 +25,10 @@ class Option:
     """How help shows its value, as INT; `[FILE]` if it may be left out."""
 
     command: bool = False
-    """Whether it asks for a command: for something else than training."""
+    """True if it asks for a command: for something else than training."""
 
     json: bool = False
-    """Whether its value is the file that a command writes as JSON, and to which its problems go too; without a value it
+    """True if its value is the file that a command writes as JSON, and to which its problems go too; without a value it
     is standard output."""
 
     @property
@@ -97,7 +97,7 @@ class Command:
     """Base of commands that run instead of training."""
 
     reads_data: ClassVar[bool] = True
-    """Whether flags must say which data; else they are synthetic by default."""
+    """True if flags must say which data; else they are synthetic by default."""
 
     def note(self, world_size: int) -> str | None:
         """Printed if the number of ranks follows from the layout: neither flags nor a launcher say it."""

@@ -86,7 +86,7 @@ class Flag:
 
     @property
     def takes_several(self) -> bool:
-        """Whether the field holds a tuple."""
+        """True if the field holds a tuple."""
         return self.spec.many or self.spec.repeats
 
     @property
@@ -140,7 +140,7 @@ class ExtensionSection:
     """A frozen dataclass: each field is a flag."""
 
     may_change: bool = False
-    """Whether they may differ between a checkpoint and the run that loads it."""
+    """True if they may differ between a checkpoint and the run that loads it."""
 
     rules: Rules | str | None = None
     """Rules about them, or where they are, "module:function": imported when one of the flags is given."""
@@ -411,7 +411,7 @@ def spelling_table() -> dict[str, tuple[Flag, bool]]:
 
 
 def is_registered(spelling: str, value: str = "") -> bool:
-    """Whether a flag is known, and takes the value."""
+    """Return whether a flag is known, and takes the value."""
     flag, _ = spelling_table().get(spelling, (None, True))
     return flag is not None and (flag.spec.choices is None or value in flag.spec.choices)
 

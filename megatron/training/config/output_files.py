@@ -59,7 +59,7 @@ def why_unwritten(error: OSError) -> str | None:
 
 
 def _output_fails() -> bool:
-    """Whether standard output takes no more: what it could not write is still to be written."""
+    """Return whether standard output takes no more: what it could not write is still to be written."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"")

@@ -51,7 +51,7 @@ class Problem:
     rule: str
     remedy: str
     harmless: bool = False
-    """Whether the run can start all the same: the flag has no effect, which is only said."""
+    """True if the run can start all the same: the flag has no effect, which is only said."""
 
     @classmethod
     def of_errors(cls, flag: str, value: Any, error: Exception) -> list[Problem]:
@@ -218,7 +218,7 @@ def path_rule(kind: str, path: str) -> tuple[str, str] | None:
 
 
 def _is_endless(path: str) -> bool:
-    """Whether this is a device of memory other than /dev/null, such as /dev/zero, or a disk."""
+    """Return whether this is a device of memory other than /dev/null, such as /dev/zero, or a disk."""
     try:
         found = os.stat(path)
     except OSError:

@@ -347,7 +347,7 @@ def known_spelling(name: str) -> str:
 
 
 def _is_switch(flag: Flag | None, name: str) -> bool:
-    """Whether a flag takes no value, as far as this program knows it."""
+    """Return whether a flag takes no value, as far as this program knows it."""
     return flag.kind is bool if flag is not None else name not in options() or options()[name].values == (0,)
 
 

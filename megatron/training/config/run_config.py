@@ -205,14 +205,14 @@ class CheckpointConfig:
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether --load need not exist: the first start of a run that resumes from its own --save."""
+        """True if --load need not exist: the first start of a run that resumes from its own --save."""
         if self.load is None or self.allow_missing_checkpoint:
             return True
         return self.save is not None and os.path.realpath(self.load) == os.path.realpath(self.save)
 
     @property
     def anew(self) -> bool:
-        """Whether the run starts at iteration 0, whatever it loads."""
+        """True if the run starts at iteration 0, whatever it loads."""
         return self.finetune or self.reset_iteration
 
 
@@ -249,7 +249,7 @@ class RunConfig(Section):
 
     @property
     def restarts_positions(self) -> bool:
-        """Whether samples have position ids of their own: --reset-position-ids acts on vectors of positions only.
+        """True if samples have position ids of their own: --reset-position-ids acts on vectors of positions only.
         Rotary embeddings count from the start of the sample; they depend on distances alone, which are equal in a
         document."""
         return self.data.reset_position_ids and self.model.position_table

@@ -176,7 +176,7 @@ def _without_training(config: RunConfig) -> RunConfig:
 
 
 def names_data(config: RunConfig) -> bool:
-    """Whether the flags say on which data a run trains or is evaluated."""
+    """Return whether the flags say on which data a run trains or is evaluated."""
     data = config.data
     files = data.data_path or data.per_split or listed(config) or data.valid
     return bool(files) or data.dataset != "gpt" or plan_class(config) is not RunPlan

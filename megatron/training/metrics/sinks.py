@@ -44,7 +44,7 @@ class SinkFacts:
     """Facts about a sink, known before it is imported."""
 
     when: Callable[[RunConfig], bool]
-    """Whether a run of this configuration has it."""
+    """True if a run of this configuration has it."""
 
 
 SINKS = Registry("sink", SinkFacts, protocol=SinkClass, makes=Sink)

@@ -58,7 +58,7 @@ def _children() -> list[int]:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a child runs, and has not ended without this process having waited for it."""
+    """Return whether a child runs, and has not ended without this process having waited for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -70,7 +70,7 @@ class FailureHandler:
         """The last iteration that the run has saved."""
 
         self.left = False
-        """Whether this rank needs the store no more, whose process may end at any time now."""
+        """True if this rank needs the store no more, whose process may end at any time now."""
 
         self._launch = launch
         self._status = status
@@ -204,7 +204,7 @@ class FailureHandler:
 
     @property
     def ending(self) -> bool:
-        """Whether a thread of this process is about to end it."""
+        """True if a thread of this process is about to end it."""
         return self._ending.locked()
 
     @contextmanager
@@ -410,7 +410,7 @@ def end_within(seconds: float) -> None:
 
 
 def _within(seconds: float, call: Callable[[], object]) -> bool:
-    """Whether a call that may never return did so in time, and without an error of the store."""
+    """Return whether a call that may never return did so in time, and without an error of the store."""
     done = threading.Event()
 
     def run() -> None:

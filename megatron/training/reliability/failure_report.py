@@ -189,7 +189,7 @@ def _more_open_files() -> str:
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether this is a value that the user gave: a ValueError raised by this package itself."""
+    """Return whether this is a value that the user gave: a ValueError raised by this package itself."""
     if not isinstance(error, ValueError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
@@ -197,7 +197,7 @@ def is_users(error: BaseException) -> bool:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether the failure of another rank may have caused this error."""
+    """Return whether the failure of another rank may have caused this error."""
     if is_of_open_files(error):
         return False  # gloo says it of this process
     return isinstance(error, RuntimeError | OSError) and bool(CONSEQUENCE.search(str(error)))
@@ -220,12 +220,12 @@ def is_of_disk(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left. torch says the latter in a plain RuntimeError."""
+    """Return whether a device or the host had no memory left. torch says the latter in a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def hung(error: BaseException) -> bool:
-    """Whether the error is a timeout of ranks that waited for one another, not the end of a rank."""
+    """Return whether the error is a timeout of ranks that waited for one another, not the end of a rank."""
     return is_consequence(error) and bool(re.search(r"time-?out|timed out", str(error), re.IGNORECASE))
 
 

@@ -172,7 +172,7 @@ def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
 
 
 def restarts_left() -> bool:
-    """Whether torchrun will start the ranks again; it then prints no error files."""
+    """Return whether torchrun will start the ranks again; it then prints no error files."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
 
 

@@ -89,12 +89,12 @@ def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
 
 
 def launcher_has_store() -> bool:
-    """Whether the store is in a process of the launcher, as torchrun's is, and not in that of rank 0."""
+    """Return whether the store is in a process of the launcher, as torchrun's is, and not in that of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def store_refuses() -> bool:
-    """Whether the host of the store refuses connections to its port: no process listens there any more."""
+    """Return whether the host of the store refuses connections to its port: no process listens there any more."""
     address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     try:
         socket.create_connection(address, timeout=1.0).close()
@@ -296,7 +296,7 @@ class Board:
         return {rank: value for rank, value in found.items() if value is not None}
 
     def complete(self, name: str) -> bool:
-        """Whether all ranks have a value."""
+        """Return whether all ranks have a value."""
         return self.store.check([f"{name}/{rank}" for rank in self.ranks])
 
     def neighbours(self) -> dict[int, Peer]:

@@ -42,7 +42,7 @@ class Outcome:
     file: Path | None = None
     folders: dict[str, str] = field(default_factory=dict)
     recorded: bool = True
-    """Whether the end is an event of the run in --save: not if another run has that folder."""
+    """True if the end is an event of the run in --save: not if another run has that folder."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Outcome:
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def asked(self) -> bool:
-        """Whether the run is asked to stop before its start."""
+        """True if the run is asked to stop before its start."""
         return self.file is not None and self.file.with_name(f"{self.file.name}.asked").exists()
 
     def begin(self, save: str | None, load: str | None, write: bool) -> None:

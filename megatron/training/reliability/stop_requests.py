@@ -40,17 +40,17 @@ class StopRequests:
 
     @property
     def pending(self) -> bool:
-        """Whether there is a request that is not carried out yet."""
+        """True if there is a request that is not carried out yet."""
         return self._asked is not None
 
     @property
     def stopping(self) -> bool:
-        """Whether the run is to stop now."""
+        """True if the run is to stop now."""
         return self.request is not None and self.request.kind != "save"
 
     @property
     def resumes(self) -> bool:
-        """Whether the run was cut short and is to be started again."""
+        """True if the run was cut short and is to be started again."""
         return self.request is not None and self.request.kind == "resume"
 
     @property

@@ -197,5 +197,5 @@ class GPTModel(nn.Module):
 
 
 def holds_embedding(config: TransformerConfig, first: bool, last: bool) -> bool:
-    """Whether a stage has the embedding: the first one, and the last one for multi-token prediction."""
+    """Return whether a stage has the embedding: the first one, and the last one for multi-token prediction."""
     return first or (last and config.mtp_depths > 0)

@@ -40,14 +40,14 @@ class Parameter(NamedTuple):
 
     expert: bool
     sharded: bool
-    """Whether tensor-parallel ranks hold parts of it; otherwise copies."""
+    """True if tensor-parallel ranks hold parts of it; otherwise copies."""
 
     init: str
     """How its values begin: the `kind` of `Init`."""
 
     @property
     def random(self) -> bool:
-        """Whether its initial values are random numbers."""
+        """True if its initial values are random numbers."""
         return self.init in ("normal", "uniform", "log_of_uniform")
 
 
@@ -126,7 +126,7 @@ class _Track:
     """Records in a row that were out of line."""
 
     told: bool = False
-    """Whether that was said, and the line still rises by more than the threshold."""
+    """True if that was said, and the line still rises by more than the threshold."""
 
     @property
     def earlier(self) -> list[float]:

@@ -109,7 +109,7 @@ def _placed(piece: Piece, first: int) -> tuple[str, int, int]:
 
 
 def _counts(meta: ParamMeta, state: ParallelState) -> bool:
-    """Whether this rank adds its replica, or its copy among the tensor-parallel ranks."""
+    """Return whether this rank adds its replica, or its copy among the tensor-parallel ranks."""
     if meta.expert:
         return meta.is_first_replica(state.coords)
     return not meta.shared_stages or state.pp.rank == 0

@@ -55,10 +55,10 @@ class AttentionShape:
     """Keys that a query sees in every layer; None for all up to its own."""
 
     tiles: bool = False
-    """Whether kernels of tiles compute it: context parallelism, documents and windows."""
+    """True if kernels of tiles compute it: context parallelism, documents and windows."""
 
     documents: bool = False
-    """Whether samples hold documents."""
+    """True if samples hold documents."""
 
     dropout: float = 0.0
     """Share of the attention weights that is dropped."""

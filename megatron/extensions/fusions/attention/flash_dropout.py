@@ -52,7 +52,7 @@ class Band:
     key_places: Integers
     """Positions [m] in the whole sequence."""
     diagonal: bool
-    """Whether each query attends to its own position."""
+    """True if each query attends to its own position."""
 
     @property
     def tile(self) -> Tile:
@@ -104,7 +104,7 @@ WIDEST = 256
 
 
 def fits(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
-    """Whether the kernel computes heads of these widths in this precision."""
+    """Return whether the kernel computes heads of these widths in this precision."""
     widths = head_dim, value_head_dim
     return dtype in (torch.float16, torch.bfloat16) and max(widths) <= WIDEST and not any(d % 8 for d in widths)
 

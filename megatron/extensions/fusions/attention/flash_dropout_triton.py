@@ -84,7 +84,7 @@ def hash_rows(key, sample_index, sample, head, places, i, in_i):
 
 @triton.jit
 def is_dropped(bits, limit):
-    """Whether pairs are dropped, by the sums of the hashes of their rows and columns, uint32."""
+    """Return whether pairs are dropped, by the sums of the hashes of their rows and columns, uint32."""
     bits = (bits ^ (bits >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
     bits = (bits ^ (bits >> 15)) * tl.full([], 0x846CA68B, tl.uint32)
     return bits.to(tl.int32, bitcast=True) < limit

@@ -62,7 +62,7 @@ def flash_kernel(of: AttentionOperands, on_gpus: Callable[[float], PackedKernel]
 
 
 def fits_flash(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
-    """Whether FlashAttention for GPUs has a kernel for the operands."""
+    """Return whether FlashAttention for GPUs has a kernel for the operands."""
     widest = max(head_dim, value_head_dim)
     return dtype in (torch.float16, torch.bfloat16) and widest % 8 == 0 and widest <= 256
 

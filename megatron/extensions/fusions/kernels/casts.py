@@ -104,7 +104,7 @@ def _amax_of_rows_and_columns(x: Tensor, wanted: tuple[bool, bool], _: bool) -> 
 
 
 def on_triton(x: Tensor, *_: Any) -> bool:
-    """Whether a matrix is cast by Triton's kernels, which take none without elements."""
+    """Return whether a matrix is cast by Triton's kernels, which take none without elements."""
     return runs_triton(x) and x.numel() > 0
 
 

@@ -20,7 +20,7 @@ ROWS = 4096
 
 
 def makes_gradients(logits: Tensor, *_: Any) -> bool:
-    """Whether the kernel runs on `logits`. In fp16 it would pay nothing: gradients of losses are the loss
+    """Return whether the kernel runs on `logits`. In fp16 it would pay nothing: gradients of losses are the loss
     scale."""
     return runs_triton(logits) and logits.dtype in (torch.bfloat16, torch.float32)
 

@@ -111,11 +111,11 @@ class Kind(NamedTuple):
 
     bias: bool = False
     fast: bool = False
-    """Whether partial sums of fp8 products have fewer bits."""
+    """True if partial sums of fp8 products have fewer bits."""
 
     @property
     def scaled(self) -> bool:
-        """Whether operands have scales."""
+        """True if operands have scales."""
         return self.a.itemsize == 1
 
 

@@ -91,7 +91,7 @@ def _gradients_by_triton(total: Tensor, *operands_and_cast: Any) -> NormGradient
 
 
 def _fits(x: Tensor, *_: Any) -> bool:
-    """Whether kernels on rows x [n, h] are Triton's, which compute in fp32."""
+    """Return whether kernels on rows x [n, h] are Triton's, which compute in fp32."""
     return runs_triton(x) and x.numel() > 0 and x.shape[1] <= WIDEST and x.dtype != torch.float64
 
 

@@ -35,7 +35,7 @@ class NewTokens:
     _means: dict[str, Tensor] = field(default_factory=dict)
 
     def concerns(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether dim 0 of a parameter or state, of this shape in the run, is the vocabulary."""
+        """Return whether dim 0 of a parameter or state, of this shape in the run, is the vocabulary."""
         placement = self.weights.placements[name]
         return isinstance(placement.layout, VocabularyRows) or placement.meta.global_shape != shape
 

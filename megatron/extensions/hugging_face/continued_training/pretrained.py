@@ -92,7 +92,7 @@ def _other_format(load: str, hf_config: Mapping[str, Any], config: RunConfig) ->
 
 
 def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
-    """Whether a field's value changes what a model computes."""
+    """Return whether a field's value changes what a model computes."""
     try:
         return settings_of(with_fields(model, {field: value})) != settings_of(model)
     except (ValueError, ArithmeticError, TypeError):

@@ -92,10 +92,10 @@ class Generation:
     """Text of the new tokens as far as it is certain; empty without a tokenizer."""
 
     logprobs: list[Logprob] = field(default_factory=list)
-    """Of the new tokens, if they were asked for."""
+    """Log-probabilities of the new tokens, if they were asked for."""
 
     prompt_logprobs: list[Logprob] = field(default_factory=list)
-    """Of the prompt's tokens but the first, if they were asked for."""
+    """Log-probabilities of the prompt's tokens but the first, if they were asked for."""
 
     finish_reason: str | None = None
     """None while it grows; "stop" by a stop string or a token of `stop_ids`, "eos" by one of `eos_ids`, "length" at

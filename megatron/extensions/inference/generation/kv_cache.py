@@ -104,7 +104,7 @@ class Cached:
         self.width = width
         self.rows, self.columns = len(counts), max(past) + width
         self.fresh = not any(past)
-        """Whether no text has earlier tokens: attention is then that of a batch without a cache."""
+        """True if no text has earlier tokens: attention is then that of a batch without a cache."""
         self._past = torch.tensor(past, device=device)
         self.positions = self._past[:, None] + torch.arange(width, device=device)
         """[b, s]"""

@@ -46,7 +46,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Of a pass, on the leader."""
+    """Results of a pass, on the leader."""
 
     logits: Tensor
     """[b, vocab_size] behind the last new token of each row."""

@@ -27,7 +27,7 @@ class TextStream:
         """The text of the tokens from `_first` on that has been taken."""
         self._held = ""
         self.stopped = False
-        """Whether a stop string has come."""
+        """True if a stop string has come."""
 
     def add(self, token: int) -> str:
         """The text that is certain now and was not before."""

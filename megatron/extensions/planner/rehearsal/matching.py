@@ -293,7 +293,7 @@ def _what(a: Sequence[Collective], b: Sequence[Collective], bad: int) -> str:
 
 
 def _fits(x: Collective, y: Collective, place: int, other: int) -> bool:
-    """Whether two ranks at these places of the group call the same collective."""
+    """Return whether two ranks at these places of the group call the same collective."""
     if x.agreed != y.agreed:
         return False
     if x.op != "all_to_all":

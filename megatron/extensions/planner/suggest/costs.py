@@ -121,7 +121,7 @@ class LayoutCosts:
 
     @property
     def _passes_alone(self) -> bool:
-        """Whether the passes of a rank follow each other. In turns with others, or across steps, they are longer than
+        """True if the passes of a rank follow each other. In turns with others, or across steps, they are longer than
         what it waits for."""
         return not runs_passes_in_turns(self.run.given) and late_update(self.run.given) is None
 
@@ -147,11 +147,11 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def divides(self, tp: int, cp: int, ep: int, expert_tp: int) -> bool:
-        """Whether a model cut so has a legal layout, whatever the batch and the pipeline."""
+        """Return whether a model cut so has a legal layout, whatever the batch and the pipeline."""
         return self._possible(Family(tp, cp, ep, expert_tp), lcm(tp * cp, ep * expert_tp))
 
     def _possible(self, family: Family, ranks: int) -> bool:
-        """Whether a family has a legal layout on this number of ranks, whatever the batch."""
+        """Return whether a family has a legal layout on this number of ranks, whatever the batch."""
         config = self._probe(family)
         parallel = replace(config.parallel, data_parallel_size=None)
         training = replace(config.training, global_batch_size=None, num_microbatches=None)

@@ -37,7 +37,7 @@ class Candidate(Generic[T]):
     order: tuple[object, ...]
     item: T
     final: bool = False
-    """Whether `bound` is the cost."""
+    """True if `bound` is the cost."""
 
 
 def best_first(
@@ -74,7 +74,7 @@ class Found:
     step: StepTime
     memory: tuple[RankMemory, ...] = ()
     given: bool = False
-    """Whether it is the run's own."""
+    """True if it is the run's own."""
 
     @property
     def host(self) -> int:
@@ -118,7 +118,7 @@ class Effort:
     """Where layouts were left out: a lower bound on the step time of each of them."""
 
     interrupted: bool = False
-    """Whether it was asked to end."""
+    """True if it was asked to end."""
 
 
 @dataclass
@@ -251,7 +251,7 @@ class LayoutSearch:
             yield from self._savings(layout)
 
     def _may_fit_at_all(self, layout: Layout) -> bool:
-        """Whether what saves most memory lets a layout fit."""
+        """Return whether what saves most memory lets a layout fit."""
         sharding = SHARDING[-1] if layout.replicas > 1 else SHARDING[0]
         most = [layout._replace(saving=Saving(sharding, offload)) for offload in OFFLOADING[1:]]
         sizes = {each: self.costs.memory_bound(each) for each in most}

@@ -29,10 +29,10 @@ class Product:
     """Bytes of fp32 sums that the product is added to, read and written."""
 
     expert: bool = False
-    """Whether the rows are tokens that a router has sent here."""
+    """True if the rows are tokens that a router has sent here."""
 
     again: bool = False
-    """Whether it is computed a second time, for the backward."""
+    """True if it is computed a second time, for the backward."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,13 +33,13 @@ class Schedule:
     group: int | None = None
     in_turns: bool = False
     validates: bool = False
-    """Whether no rank waits for the others between two steps: ends are then those of a step behind another one."""
+    """True if no rank waits for the others between two steps: ends are then those of a step behind another one."""
 
     flows: bool = False
-    """Whether a step begins before the one before ends: the same of ends."""
+    """True if a step begins before the one before ends: the same of ends."""
 
     tied: bool = False
-    """Whether the first and the last rank sum up gradients of weights that they share at the end of a step."""
+    """True if the first and the last rank sum up gradients of weights that they share at the end of a step."""
 
     @classmethod
     def of(cls, parallel: ModelParallelConfig, layout: PipelineLayout) -> Schedule:

@@ -228,7 +228,7 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def without_attention(c: RunConfig, where: str, flag: str) -> Iterator[Problem]:
-    """What no layer reads in a model without the attention of --attention-module, which `flag` would give it."""
+    """Report flags that no layer reads in a model without the attention of --attention-module, which `flag` adds."""
     for other in flags_of("model"):
         chooses = other.spec.effective == "attention"
         if (chooses or other.field in OF_OTHER_ATTENTION) and (value := value_of(c, other)) != other.default:

@@ -161,7 +161,7 @@ def _fits(flag: Flag, value: Any) -> bool:
 
 
 def _is_one(flag: Flag, value: Any) -> bool:
-    """Whether a value is one of a flag's. A whole number may be written as a float."""
+    """Return whether a value is one of a flag's. A whole number may be written as a float."""
     if flag.kind is bool or isinstance(value, bool):
         return flag.kind is bool and isinstance(value, bool)
     if flag.kind is int:
@@ -171,7 +171,7 @@ def _is_one(flag: Flag, value: Any) -> bool:
 
 
 def _is_endless(value: Any) -> bool:
-    """Whether a value is a number that no flag can have: NaN, an infinity, or beyond the range of doubles."""
+    """Return whether a value is a number that no flag can have: NaN, an infinity, or beyond the range of doubles."""
     try:
         return isinstance(value, int | float) and not math.isfinite(value)
     except OverflowError:
