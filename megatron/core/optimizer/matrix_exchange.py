@@ -48,28 +48,39 @@ class MatrixExchange:
         self.axis = axis
         self.dtype = dtype
         self.device = device
-        self._owned, self._mine = plan.owned(axis.rank), plan.parts(axis.rank)
+        self._owned = plan.owned(axis.rank)
+        self._mine = plan.parts(axis.rank)
+        """This rank's parts of all matrices, by the number of the matrix."""
         self._theirs = [
             self._mine if place == axis.rank else plan.parts(place, self._owned) for place in range(axis.size)
         ]
+        """For each rank its parts of the matrices that this rank owns."""
         self._rounds: dict[tuple[int, ...], _Round] = {}
 
     def _round(self, numbers: Sequence[int]) -> _Round:
         """The round of the matrices with these numbers."""
-        if (key := tuple(numbers)) not in self._rounds:
-            plan = self.plan
-            me = self.axis.rank
-            everyone = range(self.axis.size)
-            own = [number for number in numbers if plan.owners[number] == me]
-            of_owner = [[number for number in numbers if plan.owners[number] == place] for place in everyone]
-            self._rounds[key] = _Round(
-                read=[_parts(self._mine, [n for n in of_owner[place] if plan.sends(me, n)]) for place in everyone],
-                arriving=[_parts(self._theirs[place], [n for n in own if plan.sends(place, n)]) for place in everyone],
-                returned=[_parts(self._theirs[place], own) for place in everyone],
-                written=[_parts(self._mine, of_owner[place]) for place in everyone],
-                stacks=_by_size(plan, [number for number in self._owned if number in set(own)]),
-            )
+        key = tuple(numbers)
+        if key not in self._rounds:
+            self._rounds[key] = self._planned_round(numbers)
         return self._rounds[key]
+
+    def _planned_round(self, numbers: Sequence[int]) -> _Round:
+        plan = self.plan
+        me = self.axis.rank
+        own = [number for number in numbers if plan.owners[number] == me]
+        read: list[list[Part]] = []
+        arriving: list[list[Part]] = []
+        returned: list[list[Part]] = []
+        written: list[list[Part]] = []
+        for place in range(self.axis.size):
+            owned_there = [number for number in numbers if plan.owners[number] == place]
+            read.append(_parts(self._mine, [number for number in owned_there if plan.sends(me, number)]))
+            written.append(_parts(self._mine, owned_there))
+            arriving.append(_parts(self._theirs[place], [number for number in own if plan.sends(place, number)]))
+            returned.append(_parts(self._theirs[place], own))
+        chosen = set(own)
+        stacks = _by_size(plan, [number for number in self._owned if number in chosen])
+        return _Round(read, arriving, returned, written, stacks)
 
     def transform(self, read: Read, direction: Direction, write: Write, numbers: Sequence[int] | None = None) -> None:
         """Writes direction(x) for every matrix x of the stage, or of `numbers` in one round, where `read` says what x
