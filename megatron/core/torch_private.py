@@ -223,7 +223,11 @@ device_constructors: Callable[[], set[Callable[..., object]]] = _device._device_
 """Functions that make tensors, to which `with torch.device(...)` applies. torch 2.13. When it goes: use that `with`."""
 
 
-def schema_of(operator: torch._ops.OpOverload) -> torch._C.FunctionSchema:
+OpOverload = torch._ops.OpOverload
+"""An operator, as dispatch modes see it. `torch._ops.OpOverload`, torch 2.13. When it goes: annotate `Callable`."""
+
+
+def schema_of(operator: OpOverload) -> torch._C.FunctionSchema:
     """Schema of an operator: its name, arguments and returns.
 
     The `_schema` of an operator, torch 2.13. When it goes: parse the text of the operator.

@@ -38,7 +38,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.moe import experts
 from megatron.core.tensor_parallel import weight_grad
 from megatron.core.tensor_parallel.hardware import Hardware
-from megatron.core.torch_private import cpu_attention, device_constructors
+from megatron.core.torch_private import AutogradContext, cpu_attention, device_constructors
 from megatron.extensions.fp8 import casts
 from megatron.extensions.fp8.casts import Scaled
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel, fits
@@ -57,7 +57,7 @@ class Launches(Protocol):
         """A launch of an attention kernel for this number of query-key pairs, of all heads, with values of
         `value_width`, over `length` keys. With `dropout` both passes of the backward are one launch."""
 
-    def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, Any]) -> None:
+    def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None:
         """A product by a kernel that torch does not have on tensors without values. The name ends with _ where it is
         added to `out`, unless a `beta` of 0 is among the options."""
 
@@ -76,7 +76,7 @@ class Unrecorded:
     ) -> None:
         pass
 
-    def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, Any]) -> None:
+    def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None:
         pass
 
     def unseen(self) -> AbstractContextManager[None]:
@@ -95,12 +95,14 @@ class PlannedFlash:
     def __init__(self, launches: Launches = UNRECORDED) -> None:
         self.launches = launches
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Any, window: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, window: Window
+    ) -> tuple[Tensor, Tensor]:
         self._launch(q, v, lengths, window, False)
         return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
     def backward(
-        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Any, window: Any
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths | None, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._launch(qkv[0], qkv[2], lengths, window, True)
         return _gradients_of(*qkv)
@@ -283,14 +285,14 @@ class _NormOfGPUs(torch.autograd.Function):
     `_fused_rms_norm` in torch's derivatives.yaml). On CPUs torch keeps other things."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, statistics: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, statistics: int, weight: Tensor, bias: Tensor | None) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         kept = (torch.empty(x.shape[:-1], dtype=wide) for _ in range(statistics))
         ctx.save_for_backward(x, weight, bias, *kept)
         return x.clone()  # reads and writes what the kernel does
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors[:3]
         dw, db = (None if y is None else torch.empty_like(y) for y in (weight, bias))
         return torch.add(grads[0], x), None, dw, db
@@ -340,7 +342,7 @@ class PlannedFunctions(PlannedRegions):
     def __init__(self, live: LiveMemory, launches: Launches = UNRECORDED, device: str | None = None) -> None:
         super().__init__(live)
         self.launches, self.device = launches, device
-        self.own: dict[Callable[..., Any], Callable[..., Any]] = {
+        self.own: dict[Callable[..., object], Callable[..., object]] = {
             unwrap(casts.dequantized_mm): self._dequantized_mm,
             unwrap(casts.add_fp8_product_): self._add_fp8_product_,
             unwrap(experts.add_products_grouped_): self._add_products_grouped_,

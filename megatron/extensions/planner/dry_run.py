@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
@@ -109,7 +109,7 @@ def print_plan(
         if plan_file != "":
             print("\n".join([title, *(f"  {line}" for line in found)]))
     if plan_file is not None:
-        record: dict[str, Any] = {"world_size": world_size, "config": flat_values(config), "plan": plan}
+        record: dict[str, object] = {"world_size": world_size, "config": flat_values(config), "plan": plan}
         record["memory"] = [rank.record for rank in memory]
         if fit is not None:
             record |= {"device_memory": fit.limit, **fit.record}

@@ -98,7 +98,7 @@ def fake_state(parallel: ModelParallelConfig, exchanges_sums: bool = True) -> It
 T = TypeVar("T")
 
 
-ANSWERS: dict[Any, Callable[..., Any]] = {
+ANSWERS: dict[object, Callable[..., object]] = {
     local_scalar_overload: lambda x: 0.0 if x.is_floating_point() else 0,
     grouped_mm_overload: lambda x, y, *more, **options: x.new_empty(x.shape[0], y.shape[-1]),
     torch.ops.aten.addmm.dtype_out: lambda *args, out, **options: out,
@@ -380,7 +380,7 @@ SETTINGS = bool | int | float | str | Span | Rotation
 
 
 def _kind_of(layer: nn.Module) -> Hashable:
-    found: list[Any] = []
+    found: list[object] = []
     for name, part in layer.named_modules():
         settings = ((key, value) for key, value in vars(part).items() if isinstance(value, SETTINGS))
         found += [name, type(part), *((key, value) for key, value in settings if key not in IDENTITY)]
@@ -399,7 +399,7 @@ def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
     on_gpus, backend = batch.device == "cuda", batch.parallel.attention_backend
     live = Recorder(on_gpus and not batch.bf16_sums, "auto" if backend == "triton" else backend)
     hardware: Hardware = PlannedHardware(launches=live)
-    functions: list[AbstractContextManager[Any]] = [torch.device("meta")] if meta else []
+    functions: list[AbstractContextManager[object]] = [torch.device("meta")] if meta else []
     if on_gpus:
         dropout = plans_fused_dropout(batch.model, batch.parallel)
         hardware = PlannedGPU(launches=live, fused_dropout=dropout, packs=batch.packs)

@@ -41,7 +41,7 @@ class LiveMemory(TorchDispatchMode):
         pool.allocate = on_host
         return made
 
-    def run_region(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def run_region(self, function: Callable[..., object], args: tuple[object, ...]) -> object:
         """A compiled region, which runs as it is written: no compiler takes tensors without values. What comes and goes
         in it does not count towards the peak, as in one compiled kernel it has no memory."""
         outermost, self._inside = not self._inside, True
@@ -92,7 +92,7 @@ class LiveMemory(TorchDispatchMode):
         return out
 
 
-def tensors_of(values: Any) -> list[Tensor]:
+def tensors_of(values: object) -> list[Tensor]:
     """Those among an operation's arguments or results."""
     if isinstance(values, Tensor):
         return [values]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
@@ -349,7 +349,7 @@ class Fit:
         return f"does not fit: {where}, {gib(self.over)} too much" if self.over else f"fits: {where}"
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """As JSON."""
         return {"fits": not self.over, "fullest_pp_rank": self.fullest.plan.pp_rank, "bytes_over": self.over}
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from megatron.training.run import TrainingRun
 SECONDS = 5.0
 """Seconds after which no further change is planned, because the other ranks wait for the report."""
 
-Change = Mapping[str, Any]
+Change = Mapping[str, object]
 """Field of the configuration -> value."""
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -36,7 +35,7 @@ def changes(config: RunConfig) -> Iterator[Change]:
     on the host, before offload and recomputation of whole layers, before another layout."""
     bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     yield {"use_distributed_optimizer": True}
-    yield {"use_precision_aware_optimizer": True} | bf16
+    yield {"use_precision_aware_optimizer": True, **bf16}
     yield {"data_parallel_sharding_strategy": "optim_grads"}
     if (samples := config.training.micro_batch_size) > 1:
         yield {"micro_batch_size": samples // 2}

@@ -111,8 +111,8 @@ def link(points: Sequence[CollectiveTime], ranks_per_adapter: float) -> Link:
     if latency <= 0:  # too noisy to tell apart: all of it is steps
         latency = starts["all_reduce"] / 2 / steps
     launch = max(0.0, starts["all_gather"] - latency * steps)
-    share = {kind: _rounded(rate / best) for kind, rate in rates.items() if kind != "all_reduce"}
-    return Link(_rounded(best), _rounded(1e6 * latency), _rounded(1e6 * launch), share)
+    share = {kind: _in_four_digits(rate / best) for kind, rate in rates.items() if kind != "all_reduce"}
+    return Link(_in_four_digits(best), _in_four_digits(1e6 * latency), _in_four_digits(1e6 * launch), share)
 
 
 def links_of(points: Sequence[CollectiveTime], ranks_per_node: int) -> dict[str, Link]:
@@ -186,13 +186,17 @@ def text_of(device: DeviceFile, remarks: Iterable[str]) -> str:
     return "".join(f"# {remark}\n" for remark in remarks) + text
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> object:
     """Numbers to four digits."""
     if isinstance(value, Mapping):
         return {name: _rounded(each) for name, each in value.items()}
     if isinstance(value, tuple):
         return [_rounded(each) for each in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return _in_four_digits(value) if isinstance(value, float) else value
+
+
+def _in_four_digits(number: float) -> float:
+    return float(f"{number:.4g}")
 
 
 Predict = Callable[[DeviceFile], float]

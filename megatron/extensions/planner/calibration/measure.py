@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -202,7 +201,7 @@ def _call_each(calls: Sequence[Callable[[], object]]) -> None:
         call()
 
 
-def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], Any]:
+def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
     """A call of a collective whose whole operand has `moved` bytes of fp32, as training calls it: on CPUs reductions
     are exchanges with sums."""
     n = group.size()

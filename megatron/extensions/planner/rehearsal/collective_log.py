@@ -120,8 +120,8 @@ class CollectiveLog:
     def objects(self) -> AbstractContextManager[None]:
         """Records collectives of Python objects too, and answers them."""
 
-        def recorded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> None:
+        def recorded(name: str, real: Callable[..., object]) -> Callable[..., object]:
+            def call(*args: object, **kwargs: object) -> None:
                 given = signature(real).bind(*args, **kwargs).arguments
                 fields = {} if name == "all_gather_object" else {"peer": given.get("src", given.get("dst")) or 0}
                 self.add(name, self.group(given.get("group") or default_group()), **fields)
@@ -148,7 +148,7 @@ def _splits(name: str, given: dict[str, Any], sent: list[Tensor], received: list
     return Splits(tuple(n * row for n in out), tuple(n * row for n in into))
 
 
-def _reduction(op: Any) -> str:
+def _reduction(op: object) -> str:
     if isinstance(op, str):
         return op
     number = op.op() if hasattr(op, "op") else -1

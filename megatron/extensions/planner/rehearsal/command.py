@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
-from typing import Any
 
 import torch
 
@@ -254,7 +253,7 @@ class Report:
             agree = compared(self.records)[0] > 0
             yield "No rank fails, and their collectives agree." if agree else "No rank fails; nothing was compared."
 
-    def as_object(self) -> dict[str, Any]:
+    def as_object(self) -> dict[str, object]:
         """The report for --json."""
         rehearsal, records = self.rehearsal, self.records
         groups, calls = compared(records)
@@ -273,7 +272,7 @@ class Report:
             "fails": bool(self.problems),
         }
 
-    def _rank(self, record: RankRecord) -> dict[str, Any]:
+    def _rank(self, record: RankRecord) -> dict[str, object]:
         failure, sent = record.failure, self._sent_by_axis(record)
         return {
             "rank": record.rank,

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -126,7 +127,7 @@ def forked(jobs: Mapping[int, Callable[[], T]], workers: int) -> Iterator[T | Lo
     system has no room for another process, fewer run at a time; raises OSError if it has none for one. Results must
     pickle."""
     context, waiting = mp.get_context("fork"), list(jobs)[::-1]
-    running: dict[Connection, tuple[int, Any]] = {}
+    running: dict[Connection, tuple[int, ForkProcess]] = {}
     workers = max(1, workers)
     try:
         while waiting or running:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.planner.device_file import read_device
@@ -77,7 +76,7 @@ def verdict_lines(each: Found, limit: int) -> Iterator[str]:
     yield f"{' and '.join(crosses)} cross {nodes}" if crosses else f"TP, CP and EP stay within {nodes}"
 
 
-def verdict_record(each: Found, limit: int) -> dict[str, Any]:
+def verdict_record(each: Found, limit: int) -> dict[str, object]:
     """The same as JSON."""
     steps = iterations_of(each.config)
     return {
@@ -136,7 +135,7 @@ def layout_text(layout: Layout) -> str:
     return ", ".join(parts)
 
 
-def found_record(each: Found, run: SearchedRun, limit: int) -> dict[str, Any]:
+def found_record(each: Found, run: SearchedRun, limit: int) -> dict[str, object]:
     """A layout as JSON."""
     layout = each.layout
     return {
@@ -223,7 +222,7 @@ def print_suggestions(
         return False
     costs = LayoutCosts(run, speeds, gpus_per_node or speeds.ranks_of_node(world_size))
     limit = int((device_memory or speeds.memory_gib) * GIB)
-    record: dict[str, Any] = {
+    record: dict[str, object] = {
         "world_size": world_size,
         "device": speeds.name,
         "gpus_per_node": costs.gpus_per_node,

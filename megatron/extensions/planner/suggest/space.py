@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import PIPELINE_SCHEDULES
@@ -268,7 +268,7 @@ class SearchedRun:
         """Flags of the run's own command line that have no place beside `flags`."""
         return [flag.name for flag, value, own in self._differing(config) if value is None and own is not None]
 
-    def _differing(self, config: RunConfig) -> list[tuple[Flag, Any, Any]]:
+    def _differing(self, config: RunConfig) -> list[tuple[Flag, object, object]]:
         """Each flag of a layout with its value in `config`, and the run's own."""
         asked = self._as_given(config)
         return [(flag, value_of(asked, flag), value_of(self.given, flag)) for flag in self._flags]
@@ -281,7 +281,7 @@ class SearchedRun:
         return replace(with_named(config, before), given=())
 
 
-def values_of(run: RunConfig, layout: Layout) -> Mapping[str, Any]:
+def values_of(run: RunConfig, layout: Layout) -> Mapping[str, object]:
     """Field -> value of everything that a layout of a run sets, in the order of its flags."""
     family = layout.family
     pipeline = layout.pipeline
@@ -329,7 +329,7 @@ def values_of(run: RunConfig, layout: Layout) -> Mapping[str, Any]:
     }
 
 
-def _recomputation(run: RunConfig, rung: str) -> dict[str, Any]:
+def _recomputation(run: RunConfig, rung: str) -> dict[str, object]:
     """Fields of an entry of `RECOMPUTATION`."""
     model, full = run.model, rung == "full"
     modules = {
@@ -354,7 +354,7 @@ ALWAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context
 """Fields that are shown at their defaults too."""
 
 
-def _words(flag: Flag, value: Any) -> list[str]:
+def _words(flag: Flag, value: object) -> list[str]:
     """A flag and its value as words of a command line."""
     if flag.kind is bool:
         return [next(spelling for spelling, on in flag.spellings() if on is value)]

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.torch_private import (
+    AutogradContext,
+    OpOverload,
     next_sequence_number,
     running_node,
     schema_of,
@@ -54,7 +56,7 @@ def size_of(x: Tensor) -> int:
     return prod(n if s else 1 for n, s in zip(x.shape, x.stride(), strict=True)) * x.element_size()
 
 
-def total_size(values: Any) -> int:
+def total_size(values: object) -> int:
     """Bytes of the tensors among `values`, each once."""
     return sum(map(size_of, {id(x): x for x in tensors_of(values)}.values()))
 
@@ -77,7 +79,7 @@ class _Recorded(dist.Work):
         super().__init__()
         self.recorder, self.number = recorder, number
 
-    def wait(self, *timeout: Any) -> bool:
+    def wait(self, *timeout: object) -> bool:
         if self.recorder.works.pop(self.number, None) is not None:
             self.recorder.add(Wait(self.number))
         return True
@@ -102,7 +104,7 @@ class Recorder(LiveMemory):
         self._changed: set[int] | None = None
         """Storages that the region which runs just now has written, made ones too."""
 
-        self._moves: dict[tuple[Callable[..., Any], int], Move] = {}
+        self._moves: dict[tuple[Callable[..., object], int], Move] = {}
         """Of compiled regions, by the bytes of their inputs."""
 
         self._nodes = set[int]()
@@ -186,7 +188,7 @@ class Recorder(LiveMemory):
         else:
             self._element_wise(name, func, args, kwargs, out)
 
-    def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, kwargs: dict[str, Any]) -> None:
+    def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, kwargs: dict[str, object]) -> None:
         """A product of a [m, k] or [batches, m, k] and b [k, n]; grouped ones are even over their groups."""
         batches = 1
         (m, k) = a.shape[-2:]
@@ -241,7 +243,7 @@ class Recorder(LiveMemory):
         self.works[self._numbers] = _Recorded(self, self._numbers)
         return self.works[self._numbers]
 
-    def run_region(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def run_region(self, function: Callable[..., object], args: tuple[object, ...]) -> object:
         """One kernel, and one in the backward, which reads the inputs again."""
         leaves, tree = tree_flatten(args)
         given, tracked = tensors_of(leaves), torch.is_grad_enabled()
@@ -272,17 +274,21 @@ class Recorder(LiveMemory):
         return out
 
 
+class _InputsContext(AutogradContext):
+    record: Callable[[object], None]
+
+
 class _Inputs(torch.autograd.Function):
     """The inputs of a compiled region. Its backward calls `record` with their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, record: Callable[[Any], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _InputsContext, record: Callable[[object], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.record = record
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _InputsContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.record(grads)
         return None, *grads
 
@@ -300,13 +306,13 @@ def _grow_evenly(first: list[Event], middle: list[Event], last: list[Event]) -> 
     return True
 
 
-def _sizes(event: Event) -> tuple[Any, ...]:
+def _sizes(event: Event) -> tuple[object, ...]:
     """The fields of an event; a collective's number says nothing."""
     values = astuple(event)
     return values[:-1] if isinstance(event, Collective | Wait) else values
 
 
-def done(func: Any, args: Any, work: dist.Work) -> Any:
+def done(func: OpOverload, args: Sequence[object], work: dist.Work) -> object:
     """What an operator of c10d returns: its first argument where it has such a result, and `work`."""
     results = len(schema_of(func).returns)
     return None if results == 0 else work.boxed() if results == 1 else (args[0], work.boxed())
@@ -317,7 +323,7 @@ def precision_of(x: Tensor) -> str:
     return {1: "fp8", 2: "bf16", 4: "fp32"}.get(x.element_size(), "fp64")
 
 
-def _written(func: Any) -> list[int]:
+def _written(func: OpOverload) -> list[int]:
     """Places of the arguments that an operation writes."""
     arguments = schema_of(func).arguments
     return [i for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]

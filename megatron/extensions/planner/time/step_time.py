@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.core.distributed.param_layout import default_bucket_size, unit_of
 from megatron.core.parallel_dims import ParallelDims
@@ -70,7 +70,7 @@ class StepTime:
         return max(self.parts, key=self.parts.__getitem__)
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """As JSON: seconds and shares."""
         found = {name: value for name, value in vars(self).items() if name != "world_size"}
         of_device = self.tokens_per_second / self.world_size
