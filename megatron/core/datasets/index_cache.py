@@ -21,7 +21,6 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +38,7 @@ CHECKSUM = b"\nCRC32 "
 ABANDONED = 24 * 3600
 
 
-def content_hash(description: Mapping[str, Any]) -> str:
+def content_hash(description: Mapping[str, object]) -> str:
     """Hash of a description: a JSON object."""
     text = json.dumps({"format": FORMAT, **description}, sort_keys=True)
     return blake2b(text.encode(), digest_size=16).hexdigest()
@@ -81,7 +80,7 @@ class IndexCache:
         self,
         names: Sequence[str],
         label: str,
-        description: Mapping[str, Any],
+        description: Mapping[str, object],
         build: Callable[[], Iterable[NDArray]],
         made_from: Sequence[str] = (),
     ) -> list[NDArray]:
@@ -133,7 +132,7 @@ class IndexCache:
         return found
 
     def _store(
-        self, stem: str, names: Sequence[str], arrays: Iterable[NDArray], description: Mapping[str, Any]
+        self, stem: str, names: Sequence[str], arrays: Iterable[NDArray], description: Mapping[str, object]
     ) -> None:
         text = json.dumps(description, indent=1).encode()
         with whole_file(self.folder / f"{stem}-description.txt", synced=True) as temporary:

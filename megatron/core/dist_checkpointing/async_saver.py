@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePath
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +76,7 @@ class CheckpointSaver:
         if self.background:
             self._staging.prepare(tensors)
 
-    def save(self, iteration: int, tensors: StateDict, payload: dict[str, Any]) -> None:
+    def save(self, iteration: int, tensors: StateDict, payload: dict[str, object]) -> None:
         """Starts a save, after the previous one has finished. A foreground save has finished when this returns.
 
         `tensors` may change once this returns. `payload` is written as JSON and must not change.
@@ -117,13 +116,13 @@ class CheckpointSaver:
             found.append(self._reports.get())
         return found
 
-    def _guarded(self, *args: Any) -> None:
+    def _guarded(self, began: float, iteration: int, tensors: StateDict, payload: dict[str, object]) -> None:
         try:
-            self._save(*args)
+            self._save(began, iteration, tensors, payload)
         except BaseException as error:
             self._crash = error
 
-    def _save(self, began: float, iteration: int, tensors: StateDict, payload: dict[str, Any]) -> None:
+    def _save(self, began: float, iteration: int, tensors: StateDict, payload: dict[str, object]) -> None:
         def report(error: str | None = None, left: int = 0, complete: bool = True) -> None:
             seconds = time.perf_counter() - began
             self._reports.put(SaveReport(iteration, seconds, error, left, complete))

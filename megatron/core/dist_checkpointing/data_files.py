@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from math import inf, prod
 from pathlib import Path, PurePath
-from typing import Any, cast
+from typing import IO, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -115,7 +115,7 @@ class TensorFormat:
     def __init__(self) -> None:
         self._templates = Templates()
 
-    def write(self, tensor: Tensor, stream: Any) -> None:
+    def write(self, tensor: Tensor, stream: IO[bytes]) -> None:
         """Writes the bytes of `torch.save(tensor, stream)`. `tensor` is on the CPU."""
         template = self._template(tensor)
         if template is None:
@@ -217,7 +217,7 @@ class DataWriter(dcp.FileSystemWriter):
         path = self.path if isinstance(self.path, Path) else str(self.path)
         return StorageMeta(checkpoint_id=path, save_id=self.save_id)
 
-    def resolved(self, items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[Any]:
+    def resolved(self, items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[Tensor | io.BytesIO]:
         """Yields the data of the items in order."""
         return map(planner.resolve_data, items)
 
@@ -236,7 +236,7 @@ class DataWriter(dcp.FileSystemWriter):
                     if isinstance(data, io.BytesIO):  # an object, which the planner has pickled
                         stream.write(data.getvalue())
                     else:
-                        written.write(data.detach().cpu(), stream)
+                        written.write(data.detach().cpu(), cast("IO[bytes]", stream))
                     del data
                     end = stream.tell()
                     results.append(WriteResult(item.index, end - start, storage_info(name, start, end - start)))

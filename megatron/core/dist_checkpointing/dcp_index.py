@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from pathlib import PurePath
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -114,7 +114,7 @@ class IndexReader(dcp.FileSystemReader):
         check_torch_file(found)
         return found
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         if self._index is None:
             with self.fs.create_stream(self.fs.concat_path(self.path, INDEX), "rb") as stream:
                 data = stream.read()
@@ -149,7 +149,7 @@ RENAMED: dict[tuple[str, str], tuple[str, str]] = {}
 
 
 class IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         module, name = RENAMED.get((module, name), (module, name))
         if name in INDEX_NAMES.get(module, "").split():
             return super().find_class(module, name)

@@ -18,10 +18,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePath, PurePosixPath
-from typing import IO, Any, Protocol, cast
+from typing import IO, TYPE_CHECKING, Protocol, cast
 
 from megatron.core.fsync import sync_folder
 from megatron.core.registry import NoFacts, Registry
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 CHUNK = 1 << 20
 UNFINISHED = ".unfinished"
@@ -307,9 +310,10 @@ class _Ranges(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
-        length = min(len(buffer), max(0, self._size - self._at))
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        into = memoryview(buffer).cast("B")
+        length = min(len(into), max(0, self._size - self._at))
         data = self._storage.read(self._path, self._at, length) if length else b""
-        buffer[: len(data)] = data
+        into[: len(data)] = data
         self._at += len(data)
         return len(data)

@@ -14,10 +14,13 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.file_storage import CHUNK, storage_of
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 MANIFEST = "manifest.json"
 
@@ -33,7 +36,7 @@ class SummedFile(io.BufferedWriter):
         self.bytes = self.crc32 = 0
         self.failure: OSError | None = None
 
-    def write(self, data: Any) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         try:
             written = super().write(data)
         except OSError as error:
@@ -43,7 +46,7 @@ class SummedFile(io.BufferedWriter):
         self.crc32 = zlib.crc32(data, self.crc32)
         return written
 
-    def seek(self, *args: Any) -> int:
+    def seek(self, *args: object) -> int:
         raise io.UnsupportedOperation("the checksum is that of bytes written one after another")
 
     @property

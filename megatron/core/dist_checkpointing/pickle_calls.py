@@ -13,7 +13,7 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron.core.dist_checkpointing.pickle_rules import (
     OTHER,
@@ -74,9 +74,9 @@ class _Reader:
     size: int
     also: Collection[str]
     place: int = 0
-    stack: list[Any] = field(default_factory=list)
-    marked: list[list[Any]] = field(default_factory=list)
-    memo: dict[int, Any] = field(default_factory=dict)
+    stack: list[object] = field(default_factory=list)
+    marked: list[list[object]] = field(default_factory=list)
+    memo: dict[int, object] = field(default_factory=dict)
     spent: int = 0
     """Bytes that calls have made."""
 
@@ -102,8 +102,14 @@ class _Reader:
         self.place += count
         return self.data[self.place - count : self.place]
 
-    def number(self, form: str) -> Any:
-        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+    def number(self, form: str) -> int:
+        """The whole number of a `struct` form."""
+        (found,) = struct.unpack(form, self.take(struct.calcsize(form)))
+        return int(found)
+
+    def fraction(self) -> float:
+        (found,) = struct.unpack(">d", self.take(8))
+        return float(found)
 
     def line(self) -> str:
         start, end = self.place, self.data.find(b"\n", self.place)
@@ -112,7 +118,7 @@ class _Reader:
         self.place = end + 1
         return self.data[start:end].decode()
 
-    def pop_mark(self) -> list[Any]:
+    def pop_mark(self) -> list[object]:
         found, self.stack = self.stack, self.marked.pop()
         return found
 
@@ -130,7 +136,7 @@ class _Reader:
         given = self.stack.pop()
         self.stack.append(self.call(self.stack.pop(), given))
 
-    def call(self, function: Any, given: Any) -> Any:
+    def call(self, function: object, given: object) -> object:
         """The value of a call. Raises Refused unless it is known to be harmless."""
         if not isinstance(function, Name) or not isinstance(given, tuple):
             raise Refused("it calls something else than a function with arguments")
@@ -186,7 +192,7 @@ class _Reader:
         self.stack[-count:] = [tuple(self.stack[-count:])]
 
 
-def _push(value: Callable[[_Reader], Any]) -> Callable[[_Reader], None]:
+def _push(value: Callable[[_Reader], object]) -> Callable[[_Reader], None]:
     def push(reader: _Reader) -> None:
         found = value(reader)  # which may take values from the stack
         reader.stack.append(found)
@@ -214,7 +220,7 @@ def _set_item(reader: _Reader) -> None:
     del reader.stack[-2:]
 
 
-OPERATIONS: Mapping[bytes, Callable[[_Reader], Any]] = {
+OPERATIONS: Mapping[bytes, Callable[[_Reader], object]] = {
     pickle.PROTO: lambda reader: reader.take(1),
     pickle.GLOBAL: _Reader.look_up,
     pickle.REDUCE: _Reader.reduce,
@@ -240,7 +246,7 @@ OPERATIONS: Mapping[bytes, Callable[[_Reader], Any]] = {
     pickle.BININT: _push(lambda reader: reader.number("<i")),
     pickle.BININT1: _push(lambda reader: reader.number("B")),
     pickle.BININT2: _push(lambda reader: reader.number("<H")),
-    pickle.BINFLOAT: _push(lambda reader: reader.number(">d")),
+    pickle.BINFLOAT: _push(_Reader.fraction),
     pickle.BINUNICODE: _push(lambda reader: reader.take(reader.number("<I")).decode("utf-8", "surrogatepass")),
     pickle.SHORT_BINSTRING: _push(lambda reader: reader.take(reader.number("B"))),
     pickle.LONG1: _push(lambda reader: int.from_bytes(reader.take(reader.number("B")), "little", signed=True)),

@@ -21,7 +21,7 @@ import os
 import shutil
 import socket
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
@@ -310,7 +310,7 @@ def _few(names: Sequence[object]) -> str:
 
 
 @contextmanager
-def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Any:
+def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator[None]:
     """Turns DCP's exception into a CheckpointError with the cause of the first failed rank, or into a ValueError if a
     file that it `reads` is damaged.
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from megatron.extensions.conversion.dcp_format import DCPFormat
 from megatron.extensions.conversion.formats import MERGE_FILE, Format, Options, Source, Target, Written
 from megatron.testing.local_world import run_world
 from megatron.training.config.output_files import why_unwritable
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
 
 
 @contextmanager
@@ -198,7 +201,9 @@ class Conversion:
             if problem is not None:
                 raise ValueError(problem)
 
-    def _worker(self, rank: int, world_size: int, folder: Path, total: Any, show: Callable[[int], None]) -> str | None:
+    def _worker(
+        self, rank: int, world_size: int, folder: Path, total: Synchronized[int], show: Callable[[int], None]
+    ) -> str | None:
         world = Axis(dist.group.WORLD, rank, world_size, tuple(range(world_size)))
 
         def written(count: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from math import prod
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class StreamingWriter(DataWriter):
 
     file_bytes = FILE_BYTES
 
-    def resolved(self, items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[Any]:
+    def resolved(self, items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[Tensor | io.BytesIO]:
         return made_ahead([(item_bytes(item), partial(planner.resolve_data, item)) for item in items])
 
 
@@ -88,7 +89,7 @@ class StreamedTensor(ShardedBoxes):
             self.part_shape = (1, *shape[1:])
         return self
 
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         part = torch.empty(self.part_shape, dtype=self.dtype, device="meta")
         return ShardedBoxes(self.shape, [(offset, part) for offset in self.parts]).__create_write_items__(fqn, _)
 

@@ -7,10 +7,9 @@ other pickle is read, and the index may name files of its own folder only. Every
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,22 +39,22 @@ class HFFolder:
         }
 
 
-def _open_weights(folder: Path, named: Any) -> dict[str, Sliceable]:
+def _open_weights(folder: Path, named: object) -> dict[str, Sliceable]:
     """The weights of a folder, from the files in which transformers looks, in its order. `named` is the value of
     transformers_weights in config.json, the file of weights or their index in place of the usual ones."""
     if named is not None:
         return _open_named(folder, named)
     for index, single, read in ((SAFE_INDEX, SAFE, read_header), (BIN_INDEX, BIN, _BinFiles().read)):
         if (folder / single).is_file():  # as transformers, also beside an index, which an earlier model may have left
-            return dict(read(folder / single))
+            return {**read(folder / single)}
         if (folder / index).is_file():
             return _open_shards(folder, index, read)
     raise ValueError(f"{folder} holds no weights: there is no {SAFE}, {SAFE_INDEX}, {BIN} or {BIN_INDEX}")
 
 
-def _open_named(folder: Path, named: Any) -> dict[str, Sliceable]:
-    known = isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json"))
-    if not known or "\0" in named:
+def _open_named(folder: Path, named: object) -> dict[str, Sliceable]:
+    endings = (".safetensors", ".safetensors.index.json")
+    if not isinstance(named, str) or not named.endswith(endings) or "\0" in named:
         rule = "must name a file *.safetensors or *.safetensors.index.json"
         raise ValueError(f"{folder / CONFIG}: {NAMED_WEIGHTS} {str(named)[:80]!r} {rule}; correct or remove the key")
     root, place = (os.path.abspath(each) for each in (folder, folder / named))
@@ -66,10 +65,10 @@ def _open_named(folder: Path, named: Any) -> dict[str, Sliceable]:
         raise ValueError(f"{place} is missing; {NAMED_WEIGHTS} of config.json names it: correct or remove the key")
     if named.endswith(".index.json"):
         return _open_shards(folder, named, read_header)
-    return dict(read_header(Path(place)))
+    return {**read_header(Path(place))}
 
 
-def _open_shards(folder: Path, index: str, read: Any) -> dict[str, Sliceable]:
+def _open_shards(folder: Path, index: str, read: Callable[[Path], Mapping[str, Sliceable]]) -> dict[str, Sliceable]:
     places = read_json(folder / index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ValueError(f"{folder / index} has no weight_map from names of tensors to names of files")
@@ -150,7 +149,7 @@ def plan_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> dict[str, di
     return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
-def index_of(shards: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, Any]:
+def index_of(shards: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, object]:
     """Content of model.safetensors.index.json."""
     total = sum(spec.nbytes for shard in shards.values() for spec in shard.values())
     weight_map = {name: file for file, shard in shards.items() for name in shard}

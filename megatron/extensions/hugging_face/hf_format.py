@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -181,19 +180,19 @@ def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def origin_of(hf_config: Mapping[str, Any]) -> Origin:
+def origin_of(hf_config: Mapping[str, object]) -> Origin:
     """The family and the token ids of a config.json, for checkpoints of the model."""
     return Origin(str(hf_config["model_type"]), stated_token_ids(hf_config))
 
 
-def stated_token_ids(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def stated_token_ids(hf_config: Mapping[str, object]) -> dict[str, object]:
     """The ids of a config.json, or the defaults of its class where the vocabulary has them."""
     usual, tokens = family_of(hf_config).class_defaults, config_from_hf(hf_config).vocab_size or 0
     known = {key: value for key, value in usual.items() if type(value) is int and value < tokens}
     return {key: hf_config.get(key, known.get(key)) for key in TOKEN_IDS}
 
 
-def token_ids(source: Source) -> tuple[dict[str, Any], str | None]:
+def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
     """Ids of the tokens that begin, end and pad a text, and a remark if the tokenizer cannot be read. An id is None if
     nothing names it: without the key transformers takes its class's, which may be another token."""
     config, known = source.config, {key: source.origin.token_ids.get(key) for key in TOKEN_IDS}
@@ -225,7 +224,7 @@ def _pad_token_id(tokenizer: Tokenizer, side_files: Mapping[str, Path]) -> int |
     return pad if isinstance(pad, int) else None
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

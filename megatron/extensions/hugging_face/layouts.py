@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, cat, stack
@@ -256,23 +256,34 @@ def _pairs_of_halves(first: int, rotated: int) -> list[int]:
 
 def _indexer_channels(config: TransformerConfig, heads: bool) -> list[int]:
     """Those of the heads of a sparse attention's indexer, or of its key. The first ones of each rotate."""
-    own: Any = next(options for options in config.extension_options if hasattr(options, "dsa_indexer_head_dim"))
-    width, rotated = own.dsa_indexer_head_dim, config.rotary_dim
+    width, rotated = _option(config, "dsa_indexer_head_dim"), config.rotary_dim
     of_head = [*_pairs_of_halves(0, rotated), *range(rotated, width)]
-    return [width * head + at for head in range(own.dsa_indexer_n_heads if heads else 1) for at in of_head]
+    return [
+        width * head + at for head in range(_option(config, "dsa_indexer_n_heads") if heads else 1) for at in of_head
+    ]
 
 
-def delta_nets(config: TransformerConfig) -> Any:
+class DeltaNets(Protocol):
+    """The shape of gated delta nets."""
+
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_channels: tuple[int, ...]
+
+
+def delta_nets(config: TransformerConfig) -> DeltaNets:
     """The shape of gated delta nets: options of whichever extension states their heads."""
-    return next(options for options in config.extension_options if hasattr(options, "linear_num_key_heads"))
+    found: DeltaNets = next(each for each in config.extension_options if hasattr(each, "linear_num_key_heads"))
+    return found
 
 
 def mamba_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
     """Rows of a group in the projection of Mamba-2: gates, inputs, B, C and step sizes. Its shape is options of
     whichever extension states it."""
-    own: Any = next(options for options in config.extension_options if hasattr(options, "mamba_num_groups"))
-    heads = (own.mamba_num_heads or 2 * config.hidden_size // own.mamba_head_dim) // own.mamba_num_groups
-    width, states = heads * own.mamba_head_dim, own.mamba_state_dim
+    channels, states = _option(config, "mamba_head_dim"), _option(config, "mamba_state_dim")
+    all_heads = _option(config, "mamba_num_heads") or 2 * config.hidden_size // channels
+    heads = all_heads // _option(config, "mamba_num_groups")
+    width = heads * channels
     return width, width, states, states, heads
 
 

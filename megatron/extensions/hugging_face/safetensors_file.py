@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class Sliceable(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def __getitem__(self, box: Any) -> Tensor: ...
+    def __getitem__(self, box: tuple[slice, ...], /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class FileTensor(TensorSpec):
     def _read(self, file: BinaryIO, row: int, into: Tensor) -> None:
         """Reads whole rows, from `row` on, into a contiguous tensor."""
         file.seek(self.start + row * prod(self.shape[1:]) * self.dtype.itemsize)
-        view = memoryview(bytes_of(into))
+        view = bytes_of(into)
         while view:
             count = file.readinto(view)  # type: ignore[attr-defined]
             if not count:
@@ -112,9 +112,9 @@ class FileTensor(TensorSpec):
             into[row - first : row - first + len(block)] = block[(slice(None), *columns)]
 
 
-def bytes_of(tensor: Tensor) -> Any:
-    """The bytes of a contiguous tensor, as a numpy array on the same memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, on the same memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
@@ -141,17 +141,22 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     return found
 
 
-def _entry(path: Path, name: str, entry: Mapping[str, Any], base: int) -> FileTensor:
-    dtype = entry["dtype"]
-    shape = entry["shape"]
-    (begin, end) = entry["data_offsets"]
-    if dtype not in DTYPES:
-        raise ValueError(f"{name} has the unknown dtype {dtype!r}")
-    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+def _sizes(name: str, listed: object) -> tuple[int, ...]:
+    """Whole numbers of a header, at least 0. Raises ValueError."""
+    found = tuple(each for each in listed if type(each) is int and each >= 0) if isinstance(listed, list) else ()
+    if not isinstance(listed, list) or len(found) < len(listed):
         raise ValueError(f"{name} has a size that is no whole number")
-    tensor = FileTensor(tuple(shape), DTYPES[dtype], path, base + begin)
+    return found
+
+
+def _entry(path: Path, name: str, entry: Mapping[str, object], base: int) -> FileTensor:
+    dtype, shape = entry["dtype"], _sizes(name, entry["shape"])
+    begin, end = _sizes(name, entry["data_offsets"])
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{name} has the unknown dtype {dtype!r}")
+    tensor = FileTensor(shape, DTYPES[dtype], path, base + begin)
     if tensor.nbytes != end - begin:
-        raise ValueError(f"{name} of shape {shape} has {end - begin} bytes instead of {tensor.nbytes}")
+        raise ValueError(f"{name} of shape {list(shape)} has {end - begin} bytes instead of {tensor.nbytes}")
     return tensor
 
 
@@ -163,7 +168,7 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
         self._path, self._specs = path, dict(specs)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
         at = 0
         # Widest elements first: each tensor is then aligned to its elements.
@@ -181,7 +186,7 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             assert not self._starts, f"{self._path}: not written: {', '.join(self._starts)}"
             os.fsync(self._file.fileno())
@@ -193,7 +198,7 @@ class SafetensorsWriter:
         assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype), (name, tensor.shape, tensor.dtype, spec)
         start = self._base + self._starts.pop(name)
         if tensor.numel():
-            self._write(start, memoryview(bytes_of(tensor.contiguous())))
+            self._write(start, bytes_of(tensor.contiguous()))
 
     def _write(self, start: int, view: memoryview) -> None:
         self._file.seek(start)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,7 +154,7 @@ class RowsOfSeveral:
     def dtype(self) -> torch.dtype:
         return self.parts[0].dtype
 
-    def __getitem__(self, box: Any) -> Tensor:
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
         rows, *others = box if isinstance(box, tuple) and box else (slice(None),)
         first, last, _ = rows.indices(self.shape[0])
         size, found = self.parts[0].shape[0], []
@@ -185,7 +184,7 @@ class _Converted:
     def shape(self) -> Sequence[int]:
         return self.tensor.shape
 
-    def __getitem__(self, box: Any) -> Tensor:
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
         return self.tensor[box].to(self.dtype)
 
 
@@ -325,7 +324,7 @@ class Mxfp4Experts:
             raise ValueError(f"blocks and scales of shapes {shapes} are not MXFP4")
         return experts, count * BLOCK, out
 
-    def __getitem__(self, box: Any) -> Tensor:
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
         slices = (*(box if isinstance(box, tuple) else (box,)), *(slice(None),) * 3)[:3]
         experts, within, out = (slice(*each.indices(n)) for each, n in zip(slices, self.shape, strict=True))
         first = within.start // BLOCK

@@ -6,7 +6,7 @@ import glob
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.core.config.data import DatasetConfig, weight_of
 from megatron.core.config.flag_spec import Section, flag
@@ -136,7 +136,7 @@ def _paths_of(config: RunConfig) -> list[str]:
 PATH_KINDS.register("text", f"{__package__}.path_kind:TEXT", about="is text", order=45)
 
 
-def of_users(section: Section) -> dict[str, Any]:
+def of_users(section: Section) -> dict[str, list[dict[str, object]]]:
     """The values of flags of a user's own extensions, as hashes of data contain them. The flags of built-in extensions
     change no data by themselves."""
     own = (each.cls for each in EXTENSION_SECTIONS.values() if not each.cls.__module__.startswith("megatron."))

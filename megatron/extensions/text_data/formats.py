@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 from megatron.extensions.text_data.inputs import Damaged, TextFile, decompressed, opened
 from megatron.extensions.text_data.json_values import from_json, is_indented, next_value
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 BOM = codecs.BOM_UTF8
 ROWS, ROWS_BYTES = 1024, 1 << 20
@@ -27,7 +30,7 @@ ROWS, ROWS_BYTES = 1024, 1 << 20
 LONGEST_ESCAPE = 16
 """Characters at the end of what has been read in which a JSON error may be no error but the cut."""
 
-Record = bytes | tuple[bytes | str | None, ...] | dict[str, Any] | ValueError
+Record = bytes | tuple[bytes | str | None, ...] | dict[str, object] | ValueError
 """A line; the values of the keys in a row; a JSON object or a whole row; or what is wrong with a record."""
 
 
@@ -118,12 +121,12 @@ def texts_of(record: Record, chunk: Chunk, reading: Reading) -> list[str]:
     return [_text(row[key], key) for key in reading.keys]
 
 
-def read_rows(file: TextFile) -> list[dict[str, Any]]:
+def read_rows(file: TextFile) -> list[dict[str, object]]:
     """All rows of a small file, with the types that their values have; of plain text the lines, as {"text": line}.
 
     Raises ValueError that names file and place where it is damaged or is not what its name says.
     """
-    rows, reading = list[dict[str, Any]](), Reading((), text_documents="line")
+    rows, reading = list[dict[str, object]](), Reading((), text_documents="line")
     for chunk in read_chunks([file], reading, ROWS_BYTES):
         for number, record in enumerate(chunk.records, chunk.first):
             if chunk.of_json and is_blank(record):
@@ -136,7 +139,7 @@ def read_rows(file: TextFile) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(record: Any, chunk: Chunk) -> str | dict[str, Any]:
+def _row(record: object, chunk: Chunk) -> str | dict[str, object]:
     """The text of a record, or its object. Raises ValueError that says what is wrong with it."""
     if isinstance(record, ValueError):
         raise record
@@ -175,7 +178,7 @@ def _to_utf_8(text: bytes) -> str:
     return f"convert a file of another encoding, such as by iconv -f {'UTF-16' if utf_16 else 'LATIN1'} -t UTF-8"
 
 
-def _text(value: Any, key: str) -> str:
+def _text(value: object, key: str) -> str:
     if isinstance(value, bytes):
         return _decoded(value, repr(key))
     if not isinstance(value, str):
@@ -183,7 +186,7 @@ def _text(value: Any, key: str) -> str:
     return value
 
 
-def _type_name(value: Any) -> str:
+def _type_name(value: object) -> str:
     names = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", str: "text"}
     return names.get(type(value), "a number")
 
@@ -364,7 +367,7 @@ def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
         raise Unreadable(f"not Arrow that can be read: {error}") from None
 
 
-def _columns(batches: Iterable[Any], reading: Reading) -> Iterator[Record]:
+def _columns(batches: Iterable[pa.RecordBatch], reading: Reading) -> Iterator[Record]:
     """Rows as the bytes of their texts, so that one that is not UTF-8 spoils no other."""
     for batch in batches:
         if not reading.keys:
@@ -380,7 +383,7 @@ def _columns(batches: Iterable[Any], reading: Reading) -> Iterator[Record]:
         yield from zip(*columns, strict=True)
 
 
-def _text_bytes(column: Any) -> Any:
+def _text_bytes(column: pa.Array) -> pa.Array | None:
     """The texts of an Arrow array of any layout, as bytes; None if it does not hold text.
 
     Lengths and places are validated, of which a stream has no checksum."""

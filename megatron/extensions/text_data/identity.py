@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -68,21 +67,22 @@ class Digests:
 
     def _known(self, states: Mapping[str, list[int]]) -> dict[str, str]:
         kept = self._kept()
-        return {path: kept[path][1] for path, state in states.items() if path in kept and kept[path][0] == state}
+        same = (path for path, state in states.items() if kept.get(path, [None])[0] == state)
+        return {path: str(kept[path][1]) for path in same}
 
-    def _kept(self) -> dict[str, Any]:
+    def _kept(self) -> dict[str, list[object]]:
         try:
             kept = json.loads((self.folder / DIGESTS).read_text())
         except (OSError, ValueError):
             return {}
         return kept if isinstance(kept, dict) else {}
 
-    def _keep(self, digests: Mapping[str, Any]) -> None:
+    def _keep(self, digests: Mapping[str, object]) -> None:
         with suppress(OSError), whole_file(self.folder / DIGESTS) as temporary:  # a folder that is only read serves too
             temporary.write_text(json.dumps(self._kept() | dict(digests), indent=1))
 
 
-def identity_of(config: TokenizerConfig, vocab_size: int | None) -> dict[str, Any]:
+def identity_of(config: TokenizerConfig, vocab_size: int | None) -> dict[str, object]:
     """What decides the ids of a tokenizer: digests of the files that it reads and, of a user's tokenizer, of its code,
     its flags, and the ids that it gives to some texts. It names no paths, as content decides."""
     kind = str(config.tokenizer_type)
@@ -92,7 +92,7 @@ def identity_of(config: TokenizerConfig, vocab_size: int | None) -> dict[str, An
     code = inspect.getsourcefile(inspect.unwrap(TOKENIZERS[kind]))
     if not getattr(TOKENIZERS[kind], "__module__", "").startswith("megatron.") and code is not None:
         files[Path(code).name] = file_digest(code)
-    identity = {"type": kind, "files": files, "options": options}
+    identity: dict[str, object] = {"type": kind, "files": files, "options": options}
     key = json.dumps([identity, vocab_size], sort_keys=True, default=str)
     return identity | {"ids": _ids_of_probes(key, config, vocab_size)}
 
@@ -106,7 +106,7 @@ def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | Non
     tokenize differently."""
     if identity not in _PROBED:
         tokenizer = build_tokenizer(config, vocab_size)
-        found: list[Any] = [tokenizer.vocab_size, tokenizer.eod, tokenizer.bos]
+        found: list[object] = [tokenizer.vocab_size, tokenizer.eod, tokenizer.bos]
         for text in PROBES:
             try:
                 found.append([int(id) for id in tokenizer.tokenize(text)])
@@ -116,7 +116,7 @@ def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | Non
     return _PROBED[identity]
 
 
-def _paths_in(options: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _paths_in(options: Sequence[Mapping[str, object]]) -> Iterator[str]:
     """Values of a user's flags that are files."""
     values = (value for each in options for value in each.values() if isinstance(value, str) and value)
     yield from (value for value in values if os.path.isfile(value))
@@ -127,7 +127,7 @@ def _paths_in(options: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def describe_tokens(
     folder: Path,
-    described: Mapping[str, Any],
+    described: Mapping[str, object],
     files: Sequence[TextFile],
     digests: Mapping[str, str],
     bad: Sequence[str],

@@ -20,9 +20,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Protocol
 
 from megatron.training.reliability.url_credentials import like, redacted, take_credentials, with_credentials
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+    from fsspec import AbstractFileSystem
 
 INPUT_BYTES = 1 << 16
 BUFFER_BYTES = 1 << 20
@@ -34,13 +38,26 @@ class Damaged(Exception):
     """A compressed stream that cannot be read to its end."""
 
 
-def _zstd() -> Any:
+class _Decompressor(Protocol):
+    """Decompresses one stream, as in zlib, bz2, lzma and zstandard."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+def _zstd() -> _Decompressor:
     import zstandard
 
-    return zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj()
+    stream: _Decompressor = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj()
+    return stream
 
 
-COMPRESSIONS: dict[str, Callable[[], Any]] = {
+COMPRESSIONS: dict[str, Callable[[], _Decompressor]] = {
     ".gz": lambda: zlib.decompressobj(31),
     ".bz2": bz2.BZ2Decompressor,
     ".xz": lzma.LZMADecompressor,
@@ -54,8 +71,8 @@ class _Decompressed(io.RawIOBase):
 
     def __init__(self, raw: IO[bytes], suffix: str) -> None:
         self._raw, self._suffix = raw, suffix
-        self._stream: Any = None
-        """The decompressor of the current one, as in zlib, bz2, lzma and zstandard; None between two."""
+        self._stream: _Decompressor | None = None
+        """The decompressor of the current one; None between two."""
 
         self._ready = memoryview(b"")
         self._read_any = False
@@ -63,7 +80,8 @@ class _Decompressed(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        into = memoryview(buffer).cast("B")
         while not self._ready:
             piece = self._raw.read(INPUT_BYTES)
             if not piece:
@@ -72,8 +90,8 @@ class _Decompressed(io.RawIOBase):
                 return 0
             self._read_any = True
             self._ready = memoryview(b"".join(self._decompress(piece)))
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        count = min(len(into), len(self._ready))
+        into[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
 
     def _decompress(self, data: bytes) -> Iterator[bytes]:
@@ -120,7 +138,7 @@ def decompressed(raw: IO[bytes], suffix: str) -> IO[bytes]:
     return io.BufferedReader(_Decompressed(raw, suffix), BUFFER_BYTES)
 
 
-def remote(url: str) -> tuple[Any, str]:
+def remote(url: str) -> tuple[AbstractFileSystem, str]:
     """The file system of a URL, such as s3://bucket/key, and the place in it. Raises ValueError where it has none."""
     scheme = url.partition("://")[0]
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from decimal import Decimal
-from typing import Any
 
 
 def _integer(digits: str) -> int | Decimal:
@@ -19,7 +18,7 @@ _PATIENT = json.JSONDecoder(parse_int=_integer)
 """Slower than the decoder of `json.loads`, which refuses integers of more than 4,300 digits."""
 
 
-def from_json(text: str) -> Any:
+def from_json(text: str) -> object:
     """The value of a JSON text, with integers of any length."""
     try:
         return json.loads(text)
@@ -29,7 +28,7 @@ def from_json(text: str) -> Any:
         return _PATIENT.decode(text)
 
 
-def next_value(text: str, at: int) -> tuple[Any, int]:
+def next_value(text: str, at: int) -> tuple[object, int]:
     """The JSON value that begins at a place, and where it ends."""
     try:
         return _QUICK.raw_decode(text, at)

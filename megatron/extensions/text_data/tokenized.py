@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.index_cache import content_hash, folder_lock
@@ -48,7 +47,7 @@ class Source:
     """Of local files."""
 
     digests: dict[str, str]
-    described: dict[str, Any]
+    described: dict[str, object]
     """What determines the tokens, for a hash and a description."""
 
     @classmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 BEGINNING = 1 << 16
 HUGGING_FACE = (
@@ -38,7 +37,7 @@ def kind_of_file(file: Path) -> tuple[str, str] | None:
 
 def _kind_of_json(file: Path) -> tuple[str, str] | None:
     try:
-        found: Any = json.loads(file.read_bytes())
+        found: object = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict):

@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.extensions.tokenizers.file_kinds import described
 from megatron.extensions.tokenizers.special_tokens import FILES, read_special_tokens
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
 class _OverTokenizers:
     """Common methods of wrappers of a `tokenizers.Tokenizer`."""
 
-    _tokenizer: Any
+    _tokenizer: FastTokenizer
 
     _flags: str
     """The flags that name its files, with their values."""
@@ -210,7 +213,7 @@ class GPT2BPETokenizer(_OverTokenizers):
         self.eod = self.eos = vocab[GPT2_EOD]
 
 
-def _from_file(file: Path) -> Any:
+def _from_file(file: Path) -> FastTokenizer:
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -246,9 +249,11 @@ def _check_charsmaps(file: Path) -> None:
             )
 
 
-def _growth(part: Any) -> float:
+def _growth(part: object) -> float:
     """Largest factor by which a normalizer or a decoder, as tokenizer.json has it, lengthens a text by replacements."""
-    growth = prod(map(_growth, (*part.get("normalizers", ()), *part.get("decoders", ()))))
+    if not isinstance(part, dict):
+        raise TypeError(f"{str(part)[:80]!r} is no normalizer or decoder")
+    growth = prod([_growth(each) for each in (*part.get("normalizers", ()), *part.get("decoders", ()))])
     kind = part.get("type")
     if kind == "Prepend":
         return growth * (1 + len(part["prepend"]))
@@ -258,7 +263,7 @@ def _growth(part: Any) -> float:
     return growth
 
 
-def _encode_whole_texts(tokenizer: Any, file: Path) -> None:
+def _encode_whole_texts(tokenizer: FastTokenizer, file: Path) -> None:
     """Turns off what a tokenizer.json may store beside the encoding: truncation, padding, and random segmentation."""
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.extensions.tokenizers.file_kinds import described
@@ -21,7 +20,7 @@ class _OverModel:
 
         model = str(config.tokenizer_model)
         try:
-            self._model: Any = SentencePieceProcessor(model_file=model)
+            self._model = SentencePieceProcessor(model_file=model)
         except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the package quotes what it cannot read
             wrong = described(Path(model), "a SentencePiece model", error)
             if wrong.startswith("not "):

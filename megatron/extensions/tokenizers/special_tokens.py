@@ -11,7 +11,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+Token: TypeAlias = Union["AddedToken", str]
 
 CONFIG = "tokenizer_config.json"
 MAP = "special_tokens_map.json"
@@ -33,13 +38,13 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 class SpecialTokens:
     """The tokens that the files beside a tokenizer.json name."""
 
-    roles: dict[str, Any] = field(default_factory=dict)
+    roles: dict[str, Token] = field(default_factory=dict)
     """Role, such as "eos_token" -> AddedToken, or its text."""
 
-    extra: list[Any] = field(default_factory=list)
+    extra: list[Token] = field(default_factory=list)
     """Special tokens without a role, as AddedToken or text."""
 
-    added: dict[int, Any] = field(default_factory=dict)
+    added: dict[int, AddedToken] = field(default_factory=dict)
     """Id -> AddedToken. New tokens are added in the order of these ids."""
 
     split: bool = False
@@ -50,33 +55,33 @@ class SpecialTokens:
         token = self.roles.get(name)
         return None if token is None else _text(token)
 
-    def add_to(self, tokenizer: Any) -> None:
+    def add_to(self, tokenizer: Tokenizer) -> None:
         """Adds the tokens that a `tokenizers.Tokenizer` lacks, in transformers' order."""
         from tokenizers import AddedToken
 
         known = tokenizer.get_added_tokens_decoder().values()
         same = {_identity(token) for token in known}
-        new = [token for _, token in sorted(self.added.items()) if _identity(token) not in same]
-        names = {str(token.content) for token in (*known, *new)}
+        new: list[Token] = [token for _, token in sorted(self.added.items()) if _identity(token) not in same]
+        names = {_text(token) for token in (*known, *new)}
         by_role = set(filter(None, map(self.role, self.roles)))
         for token in (*self.roles.values(), *self.extra):
             if _text(token) not in names and token not in new:
                 new.append(token)  # the last of several with one text holds
-        new = [AddedToken(token, special=True) if isinstance(token, str) else token for token in new]
-        for token in new:
+        made = [AddedToken(token, special=True) if isinstance(token, str) else token for token in new]
+        for token in made:
             token.special = token.special or token.content in by_role
-        if new:
-            tokenizer.add_tokens(new)
+        if made:
+            tokenizer.add_tokens(made)
         tokenizer.encode_special_tokens = self.split
 
 
-def read_special_tokens(folder: Path, tokenizer: Any) -> SpecialTokens:
+def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
     """The tokens that the files of a folder name; `tokenizer` is the `tokenizers.Tokenizer` of its tokenizer.json.
 
     Raises ValueError that names the file and the key if a value is not a token.
     """
     config = _Settings.of(folder)
-    added: dict[int, Any] = {}
+    added: dict[int, AddedToken] = {}
     if DECODER in config:
         added |= _decoder(folder / CONFIG, config[DECODER])
     else:
@@ -93,7 +98,7 @@ def role_texts(folder: Path) -> dict[str, str]:
     return {role: _text(token) for role, token in _Settings.of(folder).roles().items() if role in ROLES}
 
 
-class _Settings(dict[str, Any]):
+class _Settings(dict[str, object]):
     """Values of the configuration files by their keys, and the file of each."""
 
     def __init__(self) -> None:
@@ -120,13 +125,15 @@ class _Settings(dict[str, Any]):
 
     def name_extra(self) -> None:
         """Gives the further special tokens that are an object of names and tokens roles of their names."""
-        if isinstance(self.get(EXTRA), dict):
+        extra = self.get(EXTRA)
+        if isinstance(extra, dict):
             file = self.files[EXTRA]
-            for name, value in self.pop(EXTRA).items():
+            del self[EXTRA]
+            for name, value in extra.items():
                 key = f"{EXTRA}.{name}"
                 self[key], self.files[key] = _token(file, key, value), file
 
-    def roles(self) -> dict[str, Any]:
+    def roles(self) -> dict[str, Token]:
         """Role -> token."""
         from tokenizers import AddedToken
 
@@ -140,7 +147,7 @@ class _Settings(dict[str, Any]):
                 found[key] = value
         return found
 
-    def extra(self) -> list[Any]:
+    def extra(self) -> list[Token]:
         """Special tokens without a role."""
         key = "extra_special_tokens" if EXTRA in self else LEGACY_EXTRA
         found = self.get(key) or []
@@ -149,22 +156,24 @@ class _Settings(dict[str, Any]):
         return [_token(self.files[key], key, each) for each in found]
 
 
-def _decoder(file: Path, found: Any) -> dict[int, Any]:
+def _decoder(file: Path, found: object) -> dict[int, AddedToken]:
     if not isinstance(found, dict):
         raise _refusal(file, DECODER, found, "an object of ids and tokens")
-    made: dict[int, Any] = {}
+    made: dict[int, AddedToken] = {}
     for id, value in found.items():
         if not (id.isascii() and id.isdigit() and len(id) < 10 and isinstance(value, dict)):
             raise _refusal(file, f"{DECODER}.{id}", value, "a token, under its id")
-        made[int(id)] = _token(file, f"{DECODER}.{id}", value)
+        token = _token(file, f"{DECODER}.{id}", value)
+        assert not isinstance(token, str), "made of an object"
+        made[int(id)] = token
     return made
 
 
-def _listed(file: Path, special: set[str]) -> dict[int, Any]:
+def _listed(file: Path, special: set[str]) -> dict[int, AddedToken]:
     """Tokens of added_tokens.json, an object of texts and ids."""
     from tokenizers import AddedToken
 
-    made: dict[int, Any] = {}
+    made: dict[int, AddedToken] = {}
     for text, id in _object(file).items():
         if not isinstance(id, int) or isinstance(id, bool) or id < 0:
             raise _refusal(file, text, id, "an id")
@@ -172,7 +181,7 @@ def _listed(file: Path, special: set[str]) -> dict[int, Any]:
     return made
 
 
-def _token(file: Path, key: str, value: Any) -> Any:
+def _token(file: Path, key: str, value: object) -> Token:
     """A token as text or AddedToken, of text or of an object with its "content"."""
     from tokenizers import AddedToken
 
@@ -187,27 +196,27 @@ def _token(file: Path, key: str, value: Any) -> Any:
     return AddedToken(content, **flags)
 
 
-def _text(token: Any) -> str:
+def _text(token: Token) -> str:
     return str(getattr(token, "content", token))
 
 
-def _identity(token: Any) -> tuple[Any, ...]:
+def _identity(token: AddedToken) -> tuple[object, ...]:
     return (token.content, *(getattr(token, name) for name in FLAGS))
 
 
-def _refusal(file: Path, key: str, value: Any, rule: str) -> ValueError:
+def _refusal(file: Path, key: str, value: object, rule: str) -> ValueError:
     return ValueError(
         f"--tokenizer-model {file.parent}: {key} in {file} is {_shown(value)}, but must be {rule}; correct the file, "
         "or get it again"
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _object(file: Path) -> dict[str, Any]:
+def _object(file: Path) -> dict[str, object]:
     """The JSON object in a file; empty if there is no file. Raises ValueError if it holds anything else."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
