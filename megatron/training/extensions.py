@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path, PurePath
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from megatron.core.registry import Registry
 from megatron.training.config.code_record import standing
@@ -114,7 +114,7 @@ def loaded_extensions() -> tuple[str, ...]:
     return tuple(_LOADED)
 
 
-def load_saved_extensions(payload: Mapping[str, Any], source: PurePath) -> None:
+def load_saved_extensions(payload: Mapping[str, object], source: PurePath) -> None:
     """Imports the extensions that the checkpoint `source` was saved under, as `may_load` allows. Raises ValueError."""
     config = payload.get("config")
     section = config.get("extensions") if isinstance(config, Mapping) else None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron.core.config.model import TransformerConfig
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS
+from megatron.training.metrics.sinks import Record
 from megatron.training.progress import Progress, Step
 from megatron.training.reliability.launch import Launch
 
@@ -125,7 +126,7 @@ class Judge(Protocol):
 class Log(Protocol):
     """The log of a run, on one rank."""
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Writes a record to every sink."""
 
     def say(self, line: str) -> None:
@@ -188,14 +189,14 @@ class Meter:
         """Counts since the last call, flat float64, to be summed over the world; None for nothing."""
         return None
 
-    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+    def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
         """Values to log, from the sum of `take` over the world; equal on all ranks."""
         return {}
 
     def write(self, log: Log) -> None:
         """Writes records of its own, before that of the interval."""
 
-    def lines(self, record: Mapping[str, Any]) -> list[str]:
+    def lines(self, record: Record) -> list[str]:
         """Lines for the console below that of the record."""
         return []
 
@@ -203,7 +204,7 @@ class Meter:
         """Counts of an evaluation within this block on this rank, once it has ended, to be summed over the world."""
         return nullcontext()
 
-    def report_evaluation(self, summed: Tensor, split: str) -> dict[str, Any]:
+    def report_evaluation(self, summed: Tensor, split: str) -> Mapping[str, object]:
         """Values to log, from the sum of `evaluating` over the world."""
         return {}
 
@@ -332,11 +333,11 @@ class Callback:
         """The periodic tasks that it adds to a run."""
         return ()
 
-    def state(self) -> Any:
+    def state(self) -> object:
         """Its state for checkpoints, of JSON's types and equal on all ranks; None for nothing."""
         return None
 
-    def load_state(self, state: Any) -> None:
+    def load_state(self, state: object) -> None:
         """Takes what `state` returned when the checkpoint was saved that the run resumes from. Called before
         `meters`."""
 
@@ -354,7 +355,7 @@ class Callback:
     def on_step_end(self, run: RunView) -> None:
         """After each step. The device may still be at work on it."""
 
-    def on_log(self, run: RunView, record: Mapping[str, Any]) -> None:
+    def on_log(self, run: RunView, record: Record) -> None:
         """After each log line, with its record."""
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
@@ -363,7 +364,7 @@ class Callback:
         some is followed. Every rank offers those of the elements that it updates. Collective."""
         return None
 
-    def on_evaluation(self, run: RunView, split: str, record: Mapping[str, Any]) -> None:
+    def on_evaluation(self, run: RunView, split: str, record: Record) -> None:
         """After an evaluation of "valid" or "test", with a record that has `valid_loss` or `test_loss`, or of "tasks",
         with the scores of --eval-tasks as `eval/TASK/METRIC`."""
 

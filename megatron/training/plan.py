@@ -7,9 +7,9 @@ layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
 from megatron.core.registry import Registry
@@ -17,6 +17,9 @@ from megatron.training.config.batch_size import START, BatchSizes, legal_sizes, 
 from megatron.training.config.flags import field_table, value_of
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import Point, RunConfig
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.gpt_dataset import Dataset
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Phase:
         return (*self.planned, self.samples) if longer else self.planned
 
     @property
-    def values(self) -> dict[str, Any] | None:
+    def values(self) -> Mapping[str, object] | None:
         """Field -> value of what must not change once it has begun; None if the checkpoint's configuration says it."""
         return None
 
@@ -217,7 +220,7 @@ class RunPlan:
         """Lines of plans and logs about a phase."""
         yield from ()
 
-    def training_set(self, parts: Sequence[Any]) -> Any:
+    def training_set(self, parts: Sequence[Dataset]) -> Dataset:
         """The data set of the samples of the run, of those of its phases."""
         return parts[0]
 

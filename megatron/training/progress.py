@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import Point
@@ -65,7 +65,7 @@ class Progress:
     loaded_from: str | None = field(default=None, compare=False)
     """The checkpoint that this process resumed from."""
 
-    origin: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    origin: Mapping[str, object] = field(default_factory=dict, compare=False)
     """What the loader of another format says about the model that the weights came from, of JSON's types. Every later
     checkpoint repeats it, also those of a run that only takes the weights."""
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lm_eval.utils import handle_non_serializable, make_table
 
@@ -107,7 +106,7 @@ def model_of(run: TrainingRun) -> ParallelLM:
     return ParallelLM(tokenizer, scorer, generate)
 
 
-def _write_samples(folder: Path, iteration: int, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def _write_samples(folder: Path, iteration: int, samples: Mapping[str, Sequence[Mapping[str, object]]]) -> None:
     """One line of JSON for each document of each task and filter."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = (

@@ -16,10 +16,9 @@ those planned: the same seed and data give the same file at every layout, micro-
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +110,7 @@ class ModelSums(Callback, Meter):
                 zeros = zeros + (grad == 0).sum()
         return torch.stack([squares, zeros])
 
-    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+    def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
         squares, zeros = summed.tolist()
         return ({"params_norm": squares**0.5} if self.norm else {}) | ({"num_zeros": zeros} if self.zeros else {})
 

@@ -89,7 +89,7 @@ class Checkpointer:
 
     def contents(
         self, progress: Progress, metrics: Mapping[str, float | None] | None = None
-    ) -> tuple[StateDict, dict[str, Any]]:
+    ) -> tuple[StateDict, dict[str, object]]:
         """(tensors, the rest) of a checkpoint of `progress.iteration`. The tensors are the live ones.
 
         `metrics`: what was measured at this iteration, for cleanups to choose by.
@@ -244,9 +244,9 @@ def load_start(
     return checkpointer.load(say, data) if loader is None else loader.start(checkpointer, say, data)
 
 
-def callback_states(callbacks: Sequence[Callback]) -> dict[str, Any]:
+def callback_states(callbacks: Sequence[Callback]) -> dict[str, object]:
     """Name -> a copy of its state, of the callbacks that have one. Raises ValueError if one cannot be kept."""
-    states: dict[str, Any] = {}
+    states: dict[str, object] = {}
     for callback in callbacks:
         name, state = _name_of(callback), callback.state()
         if state is None:
@@ -264,7 +264,7 @@ def _name_of(callback: Callback) -> str:
     return callback.name or type(callback).__name__
 
 
-def _load_callbacks(states: Mapping[str, Any], callbacks: Sequence[Callback], say: Callable[[str], None]) -> None:
+def _load_callbacks(states: Mapping[str, object], callbacks: Sequence[Callback], say: Callable[[str], None]) -> None:
     there = {_name_of(callback): callback for callback in callbacks}
     for name in [name for name in states if name in there]:
         try:

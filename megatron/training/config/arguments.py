@@ -178,7 +178,7 @@ def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
     return config_of(flat_values(config) | reader.values)
 
 
-def config_of(values: dict[str, Any]) -> RunConfig:
+def config_of(values: dict[str, object]) -> RunConfig:
     """The configuration of values of fields by their names, not resolved."""
     zeros = tuple((name, 0) for name in REQUIRED if values.get(name) == 0)  # which stand for what is missing
     return replace(config_of_sections({"": values}), given=zeros)
@@ -270,7 +270,7 @@ def save_config(config: RunConfig, path: str | PurePath) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _yaml_lines(flag: Flag, value: Any) -> list[str]:
+def _yaml_lines(flag: Flag, value: object) -> list[str]:
     """A flag and its value as a line of YAML; nothing for None."""
     import yaml
 

@@ -53,8 +53,8 @@ def parse_window(text: str) -> int:
     return left + 1
 
 
-PARSERS: dict[type, Callable[[str], Any]] = {int: parse_int, float: parse_float, str: str}
-FIELD_PARSERS: dict[str, Callable[[str], Any]] = {"window_size": parse_window}
+PARSERS: dict[type, Callable[[str], object]] = {int: parse_int, float: parse_float, str: str}
+FIELD_PARSERS: dict[str, Callable[[str], object]] = {"window_size": parse_window}
 KIND_NAMES = {int: "a whole number", float: "a number", str: "text"}
 
 
@@ -67,7 +67,7 @@ class Flag:
     kind: type
     """bool, int, float or str."""
 
-    default: Any
+    default: object
     spec: FlagSpec
 
     section_needs: Conditions = ()
@@ -106,7 +106,7 @@ class Flag:
                 if spelling != self.name:
                     yield spelling, value
 
-    def convert(self, texts: Sequence[str]) -> Any:
+    def convert(self, texts: Sequence[str]) -> object:
         """The field's value. Raises ValueError that says what is wrong with the text."""
         parse = FIELD_PARSERS.get(self.field, take_credentials if self.spec.path == "url" else PARSERS[self.kind])
         values = []
@@ -241,7 +241,7 @@ def value_of(config: RunConfig, flag: Flag) -> Any:
     return getattr(config.options(extension.cls) if extension else getattr(config, flag.section), flag.field)
 
 
-def shown_value(value: Any) -> Any:
+def shown_value(value: object) -> object:
     """A value behind its flag in a message: a switch has none."""
     return None if isinstance(value, bool) else value
 
@@ -282,10 +282,10 @@ def named_value(config: RunConfig, field: str) -> Any:
     return None if flag is None else value_of(config, flag)
 
 
-def with_named(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+def with_named(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
     """The configuration with `values` by fields, in whatever section; those of extensions that are not installed are
     left out."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, object]] = {}
     for flag in (field_table()[field] for field in values if field in field_table()):
         found.setdefault(flag.section, {})[flag.field] = values[flag.field]
     options = {title: found.pop(title) for title in EXTENSION_SECTIONS if title in found}
@@ -302,7 +302,7 @@ def run_of(model: TransformerConfig) -> RunConfig:
     return RunConfig(model=model, extension_options=model.extension_options)
 
 
-def with_fields(model: TransformerConfig, values: Mapping[str, Any]) -> TransformerConfig:
+def with_fields(model: TransformerConfig, values: Mapping[str, object]) -> TransformerConfig:
     """A model's configuration with `values` by fields, those that extensions define included."""
     return with_named(run_of(model), values).model
 
@@ -313,9 +313,9 @@ def flat_values(config: RunConfig) -> dict[str, Any]:
     return {flag.field: getattr(values[flag.section], flag.field) for flag in all_flags()}
 
 
-def values_by_section(config: RunConfig) -> dict[str, dict[str, Any]]:
+def values_by_section(config: RunConfig) -> dict[str, dict[str, object]]:
     """Section -> field -> value, those of extensions under their titles: what a checkpoint keeps as JSON."""
-    values: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+    values: dict[str, dict[str, object]] = {section: {} for section in sections()}
     own = _values_of_sections(config)
     for flag in all_flags():
         values[flag.section][flag.field] = _without_credentials(flag, getattr(own[flag.section], flag.field))
@@ -335,7 +335,7 @@ def without_credentials(config: RunConfig) -> RunConfig:
     return with_named(config, {name: _without_credentials(field_table()[name], each) for name, each in values.items()})
 
 
-def _values_of_sections(config: RunConfig) -> dict[str, Any]:
+def _values_of_sections(config: RunConfig) -> dict[str, object]:
     """Section, or title of an extension's flags -> the instance of its dataclass."""
     return {
         section: config.options(cls) if section in EXTENSION_SECTIONS else getattr(config, section)
@@ -343,7 +343,7 @@ def _values_of_sections(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def config_of_sections(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
     """The configuration of `values_by_section`, also where a field stood in another section. Fields that are not known
     any more are dropped, missing ones take their default."""
     built = {}
@@ -356,7 +356,7 @@ def config_of_sections(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     return RunConfig(**built, extension_options=options)
 
 
-def _as_field(flag: Flag, value: Any) -> Any:
+def _as_field(flag: Flag, value: object) -> object:
     """A value as its field has it: several are a tuple, also one alone, which older files have where there was one. The
     credentials of URLs are hidden."""
     if flag.spec.path == "url" and isinstance(value, list | tuple):

@@ -13,7 +13,6 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron.core.dist_checkpointing.file_storage import UrlPath, located, storage_of
 from megatron.core.dist_checkpointing.path_kind import (
@@ -37,7 +36,7 @@ class OutputError(OSError):
     """A file that a flag names cannot be written; the message is one line for the user."""
 
 
-def write_json(content: Mapping[str, Any], json_file: str) -> None:
+def write_json(content: Mapping[str, object], json_file: str) -> None:
     """Writes what --json asks for to a file, or to standard output if `json_file` is "". Raises OutputError."""
     text = json.dumps(content, indent=1) + "\n"
     if not json_file:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
 
 from megatron.core.dist_checkpointing.file_storage import UrlPath, located
 from megatron.training.reliability.launch import tell_last
@@ -47,14 +46,14 @@ class Problem:
     """One broken rule: the flag, its value (None if it has none), the rule, and the remedy."""
 
     flag: str
-    value: Any
+    value: object
     rule: str
     remedy: str
     harmless: bool = False
     """True if the run can start all the same: the flag has no effect, which is only said."""
 
     @classmethod
-    def of_errors(cls, flag: str, value: Any, error: Exception) -> list[Problem]:
+    def of_errors(cls, flag: str, value: object, error: Exception) -> list[Problem]:
         """One problem for each line of an error message, for example of reading a file.
 
         A line of the form `--flag value: rule; remedy` names its own flag; any other line is attributed to `flag`.
@@ -70,17 +69,17 @@ class Problem:
         return found
 
     @classmethod
-    def no_effect(cls, flag: str, value: Any, needed: str) -> Problem:
+    def no_effect(cls, flag: str, value: object, needed: str) -> Problem:
         """The notice about a flag that has no effect without another one."""
         return cls(flag, value, f"has no effect without {needed}", f"add {needed}, or remove {flag}", harmless=True)
 
     @classmethod
-    def exclusive(cls, flag: str, value: Any, other: str, why: str = "") -> Problem:
+    def exclusive(cls, flag: str, value: object, other: str, why: str = "") -> Problem:
         """The problem of two flags that cannot be combined."""
         return cls(flag, value, f"cannot be combined with {other}{why and f': {why}'}", "keep one of them")
 
     @classmethod
-    def of_message(cls, flag: str, value: Any, message: str) -> Problem:
+    def of_message(cls, flag: str, value: object, message: str) -> Problem:
         """A problem from a ValueError's message of the form `flag value: rule; remedy`."""
         rule, _, remedy = message.partition(": ")[2].partition("; ")
         return cls(flag, value, rule or message, remedy or "correct it")
@@ -105,7 +104,7 @@ def problems_of(found: Iterable[object]) -> Iterator[Problem]:
         yield problem
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value in a message, in quotes where it would not be seen."""
     text = visible_value(value)
     return text if str(value).strip() else f"'{text}'"

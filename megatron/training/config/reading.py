@@ -268,7 +268,7 @@ class FlagReader(GivenOptions):
                 remedy = f"read the files, then add {flag.name} {' '.join(texts)}"
                 self.wrong(flag, f"{path}: {flag.name[2:]}", refused, rule, remedy)
 
-    def read_entry(self, path: str, key: str, value: Any) -> None:
+    def read_entry(self, path: str, key: str, value: object) -> None:
         """One key of a mapping and its plain value; `path` says where it stands."""
         name = "--" + key.lstrip("-").replace("_", "-")
         where = f"{path}: {key}"
@@ -308,7 +308,7 @@ def settings_in_other_units() -> dict[str, list[str]]:
     return groups
 
 
-def overridden(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+def overridden(earlier: dict[str, object], later: dict[str, object]) -> dict[str, object]:
     """The values of two sources of flags. `later` wins, also over the same setting in another unit."""
     groups = settings_in_other_units().values()
     replaced = {field for group in groups if not later.keys().isdisjoint(group) for field in group}
@@ -423,7 +423,7 @@ def _feature(flag: Flag, texts: Sequence[str]) -> str | None:
     return next(filter(None, (program.feature(flag.name, texts) for program in foreign_programs().values())), None)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value as it stands behind its flag; nothing for a switch."""
     values = value if isinstance(value, tuple) else (value,)
     return "" if isinstance(value, bool) else "".join(f" {v}" for v in values)

@@ -144,7 +144,7 @@ def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[Ru
         saved = config_of_sections(sections)
     except (ValueError, TypeError, LookupError, AttributeError):
         return config, []
-    changed, notes = dict[str, Any](), list[str]()
+    changed, notes = dict[str, object](), list[str]()
     for flag in wanted:
         before, now = value_of(saved, flag), value_of(config, flag)
         if before != now and all(holds(saved, condition) for condition in flag.section_needs):
@@ -243,7 +243,7 @@ def _read(metadata: PurePath) -> dict[str, Any]:
     return values
 
 
-def check_types(values: dict[str, Any], metadata: PurePath) -> None:
+def check_types(values: dict[str, object], metadata: PurePath) -> None:
     """Raises ValueError, which names the file and the entry, if a value of a checkpoint's metadata has a wrong type."""
     if broken := metadata_problem(values):
         raise ValueError(f"{metadata} is damaged: {broken}")
@@ -316,13 +316,13 @@ def changed_fields(
     return changed
 
 
-def _model_fields(saved: RunConfig) -> Iterator[tuple[str, Any]]:
+def _model_fields(saved: RunConfig) -> Iterator[tuple[str, object]]:
     for flag in flags_of("model"):
         if not flag.spec.without_effect:
             yield flag.field, value_of(saved, flag)
 
 
-def _schedule_fields(saved: RunConfig) -> Iterator[tuple[str, Any]]:
+def _schedule_fields(saved: RunConfig) -> Iterator[tuple[str, object]]:
     """The schedule; a decay over the whole of the saved run keeps that run's length."""
     for flag in all_flags():
         if flag.section == "optimizer" and (flag.field.startswith("lr_") or flag.field in SCHEDULE):

@@ -6,11 +6,13 @@ legal value. The rules are in `megatron.training.config.rules`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.parts import PIPELINE_SCHEDULES, batch_schedule
 from megatron.training.config.batch_size import legal_sizes, samples_of_run
 from megatron.training.config.flags import (
@@ -31,7 +33,20 @@ from megatron.training.config.run_config import RunConfig, TrainingConfig
 from megatron.training.extensions import problem_in_extension
 from megatron.training.plan import RunPlan, plan_class
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 __all__ = ["MOCK_VOCAB_SIZE", "Problem", "findings", "notices", "resolve", "validate"]
+
+S = TypeVar("S", bound="DataclassInstance")
+
+
+@runtime_checkable
+class HasRules(Protocol):
+    """A class of flags with rules of its own (`extension_flags`)."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterable[Problem]: ...
+
 
 MOCK_VOCAB_SIZE = 50257
 """Vocabulary of a run on made-up data that names neither a tokenizer nor a size: GPT-2's."""
@@ -67,13 +82,13 @@ def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, Ru
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
     for section in EXTENSION_SECTIONS.values():
         problems += [p for p in section.problems(config, resolved, world_size) if p.flag not in flagged]
-        options: Any = resolved.options(section.cls)
-        if hasattr(options, "validate"):
+        options: object = resolved.options(section.cls)
+        if isinstance(options, HasRules):
             problems += [p for p in _own_problems(options, resolved, world_size) if p.flag not in flagged]
     return problems
 
 
-def _own_problems(options: Any, config: RunConfig, world_size: int) -> list[Problem]:
+def _own_problems(options: HasRules, config: RunConfig, world_size: int) -> list[Problem]:
     """The problems that an extension reports for its flags, or the error that it raises."""
     try:
         return list(options.validate(config, world_size))
@@ -83,7 +98,7 @@ def _own_problems(options: Any, config: RunConfig, world_size: int) -> list[Prob
         return [problem]
 
 
-def switched_off(c: RunConfig) -> Iterator[tuple[str, Any, Problem]]:
+def switched_off(c: RunConfig) -> Iterator[tuple[str, object, Problem]]:
     """(field, the value it gets, what is said)."""
     single_expert = _is_dense(c)
     if single_expert:
@@ -159,9 +174,14 @@ def with_vocabulary(config: RunConfig, vocab_size: int | None) -> RunConfig:
     return replace(config, model=replace(config.model, vocab_size=vocab_size), given=tuple(given.items()))
 
 
-def _filled(section: Any, **values: Any) -> Any:
+def _filled(section: S, **values: object) -> S:
     """`section` with `values` in those fields that are None."""
-    return replace(section, **{k: v for k, v in values.items() if getattr(section, k) is None and v is not None})
+    return _with(section, {k: v for k, v in values.items() if getattr(section, k) is None and v is not None})
+
+
+def _with(section: S, values: Mapping[str, object]) -> S:
+    """`section` with `values` by fields."""
+    return replace(section, **values)
 
 
 def _without_training(config: RunConfig) -> RunConfig:
@@ -187,7 +207,7 @@ def _data_parallel_size(config: RunConfig, world_size: int) -> int | None:
     return world_size // model if model > 0 and world_size % model == 0 else None
 
 
-def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:
+def _resolve_model(config: RunConfig, vocab_size: int | None) -> TransformerConfig:
     model = config.model
     if vocab_size is None and config.tokenizer.tokenizer_type in (None, "NullTokenizer"):
         made_up = config.data.dataset == "mock" and config.tokenizer.tokenizer_type is None
@@ -206,16 +226,18 @@ def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:
     )
 
 
-def _resolve_training(config: RunConfig, world_size: int) -> Any:
+def _resolve_training(config: RunConfig, world_size: int) -> TrainingConfig:
     training = config.training
     replicas = _data_parallel_size(config, world_size)
     if replicas and training.micro_batch_size > 0:
         step = training.micro_batch_size * replicas
-        training = _filled(training, global_batch_size=step * (training.num_microbatches or 1))
-        if training.decrease_batch_size_if_needed and training.global_batch_size > step:
-            training = replace(training, global_batch_size=training.global_batch_size // step * step)
-        if training.global_batch_size > 0 and training.global_batch_size % step == 0:
-            training = _filled(training, num_microbatches=training.global_batch_size // step)
+        given = training.global_batch_size
+        size = step * (training.num_microbatches or 1) if given is None else given
+        if training.decrease_batch_size_if_needed and size > step:
+            size = size // step * step
+        training = replace(training, global_batch_size=size)
+        if size > 0 and size % step == 0:
+            training = _filled(training, num_microbatches=size // step)
     by_tokens = training.train_tokens is not None and training.train_tokens > 0 and config.model.seq_length > 0
     if plan_class(config) is not RunPlan or not by_tokens:
         return training  # where phases differ in length, their plan converts tokens
@@ -227,7 +249,7 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
     return replace(training, train_samples=samples or None)
 
 
-def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> Any:
+def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> OptimizerConfig:
     """Lengths in tokens become those in samples, or in iterations if that is what the run's length is given in. If that
     is given in tokens and iterations vary in samples, lengths in iterations become samples too."""
     optimizer, sequence = config.optimizer, config.model.seq_length
@@ -241,13 +263,13 @@ def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> Any:
     if batch_schedule(config) and by_samples and config.training.train_iters is not None:
         for stem, none in (("lr_decay", None), ("lr_warmup", 0), ("lr_wsd_decay", None)):
             if iters := getattr(optimizer, f"{stem}_iters"):
-                values: dict[str, Any] = {f"{stem}_samples": sizes.samples(iters), f"{stem}_iters": none}
-                optimizer = replace(optimizer, **values)
+                values = {f"{stem}_samples": sizes.samples(iters), f"{stem}_iters": none}
+                optimizer = _with(optimizer, values)
     for stem, default in (("lr_decay", None), ("lr_warmup", 0)):
         tokens = getattr(optimizer, f"{stem}_tokens")
         if tokens is not None and tokens >= 0:
             samples = tokens // sequence
             value = samples if by_samples else sizes.iterations(samples)
-            converted: dict[str, Any] = {f"{stem}_{unit}": value or default, f"{stem}_{other}": default}
-            optimizer = replace(optimizer, **converted)
+            converted = {f"{stem}_{unit}": value or default, f"{stem}_{other}": default}
+            optimizer = _with(optimizer, converted)
     return optimizer

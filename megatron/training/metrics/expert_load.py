@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +77,7 @@ class ExpertLoad(Meter):
         self.totals.zero_()
         return totals
 
-    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
         """Loads relative to an even share, and losses without their coefficients, per token and layer."""
         table, tokens = summed.view(self.totals.shape), interval.samples * self.seq_length
         if not table.shape[0] or not interval.results:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,7 +118,7 @@ class PeakMemory(Meter):
         row[self.world.rank] = peak_memory_bytes(self.device)
         return row
 
-    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
         return {"peak_memory_bytes": int(summed.max())}
 
 

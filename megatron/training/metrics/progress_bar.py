@@ -6,9 +6,23 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 SECONDS_BETWEEN_LINES = 30.0
+
+
+class Bar(Protocol):
+    """A bar of tqdm, as far as it is used."""
+
+    n: int
+
+    def update(self, n: float) -> object: ...
+
+    def close(self) -> None: ...
+
+    def set_postfix(self, *, loss: str) -> None: ...
+
+    def write(self, s: str) -> None: ...
 
 
 class ProgressBar:
@@ -29,7 +43,7 @@ class ProgressBar:
         self.clock = clock
         self.say = say if say is not None else lambda line: print(line, file=sys.stderr, flush=True)
         self.began = self.last = clock()
-        self._bar: Any = None
+        self._bar: Bar | None = None
         if sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
             from tqdm import tqdm
 

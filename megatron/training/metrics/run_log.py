@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG, saved_folders
 from megatron.training.config.arguments import save_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Meter
+from megatron.training.metrics.progress_bar import Bar
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
 from megatron.training.reliability.run_status import record_event
 from megatron.training.reliability.visible_text import visible
@@ -37,7 +37,7 @@ class RunLog:
         iteration = run.progress.iteration
         self._runtime, self._lines = runtime, run.lines
         self._sinks: list[Sink] = []
-        self._bar: Any = None  # tqdm's
+        self._bar: Bar | None = None
         self._config_file: list[tuple[RunConfig, Path]] = []  # at most one, and its content
         if not runtime.is_main:
             return

@@ -212,7 +212,7 @@ def _json_line(record: Record) -> bytes:
     return (json.dumps({key: _json_value(value) for key, value in record.items()}) + "\n").encode()
 
 
-def _json_value(value: Any) -> Any:
+def _json_value(value: object) -> object:
     """`value`, or the name of a number that JSON has not: NaN, Infinity or -Infinity. None is what was not measured."""
     if not isinstance(value, float) or math.isfinite(value):
         return value

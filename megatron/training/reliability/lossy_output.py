@@ -12,10 +12,13 @@ import select
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 PATIENCE = 30.0
 """Seconds that a write waits for the reader of a pipe that does not block."""
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 class LossyFile(io.RawIOBase):
@@ -39,7 +42,7 @@ class LossyFile(io.RawIOBase):
     def isatty(self) -> bool:
         return os.isatty(self._descriptor)
 
-    def write(self, data: Any) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         """Returns the number of bytes given, also if some are dropped."""
         content = bytes(data)
         if self._untold and self._left(f"\n{self.loss()}\n".encode()):

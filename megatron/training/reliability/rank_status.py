@@ -64,7 +64,7 @@ class HangAnalysis:
     def __init__(self, status: RankStatus) -> None:
         self.status = status
 
-    def evidence(self) -> Any:
+    def evidence(self) -> object:
         """This rank's data, of JSON's types, for `blame` on the rank that reports."""
         return None
 
@@ -84,7 +84,7 @@ class RankStatus:
         self.limit = ""
         """The flag, with its value, that limits how long ranks wait for one another in this phase."""
 
-        self.executor: Any = None
+        self.executor: object = None
         """Has the running action as `.current`, and the rank whose message it waits for as `.message_from`."""
 
         self.state: ParallelState | None = None

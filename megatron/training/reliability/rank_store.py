@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -33,6 +33,10 @@ from megatron.training.reliability.failure_report import Failure
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.store_port import ForeignPortError, describe_port, leave_failure, left_failure
 from megatron.training.reliability.untrusted import Ignored, parse_integer, parse_record
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 
 PERIOD = 0.4
 """Seconds between two looks of a rank at the store."""
@@ -201,7 +205,7 @@ class Request:
 T = TypeVar("T")
 
 
-def _json(value: Any) -> str:
+def _json(value: DataclassInstance) -> str:
     return json.dumps(asdict(value))
 
 

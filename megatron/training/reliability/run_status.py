@@ -23,7 +23,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
 from megatron.core.dist_checkpointing.file_storage import located, resolved, storage_of
 from megatron.core.dist_checkpointing.path_kind import EVENTS
@@ -128,7 +127,7 @@ def _open_at_once(path: str, mode: int) -> int:
     return os.open(path, mode | os.O_NONBLOCK, 0o666)
 
 
-def record_event(save: str | Path | None, event: str, **facts: Any) -> None:
+def record_event(save: str | Path | None, event: str, **facts: object) -> None:
     """Adds a line. Without --save, before its folder exists, and on a full disk it does nothing."""
     root = located(save) if save else None
     if root is None or (isinstance(root, Path) and not root.is_dir()):

@@ -15,8 +15,9 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from types import FrameType
 
 from megatron.training.reliability.launch import SIGNALS
 from megatron.training.reliability.rank_store import Board, Request
@@ -121,7 +122,7 @@ class SignalListener:
         """`time.monotonic()` of the first signal."""
 
         self._sockets: tuple[socket.socket, ...] = ()
-        self._handlers: dict[int, Any] = {}
+        self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def start(self, listen: bool) -> None:
         """Takes over the signals if `listen`, on the main thread. Signals that were held since the start arrive now."""
@@ -167,5 +168,5 @@ def _forget_socket() -> None:
         signal.set_wakeup_fd(-1)
 
 
-def _ignore(number: int, frame: Any) -> None:
+def _ignore(number: int, frame: FrameType | None) -> None:
     """The thread acts on the signal; without a handler it would end the process."""

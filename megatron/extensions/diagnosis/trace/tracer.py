@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,7 +127,7 @@ class Alignment:
         share = (time_ns - self.first.at) / elapsed if elapsed > 0 else 0.0
         return time_ns + self.first.nanoseconds + round(share * (self.last.nanoseconds - self.first.nanoseconds))
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Microseconds: the offset at the beginning, its drift until the end, and the bound of the error."""
         return {
             "offset_us": self.first.nanoseconds / 1e3,
@@ -214,7 +213,7 @@ class Tracer(Callback):
         taps.callback(self.timers.watchers.remove, self._part)
         collections: list[AbstractContextManager[None]] = []
 
-        def collected(phase: str, facts: Mapping[str, Any]) -> None:
+        def collected(phase: str, facts: Mapping[str, object]) -> None:
             if phase == "start":
                 collections.append(recorder.span("garbage collection", "host", {"generation": facts["generation"]}))
                 collections[-1].__enter__()
@@ -240,7 +239,7 @@ class Tracer(Callback):
         """A span of an action of the pipeline."""
         assert self._recorder is not None
         kind, stage, microbatch = action
-        args: dict[str, Any] = {"kind": kind.value, "stage": stage, "microbatch": microbatch}
+        args: dict[str, object] = {"kind": kind.value, "stage": stage, "microbatch": microbatch}
         if self._iteration is not None:
             args["iteration"] = self._iteration
         return self._recorder.span(str(action), PIPELINE, args)
@@ -287,7 +286,7 @@ class Tracer(Callback):
         else:
             say(f" trace of iterations {self._first} to {last}: {path}")
 
-    def _collect(self, dump: Mapping[str, Any], alignment: Alignment, say: Callable[[str], None]) -> list[RankTrace]:
+    def _collect(self, dump: Mapping[str, object], alignment: Alignment, say: Callable[[str], None]) -> list[RankTrace]:
         """The recordings of all ranks, on rank 0; [] elsewhere. One rank after the other, through the store, so that
         rank 0 holds one packed dump at a time and no collective takes memory of the device."""
         packed = zlib.compress(json.dumps([dump, [vars(alignment.first), vars(alignment.last)]]).encode(), 1)
@@ -324,7 +323,7 @@ class Tracer(Callback):
         chunks, group = pipeline.layout.chunks, pipeline.group
         return lambda m: pipeline_lists(pipeline.schedule, pipeline.pp.size, m, chunks, group=group)
 
-    def _facts(self, last: int) -> dict[str, Any]:
+    def _facts(self, last: int) -> dict[str, object]:
         dims, layout = self.runtime.state.dims, self.pipeline.layout
         return {
             "program": "pretrain_gpt.py --trace",
