@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,9 @@ def whole_file(path: Path, synced: bool = False) -> Iterator[Path]:
     if path.is_symlink() or (path.exists() and not path.is_file()):
         yield path
         return
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # hosts that share a disk have equal process ids
+    temporary = path.with_name(
+        f".{path.name}.{os.urandom(16).hex()}.tmp"
+    )  # hosts that share a disk have equal process ids
     try:
         yield temporary
         if synced:

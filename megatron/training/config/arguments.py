@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path, PurePath
 from typing import Any, Protocol, runtime_checkable
@@ -77,6 +76,8 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     after one rank has printed every problem, those of the validation included."""
     launch = launch or Launch.from_environment()
     if "--version" in argv:
+        from importlib.metadata import version  # which imports email
+
         if launch.rank == 0:
             print(f"pretrain_gpt {__version__}, torch {version('torch')}")
         raise SystemExit(0)

@@ -10,7 +10,6 @@ import os
 import stat
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -121,7 +120,7 @@ def _kind_of_no_file(path: Path) -> str | None:
 
 def _unreachable(name: str, given: str, folder: UrlPath) -> Iterator[Problem]:
     """The problem of a URL whose storage does not answer or takes no file. Leaves no files."""
-    storage, probe = storage_of(folder), folder / f".written-{uuid.uuid4().hex}"
+    storage, probe = storage_of(folder), folder / f".written-{os.urandom(16).hex()}"
     try:
         storage.write(probe, b"")
         storage.remove(probe)

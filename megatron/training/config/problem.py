@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import stat
@@ -10,11 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from megatron.core.dist_checkpointing.file_storage import UrlPath, located
 from megatron.training.reliability.launch import tell_last
 from megatron.training.reliability.url_credentials import redacted, take_credentials
 from megatron.training.reliability.visible_text import CONTROLS, visible, visible_value
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
 
 NO_URL = (
     "is a URL, and only paths of mounted file systems are taken here",
@@ -122,13 +125,14 @@ def text_rule(text: str) -> tuple[str, str] | None:
     return f"has the control character U+{ord(found):04X}", "remove it from the value"
 
 
-def checked_texts(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def checked_texts(parser: ArgumentParser) -> ArgumentParser:
     """The parser of a tool, which from here on refuses a text or path by `text_rule`. A flag or an argument that may be
     any text has the type `any_text`, and a path in any storage the type `located`."""
+    from argparse import ArgumentTypeError  # no run needs it
 
     def text(given: str) -> str:
         if (broken := text_rule(given)) is not None:
-            raise argparse.ArgumentTypeError(f"{_shown(given)} {'; '.join(broken)}")
+            raise ArgumentTypeError(f"{_shown(given)} {'; '.join(broken)}")
         return given
 
     for kind in (None, str):
@@ -136,7 +140,7 @@ def checked_texts(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     def stored(given: str) -> PurePath:
         if "://" in text(given) and (broken := path_rule("stored", given)) is not None:
-            raise argparse.ArgumentTypeError(f"{_shown(redacted(given))} {'; '.join(broken)}")
+            raise ArgumentTypeError(f"{_shown(redacted(given))} {'; '.join(broken)}")
         return located(given)
 
     parser.register("type", Path, lambda given: Path(text(given)))

@@ -5,7 +5,6 @@ An extension ends its processes in `on_end`, which a run that fails does not rea
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -23,6 +22,9 @@ DAEMON_GRACE = 5.0
 def end_daemons(grace: float = DAEMON_GRACE) -> None:
     """Ends the daemonic processes of multiprocessing, for which Python would wait without a limit after SIGTERM. Prints
     a line for each that must be killed."""
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing is None:  # nobody has started any
+        return
     own = [each for each in multiprocessing.active_children() if getattr(each, "_parent_pid", None) == os.getpid()]
     daemons = [child for child in own if child.daemon]  # a fork of this process knows them too, and must not end them
     for child in daemons:
