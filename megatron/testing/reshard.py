@@ -16,7 +16,7 @@ import torch
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import Fragment, Label, Snapshot, assemble, state_fragments
-from megatron.training.checkpoints.checkpointing import Checkpointer
+from megatron.training.checkpoints.checkpointing import RunCheckpoint
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.run import TrainingRun
@@ -110,17 +110,17 @@ def _visit(
 ) -> Visit:
     found = Visit()
     with local_run(config, rank, world_size) as run:
-        checkpointer = Checkpointer(config, run.runtime.state, run.stages, run.optimizer)
+        checkpoint = RunCheckpoint(config, run.runtime.state, run.stages, run.optimizer)
         if train:
             train_step(run)
-            checkpointer.save(run.progress)
+            checkpoint.save(run.progress)
             found.trained = state_fragments(run, NOW)
             found.counters = (run.progress.iteration, run.progress.consumed_samples, run.optimizer.step_count)
         for name, source in sources.items():
             forget(run)
             loads = replace(config, checkpoint=replace(config.checkpoint, load=str(source.folder)))
             try:
-                progress = replace(checkpointer, config=loads).load(data=run.data.fingerprint_at)
+                progress = replace(checkpoint, config=loads).load(data=run.data.fingerprint_at)
             except ValueError as error:
                 found.wrong[name], found.refused = [str(error)], found.refused | {name}
                 continue

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.core.transformer.activation_store import build_store
 from megatron.core.transformer.pass_context import PassContext
-from megatron.training.checkpoints.checkpointing import Checkpointer, load_start
+from megatron.training.checkpoints.checkpointing import RunCheckpoint, load_start
 from megatron.training.checkpoints.saving import RunSaver
 from megatron.training.config.flags import with_named
 from megatron.training.config.run_config import RunConfig
@@ -143,16 +143,16 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             callback.states = owned_zeros(ddp, states_of(callback))
         scheduler = plan.schedule()
     with phases("checkpoint"):
-        checkpointer = Checkpointer(config, state, stages, optimizer, plan, parts.callbacks)
-        progress = load_start(checkpointer, runtime.say, data.fingerprint_at)
+        checkpoint = RunCheckpoint(config, state, stages, optimizer, plan, parts.callbacks)
+        progress = load_start(checkpoint, runtime.say, data.fingerprint_at)
         if _is_elsewhere(plan, progress):
             config = _counted_from(progress, config, runtime)
             data.close()
             data, plan = build_data(plan_of(config).continued(read_history(config.checkpoint)), runtime)
-            checkpointer = replace(checkpointer, config=config, plan=plan)
+            checkpoint = replace(checkpoint, config=config, plan=plan)
         lines: LogLines = LOG_FORMATS.build(config.logging.log_format, config, plan.iterations)
         lines.metrics = tuple(parts.metrics)
-        saver = RunSaver(checkpointer, runtime, progress, lines)
+        saver = RunSaver(checkpoint, runtime, progress, lines)
     pipeline = (replaced.pipeline or Pipeline)(config, runtime, stages, passes)
     timers = pipeline.executor.timed = StepTimers()
     meters: list[Meter] = [

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import storage
-from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
+from megatron.core.dist_checkpointing.checkpoint_writer import CheckpointWriter
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import LATEST, read_latest, saved_folders
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
@@ -31,19 +31,19 @@ from tests.tiny import TINY
 ROWS = 40
 
 
-def start(rank: int, root: Path, **options: Any) -> tuple[CheckpointSaver, torch.Tensor, dict[str, ShardedBoxes]]:
+def start(rank: int, root: Path, **options: Any) -> tuple[CheckpointWriter, torch.Tensor, dict[str, ShardedBoxes]]:
     """A saver and this rank's half of a tensor."""
     state = initialize_model_parallel()
     part = torch.zeros(ROWS, 3)
     tensors = {"model.a": ShardedBoxes((2 * ROWS, 3), [((rank * ROWS, 0), part)])}
-    saver = CheckpointSaver(root, state.world, **options)
+    saver = CheckpointWriter(root, state.world, **options)
     saver.pause = 0.0
     return saver, part, tensors
 
 
 def test_the_latest_checkpoint_of_another_run_is_not_taken_back(tmp_path: Path) -> None:
     """The other run has saved to the folder while this one stood still."""
-    saver, tensors = CheckpointSaver(tmp_path, Axis()), {"model.a": ShardedBoxes((3,), [((0,), torch.zeros(3))])}
+    saver, tensors = CheckpointWriter(tmp_path, Axis()), {"model.a": ShardedBoxes((3,), [((0,), torch.zeros(3))])}
     saver.pause = 0.0
     for iteration, others in ((1, None), (2, "40"), (50, None)):
         if others is not None:

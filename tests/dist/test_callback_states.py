@@ -119,7 +119,7 @@ def saved(rank: int, world_size: int, config: RunConfig) -> None:
         for _ in range(2):
             train_step(run)
             sums.after_step(run)
-        run.saver.checkpointer.save(run.progress)
+        run.saver.checkpoint.save(run.progress)
         dims = ParallelDims.from_config(config.parallel, world_size)
         metas = states_of_rank(config, dims, dims.coords(rank)["pp"]).metas
         held = {piece.data.untyped_storage().data_ptr(): piece.data.untyped_storage() for piece in sums.states}

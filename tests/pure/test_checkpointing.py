@@ -29,7 +29,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Upda
 from megatron.core.optimizer.optimizer import Rates
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers import build_tokenizer
-from megatron.training.checkpoints.checkpointing import Checkpointer, load_whole_model
+from megatron.training.checkpoints.checkpointing import RunCheckpoint, load_whole_model
 from megatron.training.config.flags import run_of
 from megatron.training.config.run_config import CheckpointConfig, RunConfig, TrainingConfig
 from megatron.training.config.saved_flags import changed_fields
@@ -69,13 +69,13 @@ class Run:
         self.optimizer.step(Update(Rates(1e-2, 0.01)))
 
     def save(self, progress: Progress) -> Path:
-        return self.checkpointer().save(progress)
+        return self.checkpoint().save(progress)
 
-    def checkpointer(self) -> Checkpointer:
-        return Checkpointer(self.config, STATE, self.stages, self.optimizer, callbacks=self.callbacks)
+    def checkpoint(self) -> RunCheckpoint:
+        return RunCheckpoint(self.config, STATE, self.stages, self.optimizer, callbacks=self.callbacks)
 
     def load(self, data_fingerprint: str | None = None) -> Progress:
-        return self.checkpointer().load(self.said.append, data=lambda consumed: data_fingerprint)
+        return self.checkpoint().load(self.said.append, data=lambda consumed: data_fingerprint)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         pieces = {f"{piece.key} {piece.meta.name}": piece.data for piece in self.optimizer.sharded_state()}
@@ -140,7 +140,7 @@ def test_nothing_to_load(tmp_path: Path) -> None:
 def test_one_line_says_what_is_loaded_from_where_and_where_the_run_starts(tmp_path: Path) -> None:
     def said(**options: object) -> str:
         run, lines = Run(config(tmp_path, **options)), list[str]()
-        Checkpointer(run.config, STATE, run.stages, run.optimizer).load(lines.append)
+        RunCheckpoint(run.config, STATE, run.stages, run.optimizer).load(lines.append)
         (line,) = lines
         return line.strip()
 
@@ -421,7 +421,7 @@ def test_callbacks_find_their_state_again(tmp_path: Path) -> None:
 
 def test_a_state_is_what_it_was_when_it_was_saved(tmp_path: Path) -> None:
     run = Run(config(tmp_path), [callback := Keeps([1])])
-    _, payload = run.checkpointer().contents(Progress(1, 8))
+    _, payload = run.checkpoint().contents(Progress(1, 8))
     callback.kept.append(2)  # while the checkpoint is written in the background
     assert payload["callbacks"] == {"Keeps": [1]}
 

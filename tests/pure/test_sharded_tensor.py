@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.core.boxes import boxes_of_flat_range
-from megatron.core.dist_checkpointing.async_saver import HostStaging
+from megatron.core.dist_checkpointing.checkpoint_writer import HostStaging
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, save
 from megatron.core.parallel_state import Axis

@@ -35,7 +35,7 @@ class SaveReport:
 
     iteration: int
     seconds: float
-    """Seconds since the call of `CheckpointSaver.save`."""
+    """Seconds since the call of `CheckpointWriter.save`."""
 
     error: str | None = None
     attempts_left: int = 0
@@ -43,7 +43,7 @@ class SaveReport:
     """Whether the checkpoint was written. If so, `error` concerns the deletion of old ones."""
 
 
-class CheckpointSaver:
+class CheckpointWriter:
     """Writes checkpoints into `root`. All ranks must call the same methods in the same order.
 
     `cleanups` delete older checkpoints after a save, on one rank: functions of `root`, the iteration that was saved,

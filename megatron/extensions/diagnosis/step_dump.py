@@ -30,7 +30,7 @@ from megatron.core.datasets.samplers import MicroBatch
 from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.extensions.diagnosis.nonfinite_search import Finding, search
-from megatron.training.checkpoints.checkpointing import Checkpointer
+from megatron.training.checkpoints.checkpointing import RunCheckpoint
 from megatron.training.config.arguments import save_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, StepFinding, Verdict
@@ -100,7 +100,7 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
         try:
             saved = SavedStep(step, verdict.result.loss_scale, finding)
             batches = run.data.train.next_step(step.first_sample, step.samples)
-            folder = save_step(saved, batches, run.saver.checkpointer, before)
+            folder = save_step(saved, batches, run.saver.checkpoint, before)
             text += f"\nthe step, and the state before it, are in {folder}: python tools/replay_step.py {folder}"
         except CheckpointError as error:
             print(visible(f"{socket.gethostname()}: the step was not saved: {error}"), file=sys.stderr, flush=True)
@@ -109,19 +109,19 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
     return StepFinding(text, ADVICE)
 
 
-def save_step(saved: SavedStep, batches: Sequence[MicroBatch], checkpointer: Checkpointer, before: Progress) -> Path:
+def save_step(saved: SavedStep, batches: Sequence[MicroBatch], checkpoint: RunCheckpoint, before: Progress) -> Path:
     """Writes a step without effect into --save and returns its folder. Collective.
 
     `batches` are the step's samples on this data-parallel rank, `before` is where the run was before the step. Raises
     CheckpointError, on every rank, if a rank cannot write.
     """
-    config = checkpointer.config
-    state = checkpointer.state
+    config = checkpoint.config
+    state = checkpoint.state
     step = saved.step
-    world = checkpointer.state.world
+    world = checkpoint.state.world
     assert config.checkpoint.save_folder is not None
     folder = config.checkpoint.save_folder / "nan" / f"iter_{step.iteration:07d}"
-    plan = checkpointer.plan
+    plan = checkpoint.plan
     own = config if plan is None else plan.at(step.first_sample).config
     on_first_rank(partial(_begin, folder, own, saved), world)
     problem = None
@@ -129,7 +129,7 @@ def save_step(saved: SavedStep, batches: Sequence[MicroBatch], checkpointer: Che
         problem = _write_samples(batches, folder / f"samples-{state.dp.rank:05d}.npz")
     if problems := [found for found in gather_objects(problem, world) if found]:
         raise CheckpointError(problems[0])
-    save(folder, before.iteration, *checkpointer.contents(before), world)
+    save(folder, before.iteration, *checkpoint.contents(before), world)
     return folder
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.parallel_state import ParallelState
     from megatron.extensions.conversion.formats import Options, Source, Target
-    from megatron.training.checkpoints.checkpointing import Checkpointer, Fingerprint
+    from megatron.training.checkpoints.checkpointing import Fingerprint, RunCheckpoint
     from megatron.training.config.reading import FlagReader
     from megatron.training.config.run_config import RunConfig
     from megatron.training.progress import Progress
@@ -37,10 +37,10 @@ class HuggingFaceFolder:
 
         return with_pretrained_flags(config, reader)
 
-    def start(self, checkpointer: Checkpointer, say: Callable[[str], None], data: Fingerprint) -> Progress:
+    def start(self, checkpoint: RunCheckpoint, say: Callable[[str], None], data: Fingerprint) -> Progress:
         from megatron.extensions.hugging_face.continued_training.start import load_start
 
-        return load_start(checkpointer, say, data)
+        return load_start(checkpoint, say, data)
 
     def stages(
         self,

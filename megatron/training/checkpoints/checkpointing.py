@@ -12,13 +12,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
 from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
 from megatron.core.dist_checkpointing.state_dict import (
@@ -69,8 +68,9 @@ def no_fingerprint(consumed_samples: int) -> None:
 
 
 @dataclass(frozen=True)
-class Checkpointer:
-    """Contents of a run's checkpoint on one rank, saved and loaded. All methods are collective."""
+class RunCheckpoint:
+    """What a run's checkpoint holds on one rank, and how it is loaded. `CheckpointWriter` writes it: in the foreground
+    or in the background, with older ones deleted. All methods are collective."""
 
     config: RunConfig
     state: ParallelState
@@ -214,8 +214,8 @@ class Checkpointer:
 class LoadsModels(Protocol):
     """A kind of path, registered in `PATH_KINDS`, of models that are no checkpoints of ours. Both are collective."""
 
-    def start(self, checkpointer: Checkpointer, say: Callable[[str], None], data: Fingerprint) -> Progress:
-        """Loads what --load names into parameters and optimizer, as `Checkpointer.load` does."""
+    def start(self, checkpoint: RunCheckpoint, say: Callable[[str], None], data: Fingerprint) -> Progress:
+        """Loads what --load names into parameters and optimizer, as `RunCheckpoint.load` does."""
 
     def stages(
         self,
@@ -235,13 +235,13 @@ def _loader_of(path: PurePath | str, state: ParallelState) -> LoadsModels | None
 
 
 def load_start(
-    checkpointer: Checkpointer, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
+    checkpoint: RunCheckpoint, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
 ) -> Progress:
     """Loads what --load names, a checkpoint or a model that an extension loads, into parameters and
     optimizer, and returns where the run stands. Collective."""
-    load = checkpointer.config.checkpoint.load
-    loader = None if load is None else _loader_of(load, checkpointer.state)
-    return checkpointer.load(say, data) if loader is None else loader.start(checkpointer, say, data)
+    load = checkpoint.config.checkpoint.load
+    loader = None if load is None else _loader_of(load, checkpoint.state)
+    return checkpoint.load(say, data) if loader is None else loader.start(checkpoint, say, data)
 
 
 def callback_states(callbacks: Sequence[Callback]) -> dict[str, object]:
@@ -276,19 +276,6 @@ def _load_callbacks(states: Mapping[str, object], callbacks: Sequence[Callback],
             ) from error
     if gone := [name for name in states if name not in there]:
         say(f" the checkpoint has state of callbacks that are not in this run, which is ignored: {', '.join(gone)}")
-
-
-def build_saver(checkpointer: Checkpointer, progress: Progress) -> CheckpointSaver | None:
-    """The writer of the run's checkpoints; None without --save. Collective over the world."""
-    options = checkpointer.config.checkpoint
-    if options.save is None:
-        return None
-    cleanups = [callback.clean_checkpoints for callback in checkpointer.callbacks]
-    saver = CheckpointSaver(
-        located(options.save), checkpointer.state.world, background=options.async_save, cleanups=cleanups
-    )
-    saver.held += [located(progress.loaded_from)] if progress.loaded_from else []
-    return saver
 
 
 def load_whole_model(path: PurePath | str, number_format: str | None = None) -> tuple[GPTModel, RunConfig]:

@@ -8,10 +8,11 @@ import sys
 import time
 from collections.abc import Mapping
 
-from megatron.core.dist_checkpointing.async_saver import SaveReport
+from megatron.core.dist_checkpointing.checkpoint_writer import CheckpointWriter, SaveReport
+from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.dist_checkpointing.path_kind import checkpoint_folder, saved_folders
 from megatron.core.dist_checkpointing.storage import CheckpointError
-from megatron.training.checkpoints.checkpointing import Checkpointer, build_saver
+from megatron.training.checkpoints.checkpointing import RunCheckpoint
 from megatron.training.hooks import Exporter
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.console import LogLines
@@ -23,11 +24,11 @@ from megatron.training.reliability.visible_text import visible
 class RunSaver:
     """Saves checkpoints of a run and reports on them. Without --save it does nothing. Collective."""
 
-    def __init__(self, checkpointer: Checkpointer, runtime: Runtime, progress: Progress, lines: LogLines) -> None:
-        self.options = checkpointer.config.checkpoint
-        self.writer = build_saver(checkpointer, progress)
+    def __init__(self, checkpoint: RunCheckpoint, runtime: Runtime, progress: Progress, lines: LogLines) -> None:
+        self.options = checkpoint.config.checkpoint
+        self.writer = _writer_of(checkpoint, progress)
         """None without --save."""
-        self.checkpointer = checkpointer
+        self.checkpoint = checkpoint
         self._runtime = runtime
         self._progress = progress
         self._lines = lines
@@ -40,7 +41,7 @@ class RunSaver:
         self.exporters: list[Exporter] = []
         if self.writer is not None:
             self.writer.check = runtime.watchdog.check_save_folder
-            found = [callback.exporter(self.writer.held) for callback in checkpointer.callbacks]
+            found = [callback.exporter(self.writer.held) for callback in checkpoint.callbacks]
             self.exporters = [exporter for exporter in found if exporter is not None]
 
     def prepare(self) -> None:
@@ -57,7 +58,7 @@ class RunSaver:
                 + ("" if self.options.load else "; to resume from the latest, add --load")
             )
         if self.writer is not None and self.options.save_interval:
-            self.writer.prepare(self.checkpointer.contents(self._progress)[0])
+            self.writer.prepare(self.checkpoint.contents(self._progress)[0])
 
     def save(self, metrics: Mapping[str, float | None]) -> None:
         """Starts a checkpoint of the current iteration; with --no-async-save it is written on return."""
@@ -68,7 +69,7 @@ class RunSaver:
         if self.exporters:  # they learn of the save before, whose checkpoint must then not be deleted
             self.writer.wait()
             self.report()
-        self.writer.save(iteration, *self.checkpointer.contents(self._progress, metrics))
+        self.writer.save(iteration, *self.checkpoint.contents(self._progress, metrics))
         if self.writer.background:
             self._runtime.say(self._lines.saving(iteration, stalled=time.perf_counter() - start))
         self.report()
@@ -139,6 +140,17 @@ class RunSaver:
         for line in (line for exporter in self.exporters if hurry for line in exporter.abandon()):
             self._runtime.say(f" {line}")
         self._say_exported(wait=True)
+
+
+def _writer_of(checkpoint: RunCheckpoint, progress: Progress) -> CheckpointWriter | None:
+    """The writer of the run's checkpoints; None without --save. Collective over the world."""
+    options, world = checkpoint.config.checkpoint, checkpoint.state.world
+    if options.save is None:
+        return None
+    cleanups = [callback.clean_checkpoints for callback in checkpoint.callbacks]
+    writer = CheckpointWriter(located(options.save), world, background=options.async_save, cleanups=cleanups)
+    writer.held += [located(progress.loaded_from)] if progress.loaded_from else []
+    return writer
 
 
 def _failure(report: SaveReport) -> str:

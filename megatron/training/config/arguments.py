@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path, PurePath
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from megatron import __version__
 from megatron.core.dist_checkpointing.file_storage import located, storage_of

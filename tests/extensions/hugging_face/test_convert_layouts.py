@@ -27,7 +27,7 @@ from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.safetensors_file import FileTensor
 from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.training.checkpoints.checkpoint_fit import saved_config
-from megatron.training.checkpoints.checkpointing import Checkpointer, load_start
+from megatron.training.checkpoints.checkpointing import RunCheckpoint, load_start
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.progress import Progress
 from tests.extensions.hugging_face.hf_exact import save_model
@@ -64,9 +64,9 @@ def load_and_save(rank: int, world_size: int, saved: RunConfig, load: Path, new:
     part = GPTModel(model, parallel, state, Stage(layers, stage == 0, stage == 1, tied))
     ddp = DistributedDataParallel(config.ddp, parallel, state, [part])
     optimizer = DistributedOptimizer(config.optimizer, ddp, state)
-    checkpointer = Checkpointer(config, state, {stage: part}, optimizer)
-    progress = load_start(checkpointer)
-    checkpointer.save(replace(progress, iteration=1))
+    checkpoint = RunCheckpoint(config, state, {stage: part}, optimizer)
+    progress = load_start(checkpoint)
+    checkpoint.save(replace(progress, iteration=1))
     return progress, optimizer.step_count
 
 

@@ -26,8 +26,8 @@ from megatron.extensions.hugging_face.hf_format import HFSource, origin_of
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.training.checkpoints.checkpointing import (
-    Checkpointer,
     Fingerprint,
+    RunCheckpoint,
     no_fingerprint,
     stages_without_weights,
 )
@@ -36,21 +36,21 @@ from megatron.training.progress import Progress
 
 
 def load_start(
-    checkpointer: Checkpointer, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
+    checkpoint: RunCheckpoint, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
 ) -> Progress:
     """Loads the folder in --load into parameters and the optimizer, and returns where the run stands. Collective.
 
     It has the weights of iteration 0. If --save holds checkpoints already, the run resumes from these, so that the same
     command resumes it; --finetune starts again. Raises ValueError if something does not fit.
     """
-    config, world = checkpointer.config, checkpointer.state.world
+    config, world = checkpoint.config, checkpoint.state.world
     options, load = config.checkpoint, config.checkpoint.load
     assert load is not None
     save = options.save
     if save and not options.finetune and on_first_rank(lambda: kind_of(save) in OURS, world):
         resumed = replace(config, checkpoint=replace(options, load=save))
-        return replace(checkpointer, config=resumed).load(say, data, f" (--save), not the model in --load {load}")
-    depths, origin = load_hf_weights(checkpointer, Path(load), say)
+        return replace(checkpoint, config=resumed).load(say, data, f" (--save), not the model in --load {load}")
+    depths, origin = load_hf_weights(checkpoint, Path(load), say)
     if config.model.mtp_depths > depths:
         found = f"{depths} of {config.model.mtp_depths} modules" if depths else "none"
         say(f" multi-token prediction starts with weights of its own: the folder has {found}")
@@ -59,14 +59,14 @@ def load_start(
 
 
 @torch.no_grad()
-def load_hf_weights(checkpointer: Checkpointer, path: Path, say: Callable[[str], None]) -> tuple[int, Origin]:
+def load_hf_weights(checkpoint: RunCheckpoint, path: Path, say: Callable[[str], None]) -> tuple[int, Origin]:
     """Reads this rank's boxes of all parameters, and of the optimizer's main parameters, from a Hugging Face folder.
     Says how the rows of tokens are initialized that the folder does not have.
 
     Returns the depths of multi-token prediction that it has, and what checkpoints remember of it. Raises ValueError if
     the run's vocabulary is smaller than the folder's, or the weights do not fit.
     """
-    config, state = checkpointer.config, checkpointer.state
+    config, state = checkpoint.config, checkpoint.state
     folder = HFFolder(path)
     model_type, model = str(folder.config["model_type"]), config.model
     theirs, tokens = config_from_hf(folder.config).vocab_size or 0, model.vocab_size or 0
@@ -80,8 +80,8 @@ def load_hf_weights(checkpointer: Checkpointer, path: Path, say: Callable[[str],
         drawn = config.options(HuggingFaceConfig).new_token_init == "normal"
         new = NewTokens(weights, tokens, averaged, drawn)
         say(new.described(source))
-    with checkpointer.optimizer.loading_state() as pieces:
-        _read_boxes(weights, load_targets(checkpointer.stages.values(), pieces, state, (), load_optimizer=False), new)
+    with checkpoint.optimizer.loading_state() as pieces:
+        _read_boxes(weights, load_targets(checkpoint.stages.values(), pieces, state, (), load_optimizer=False), new)
     return weights.depths, origin_of(folder.config)
 
 

@@ -343,7 +343,7 @@ def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phas
     phases.watch(run)
     train_step(run)
     phases.begin("checkpoint")
-    tensors, _ = run.saver.checkpointer.contents(run.progress)
+    tensors, _ = run.saver.checkpoint.contents(run.progress)
     record.boxes = [
         Box(key, tuple(tensor.shape), tuple(offset), tuple(data.shape), data.itemsize)
         for key, tensor in tensors.items()
