@@ -136,11 +136,3 @@ class ScheduleFacts:
         """The arguments of a schedule."""
         wider = ", v" * (self.any_chunks or self.any_groups) + ", group" * self.any_groups
         return f"p, m{wider}{', in_turns=' * self.in_turns}"
-
-
-@dataclass(frozen=True)
-class TokenizerFacts:
-    needs: tuple[str, ...] = ()
-    """Fields of TokenizerConfig that must name a file."""
-    finds_files: bool = False
-    """Whether these may also be names that it finds files by."""

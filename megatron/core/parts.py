@@ -179,17 +179,6 @@ BATCH_SCHEDULES: Registry[Any, facts.WhenFacts, ...] = Registry("schedule of bat
 
 batch_schedule = BATCH_SCHEDULES.chosen
 
-TOKENIZERS: Registry[Any, facts.TokenizerFacts, ...] = Registry(
-    "--tokenizer-type", facts.TokenizerFacts, "config, vocab_size"
-)
-"""`build(config, vocab_size)`: a `megatron.core.tokenizers.Tokenizer`; `vocab_size` is --vocab-size."""
-
-TOKENIZERS.register("NullTokenizer", "megatron.core.tokenizers:null")
-TOKENIZERS.register("ByteTokenizer", "megatron.core.tokenizers:byte")
-
-HF_FAMILIES: Registry[Any, NoFacts, ...] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
-"""A `megatron.extensions.hugging_face.families.Family` for each `model_type` of Hugging Face."""
-
 
 class Kernel(Protocol):
     """A kernel that may compute an operation in place of plain torch."""

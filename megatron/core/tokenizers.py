@@ -6,37 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
-from megatron.core.config.data import TokenizerConfig
-from megatron.core.parts import TOKENIZERS
-
-
-class Tokenizer(Protocol):
-    """Converts text to token ids and back. A missing special token is None."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The largest id plus one, including special tokens, without padding."""
-
-    @property
-    def eod(self) -> int | None:
-        """End-of-document token."""
-
-    @property
-    def bos(self) -> int | None:
-        """Beginning-of-sequence token."""
-
-    @property
-    def eos(self) -> int | None:
-        """End-of-sequence token."""
-
-    def tokenize(self, text: str) -> list[int]: ...
-
-    def detokenize(self, ids: Sequence[int]) -> str: ...
-
-    def find(self, token: str) -> int | None:
-        """The id of one token by its name, such as "<fim_prefix>"; None if there is none."""
+from megatron.core.config.data import TOKENIZERS, TokenizerConfig
+from megatron.core.config.data import Tokenizer as Tokenizer
 
 
 class NullTokenizer:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.config.data import TokenizerConfig
-from megatron.core.parts import TOKENIZERS
+from megatron.core.config.data import TOKENIZERS, TokenizerConfig
 from megatron.core.tokenizers import ByteTokenizer, Tokenizer
 from megatron.testing.local_run import local_run
 from megatron.training.config import validation

@@ -3,16 +3,73 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron.core.config.attention import OF_TABLES
 from megatron.core.config.flag_spec import Condition, Section, flag
-from megatron.core.parts import DATASETS, TOKENIZERS
+from megatron.core.parts import DATASETS
+from megatron.core.registry import Registry
 
 END_OF_DOCUMENT = Condition(
     "the end-of-document token of the tokenizer; add --tokenizer-type",
     lambda config: config.tokenizer.tokenizer_type is not None,
 )
+
+
+class Tokenizer(Protocol):
+    """Converts text to token ids and back. A missing special token is None."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id plus one, including special tokens, without padding."""
+
+    @property
+    def eod(self) -> int | None:
+        """End-of-document token."""
+
+    @property
+    def bos(self) -> int | None:
+        """Beginning-of-sequence token."""
+
+    @property
+    def eos(self) -> int | None:
+        """End-of-sequence token."""
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+    def detokenize(self, ids: Sequence[int]) -> str: ...
+
+    def find(self, token: str) -> int | None:
+        """The id of one token by its name, such as "<fim_prefix>"; None if there is none."""
+
+
+class TokenizerBuilder(Protocol):
+    """Builds a tokenizer of --tokenizer-type; `vocab_size` is --vocab-size. Raises ValueError, which names the flag."""
+
+    def __call__(self, config: TokenizerConfig, vocab_size: int | None) -> Tokenizer: ...
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    needs: tuple[str, ...] = ()
+    """Fields of TokenizerConfig that must name a file."""
+
+    finds_files: bool = False
+    """Whether these may also be names that it finds files by."""
+
+
+TOKENIZERS = Registry("--tokenizer-type", TokenizerFacts, protocol=TokenizerBuilder)
+"""The values of --tokenizer-type:
+
+    @TOKENIZERS.register("Words")
+    def words(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
+        return Words(config.vocab_file)
+"""
+
+TOKENIZERS.register("NullTokenizer", "megatron.core.tokenizers:null")
+TOKENIZERS.register("ByteTokenizer", "megatron.core.tokenizers:byte")
 
 
 @dataclass(frozen=True)

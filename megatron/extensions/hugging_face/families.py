@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron.core.registry import NoFacts, Registry
 from megatron.extensions.hugging_face.config_json.config_values import Fields, Values, number, whole
 
 if TYPE_CHECKING:
@@ -161,6 +162,12 @@ class Family:
     file: str = "an extension"
     """Where it is stated, for messages."""
 
+
+FAMILIES: Registry[Family, NoFacts, []] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
+"""The families by their `model_type`; a file of --hf-family adds one without code.
+
+    FAMILIES.register("pebble", replace(FAMILIES["llama"], model_type="pebble", rules=RULES))
+"""
 
 # Values of keys that a config.json lacks, as the configuration class of transformers has or derives them.
 

@@ -15,9 +15,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.hugging_face.config_json.adapters import ADAPTERS
-from megatron.extensions.hugging_face.families import Family, Rule
+from megatron.extensions.hugging_face.families import FAMILIES, Family, Rule
 from megatron.extensions.hugging_face.family_names import config_keys, misspelled, near, parameters
 from megatron.training.config.flags import dashed, flags_of, home_of
 
@@ -83,8 +82,8 @@ def family_to_write(values: Iterable[str]) -> str | None:
     names = [each for each in values if not is_family_file(each)]
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)} are two families to write; give one NAME, and files as FILE.json")
-    if unknown := [name for name in names if name not in HF_FAMILIES]:
-        remedy = f"{near(unknown[0], HF_FAMILIES)}; a file with a family of your own ends in .json"
+    if unknown := [name for name in names if name not in FAMILIES]:
+        remedy = f"{near(unknown[0], FAMILIES)}; a file with a family of your own ends in .json"
         raise ValueError(f"{unknown[0]}: is no Hugging Face family{remedy}")
     return names[0] if names else None
 
@@ -94,14 +93,14 @@ def add_families(values: Iterable[str]) -> None:
     for each in filter(is_family_file, values):
         path = Path(each).expanduser().resolve()
         name = path.stem
-        if name not in HF_FAMILIES:
+        if name not in FAMILIES:
             table = _parsed(path, str(path))
             if (problem := next(misspelled_names(table), None)) is not None:
                 raise ValueError(f"{path}: {problem}")
-            HF_FAMILIES.register(name, _family(name, str(path), table))
-        elif HF_FAMILIES[name].file != str(path):
+            FAMILIES.register(name, _family(name, str(path), table))
+        elif FAMILIES[name].file != str(path):
             remedy = "rename the file, which names the model_type"
-            raise ValueError(f"{path}: model_type {name!r} is one of {HF_FAMILIES[name].file}; {remedy}")
+            raise ValueError(f"{path}: model_type {name!r} is one of {FAMILIES[name].file}; {remedy}")
 
 
 def _built_in(name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.dist_checkpointing.path_kind import LATEST, PATH_KINDS
-from megatron.core.parts import HF_FAMILIES
+from megatron.extensions.hugging_face.families import FAMILIES
 from megatron.training.extensions import CALLBACKS, extension_flags
 
 CONFIG = "config.json"
@@ -66,4 +66,4 @@ _USUAL = (
 _FILES = sorted(name[: -len(".json")] for name in os.listdir(os.path.join(os.path.dirname(__file__), "families")))
 
 for _family in dict.fromkeys((*_USUAL, *_FILES)):
-    HF_FAMILIES.register(_family, f"{__package__}.family_files:{_family.upper()}")
+    FAMILIES.register(_family, f"{__package__}.family_files:{_family.upper()}")

@@ -20,7 +20,6 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN
 from megatron.core.parallel_state import Axis
-from megatron.core.parts import HF_FAMILIES
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.extensions.conversion.formats import (
     GENERATION_CONFIG,
@@ -34,6 +33,7 @@ from megatron.extensions.conversion.formats import (
 )
 from megatron.extensions.conversion.streaming import made_ahead
 from megatron.extensions.hugging_face.buffers import buffers_of
+from megatron.extensions.hugging_face.families import FAMILIES
 from megatron.extensions.hugging_face.flags import CONFIG
 from megatron.extensions.hugging_face.folder import SAFE_INDEX, HFFolder, index_of, plan_shards
 from megatron.extensions.hugging_face.read_config import config_from_hf, family_of, read_json, unread_keys
@@ -167,7 +167,7 @@ def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str 
     if wanted is not None or origin is None:
         return wanted or choose_family(config), None
     try:
-        if origin not in HF_FAMILIES:
+        if origin not in FAMILIES:
             raise ValueError("this family is not known; add --hf-family FILE")
         config_to_hf(config, origin)
         placements(config, origin)

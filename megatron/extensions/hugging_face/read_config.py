@@ -15,7 +15,6 @@ from typing import get_type_hints
 
 from megatron.core.config.json_text import parse_json
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.hugging_face.config_json.config_values import Fields, Values, entries, number, table, whole
 from megatron.extensions.hugging_face.config_json.read_layers import (
     broken_rule,
@@ -27,6 +26,7 @@ from megatron.extensions.hugging_face.config_json.read_layers import (
 )
 from megatron.extensions.hugging_face.config_json.read_rotary import rotary_from_hf
 from megatron.extensions.hugging_face.families import (
+    FAMILIES,
     Family,
     by_precedence,
     derived_values,
@@ -72,11 +72,11 @@ def text_model(hf_config: Values) -> tuple[dict[str, object], str]:
 def family_of(hf_config: Values) -> Family:
     """Family of a config.json. Raises ValueError for an unknown one."""
     model_type = hf_config.get("model_type")
-    if isinstance(model_type, str) and model_type in HF_FAMILIES:
-        return HF_FAMILIES[model_type]
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
     if missing := missing_part("families", model_type):
         raise ValueError(f"config.json: model_type {model_type!r} is not supported: it needs {missing}")
-    known = f"known are {', '.join(HF_FAMILIES)}; --hf-family FILE adds one"
+    known = f"known are {', '.join(FAMILIES)}; --hf-family FILE adds one"
     raise ValueError(f"config.json: model_type {model_type!r} is not supported; {known}")
 
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from megatron.core.config.layers import layer_numbers
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import HF_FAMILIES, NORMALIZATIONS, RESIDUALS, router_of
+from megatron.core.parts import NORMALIZATIONS, RESIDUALS, router_of
 from megatron.extensions.hugging_face.config_json.config_values import Fields, Values, number, table, text, whole
 from megatron.extensions.hugging_face.config_json.read_layers import FULL, LOCAL, pattern_text
 from megatron.extensions.hugging_face.config_json.read_rotary import LLAMA3_SCALING, YARN_SCALING
-from megatron.extensions.hugging_face.families import Family
+from megatron.extensions.hugging_face.families import FAMILIES, Family
 from megatron.extensions.hugging_face.read_config import (
     config_from_hf,
     family_of,
@@ -187,7 +187,7 @@ def _value_in_hf(family: Family, key: str, value: object) -> object:
 def choose_family(config: TransformerConfig) -> str:
     """The first family that can express a model. Raises ValueError that says what the nearest one lacks."""
     problems: list[ValueError] = []
-    for model_type in HF_FAMILIES:
+    for model_type in FAMILIES:
         try:
             config_to_hf(config, model_type)
         except ValueError as error:

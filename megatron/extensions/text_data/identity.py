@@ -16,10 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.data import TOKENIZERS, TokenizerConfig
 from megatron.core.datasets.index_cache import array_digest, content_hash, folder_lock
 from megatron.core.fsync import whole_file
-from megatron.core.parts import TOKENIZERS
 from megatron.core.tokenizers import build_tokenizer
 from megatron.extensions.text_data.fast_tokenizer import PROBES
 from megatron.extensions.text_data.flags import of_users

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.parts import TOKENIZERS
+from megatron.core.config.data import TOKENIZERS
 
 _HERE, _MODEL = __package__, ("tokenizer_model",)
 TOKENIZERS.register("SentencePieceTokenizer", f"{_HERE}.sentencepiece:SentencePieceTokenizer", needs=_MODEL)

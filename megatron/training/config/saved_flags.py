@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from megatron.core.config.data import TOKENIZERS
 from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.file_storage import located, storage_of
 from megatron.core.dist_checkpointing.path_kind import METADATA, TOKENIZER_FOLDER, candidates, is_foreign_model
-from megatron.core.parts import TOKENIZERS
 from megatron.training.config.batch_size import BatchSizes, samples_of_run
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,

@@ -14,7 +14,7 @@ from typing import Any
 
 import transformers
 
-from megatron.core.parts import HF_FAMILIES
+from megatron.extensions.hugging_face.families import FAMILIES
 from megatron.extensions.hugging_face.family_files import HERE
 
 TABLE = HERE.joinpath("class_defaults.json")
@@ -39,7 +39,7 @@ def installed() -> dict[str, Any]:
     classes = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     families = {
         name: {"defaults": defaults_of(classes[name]), "names": dict(classes[name].attribute_map)}
-        for name in sorted(HF_FAMILIES)
+        for name in sorted(FAMILIES)
         if name in classes
     }
     return {"transformers": transformers.__version__, "common": sorted(COMMON), "families": families}

@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.core.parts import HF_FAMILIES
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
+from megatron.extensions.hugging_face.families import FAMILIES
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.write_config import settings_of
 from tests.extensions.hugging_face import sweep
@@ -140,7 +140,7 @@ def main() -> int:
     counts = Counter[str]()
     print(f"seed {args.seed}")
     with fp64():
-        for name in args.families or [each for each in HF_FAMILIES if each in sweep.KNOWN]:
+        for name in args.families or [each for each in FAMILIES if each in sweep.KNOWN]:
             stated = tiny(name)
             cases = [*deletions(name, stated), *drawn_deletions(name, args.draws, args.seed)]
             for what, left in cases:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.batch import Batch
-from megatron.core.parts import HF_FAMILIES
+from megatron.extensions.hugging_face.families import FAMILIES
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.write_config import config_to_hf, settings_of
 from tests.extensions.hugging_face.hf_exact import fp64, model_with, transformers, weights, wrong_gradients
@@ -141,7 +141,7 @@ def main() -> int:
             found, text = (NO_TARGET, reasons[name]) if name in reasons else verdict(name, tiny(name))
             counts[found] += 1
             print(f"{name:28} {found:10} {text}", flush=True)
-            for changes in draws(name, args.draws, args.seed) if name in HF_FAMILIES else ():
+            for changes in draws(name, args.draws, args.seed) if name in FAMILIES else ():
                 found, text = verdict(name, tiny(name) | changes)
                 drawn[found] += 1
                 if found in (WRONG, IN_ONLY) or args.families:

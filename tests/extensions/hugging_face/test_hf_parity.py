@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.batch import Batch
-from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.hugging_face import family_files
+from megatron.extensions.hugging_face.families import FAMILIES
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.extensions.hugging_face.write_config import config_to_hf
@@ -46,7 +46,7 @@ OTHERS = sorted(
 FIELDS = {flag.field for flag in flags_of("model")}
 
 
-ALONE = [each for each in OTHERS if {*HF_FAMILIES[each].keys.values(), *HF_FAMILIES[each].fixed} <= FIELDS]
+ALONE = [each for each in OTHERS if {*FAMILIES[each].keys.values(), *FAMILIES[each].fixed} <= FIELDS]
 """Families without an entry in the table of cases whose layers are installed."""
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parts import HF_FAMILIES
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.hugging_face import family_files
+from megatron.extensions.hugging_face.families import FAMILIES
 from megatron.extensions.hugging_face.family_files import add_families, misspelled_names
 from megatron.extensions.hugging_face.folder import HFFolder
 from megatron.extensions.hugging_face.layouts import LAYOUTS
@@ -78,7 +78,7 @@ def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
 )
 def test_a_part_of_a_parameter(family: str, name: str, box: tuple[slice, ...]) -> None:
     """Of several pieces in one of their tensors, and of blocks of heads."""
-    if not {*HF_FAMILIES[family].keys.values()} <= {flag.field for flag in flags_of("model")}:
+    if not {*FAMILIES[family].keys.values()} <= {flag.field for flag in flags_of("model")}:
         pytest.skip("the extension with its layers is not installed")
     theirs, name = model_with(family, sweep.tiny(family)), f"decoder.layers.0.self_attention.{name}.weight"
     whole = HFWeights(weights(theirs), config_from_hf(theirs.config.to_dict()), family)
@@ -284,6 +284,6 @@ def test_a_family_file_with_an_unknown_layout_or_the_name_of_another(tmp_path: P
 def test_built_in_families_are_small_and_have_known_layouts() -> None:
     for name in family_files.built_in_names():
         assert len(family_files.FOLDER.joinpath(f"{name}.json").read_text().splitlines()) <= 60, name
-        family = HF_FAMILIES[name]
+        family = FAMILIES[name]
         assert {rule.layout for rule in (*family.rules, *family.multi_token)} <= LAYOUTS.keys(), name
         assert f"`{name}`" in Path(__file__).parents[3].joinpath("docs", "conversion.md").read_text(), name

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.parts import HF_FAMILIES
+from megatron.extensions.hugging_face.families import FAMILIES
 from megatron.extensions.hugging_face.read_config import WRITTEN, config_from_hf, family_of, unread_keys
 from megatron.training.config.flags import flags_of
 from tests.extensions.hugging_face import class_defaults, missing_keys, sweep
@@ -16,8 +16,8 @@ from tests.extensions.hugging_face.hf_models import SIZES
 FIELDS = {flag.field for flag in flags_of("model")}
 FAMILIES = [
     name
-    for name in HF_FAMILIES
-    if name in sweep.KNOWN and {*HF_FAMILIES[name].keys.values(), *HF_FAMILIES[name].fixed} <= FIELDS
+    for name in FAMILIES
+    if name in sweep.KNOWN and {*FAMILIES[name].keys.values(), *FAMILIES[name].fixed} <= FIELDS
 ]
 """Families with a class in transformers whose layers are installed."""
 

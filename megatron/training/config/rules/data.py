@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.config.data import TOKENIZERS
 from megatron.core.dist_checkpointing.path_kind import data_kind_of
-from megatron.core.parts import TOKENIZERS
 from megatron.training.config.flags import dashed, flags_of, value_of
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
