@@ -11,9 +11,10 @@
         --tokenizer-type ByteTokenizer
 
 Text files are those of a run, tokenized as there. --sample-log shows the samples of a step, whose data sets are given
-as in the run. The exit code is 1 if a dataset is inconsistent. With --dump, the data flags have the same meaning as in
-training. The file then holds the arrays `train`, `valid` and `test` [samples, seq_length + 1] of token ids, for
-existing splits, and `train_len`, `valid_len` and `test_len`, the number of samples of each.
+as in the run, those of later phases by --data-phases. The exit code is 1 if a dataset is inconsistent. With --dump, the
+data flags have the same meaning as in training. The file then holds the arrays `train`, `valid` and `test` [samples,
+seq_length + 1] of token ids, for existing splits, and `train_len`, `valid_len` and `test_len`, the number of samples of
+each.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from megatron.core.datasets.indices import parse_split
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, data_kind_of, refusal
 from megatron.core.fsync import whole_file
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.training.config.flags import field_table
 from megatron.training.extensions import load_extensions
 from megatron.training.metrics.data_sources import SourceNames
 
@@ -136,16 +138,33 @@ def show_step(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
         raise ValueError("--sample-log needs --step, the iteration to show")
     record = record_of_step(Path(args.sample_log), args.step)
     config, sources = config_of(DatasetConfig, args), SourceNames()
-    if not (config.data_path or config.train_data_path):
+    configs = [each for each in data_of_phases(args, config) if each.data_path or each.train_data_path]
+    if not configs:
         if not any(record.get("documents") or [True]):
             raise ValueError(WITHOUT_DOCUMENTS)
         raise ValueError("--sample-log needs the data of the run, as --data-path PREFIX")
-    sources.numbers(config, "train")
+    for each in configs:
+        sources.numbers(each, "train")
     paths = {name: split_share(path)[0] for name, path in zip(sources.names, sources.paths, strict=True)}
     prefixes = {name: prefix_of(path, args) for name, path in paths.items()}
     decode = None if tokenizer is None else lambda ids: tokenizer.detokenize(ids.tolist())
     for line in lines_of_step(record, prefixes, decode):
         print(line)
+
+
+def data_of_phases(args: argparse.Namespace, config: DatasetConfig) -> list[DatasetConfig]:
+    """The data of the flags, and the data of each phase of --data-phases that changes it. Raises ValueError with what
+    is wrong with the file."""
+    path = getattr(args, "data_phases", None)
+    if path is None:
+        return [config]
+    from megatron.extensions.phases.phase_file import read_phases
+
+    phases, problems = read_phases(path)
+    if problems:
+        raise ValueError("\n".join(map(str, problems)))
+    changed = (phase.value("data_path") for phase in phases)
+    return [config, *(replace(config, data_path=words) for words in changed if words)]
 
 
 def inspect(prefixes: Sequence[str], args: argparse.Namespace, tokenizer: Tokenizer | None) -> int:
@@ -175,6 +194,9 @@ def inspect(prefixes: Sequence[str], args: argparse.Namespace, tokenizer: Tokeni
 
 def dump(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
     """Writes every sample of every split to `--dump`."""
+    if getattr(args, "data_phases", None) is not None:
+        rule = "where a phase begins depends on the length of the run"
+        raise ValueError(f"--dump with --data-phases: {rule}; dump the data of one phase, as --data-path")
     if not args.seq_length:
         raise ValueError("--dump needs --seq-length, the tokens in a sample")
     config = config_of(DatasetConfig, args)
@@ -233,6 +255,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{split}-samples", type=int, help=f"{split} samples asked for (default: one epoch)")
     add_config_flags(parser, "data, as in training", *DATA_FIELDS)
     add_config_flags(parser, "tokenizer", *TOKENIZER_FIELDS, "vocab_size")
+    if "data_phases" in field_table():
+        add_config_flags(parser, "phases, as in training", "data_phases")
     if "text" in PATH_KINDS:
         add_config_flags(parser, "text files, as in training", "text_key", "text_documents", "max_bad_lines")
         parser.add_argument("--no-append-eod", action="store_true", help="documents of text files do not end with EOD")
