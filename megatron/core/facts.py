@@ -29,15 +29,6 @@ class ActivationFacts:
 
 
 @dataclass(frozen=True)
-class RecomputedFacts:
-    within: str | None = None
-    """A larger part that includes it."""
-
-    needs: str = ""
-    """Feature that a model without it lacks: a flag."""
-
-
-@dataclass(frozen=True)
 class BalancingFacts:
     """Of a way to balance the loads of experts."""
 
@@ -63,6 +54,12 @@ class ResidualFacts(WhenFacts):
 
     width: Callable[[Any], int]
     """Channels of the stream between layers, which pipeline stages send to each other."""
+
+    recomputed: str = ""
+    """A part of it that --recompute-modules can name."""
+
+    recomputed_with: str = ""
+    """The flag by which a model has this part."""
 
     experts_apart: bool = False
     """Whether a layer of experts gives it the outputs of the shared expert and of the chosen ones side by side."""

@@ -54,13 +54,6 @@ LAYERS: Registry[Any, NoFacts, ...] = Registry("--layer-module", NoFacts, "name,
 
 LAYERS.register("transformer_layer", "megatron.core.transformer.layer:TransformerLayer")
 
-LAYER_PATTERNS: Registry[Any, facts.WhenFacts, ...] = Registry("pattern of layers", facts.WhenFacts, "config")
-"""`layers(config)`: the `megatron.core.config.layers.Sublayers` of each layer and of each module of multi-token
-prediction, in a model of which a pattern states them (`when(config)`): layers of one sublayer. It raises ValueError for
-one that is not legal."""
-
-layers_by_pattern = LAYER_PATTERNS.chosen
-
 RESIDUALS: Registry[Any, facts.ResidualFacts, ...] = Registry(
     "residual stream", facts.ResidualFacts, "name, config, ctx", attributes=("enter", "leave")
 )
@@ -94,26 +87,6 @@ None."""
 
 for _balancing in ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"):
     BALANCINGS.register(_balancing, lambda config: None, loss=_balancing != "none")
-
-RECOMPUTED_PARTS: Registry[Any, facts.RecomputedFacts, ...] = Registry(
-    "--recompute-modules", facts.RecomputedFacts, "config"
-)
-"""`has(config)`: whether the model has a part that selective recomputation can compute again. Modules that are such a
-part ask `config.recomputes(name)`."""
-
-RECOMPUTED_PARTS.register("core_attn", lambda config: True)
-RECOMPUTED_PARTS.register("layernorm", lambda config: True)
-RECOMPUTED_PARTS.register("mlp_act", lambda config: True, within="mlp")
-RECOMPUTED_PARTS.register("mlp", lambda config: True)
-RECOMPUTED_PARTS.register("moe_act", lambda config: config.num_experts is not None, within="moe", needs="--num-experts")
-RECOMPUTED_PARTS.register("moe", lambda config: config.num_experts is not None, needs="--num-experts")
-RECOMPUTED_PARTS.register(
-    "shared_experts",
-    lambda config: bool(config.moe_shared_expert_intermediate_size),
-    within="moe",
-    needs="--moe-shared-expert-intermediate-size",
-)
-
 
 LINEAR_FORMATS: Registry[Any, facts.LinearFormatFacts, ...] = Registry(
     "format of products", facts.LinearFormatFacts, attributes=("build", "check", "gather")

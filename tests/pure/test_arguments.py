@@ -11,6 +11,7 @@ import yaml
 
 from megatron import extensions
 from megatron.core.config.mixers import ATTENTION_MODULES, MIXERS, MixerNames
+from megatron.core.config.model_fields import RecomputedParts
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.registry import Registry
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
@@ -59,7 +60,7 @@ def index() -> str:
         if folder.parent == extensions.INDEX.parent:
             spellings.setdefault(folder.name, []).extend(COMMANDS.facts(name).options)
     for flag in all_flags():
-        if isinstance(choices := flag.spec.choices, Registry | MixerNames):
+        if isinstance(choices := flag.spec.choices, Registry | MixerNames | RecomputedParts):
             for name in choices:
                 folder = Path(choices.where(name).rpartition(":")[0]).parent
                 own = spellings.setdefault(folder.name, []) if folder.parent == extensions.INDEX.parent else [flag.name]

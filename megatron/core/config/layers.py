@@ -6,8 +6,7 @@ import ast
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.core.config.flag_spec import flag
-from megatron.core.parts import RECOMPUTED_PARTS
+from megatron.core.config.flag_spec import Section
 
 
 @dataclass(frozen=True)
@@ -85,55 +84,19 @@ class LayerKind(Sublayers):
     """Whether its queries are scaled by their positions (--attention-temperature-coeff)."""
 
 
-@dataclass(frozen=True)
-class RecomputeConfig:
-    """Recomputation: activations that the backward pass computes again instead of saving them."""
-
-    recompute_granularity: str = flag(
-        "none",
-        choices=("none", "selective", "full"),
-        without_effect=True,
-        training_only=True,
-        first_run=True,
-    )
-    """Recompute nothing (none), parts of each layer (selective) or whole layers (full) in the backward pass."""
-
-    recompute_method: str | None = flag(
-        None,
-        choices=("uniform", "block"),
-        no_effect_without="--recompute-granularity full",
-        without_effect=True,
-        training_only=True,
-    )
-    """Full recomputation: all layers in groups (uniform), or only the first layers of a stage (block)."""
-
-    recompute_num_layers: int | None = flag(
-        None, no_effect_without="--recompute-granularity full", without_effect=True, training_only=True
-    )
-    """Full recomputation: layers in a group (uniform), or layers recomputed in each stage (block)."""
-
-    recompute_modules: tuple[str, ...] | None = flag(
-        None,
-        many=True,
-        choices=RECOMPUTED_PARTS,
-        no_effect_without="--recompute-granularity selective",
-        without_effect=True,
-        training_only=True,
-    )
-    """Selective recomputation: parts of each layer; default core_attn. core_attn is attention without its
-    projections, layernorm both norms. In layers without experts, mlp is the whole MLP, mlp_act its activation function.
-    In layers with experts, moe is the whole MoE layer, moe_act the activation functions of all experts, shared_experts
-    the shared expert."""
+class LayerPattern:
+    """Base of a section of flags that may state the sublayers of each layer, in place of the flags of the model."""
 
     @property
-    def recomputed_modules(self) -> tuple[str, ...]:
-        """Parts of each layer that selective recomputation computes again."""
-        return self.recompute_modules or ("core_attn",) if self.recompute_granularity == "selective" else ()
+    def states_layers(self) -> bool:
+        """Whether its flags are given."""
+        return False
 
-    def recomputes(self, module: str) -> bool:
-        """Whether selective recomputation computes `module` again, and not a larger one that includes it."""
-        named = self.recomputed_modules
-        return module in named and RECOMPUTED_PARTS.facts(module).within not in named
+    def stated_layers(self, config: Section) -> tuple[Sublayers, ...]:
+        """Sublayers of each layer and of each module of multi-token prediction of a `TransformerConfig`.
+
+        Raises ValueError for a pattern that is not legal."""
+        raise NotImplementedError
 
 
 MOST_LAYERS = 10**6

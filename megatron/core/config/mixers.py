@@ -85,6 +85,12 @@ class MixerFacts:
     of_layer: Callable[..., LayerKind] = lambda config, number, kind: kind
     """(configuration, layer, kind that the model's flags state) -> kind of the layer with this mixer."""
 
+    recomputed: str = ""
+    """A part of it that --recompute-modules can name."""
+
+    recomputed_with: str = ""
+    """The flag by which a model has this part."""
+
     includes: tuple[str, ...] = ()
     """Other mixers that are parts of it, whose flags and rules a model with it has."""
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from megatron.core.config.layers import (
     LayerKind,
+    LayerPattern,
     Rotation,
     Span,
     Sublayers,
@@ -28,9 +29,9 @@ from megatron.core.config.mixers import (
     attention_facts,
     with_attention,
 )
-from megatron.core.config.model_fields import ModelFields
+from megatron.core.config.model_fields import RECOMPUTED_PARTS, ModelFields
 from megatron.core.param_meta import InitPolicy
-from megatron.core.parts import ACTIVATIONS, LAYER_PATTERNS, RESIDUALS, layers_by_pattern
+from megatron.core.parts import ACTIVATIONS, RESIDUALS
 
 T = TypeVar("T")
 
@@ -155,11 +156,16 @@ class TransformerConfig(ModelFields):
         )
 
     @property
+    def pattern(self) -> LayerPattern | None:
+        """The flags that state sublayers layer by layer; None if each layer has a mixer and an MLP."""
+        patterns = (options for options in self.extension_options if isinstance(options, LayerPattern))
+        return next((options for options in patterns if options.states_layers), None)
+
+    @property
     def stated_layers(self) -> tuple[Sublayers, ...] | None:
         """Sublayers of all layers, followed by those of multi-token prediction, where one pattern states them.
         ValueError if it cannot be read."""
-        named = layers_by_pattern(self)
-        return None if named is None else LAYER_PATTERNS[named](self)
+        return None if self.pattern is None else self.pattern.stated_layers(self)
 
     @property
     def linear_attentions(self) -> tuple[str, ...]:
@@ -298,6 +304,18 @@ class TransformerConfig(ModelFields):
         """Name of the residual stream; None for hidden states to which outputs are added."""
         return RESIDUALS.chosen(self)
 
+    def has_recomputed(self, part: str) -> bool:
+        """Whether the model has a part of --recompute-modules."""
+        if part in ("moe", "moe_act"):
+            return self.num_experts is not None
+        if part == "shared_experts":
+            return bool(self.moe_shared_expert_intermediate_size)
+        if part not in RECOMPUTED_PARTS.stated():
+            return True
+        own = [self.attention_mixer.recomputed]
+        own += [] if self.residual is None else [RESIDUALS.facts(self.residual).recomputed]
+        return part in own
+
     @property
     def residual_size(self) -> int:
         """Channels of the residual stream between layers."""
@@ -384,7 +402,7 @@ class TransformerConfig(ModelFields):
     def initial(self) -> InitPolicy:
         """Initial values of parameters by their roles. Weights whose output is added to the residual stream are
         smaller, so that the stream's variance does not grow with depth."""
-        of_layer = 2 if layers_by_pattern(self) is None else 1
+        of_layer = 2 if self.pattern is None else 1
         std, of_embeddings = self.init_method_std, self.embedding_init_method_std
         return InitPolicy(
             std=std,

@@ -2,21 +2,120 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.attention import LOCAL, RotaryConfig, SelfAttentionConfig
 from megatron.core.config.flag_spec import Section, flag
-from megatron.core.config.layers import (
-    RecomputeConfig,
-)
 from megatron.core.config.losses import LOSSES
 from megatron.core.config.mixers import (
     ATTENTION_MODULES,
     ATTENTION_VARIANTS,
+    MIXERS,
 )
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.norms import NormConfig
-from megatron.core.parts import ACTIVATIONS, LAYERS, MLPS
+from megatron.core.parts import ACTIVATIONS, LAYERS, MLPS, RESIDUALS
+
+RECOMPUTED_IN_EVERY_MODEL = ("core_attn", "layernorm", "mlp_act", "mlp")
+NEEDED_BY = {
+    "moe_act": "--num-experts",
+    "moe": "--num-experts",
+    "shared_experts": "--moe-shared-expert-intermediate-size",
+}
+"""Parts of some models -> the flag by which a model has them."""
+
+WITHIN = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
+"""Parts -> a larger part that includes them."""
+
+
+class RecomputedParts(Collection[str]):
+    """Choices of --recompute-modules: those of every layer, and those that mixers and residual streams state."""
+
+    @staticmethod
+    def stated() -> dict[str, str]:
+        """Part of a mixer or a residual stream -> the flag by which a model has it."""
+        mixers, streams = (MIXERS.facts(name) for name in MIXERS), (RESIDUALS.facts(name) for name in RESIDUALS)
+        found = [(facts.recomputed, facts.recomputed_with) for facts in mixers]
+        found += [(facts.recomputed, facts.recomputed_with) for facts in streams]
+        return {part: flag for part, flag in found if part}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*RECOMPUTED_IN_EVERY_MODEL, *NEEDED_BY, *self.stated()))
+
+    def __contains__(self, name: object) -> bool:
+        return any(name == each for each in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def where(self, part: str) -> str:
+        """File and line where the mixer or residual stream of a part is registered; empty for parts of every model."""
+        owners = [MIXERS.where(name) for name in MIXERS if MIXERS.facts(name).recomputed == part]
+        owners += [RESIDUALS.where(name) for name in RESIDUALS if RESIDUALS.facts(name).recomputed == part]
+        return owners[0] if owners else ""
+
+    def needs(self, part: str) -> str:
+        """The flag by which a model has a part; empty for parts of every model."""
+        return (NEEDED_BY | self.stated()).get(part, "")
+
+    def within(self, part: str) -> str | None:
+        """A larger part that includes it."""
+        return WITHIN.get(part)
+
+
+RECOMPUTED_PARTS = RecomputedParts()
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """Recomputation: activations that the backward pass computes again instead of saving them."""
+
+    recompute_granularity: str = flag(
+        "none",
+        choices=("none", "selective", "full"),
+        without_effect=True,
+        training_only=True,
+        first_run=True,
+    )
+    """Recompute nothing (none), parts of each layer (selective) or whole layers (full) in the backward pass."""
+
+    recompute_method: str | None = flag(
+        None,
+        choices=("uniform", "block"),
+        no_effect_without="--recompute-granularity full",
+        without_effect=True,
+        training_only=True,
+    )
+    """Full recomputation: all layers in groups (uniform), or only the first layers of a stage (block)."""
+
+    recompute_num_layers: int | None = flag(
+        None, no_effect_without="--recompute-granularity full", without_effect=True, training_only=True
+    )
+    """Full recomputation: layers in a group (uniform), or layers recomputed in each stage (block)."""
+
+    recompute_modules: tuple[str, ...] | None = flag(
+        None,
+        many=True,
+        choices=RECOMPUTED_PARTS,
+        no_effect_without="--recompute-granularity selective",
+        without_effect=True,
+        training_only=True,
+    )
+    """Selective recomputation: parts of each layer; default core_attn. core_attn is attention without its
+    projections, layernorm both norms. In layers without experts, mlp is the whole MLP, mlp_act its activation function.
+    In layers with experts, moe is the whole MoE layer, moe_act the activation functions of all experts, shared_experts
+    the shared expert."""
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """Parts of each layer that selective recomputation computes again."""
+        return self.recompute_modules or ("core_attn",) if self.recompute_granularity == "selective" else ()
+
+    def recomputes(self, module: str) -> bool:
+        """Whether selective recomputation computes `module` again, and not a larger one that includes it."""
+        named = self.recomputed_modules
+        return module in named and RECOMPUTED_PARTS.within(module) not in named
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.stage import Stage
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import layers_by_pattern
 from megatron.core.pipeline_parallel.layout import split_layers
 from megatron.core.pipeline_parallel.stage_parameters import layer_tensors, multi_token_tensors
 from megatron.core.pipeline_parallel.stages import pipeline_layout
@@ -72,7 +71,7 @@ def multi_token_cost(config: TransformerConfig) -> float:
 def relative_costs(config: TransformerConfig) -> tuple[float, ...]:
     """Cost of each layer of one sublayer, in layers of the mean, by its FLOPs; layers of two count as equal."""
     layers, numbers = _layer_costs(config), range(config.num_layers)
-    if not layers or layers_by_pattern(config) is None:
+    if not layers or config.pattern is None:
         return (1.0,) * config.num_layers
     of_layer = (_matrices(layer_tensors(config, number).trained, config) for number in numbers)
     attention = (_attention_cost(config, number) for number in numbers)

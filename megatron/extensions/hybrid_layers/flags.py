@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from megatron.core.config.flag_spec import Condition, flag
-from megatron.core.parts import LAYER_PATTERNS
+from megatron.core.config.flag_spec import Condition, Section, flag
+from megatron.core.config.layers import LayerPattern, Sublayers
+from megatron.core.registry import imported
+from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
 PATTERN = "--hybrid-layer-pattern"
@@ -17,7 +18,7 @@ DENSE, EXPERTS = "-", "E"
 def has_linear_attention(name: str, letter: str) -> Condition:
     """Return the condition that flags of a linear attention depend on."""
 
-    def holds(config: Any) -> bool:
+    def holds(config: RunConfig) -> bool:
         try:
             return name in config.model.linear_attentions
         except ValueError:
@@ -33,7 +34,7 @@ def has_linear_attention(name: str, letter: str) -> Condition:
     part_of="model",
 )
 @dataclass(frozen=True)
-class HybridConfig:
+class HybridConfig(LayerPattern):
     """Layers of one sublayer each."""
 
     hybrid_layer_pattern: str | None = flag(
@@ -55,9 +56,10 @@ class HybridConfig:
     prediction: a mixer, an MLP, or both. Replaces --num-layers and --mtp-num-layers. Default: each layer has a mixer
     and an MLP."""
 
+    @property
+    def states_layers(self) -> bool:
+        return self.hybrid_layer_pattern is not None
 
-LAYER_PATTERNS.register(
-    "letters",
-    f"{__package__}.pattern:hybrid_layers",
-    when=lambda config: config.options(HybridConfig).hybrid_layer_pattern is not None,
-)
+    def stated_layers(self, config: Section) -> tuple[Sublayers, ...]:
+        found: tuple[Sublayers, ...] = imported(f"{__package__}.pattern:hybrid_layers")(config)
+        return found

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import RECOMPUTED_PARTS, RESIDUALS
+from megatron.core.parts import RESIDUALS
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
@@ -77,5 +77,6 @@ RESIDUALS.register(
     f"{__package__}.hyper_connection:HyperConnection",
     when=is_chosen,
     width=stream_size,
+    recomputed="mhc",
+    recomputed_with=SWITCH,
 )
-RECOMPUTED_PARTS.register("mhc", is_chosen, needs=SWITCH)

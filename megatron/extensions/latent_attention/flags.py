@@ -11,7 +11,7 @@ from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.config.mixers import MIXERS, AttentionFacts, HeadWidths
 from megatron.core.config.model import TransformerConfig
 from megatron.core.facts import LinearFormatFacts
-from megatron.core.parts import LINEAR_FORMATS, RECOMPUTED_PARTS, linear_format
+from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.training.config.problem import Problem, multiples
 from megatron.training.config.rules.parallel import tokens_for_latents
 from megatron.training.config.run_config import RunConfig
@@ -159,7 +159,6 @@ MIXERS.register(
     rules=latent_attention,
     described=latents,
     letter="+",
-)
-RECOMPUTED_PARTS.register(
-    "mla_up_proj", lambda config: config.attention == "multi_latent_attention", needs="--multi-latent-attention"
+    recomputed="mla_up_proj",
+    recomputed_with="--multi-latent-attention",
 )

@@ -21,8 +21,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.batch import Batch
-from megatron.core.config.layers import RecomputeConfig, Rotation, Span
+from megatron.core.config.layers import Rotation, Span
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.model_fields import RecomputeConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.models.stage import Stage

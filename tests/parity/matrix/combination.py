@@ -9,7 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from megatron.core.parts import PIPELINE_SCHEDULES, RECOMPUTED_PARTS
+from megatron.core.config.model_fields import RECOMPUTED_PARTS
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.training.config.flags import home_of, spelling_table
 
 COMMON = (

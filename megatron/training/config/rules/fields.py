@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megatron.core.config.flag_spec import Condition, FlagSpec
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
-from megatron.core.parts import layers_by_pattern
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
     Flag,
@@ -40,7 +39,7 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
     """Checks each value on its own."""
     for flag in all_flags():
         value = value_of(config, flag)
-        if flag.field == "num_layers" and layers_by_pattern(config.model) is not None:
+        if flag.field == "num_layers" and config.model.pattern is not None:
             continue  # which states as many
         if flag.field in REQUIRED:
             if value < 1:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from megatron.core.config.losses import LOSSES
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig, round_up
-from megatron.core.parts import ACTIVATIONS, NORMALIZATIONS, layers_by_pattern
+from megatron.core.parts import ACTIVATIONS, NORMALIZATIONS
 from megatron.training.config.flags import dashed, flags_of, value_of
 from megatron.training.config.problem import Problem, divides, multiples, problems_of, unless_multiple
 from megatron.training.config.run_config import RunConfig
@@ -213,7 +213,7 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         if not MIXERS.facts(variant).whole_sequences:
             why = "its layers see the tokens of their own rank only"
             yield Problem.exclusive("--context-parallel-size", cp, f"{VARIANT} {variant}", why)
-    if m.num_layers < 1 or not variants or layers_by_pattern(m) is not None:
+    if m.num_layers < 1 or not variants or m.pattern is not None:
         return
     try:
         linear = m.linear_pattern

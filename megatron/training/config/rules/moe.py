@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.moe import MoEConfig
-from megatron.core.parts import BALANCINGS, layers_by_pattern
+from megatron.core.parts import BALANCINGS
 from megatron.training.config.problem import (
     Problem,
     divides,
@@ -24,7 +24,7 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.num_experts is not None and m.num_experts > 0:
         yield from unless_at_most("--moe-router-topk", m.moe_router_topk, "--num-experts", m.num_experts)
     try:
-        if layers_by_pattern(m) is None and m.num_layers > 0 and not m.moe_layers:
+        if m.pattern is None and m.num_layers > 0 and not m.moe_layers:
             remedy = "use another pattern, or remove --num-experts"
             yield Problem("--moe-layer-freq", m.moe_layer_freq, "selects no layer for experts", remedy)
     except ValueError as error:

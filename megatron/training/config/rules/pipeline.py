@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.losses import LOSSES
+from megatron.core.config.model_fields import RECOMPUTED_PARTS
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import PIPELINE_SCHEDULES, RECOMPUTED_PARTS
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
@@ -112,15 +113,15 @@ def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
     except ValueError:
         dense = True  # another rule reports the pattern
     for part in named if m.recompute_granularity == "selective" else ():
-        facts = RECOMPUTED_PARTS.facts(part)
-        if not RECOMPUTED_PARTS[part](m):
-            yield Problem.no_effect(flag, part, facts.needs)
+        within = RECOMPUTED_PARTS.within(part)
+        if not m.has_recomputed(part):
+            yield Problem.no_effect(flag, part, RECOMPUTED_PARTS.needs(part))
         elif part in ("mlp", "mlp_act") and not dense:
             use = f"use {part.replace('mlp', 'moe')}, or " if m.num_experts is not None else ""
             rule = "has no effect where no layer has an MLP without experts"
             yield Problem(flag, part, rule, f"{use}remove {part}", harmless=True)
-        elif facts.within in named:
-            rule = f"has no effect beside {facts.within}, which includes it"
+        elif within in named:
+            rule = f"has no effect beside {within}, which includes it"
             yield Problem(flag, part, rule, "keep one", harmless=True)
 
 
