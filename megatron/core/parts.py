@@ -106,12 +106,6 @@ def gathered_format(parallel: Any) -> str | None:
     return name if name is not None and LINEAR_FORMATS.facts(name).gathers(parallel) else None
 
 
-UPDATE_HOOKS: Registry[Any, facts.WhenFacts, ...] = Registry(
-    "hook of updates", facts.WhenFacts, "config, modules, shards, state"
-)
-"""`hook(config, modules, shards, state)`: its `after_update(skip)` is called after each update of main parameters
-on the device, before the parameters are written. `skip` is 1 on the device where nothing was updated, else 0."""
-
 PIPELINE_SCHEDULES: Registry[Any, facts.ScheduleFacts, ...] = Registry(
     "--pipeline-schedule", facts.ScheduleFacts, facts.ScheduleFacts.form
 )

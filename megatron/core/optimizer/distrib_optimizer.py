@@ -29,10 +29,9 @@ from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.chain import Chain
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
-from megatron.core.optimizer.optimizer import HostUpdateRule, OptimizerShard, Rates, Shard, StepValues
+from megatron.core.optimizer.optimizer import HostUpdateRule, Rates, Shard, StepValues
 from megatron.core.optimizer.transforms import plan_of_chain, states_of_shards
 from megatron.core.parallel_state import ParallelState
-from megatron.core.parts import UPDATE_HOOKS
 
 
 class StepResult:
@@ -179,9 +178,9 @@ class DistributedOptimizer:
         self.host_update = _build_host_update(config, ddp, on_host, chains_on_host, host_threads)
         self.chains = [self._chain, *chains_on_host]
         """The chains of all shards, on the device and on the host."""
-        owned_shards = [shard for shard in self.shards if isinstance(shard, OptimizerShard)]
-        hooks = UPDATE_HOOKS.wanted(config)
-        self._hooks = [UPDATE_HOOKS[name](config, ddp.modules, owned_shards, state) for name in hooks]
+        self.after_update: list[Callable[[Tensor], None]] = []
+        """Called after each update of main parameters on the device, before the parameters are written, with 1 on the
+        device where nothing was updated, else 0. A callback of a run may add to it in `meters`."""
         self.updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
         """Updates made so far, on the device."""
 
@@ -229,8 +228,8 @@ class DistributedOptimizer:
         if factor is not None:
             self._chain.scale_gradients(factor)
         self._chain.step(values)
-        for hook in self._hooks:
-            hook.after_update(skip)
+        for hook in self.after_update:
+            hook(skip)
         for shard in self._on_device:
             shard.write_params()
         if update.on_update is not None:

@@ -9,9 +9,8 @@ from megatron.core.config.flag_spec import Condition, Section, flag
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.optimizers import OPTIMIZERS, STATE_STORES, StatePlan
 from megatron.core.config.param_groups import PARAMETER_RULES
-from megatron.core.parts import UPDATE_HOOKS
 from megatron.extensions.optimizers.newton_schulz import COEFFICIENTS
-from megatron.training.extensions import extension_flags
+from megatron.training.extensions import CALLBACKS, extension_flags
 
 HERE = "megatron.extensions.optimizers"
 
@@ -202,6 +201,4 @@ PARAMETER_RULES.register(
     f"{HERE}.named_parameters:NamedParameters",
     when=lambda optimizer: optimizer.options(NamedParameterFlags) != NamedParameterFlags(),
 )
-UPDATE_HOOKS.register(
-    "qk_clip", f"{HERE}.qk_clip:QKClip", when=lambda optimizer: optimizer.options(QKClipFlags).qk_clip
-)
+CALLBACKS.register("qk_clip", f"{HERE}.qk_clip:ClipsLogits", when=lambda c: c.options(QKClipFlags).qk_clip)

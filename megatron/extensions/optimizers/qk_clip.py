@@ -20,6 +20,8 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import OptimizerShard
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.optimizers.flags import QKClipFlags
+from megatron.training.hooks import Callback, Meter
+from megatron.training.run import TrainingRun
 
 
 class QKClip:
@@ -70,6 +72,16 @@ class QKClip:
                     mine = shard.main[span]
                     columns = piece.meta.global_shape[-1] if piece.meta.name.endswith("weight") else 1
                     mine.mul_(of_elements(of_rows, columns, piece.start, piece.stop).to(mine.dtype))
+
+
+class ClipsLogits(Callback):
+    """Adds QK-clip to the updates of a run."""
+
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        shards = [shard for shard in run.optimizer.shards if isinstance(shard, OptimizerShard)]
+        clip = QKClip(run.config.optimizer, run.ddp.modules, shards, run.runtime.state)
+        run.optimizer.after_update.append(clip.after_update)
+        return ()
 
 
 def of_elements(of_rows: Tensor, columns: int, start: int, stop: int) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from megatron.core.config.optimizers import OPTIMIZERS
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.extensions.optimizers.flags import SCALE_BLOCK, MuonFlags, PrecisionAwareFlags, QKClipFlags
 from megatron.training.config.flags import field_table, named_value
 from megatron.training.config.problem import Problem
@@ -29,6 +30,9 @@ def qk_clip(c: RunConfig, world_size: int) -> Iterator[Problem]:
     switch = "--qk-clip"
     if not o.qk_clip:
         return
+    if p.schedule in PIPELINE_SCHEDULES and not PIPELINE_SCHEDULES.facts(p.schedule).flushes:
+        why = "it reads what the passes of one step have noted"
+        yield Problem.exclusive("--pipeline-schedule", p.schedule, switch, why)
     if p.attention_backend not in ("auto", "unfused"):
         rule = f"does not return the largest logit of each head, which {switch} needs"
         yield Problem("--attention-backend", p.attention_backend, rule, "use unfused, or remove --attention-backend")

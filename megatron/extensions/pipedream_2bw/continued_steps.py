@@ -67,7 +67,7 @@ class ContinuingPipeline(Pipeline):
     executor: ContinuingExecutor
 
     following: Sequence[Batch] = ()
-    """Micro-batches of the next step, whose passes begin in the next call of `train`."""
+    """Micro-batches of the next step, whose passes begin in the next call of `train`, and in that one alone."""
 
     _begun = 0
     """Micro-batches of the last step, if it has begun passes of the next one."""
@@ -77,7 +77,8 @@ class ContinuingPipeline(Pipeline):
         return None  # the rank of the loss may still be in the step before
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
-        return self._train(batches, self.following, seed)
+        following, self.following = self.following, ()
+        return self._train(batches, following, seed)
 
     def train_plainly(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
         return self._train(batches, (), seed)
@@ -116,8 +117,11 @@ class ContinuedStep(TrainStep):
         """Those at hand if passes of the step have begun in the step before. Reads those of the next one."""
         given = self._read(step)
         self.begun = None if is_read(self.run, step) else self._following(step)
-        self.pipeline.following = self.begun.scaled if self.begun is not None else ()
         return given
+
+    def gradients(self, given: StepInput) -> Sums:
+        self.pipeline.following = self.begun.scaled if self.begun is not None else ()
+        return super().gradients(given)
 
     def _read(self, step: Step) -> StepInput:
         return self.begun if self.begun is not None and self.begun.step == step else super().inputs(step)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizers import STATE_STORES
-from megatron.core.parts import LINEAR_FORMATS, UPDATE_HOOKS
+from megatron.core.parts import LINEAR_FORMATS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.extensions.pipedream_2bw.flags import NAME
 from megatron.training.config.batch_size import legal_sizes
@@ -44,8 +44,6 @@ def _excluded(c: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}", "weights are not kept"
     if o.host_fraction:
         yield "--optimizer-cpu-offload", "states in host memory are updated at the end of a step"
-    if list(UPDATE_HOOKS.wanted(o)):
-        yield "--qk-clip", "it reads what the passes of one step have noted"
     if o.updates_together:
         yield f"--optimizer {o.optimizer}", "it is not proved for updates in the midst of the next step"
     if [name for name in STATE_STORES if STATE_STORES.facts(name).holds(o)][1:-1] or o.state_store != "two versions":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
-from megatron.extensions.optimizers.qk_clip import of_elements
+from megatron.extensions.optimizers.qk_clip import QKClip, of_elements
 from megatron.training.train_step import train_step
 from tests.harness import run_world, running
 from tests.tiny import TINY
@@ -23,10 +25,14 @@ TAU = 0.1
 def largest_of_two_steps(rank: int, world_size: int, flags: str) -> list[torch.Tensor]:
     """Largest logits of the initial weights, and of the same samples after a step that changes nothing but by its
     clip."""
-    with running(flags.split(), rank, world_size) as run:
-        (clip,), found = run.optimizer._hooks, []
-        true = clip.largest
-        clip.largest = lambda: found.append(true()) or found[-1]  # type: ignore[method-assign]
+    true = QKClip.largest
+    found: list[list[torch.Tensor]] = []
+
+    def noted(self: QKClip) -> list[torch.Tensor]:
+        found.append(true(self))
+        return found[-1]
+
+    with mock.patch.object(QKClip, "largest", noted), running(flags.split(), rank, world_size) as run:
         train_step(run)
         run.progress.consumed_samples = 0
         train_step(run)
