@@ -140,12 +140,6 @@ wanted of each (None: one epoch); see `megatron.extensions.datasets.generator_da
 DATASETS.register("gpt", "megatron.core.datasets.build:build_gpt")
 DATASETS.register("mock", "megatron.core.datasets.build:build_mock")
 
-BATCH_SCHEDULES: Registry[Any, facts.WhenFacts, ...] = Registry("schedule of batch sizes", facts.WhenFacts, "config")
-"""`sizes(config)`: the `megatron.training.config.batch_size.BatchSizes` of a run whose batch size changes
-(`when(config)`)."""
-
-batch_schedule = BATCH_SCHEDULES.chosen
-
 
 class Kernel(Protocol):
     """A kernel that may compute an operation in place of plain torch."""

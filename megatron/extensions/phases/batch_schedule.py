@@ -2,55 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 
+from megatron.extensions.phases.batch_steps import parse_batch_schedule
 from megatron.extensions.phases.flags import BatchScheduleFlags
-from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.problem import Problem, multiples
 from megatron.training.config.rules.training import samples_of_micro_batches
 from megatron.training.config.run_config import RunConfig
-
-
-def sizes(config: RunConfig) -> BatchSizes:
-    """Of a resolved and validated configuration."""
-    options, final = config.options(BatchScheduleFlags), config.training.global_batch_size
-    if options.step_batch_size_schedule is not None:
-        steps = parse_batch_schedule(options.step_batch_size_schedule)
-        ends = [tokens // config.model.seq_length for tokens, _ in steps[1:]]
-        return BatchSizes(steps[-1][1], tuple((end, size) for end, (_, size) in zip(ends, steps, strict=False)))
-    assert final is not None and options.rampup_batch_size is not None
-    return ramp(final, *options.rampup_batch_size)
-
-
-def ramp(final: int, start: int, increment: int, samples: int) -> BatchSizes:
-    """From `start` to `final` by `increment`, in equal shares of `samples`."""
-    n = (final - start) // increment
-    return BatchSizes(final, tuple((-(-(k + 1) * samples // n), start + k * increment) for k in range(n)))
-
-
-SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-
-
-def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
-    """(consumed tokens from which it holds, batch size) of `0:384 200B:768`, separated by spaces or commas.
-
-    Raises ValueError if it cannot be read, does not begin at 0, or the tokens do not rise.
-    """
-    steps = []
-    for part in text.replace(",", " ").split():
-        found = re.fullmatch(r"([0-9.]+)([KMBT]?):([0-9]+)", part)
-        if found is None or float(found[1]) * SUFFIXES[found[2]] % 1:
-            raise ValueError(f"{part!r} must be TOKENS:SIZE, for example 200B:768")
-        steps.append((int(float(found[1]) * SUFFIXES[found[2]]), int(found[3])))
-    if not steps or steps[0][0] != 0:
-        raise ValueError("must begin with the batch size from 0 tokens on, for example 0:384")
-    if any(later <= sooner for (sooner, _), (later, _) in pairwise(steps)):
-        raise ValueError("the numbers of tokens must rise")
-    return steps
 
 
 def with_last_size(config: RunConfig) -> RunConfig:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import BATCH_SCHEDULES
+from megatron.extensions.phases.batch_steps import parse_batch_schedule, ramp
+from megatron.training.config.batch_size import BatchSizes
+from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 from megatron.training.plan import PLANS
 
@@ -38,13 +40,23 @@ class BatchScheduleFlags:
     """Batch sizes by consumed tokens, instead of global-batch-size: "0:384 200B:768" is 384, and 768 from 2e11 tokens
     on."""
 
+    @property
+    def changes_batches(self) -> bool:
+        """Whether a flag says that the batch size changes."""
+        return self != BatchScheduleFlags()
+
+    def batch_sizes(self, config: RunConfig) -> BatchSizes:
+        """The sizes of a run, which is resolved and validated."""
+        final = config.training.global_batch_size
+        if self.step_batch_size_schedule is not None:
+            steps = parse_batch_schedule(self.step_batch_size_schedule)
+            ends = [tokens // config.model.seq_length for tokens, _ in steps[1:]]
+            return BatchSizes(steps[-1][1], tuple((end, size) for end, (_, size) in zip(ends, steps, strict=False)))
+        assert final is not None and self.rampup_batch_size is not None
+        return ramp(final, *self.rampup_batch_size)
+
 
 PLANS.register("phases", "megatron.extensions.phases.plan:PhasePlan", field="data_phases")
 CALLBACKS.register(
     "epochs of data sets", f"{__package__}.epochs:EpochLines", when=lambda config: config.data.dataset == "gpt"
-)
-BATCH_SCHEDULES.register(
-    "by consumed samples",
-    f"{__package__}.batch_schedule:sizes",
-    when=lambda config: config.options(BatchScheduleFlags) != BatchScheduleFlags(),
 )

@@ -9,7 +9,7 @@ from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.path_kind import data_kind_of
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import PIPELINE_SCHEDULES, batch_schedule
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.layer_split import stage_costs
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.extensions.planner.device_file import read_device
@@ -17,7 +17,7 @@ from megatron.extensions.planner.memory import GIB, Fit, fullest, memory_of_rank
 from megatron.extensions.planner.memory_lines import RANKS_SHOWN, memory_lines
 from megatron.extensions.planner.time.pipeline import Schedule
 from megatron.extensions.simulator.simulator import StageCosts
-from megatron.training.config.batch_size import batch_line, microbatches_of, shape_line
+from megatron.training.config.batch_size import batch_line, batch_schedule, microbatches_of, shape_line
 from megatron.training.config.commands import Prepared
 from megatron.training.config.flags import flat_values, named_value
 from megatron.training.config.output_files import write_json

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Self
+from typing import Protocol, Self, runtime_checkable
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import BATCH_SCHEDULES, batch_schedule
+from megatron.training.config.flags import EXTENSION_SECTIONS
 from megatron.training.config.run_config import Point, RunConfig
 
 START: tuple[Point, ...] = ((0, 0),)
@@ -35,8 +35,9 @@ class BatchSizes:
         """Of a resolved and validated configuration, and of the part of the run that is in its checkpoint."""
         assert config.training.global_batch_size, "resolve() fills the global batch size"
         scheduled = batch_schedule(config)
-        sizes = cls(config.training.global_batch_size) if scheduled is None else BATCH_SCHEDULES[scheduled](config)
-        return sizes.resumed(config.past_batches)
+        if scheduled is not None:
+            return scheduled.batch_sizes(config).resumed(config.past_batches)
+        return cls(config.training.global_batch_size).resumed(config.past_batches)
 
     def resumed(self, past: Sequence[Point]) -> Self:
         """The sizes of a run that has these positions behind it; the last one is where it resumes."""
@@ -88,6 +89,24 @@ class BatchSizes:
             steps = min(-(-(end - consumed) // size) if end > consumed else 0, iterations - done)
             done, consumed = done + steps, consumed + steps * size
         return consumed + (iterations - done) * self.final
+
+
+@runtime_checkable
+class SchedulesBatches(Protocol):
+    """A class of flags by which the batch size changes (`megatron.training.extensions.extension_flags`)."""
+
+    @property
+    def changes_batches(self) -> bool:
+        """Whether a flag says so."""
+
+    def batch_sizes(self, config: RunConfig) -> BatchSizes:
+        """The sizes of a run that is resolved and validated, if it changes them."""
+
+
+def batch_schedule(config: RunConfig) -> SchedulesBatches | None:
+    """The flags by which the batch size of a run changes; None if it stays the same."""
+    found: list[object] = [config.options(section.cls) for section in EXTENSION_SECTIONS.values()]
+    return next((each for each in found if isinstance(each, SchedulesBatches) and each.changes_batches), None)
 
 
 def legal_sizes(config: RunConfig) -> BatchSizes:

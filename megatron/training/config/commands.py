@@ -5,9 +5,9 @@ An option stands on the command line and is not configuration: no file has it, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NoReturn
+from typing import ClassVar, NoReturn, Protocol
 
 from megatron.core.registry import Registry
 from megatron.training.config.flags import TooLargeError, parse_int
@@ -116,11 +116,19 @@ class CommandFacts:
     """By spelling."""
 
 
-COMMANDS: Registry[Callable[[GivenOptions, int | None], Command | None], CommandFacts, ...] = Registry(
-    "command", CommandFacts, "given, world_size"
-)
-"""`read(given, world_size)`: the `Command` that the options ask for, None if there is none; adds their problems to
-`given.problems`. It is imported when one of its options is given. `world_size` is --world-size."""
+class ReadCommand(Protocol):
+    """Reads the options of a command. It is imported when one of them is given."""
+
+    def __call__(self, given: GivenOptions, world_size: int | None) -> Command | None:
+        """The `Command` that the options ask for, None if there is none; adds their problems to `given.problems`.
+        `world_size` is --world-size."""
+
+
+COMMANDS = Registry("command", CommandFacts, protocol=ReadCommand)
+"""What `pretrain_gpt.py` does instead of training:
+
+    COMMANDS.register("count", "my.module:read", options={"--count": Option("Count the ranks.", command=True)})
+"""
 
 
 def options() -> dict[str, Option]:

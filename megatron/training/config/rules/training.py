@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.core.parts import batch_schedule
-from megatron.training.config.batch_size import legal_sizes, samples_of_run
+from megatron.training.config.batch_size import batch_schedule, legal_sizes, samples_of_run
 from megatron.training.config.flags import all_flags, dashed, value_of
 from megatron.training.config.problem import Problem, divides, multiples, unless_at_most, unless_multiple
 from megatron.training.config.run_config import RunConfig
