@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
@@ -82,7 +81,7 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     return with_named(replace(config, tokenizer=tokenizer), own)
 
 
-def _other_format(load: str, hf_config: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
+def _other_format(load: str, hf_config: Mapping[str, object], config: RunConfig) -> Iterator[str]:
     """A notice where a model of 16 bits would silently become one of 32, as flags name no format."""
     stored, run = hf_config.get("dtype", hf_config.get("torch_dtype")), config.parallel
     flag = {"bfloat16": "--bf16", "float16": "--fp16"}.get(str(stored))
@@ -99,9 +98,11 @@ def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
         return True
 
 
-def _is_free(config: RunConfig, model: TransformerConfig, field: str, value: Any) -> bool:
+def _is_free(config: RunConfig, model: TransformerConfig, field: str, value: object) -> bool:
     """Whether continued training may change a field of the folder's model. A larger vocabulary adds tokens; it is known
     later only if the tokenizer adds to --vocab-size."""
     if field == "vocab_size":
-        return config.tokenizer.tokenizer_type == "NullTokenizer" or value > (model.vocab_size or 0)
+        return config.tokenizer.tokenizer_type == "NullTokenizer" or (
+            isinstance(value, int) and value > (model.vocab_size or 0)
+        )
     return model.rotary and field in ROTARY_FIELDS

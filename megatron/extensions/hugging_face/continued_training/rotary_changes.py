@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.model import TransformerConfig
+from megatron.extensions.hugging_face.config_json.config_values import whole
 from megatron.extensions.hugging_face.config_json.read_rotary import LLAMA3_SCALING, YARN_SCALING
 from megatron.extensions.hugging_face.write_config import settings_of
 from megatron.training.config.flags import field_table, with_fields
 from megatron.training.config.problem import Problem
 
-SCHEMES: Mapping[str, Any] = {
+SCHEMES: Mapping[str, object] = {
     "rope_type": "rope",
     "use_rope_scaling": False,
     "rotary_seq_len_interpolation_factor": None,
@@ -33,7 +33,7 @@ ROTARY_FIELDS = (
 """Fields of models with rotary embeddings that flags may change."""
 
 
-def replaced_scaling(model: TransformerConfig, own: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+def replaced_scaling(model: TransformerConfig, own: Mapping[str, object], given: Collection[str]) -> dict[str, object]:
     """Fields that follow if flags select a scaling: the folder's scaling ends, and the new one stretches the folder's
     original context length. `own` are the run's fields, `given` those that the user gave."""
     schemes = [field for field in SCHEMES if field in given]
@@ -49,14 +49,14 @@ def replaced_scaling(model: TransformerConfig, own: Mapping[str, Any], given: Co
 
 
 def longest_sequence(
-    model: TransformerConfig, own: Mapping[str, Any], source: Path, given: Collection[str]
-) -> tuple[dict[str, Any], list[Problem]]:
+    model: TransformerConfig, own: Mapping[str, object], source: Path, given: Collection[str]
+) -> tuple[dict[str, object], list[Problem]]:
     """The field max_position_embeddings of a run with longer sequences than the folder's config.json allows, and a
     problem if they do not fit a learned table, or if no flag says that they are meant."""
-    longest, length = model.max_position_embeddings, own["seq_length"]
+    longest, length = model.max_position_embeddings, whole(own, "seq_length")
     if longest is None or longest >= length or "max_position_embeddings" in given:
         return {}, []
-    raised = {"max_position_embeddings": length}
+    raised: dict[str, object] = {"max_position_embeddings": length}
     rule = f"is above max_position_embeddings {longest} in {source}"
     if model.position_embedding_type == "learned_absolute":
         return raised, [
@@ -71,7 +71,7 @@ def longest_sequence(
     return raised, [Problem("--seq-length", length, rule, remedy)]
 
 
-def changed_fields(model: TransformerConfig, own: Mapping[str, Any]) -> list[str]:
+def changed_fields(model: TransformerConfig, own: Mapping[str, object]) -> list[str]:
     """Rotary fields in which a run computes something else than the folder's model; none if a value is invalid, which
     rules report."""
     try:
@@ -81,11 +81,11 @@ def changed_fields(model: TransformerConfig, own: Mapping[str, Any]) -> list[str
     return [field for field in ROTARY_FIELDS if field in read and own[field] != getattr(model, field)]
 
 
-def rotary_notices(model: TransformerConfig, own: Mapping[str, Any], source: Path) -> Iterator[str]:
+def rotary_notices(model: TransformerConfig, own: Mapping[str, object], source: Path) -> Iterator[str]:
     """A notice that lists the flags which differ from config.json, with both values."""
     changed = changed_fields(model, own)
     before, after = model.max_position_embeddings, own["max_position_embeddings"]
-    if before and after and after > before:
+    if before and isinstance(after, int) and after > before:
         changed.append("max_position_embeddings")
     shown = [
         f"{field_table()[field].name} {_shown(field, getattr(model, field))} -> {_shown(field, own[field])}"
