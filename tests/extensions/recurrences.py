@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
+from megatron.extensions.linear_attention.gated_delta_rule import Chunks
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
 
@@ -53,7 +54,7 @@ def check_chunks(chunks: Rule, steps: Rule, operands: list[Tensor], chunk: int, 
     *tokens, state = operands
     number = documents(len(tokens[0])) if packed else None
     expected = steps(*tokens, number, state)
-    found = chunks(*tokens, number, state, chunk)
+    found = chunks(*tokens, number, state, Chunks(chunk))
     torch.testing.assert_close(found, expected, **EXACT)
     gradients = [torch.autograd.grad(weighted(results), operands) for results in (found, expected)]
     torch.testing.assert_close(*gradients, **EXACT)

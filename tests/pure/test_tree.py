@@ -238,11 +238,8 @@ PAST_ARGUMENTS = {
     # torch calls these by position, one argument for each result of their backward.
     "core.tensor_parallel.layers: LinearFunction.forward",
     "extensions.fusions.fused_norm: _FusedNorm.forward",
-    "extensions.fusions.split_heads: _SplitHeads.forward",
     # Pure functions of tensors, which torch.compile traces.
     "extensions.linear_attention.gated_delta_net: delta_operands",
-    "extensions.linear_attention.gated_delta_rule: gated_delta_chunks",
-    "extensions.mamba.ssd: ssd_chunks",
 }
 """Functions with more arguments. Others are grouped, as in `WeightSetup`: nothing may be added here."""
 

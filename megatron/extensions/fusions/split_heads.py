@@ -5,7 +5,7 @@ gradient of the projection, written in one pass with the rotation back and the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,8 +54,23 @@ def split_heads(
     bias in it already: only its gradient is summed up here. If the linear layer before reads casts of the gradient
     `of_qkv`, the backward makes these instead of it."""
     static = torch.is_grad_enabled()  # prompts of generation have any length, and must not compile a kernel each
-    q, *gate, k, v = _SplitHeads.apply(qkv, bias, tuple(counts), tuple(tables), interleaved, compiled, static, of_qkv)
+    split = HeadSplit(tuple(counts), interleaved, compiled, static)
+    q, *gate, k, v = _SplitHeads.apply(qkv, bias, tuple(tables), split, of_qkv)
     return q, gate[0].flatten(2) if gate else None, k, v
+
+
+class HeadSplit(NamedTuple):
+    """The way that a projection is split to heads."""
+
+    counts: tuple[int, ...]
+    """Heads of a group: queries, gates, keys and values."""
+
+    interleaved: bool
+    """True if pairs of neighbouring channels are rotated."""
+
+    compiled: bool
+    static: bool
+    """True if a kernel is compiled for each shape."""
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -64,21 +79,19 @@ class _SplitHeads(torch.autograd.Function):
         ctx: Any,
         qkv: Tensor,
         bias: Tensor | None,
-        counts: tuple[int, ...],
         tables: tuple[Tensor, ...],
-        interleaved: bool,
-        compiled: bool,
-        static: bool,
+        split: HeadSplit,
         of_qkv: OutputGradient | None,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tables)
-        ctx.settings = (qkv.shape[2], interleaved)
-        ctx.compiled = compiled
+        ctx.settings = (qkv.shape[2], split.interleaved)
+        ctx.compiled = split.compiled
         ctx.bias = bias
         ctx.shape, ctx.of_qkv = qkv.shape, of_qkv
         if not tables:
-            return _split(qkv, counts)
-        return region(_split_and_rotated, compiled, static)(qkv, bias, counts, tables, interleaved)
+            return _split(qkv, split.counts)
+        rotated = region(_split_and_rotated, split.compiled, split.static)
+        return rotated(qkv, bias, split.counts, tables, split.interleaved)
 
     @staticmethod
     @once_differentiable
@@ -94,7 +107,7 @@ class _SplitHeads(torch.autograd.Function):
             joined = region(joined_heads, ctx.compiled, static=True)(grads, tables, groups, interleaved)
             if ctx.bias is not None:
                 of_bias = region(_summed, ctx.compiled, static=True)(joined).view(ctx.bias.shape)
-        return joined, of_bias, None, None, None, None, None, None
+        return joined, of_bias, None, None, None
 
 
 def _split(qkv: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:

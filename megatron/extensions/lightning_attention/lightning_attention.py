@@ -30,6 +30,7 @@ from megatron.core.transformer.recompute import recomputed
 from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
 from megatron.extensions.lightning_attention.flags import LightningFlags
 from megatron.extensions.linear_attention.gated_delta_net import FEW_TOKENS, documents_begun
+from megatron.extensions.linear_attention.gated_delta_rule import Chunks
 from megatron.extensions.mamba.ssd import ssd_chunks, ssd_steps
 
 EPSILON = 1e-6
@@ -74,7 +75,7 @@ class LightningAttention(nn.Module):
         q, k, v = F.silu(mixed).chunk(3, dim=-1)
         wide = torch.promote_types(mixed.dtype, torch.float32)
         rule: Callable[..., tuple[Tensor, Tensor]] = partial(
-            ssd_chunks, chunk=self.chunk, hardware=HARDWARE if cache is not None else self.hardware
+            ssd_chunks, chunks=Chunks(self.chunk, HARDWARE if cache is not None else self.hardware)
         )
         steps, state = mixed.new_ones(mixed.shape[:3], dtype=wide), None
         if cache is not None:

@@ -39,7 +39,13 @@ from megatron.core.transformer.norm import HEAD_NORM_PARTIAL_OVER
 from megatron.core.transformer.recompute import recomputed
 from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
 from megatron.extensions.linear_attention.flags import LinearAttentionFlags
-from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
+from megatron.extensions.linear_attention.gated_delta_rule import (
+    CHUNK,
+    Chunks,
+    flash_rule,
+    gated_delta_chunks,
+    gated_delta_steps,
+)
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """q, k, v, g and beta of `gated_delta_rule`."""
@@ -119,7 +125,7 @@ class GatedDeltaNet(nn.Module):
             out = self.kernel(*operands, documents_in_steps(context.documents, self.steps))
         else:
             number = None if number is None else number.repeat_interleave(self.steps, dim=0)
-            out, _ = gated_delta_chunks(*operands, number, hardware=self.hardware)
+            out, _ = gated_delta_chunks(*operands, number, chunks=Chunks(CHUNK, self.hardware))
         return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:

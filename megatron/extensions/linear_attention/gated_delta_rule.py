@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,19 @@ from megatron.core.torch_private import AutogradContext
 
 CHUNK = 64
 """Tokens of a chunk. A chunk costs products of [CHUNK, CHUNK], a sequence s / CHUNK steps one after another."""
+
+
+class Chunks(NamedTuple):
+    """Chunks of a sequence, which are computed one after another."""
+
+    tokens: int
+    """Tokens of a chunk."""
+
+    hardware: Hardware = HARDWARE
+    """The device, which says whether regions are compiled, and runs the loop over chunks."""
+
+
+CHUNKS = Chunks(CHUNK)
 
 
 def gated_delta_steps(
@@ -70,18 +84,18 @@ def gated_delta_chunks(
     beta: Tensor,
     number: Tensor | None = None,
     state: Tensor | None = None,
-    chunk: int = CHUNK,
-    hardware: Hardware = HARDWARE,
+    chunks: Chunks = CHUNKS,
 ) -> tuple[Tensor, Tensor]:
-    """In chunks of `chunk` tokens: out [s, b, heads, dv] and the state [b, heads, dk, dv] behind the last token, both
+    """In chunks of tokens: out [s, b, heads, dv] and the state [b, heads, dk, dv] behind the last token, both
     in fp32, or fp64 for fp64 operands.
 
     `number` [s, b] counts the documents that have begun, 0 for tokens of the document that `state` [b, heads, dk, dv]
     is of; None for one document. Without a state it is zero.
     """
     length, samples, heads, values = v.shape
+    hardware = chunks.hardware
     groups, wide = k.shape[2], torch.promote_types(q.dtype, torch.float32)
-    q, k, v, g, beta = region(_operands, hardware.compiled)(q, k, v, g, beta, min(chunk, length))
+    q, k, v, g, beta = region(_operands, hardware.compiled)(q, k, v, g, beta, min(chunks.tokens, length))
     numbers = None if number is None else numbers_in_chunks(number, g.shape[-2])
     if g.shape[-1] > 1:
         keys, scores, reach, left = channel_products(q, k, g, numbers, hardware.compiled)

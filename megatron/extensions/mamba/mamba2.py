@@ -30,6 +30,7 @@ from megatron.extensions.linear_attention.gated_delta_net import (
     last_rows,
     short_convolution,
 )
+from megatron.extensions.linear_attention.gated_delta_rule import Chunks
 from megatron.extensions.mamba.flags import MambaFlags, group_channels, num_heads
 from megatron.extensions.mamba.ssd import ssd_chunks, ssd_steps
 
@@ -125,7 +126,7 @@ class Mamba2(nn.Module):
     def _mix(self, mixed: Tensor, number: Tensor | None) -> Tensor:
         """mixed [s, b, groups/(tp*cp), channels] -> [s, b, heads/(tp*cp) * p]"""
         (x, dt, B, C), _ = self._operands(mixed, number, None)
-        y, _ = ssd_chunks(x, dt, self._decay(), B, C, number, chunk=self.chunk, hardware=self.hardware)
+        y, _ = ssd_chunks(x, dt, self._decay(), B, C, number, chunks=Chunks(self.chunk, self.hardware))
         return self.with_input(y, x, local_slice(self.d, self.cp))
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
@@ -141,7 +142,7 @@ class Mamba2(nn.Module):
         if len(mixed) <= FEW_TOKENS:
             y, state = ssd_steps(x, dt, self._decay(), B, C, None, state)
         else:
-            y, state = ssd_chunks(x, dt, self._decay(), B, C, None, state, self.chunk)
+            y, state = ssd_chunks(x, dt, self._decay(), B, C, None, state, Chunks(self.chunk))
         cache.set_states(self.layer, last.transpose(0, 1), state)
         return self.with_input(y, x, local_slice(self.d, self.cp))
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
-from megatron.core.tensor_parallel.hardware import HARDWARE, Hardware
+from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.torch_private import AutogradContext
-from megatron.extensions.linear_attention.gated_delta_rule import decayed, decays, in_chunks, numbers_in_chunks
+from megatron.extensions.linear_attention.gated_delta_rule import Chunks, decayed, decays, in_chunks, numbers_in_chunks
 
-CHUNK = 128
+CHUNKS = Chunks(128)
 
 
 def ssd_steps(
@@ -59,17 +59,17 @@ def ssd_chunks(
     C: Tensor,
     number: Tensor | None = None,
     state: Tensor | None = None,
-    chunk: int = CHUNK,
-    hardware: Hardware = HARDWARE,
+    chunks: Chunks = CHUNKS,
 ) -> tuple[Tensor, Tensor]:
-    """In chunks of `chunk` tokens: y [s, b, heads, p] and the state [b, heads, n, p] behind the last token, both in
+    """In chunks of tokens: y [s, b, heads, p] and the state [b, heads, n, p] behind the last token, both in
     fp32, or fp64 for fp64 operands.
 
     `number` [s, b] counts the documents that have begun, 0 for tokens of the document that `state` is of; None for one
     document. Without a state it is zero.
     """
     groups, width = B.shape[2], x.shape[-1]
-    written, g, B, C = region(_operands, hardware.compiled)(x, dt, a, B, C, min(chunk, len(x)))
+    hardware = chunks.hardware
+    written, g, B, C = region(_operands, hardware.compiled)(x, dt, a, B, C, min(chunks.tokens, len(x)))
     numbers = None if number is None else numbers_in_chunks(number, written.shape[-2])
     total, reach, left = decays(g.squeeze(-1), numbers)
     kept = B.squeeze(3).mT @ region(_weighted_columns, hardware.compiled)(written, left)
