@@ -238,8 +238,6 @@ PAST_ARGUMENTS = {
     # torch calls these by position, one argument for each result of their backward.
     "core.tensor_parallel.layers: LinearFunction.forward",
     "extensions.fusions.fused_norm: _FusedNorm.forward",
-    # Pure functions of tensors, which torch.compile traces.
-    "extensions.linear_attention.gated_delta_net: delta_operands",
 }
 """Functions with more arguments. Others are grouped, as in `WeightSetup`: nothing may be added here."""
 

@@ -26,7 +26,13 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, ReplicatedLinear, RowLinear
 from megatron.core.transformer.norm import HEAD_NORM_PARTIAL_OVER
 from megatron.extensions.kimi_delta_attention.flags import KimiDeltaFlags
-from megatron.extensions.linear_attention.gated_delta_net import GatedDeltaNet, Operands, delta_operands
+from megatron.extensions.linear_attention.gated_delta_net import (
+    DeltaRows,
+    DeltaWeights,
+    GatedDeltaNet,
+    Operands,
+    delta_operands,
+)
 
 
 class KimiDeltaAttention(GatedDeltaNet):
@@ -86,8 +92,8 @@ class KimiDeltaAttention(GatedDeltaNet):
         width = self.value_width
         inputs, gate, beta, decay = mixed.split((3 * width, width, 1, width), dim=-1)
         conv1d, dt_bias, a_log = (local_slice(weight, self.cp) for weight in (self.conv1d, self.dt_bias, self.a_log))
-        weights = conv1d, dt_bias, a_log.unsqueeze(-1), self.widths
-        operands, before = self.prepare(inputs, beta.flatten(2), decay, *weights, number, before)
+        weights = DeltaWeights(conv1d, dt_bias, a_log.unsqueeze(-1))
+        operands, before = self.prepare(inputs, beta.flatten(2), decay, weights, DeltaRows(self.widths), number, before)
         return operands, gate, before
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -152,9 +153,8 @@ class GatedDeltaNet(nn.Module):
         *qkv, gate, beta, decay = self.channels
         inputs, gate, beta, decay = mixed.split((sum(qkv), gate, beta, decay), dim=-1)
         conv1d, dt_bias, a_log = (local_slice(weight, self.cp) for weight in (self.conv1d, self.dt_bias, self.a_log))
-        weights = conv1d, dt_bias, a_log, self.widths
-        settings = number, before, self.strength, self.steps
-        operands, before = self.prepare(inputs, beta.flatten(2), decay.flatten(2), *weights, *settings)
+        weights, rows = DeltaWeights(conv1d, dt_bias, a_log), DeltaRows(self.widths, self.strength, self.steps)
+        operands, before = self.prepare(inputs, beta.flatten(2), decay.flatten(2), weights, rows, number, before)
         return operands, gate.unflatten(-1, (-1, self.value_width)).flatten(2, 3), before
 
 
@@ -176,28 +176,46 @@ def last_rows(x: Tensor, before: Tensor | None, lengths: Tensor, count: int) -> 
     return rows[places, torch.arange(x.shape[1], device=x.device)]
 
 
+class DeltaWeights(NamedTuple):
+    """Parameters from which `delta_operands` makes operands."""
+
+    conv1d: Tensor
+    dt_bias: Tensor
+    a_log: Tensor
+
+
+class DeltaRows(NamedTuple):
+    """The rows of a token in the gated delta rule."""
+
+    widths: tuple[int, int]
+    """Channels of a key and of a value."""
+
+    strength: float = 1.0
+    """Largest beta."""
+
+    steps: int = 1
+    """Keys that a token writes."""
+
+
 def delta_operands(
     inputs: Tensor,
     beta: Tensor,
     decay: Tensor,
-    conv1d: Tensor,
-    dt_bias: Tensor,
-    a_log: Tensor,
-    widths: tuple[int, int],
+    weights: DeltaWeights,
+    rows: DeltaRows,
     number: Tensor | None,
     before: Tensor | None,
-    strength: float = 1.0,
-    steps: int = 1,
 ) -> tuple[Operands, Tensor]:
     """inputs [s, b, key heads, dk + steps (dk + dv per value head)], beta [s, b, steps * heads], decay [s, b, heads],
     number [s, b], before [taps - 1, b, key heads, ...] -> the operands of the gated delta rule for s * steps rows, and
     the last inputs of the convolution.
 
     g = -exp(A_log) softplus(decay + dt_bias) is fp32 where the rest has 16 bits: it is summed over tokens. beta is
-    at most `strength`. Of several steps of a token the first one decays, and the last one reads.
+    at most `rows.strength`. Of several steps of a token the first one decays, and the last one reads.
     """
+    (conv1d, dt_bias, a_log), steps = weights, rows.steps
     mixed, last = short_convolution(inputs, conv1d, number, before)
-    keys, values = widths
+    keys, values = rows.widths
     q, k, v = F.silu(mixed).split((keys, steps * keys, mixed.shape[-1] - (1 + steps) * keys), dim=-1)
     k, v = in_steps(k, steps), in_steps(v, steps)
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON) for x in (q, k))
@@ -207,7 +225,7 @@ def delta_operands(
     beta = in_steps(beta.unflatten(-1, (inputs.shape[2], -1)), steps).flatten(2)
     q, g = at_step(q, steps - 1, steps), at_step(g, 0, steps)
     q, k, v = (x.to(inputs.dtype) for x in (q, k, v))
-    return (q, k, v, g, beta.sigmoid() * strength), last
+    return (q, k, v, g, beta.sigmoid() * rows.strength), last
 
 
 def in_steps(x: Tensor, steps: int) -> Tensor:

@@ -21,7 +21,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.linear_attention import gated_delta_net
-from megatron.extensions.linear_attention.gated_delta_net import gated_norm, short_convolution
+from megatron.extensions.linear_attention.gated_delta_net import DeltaRows, DeltaWeights, gated_norm, short_convolution
 from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
@@ -199,9 +199,10 @@ def test_flops_of_gated_delta_nets(steps: int) -> None:
 
 def delta_net(x: Tensor, compiled: bool) -> Tensor:
     mixed, number = x.unflatten(-1, (2, 20)), torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]]).t()
-    weights = torch.linspace(-1, 1, 2 * 16 * 3, dtype=x.dtype).view(2, 16, 3), *mixed[0, 0, :, 0:4].unbind()
+    conv1d = torch.linspace(-1, 1, 2 * 16 * 3, dtype=x.dtype).view(2, 16, 3)
+    weights, rows = DeltaWeights(conv1d, *mixed[0, 0, :, 0:4].unbind()), DeltaRows((4, 4))
     operands = region(gated_delta_net.delta_operands, compiled)(
-        mixed[..., :16], mixed[..., 16:18].flatten(2), mixed[..., 18:].flatten(2), *weights, (4, 4), number, None
+        mixed[..., :16], mixed[..., 16:18].flatten(2), mixed[..., 18:].flatten(2), weights, rows, number, None
     )
     q, k, v, g, beta = operands[0]
     out = region(gated_norm, compiled)(v, v * 2, weights[1], 1e-5)
