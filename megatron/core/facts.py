@@ -8,18 +8,6 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class NormFacts:
-    centered: bool = False
-    """Whether it subtracts the mean."""
-
-    biased: bool = False
-    """Whether it has a bias by default."""
-
-    standard: bool = False
-    """Whether it is the library's LayerNorm or RMSNorm, which norms of single heads and other programs compute too."""
-
-
-@dataclass(frozen=True)
 class ActivationFacts:
     gated: bool = False
     """Whether it maps [..., 2f], gate before up, to [..., f]; else it keeps the width."""

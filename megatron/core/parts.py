@@ -1,6 +1,6 @@
 """The registries of all kinds of parts that a run is built of, and the library's own parts in them. No torch.
 
-An extension adds to the same registries: `NORMALIZATIONS.register("MyNorm", MyNorm)`, or as a decorator. The docstring
+An extension adds to the same registries: `LAYERS.register("my_layer", MyLayer)`, or as a decorator. The docstring
 below each registry explains how its parts are built, and `facts` what a registration states about them. `config` is the
 section of the run's configuration that the part belongs to; `config.options(Cls)` are the values of an extension's own
 flags."""
@@ -13,16 +13,6 @@ from typing import Any, Protocol, TypeVar, cast
 
 from megatron.core import facts
 from megatron.core.registry import NoFacts, Registry
-
-NORMALIZATIONS: Registry[Any, facts.NormFacts, ...] = Registry(
-    "--normalization", facts.NormFacts, "name, size, config, ctx, partial_over"
-)
-"""`Norm(name, size, config, ctx, partial_over)`: a module over the last dim, `size` wide. `partial_over` is that of its
-parameters' ParamMeta."""
-
-_NORM = "megatron.core.transformer.norm"
-NORMALIZATIONS.register("LayerNorm", f"{_NORM}:LayerNorm", centered=True, biased=True, standard=True)
-NORMALIZATIONS.register("RMSNorm", f"{_NORM}:RMSNorm", standard=True)
 
 ACTIVATIONS: Registry[Any, facts.ActivationFacts, ...] = Registry(
     "--activation-func", facts.ActivationFacts, "name, config, ctx"

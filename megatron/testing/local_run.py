@@ -12,12 +12,13 @@ from contextlib import closing, contextmanager
 from megatron.core import parts
 from megatron.core.config.losses import LOSSES
 from megatron.core.config.mixers import MIXERS
+from megatron.core.config.norms import NORMALIZATIONS
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import local_runtime, set_determinism
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 
-for _kind in (parts.LAYERS, MIXERS, parts.MLPS, parts.NORMALIZATIONS, parts.ACTIVATIONS, LOSSES):
+for _kind in (parts.LAYERS, MIXERS, parts.MLPS, NORMALIZATIONS, parts.ACTIVATIONS, LOSSES):
     for _name in _kind:
         _kind[_name]
 

@@ -22,7 +22,7 @@ TINY = (
 
 FLAGS = '''
 from dataclasses import dataclass
-from megatron.core.parts import NORMALIZATIONS
+from megatron.core.config.norms import NORMALIZATIONS
 from megatron.training.extensions import Problem, extension_flags
 
 NORMALIZATIONS.register("OwnNorm", "nowhere:OwnNorm")

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron.core import parts
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.norms import NORMALIZATIONS
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters, model_states, stage_metas
@@ -119,9 +120,13 @@ def test_a_substitute_is_built_where_it_suits() -> None:
 def test_a_part_counts_by_what_its_constructor_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm with a parameter of its own must not be counted as an RMSNorm, nor be written as one to other formats,
     wherever its file lies."""
-    monkeypatch.setattr(parts.NORMALIZATIONS, "_entries", dict(parts.NORMALIZATIONS._entries))
-    library: dict[str, Any] = {"__name__": "megatron.extensions.own.flags", "parts": parts, "Norm": ScaledNorm}
-    exec("parts.NORMALIZATIONS.register('own', Norm)", library)
+    monkeypatch.setattr(NORMALIZATIONS, "_entries", dict(NORMALIZATIONS._entries))
+    library: dict[str, Any] = {
+        "__name__": "megatron.extensions.own.flags",
+        "NORMALIZATIONS": NORMALIZATIONS,
+        "Norm": ScaledNorm,
+    }
+    exec("NORMALIZATIONS.register('own', Norm)", library)
     own = replace(GPT, normalization="own")
     norms, width = 2 * own.num_layers + 1, own.hidden_size
     assert count_parameters(own).norms == count_parameters(replace(GPT, normalization="RMSNorm")).norms + norms * width

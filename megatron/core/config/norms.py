@@ -1,11 +1,60 @@
-"""Where norms are in a layer, and what they are. No torch."""
+"""Where norms are in a layer, and what they are. No torch.
+
+A norm of one's own is a class beside one line:
+
+    @NORMALIZATIONS.register("my_norm")
+    class MyNorm(nn.Module):
+        def __init__(self, name: str, size: int, config: TransformerConfig, ctx: TPContext, partial_over) -> None: ...
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from megatron.core.config.flag_spec import flag
-from megatron.core.parts import NORMALIZATIONS
+from megatron.core.config.flag_spec import Section, flag
+from megatron.core.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class NormFacts:
+    """Facts about a norm. The defaults are those of an RMSNorm of one's own."""
+
+    centered: bool = False
+    """Whether it subtracts the mean."""
+
+    biased: bool = False
+    """Whether it has a bias by default."""
+
+    standard: bool = False
+    """Whether it is the library's LayerNorm or RMSNorm, which norms of single heads and other programs compute too."""
+
+
+class NormModule(Protocol):
+    """What a norm makes, an `nn.Module`."""
+
+    def forward(self, x: Tensor, /) -> Tensor:
+        """x [..., size] -> [..., size]"""
+
+
+class Norm(Protocol):
+    """Makes a norm over the last dim."""
+
+    def __call__(self, name: str, size: int, config: Section, ctx: object, partial_over: tuple[str, ...]) -> nn.Module:
+        """`name` begins the names of its parameters, which have the role "norm" and this `partial_over` in their
+        `ParamMeta`. `size` is the number of channels, `config` the layer's `TransformerConfig`, and `ctx` its
+        `megatron.core.tensor_parallel.layers.TPContext`."""
+
+
+NORMALIZATIONS = Registry("--normalization", NormFacts, protocol=Norm, makes=NormModule)
+"""Name -> `Norm`."""
+
+_NORM = "megatron.core.transformer.norm"
+NORMALIZATIONS.register("LayerNorm", f"{_NORM}:LayerNorm", centered=True, biased=True, standard=True)
+NORMALIZATIONS.register("RMSNorm", f"{_NORM}:RMSNorm", standard=True)
 
 NO_NORMS_OF_INPUTS = "--norm-placement output", "--norm-placement sum"
 BUILT_IN_NORMS = "--normalization LayerNorm or --normalization RMSNorm; use one of these, or remove it"

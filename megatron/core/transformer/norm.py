@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from megatron.core.collectives import copy_to, reduce_from
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.norms import NORMALIZATIONS
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import NORMALIZATIONS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_spec import sequence_partial
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from megatron.core.config.layers import layer_numbers
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import NORMALIZATIONS, RESIDUALS, router_of
+from megatron.core.config.norms import NORMALIZATIONS
+from megatron.core.parts import RESIDUALS, router_of
 from megatron.extensions.hugging_face.config_json.config_values import Fields, Values, number, table, text, whole
 from megatron.extensions.hugging_face.config_json.read_layers import FULL, LOCAL, pattern_text
 from megatron.extensions.hugging_face.config_json.read_rotary import LLAMA3_SCALING, YARN_SCALING

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import NORMALIZATIONS, router_of
+from megatron.core.config.norms import NORMALIZATIONS
+from megatron.core.parts import router_of
 from megatron.training.config.flags import config_of_sections, flags_of, named_value, spelling_table, value_of
 from megatron.training.config.run_config import RunConfig
 
