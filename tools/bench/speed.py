@@ -240,9 +240,23 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, Cell]:
                 members.append(Contestant(other, peer, (other, style, dtype, compiled, steps), threads))
         members.append(Contestant(CEILING, ceiling, (style, dtype, steps), threads))
         found[f"{name} {dtype} {mode}"] = Cell(members, CEILING)
-    found |= layouts(ranks, steps)
+    found |= layouts(ranks, steps) | loss_chunks(threads, steps)
     commands = [Contestant(name, starts, ([sys.executable, *words], to)) for name, (words, to) in COMMANDS.items()]
     return found | {"start-up": Cell(commands, commands[0].name, "s")}
+
+
+def loss_chunks(threads: int, steps: int) -> dict[str, Cell]:
+    """The head and the loss of a large vocabulary, of all tokens at once and in chunks."""
+    style = Style(4, 256, 4, 4, 768, 512, 65536, 4, llama=True)
+    found = {}
+    for dtype in FORMATS:
+        members = [
+            Contestant(f"{size} tokens at once", ours, (argv, style.tokens, steps), threads)
+            for size in (style.tokens, 1024, 512, 256)
+            for argv in [[*flags(style, dtype), "--loss-chunk-tokens", str(size % style.tokens)]]
+        ]
+        found[f"loss chunks {dtype}"] = Cell(members, members[0].name)
+    return found
 
 
 def layouts(n: int, steps: int) -> dict[str, Cell]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.core.config.mixers import MIXERS
@@ -13,6 +14,7 @@ from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.layer_split import stage_costs
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.extensions.planner.device_file import read_device
+from megatron.extensions.planner.loss_chunks import chosen_chunk
 from megatron.extensions.planner.memory import GIB, Fit, fullest, memory_of_ranks
 from megatron.extensions.planner.memory_lines import RANKS_SHOWN, memory_lines
 from megatron.extensions.planner.time.pipeline import Schedule
@@ -90,6 +92,17 @@ def print_plan(
     size = device_memory or (step.device.memory_gib if step is not None else None)
     fit = None if size is None else Fit(fullest(memory), int(size * GIB))
     fits = [] if fit is None else [fit.line]
+    if step is not None and speeds is not None:
+        planned = partial(predict_step, device=speeds, gpus_per_node=gpus_per_node, cache=cache)
+        choice = chosen_chunk(
+            largest,
+            world_size,
+            step,
+            memory,
+            lambda other: planned(other, world_size),
+            lambda other: memory_of_ranks(other, world_size, cache),
+        )
+        fits += [] if choice is None else [choice.line]
     plan: dict[str, list[str]] = {}
     for title, lines in (
         ("Model", model_lines(config, cache)),

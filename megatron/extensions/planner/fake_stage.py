@@ -323,8 +323,10 @@ class StageParts:
         self.batch, cache = batch, cache or PlannerCache()
         self._alike = numbered_kinds(batch, cache.kinds) if kinds is None else kinds
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
-        # What does not offload is the same whatever other layers do, and so are the ends whatever layers recompute.
-        same = {"offloaded": batch, "kept": kept, "ends": _nothing_recomputed(kept)}
+        # What does not offload is the same whatever other layers do, and so are the ends whatever layers recompute, and
+        # parts without the head whatever chunks that has.
+        inner = replace(kept, parallel=replace(kept.parallel, loss_chunk_tokens=None))
+        same = {"offloaded": batch, "kept": kept, "inner": inner, "ends": _nothing_recomputed(kept)}
         self._of_kind = {kind: (each, cache.known.setdefault(in_a_layer(each), {})) for kind, each in same.items()}
 
     def units(self, stage: Stage) -> list[Unit]:
@@ -361,7 +363,9 @@ class StageParts:
 def _kind_of_part(part: Part) -> str:
     if not part.units:
         return "ends"
-    return "offloaded" if any(unit.offload for unit in part.units) else "kept"
+    if any(unit.offload for unit in part.units):
+        return "offloaded"
+    return "kept" if part.last else "inner"
 
 
 def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:

@@ -90,6 +90,13 @@ def test_meaningless_flags_get_one_line_each() -> None:
     assert command.config == parse_args(TINY.split())
 
 
+def test_the_fused_head_of_megatron_is_the_loss_in_chunks() -> None:
+    command = command_line(f"{TINY} --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear".split())
+    assert command.config.parallel.loss_chunk_tokens == 4096
+    command = command_line(f"{TINY} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te".split())
+    assert command.config.parallel.loss_chunk_tokens is None
+
+
 @pytest.mark.usefixtures("forget_extensions_at_once")
 @pytest.mark.parametrize("name", TABLE.entries)
 def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,10 +16,18 @@ from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.extensions.planner.activations import ActivationPlan
+from megatron.extensions.planner.device_file import read_device
+from megatron.extensions.planner.fake_stage import Part, PlannerCache, StageParts
 from megatron.extensions.planner.flops import model_flops
 from megatron.extensions.planner.live_memory import LiveMemory
+from megatron.extensions.planner.loss_chunks import MOST_COST, SIZES, chosen_chunk
+from megatron.extensions.planner.memory import RankMemory, fullest, memory_of_ranks
 from megatron.extensions.planner.micro_batch import MicroBatch
-from megatron.extensions.planner.time.events import Product
+from megatron.extensions.planner.time.events import Move, Product
+from megatron.extensions.planner.time.step_time import StepTime, predict_step
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve_legal
 from tests.extensions.planner.test_planned_activations import LAST, SAMPLES, parallel_config, settle
 from tests.gpt_cases import GPT, LLAMA
 from tests.harness import run_world
@@ -137,3 +146,58 @@ def test_gradients_of_a_chunk_are_added_to_the_sum() -> None:
     chunks = -(-SAMPLES * GPT.seq_length // 15)
     weight = GPT.padded_vocab_size * GPT.hidden_size
     assert moved[1] - moved[0] == (chunks - 1) * 2 * 4 * weight
+
+
+def test_chunks_on_gpus_move_as_much_as_all_tokens_at_once() -> None:
+    """But for hidden states and gradients of weights: the regions of the loss are compiled in chunks too."""
+    moved = []
+    for size in (0, 16):
+        parallel = ModelParallelConfig(bf16=True, loss_chunk_tokens=size)
+        found = StageParts(MicroBatch(LARGE, parallel, SAMPLES, "cuda")).of([Part(last=True)])
+        moved.append(sum(each.moved for each in found[0].every if isinstance(each, Move)))
+    assert moved[1] < 1.1 * moved[0]
+
+
+SMALL_GPU_RUN = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 4096 --vocab-size 128000 "
+    "--micro-batch-size 8 --global-batch-size 8 --mock-data --train-iters 10 --lr 1e-4 --bf16 "
+    "--attention-dropout 0 --hidden-dropout 0 "
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+)
+
+
+def test_a_plan_names_the_chunk_that_saves_memory() -> None:
+    """And what it promises is what a plan with it says."""
+    device = read_device("h100")
+    config, cache = resolve_legal(parse_args(SMALL_GPU_RUN.split()), 1), PlannerCache()
+
+    def memory_of(config: RunConfig) -> Sequence[RankMemory]:
+        return memory_of_ranks(config, 1, cache)
+
+    def step_of(config: RunConfig) -> StepTime:
+        return predict_step(config, 1, device, None, cache)
+
+    step, memory = step_of(config), memory_of(config)
+    choice = chosen_chunk(config, 1, step, memory, step_of, memory_of)
+    assert choice is not None and choice.cost <= MOST_COST
+    assert choice.config.parallel.loss_chunk_tokens in SIZES
+    fresh = resolve_legal(
+        parse_args([*SMALL_GPU_RUN.split(), "--loss-chunk-tokens", str(choice.config.parallel.loss_chunk_tokens)]), 1
+    )
+    assert fullest(memory).total - fullest(memory_of_ranks(fresh, 1)).total == choice.saved > 2**30
+    assert predict_step(fresh, 1, device).seconds / step.seconds - 1 == pytest.approx(choice.cost, abs=1e-6)
+    assert chosen_chunk(fresh, 1, step, memory, step_of, memory_of) is None
+
+
+def test_a_plan_names_no_chunk_where_it_saves_nothing() -> None:
+    config, cache = resolve_legal(parse_args([*SMALL_GPU_RUN.split(), "--vocab-size", "1000"]), 1), PlannerCache()
+    step = predict_step(config, 1, read_device("h100"), None, cache)
+    found = chosen_chunk(
+        config,
+        1,
+        step,
+        memory_of_ranks(config, 1, cache),
+        lambda other: predict_step(other, 1, read_device("h100"), None, cache),
+        lambda other: memory_of_ranks(other, 1, cache),
+    )
+    assert found is None

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from megatron.core.collectives import Pending
 from megatron.core.config.losses import Loss
@@ -165,7 +166,8 @@ class _Chunks:
             del logits
         if self.tracked:
             weights = self.mask[:, rows].reshape(-1, 1).to(losses.dtype) * self.gradient
-            torch.autograd.backward([losses], [weights])
+            # From an edge, as the executor does: modes of functions then see what runs in the backward.
+            torch.autograd.backward([get_gradient_edge(losses)], [weights])
         return losses.detach().view(len(self.labels), -1)
 
     def _anchor(self) -> Tensor:

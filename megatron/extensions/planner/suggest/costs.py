@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel.stages import whole_model
 from megatron.extensions.planner.activations import ActivationPlan, peak_of_actions
 from megatron.extensions.planner.device_file import DeviceFile
 from megatron.extensions.planner.fake_stage import PlannerCache
+from megatron.extensions.planner.loss_chunks import ChunkChoice, chosen_chunk
 from megatron.extensions.planner.memory import (
     DTYPE_BYTES,
     RankMemory,
@@ -81,6 +82,10 @@ class LayoutCosts:
     def memory(self, config: RunConfig) -> list[RankMemory]:
         """By pipeline rank."""
         return memory_of_ranks(config, self.run.world_size, self.cache)
+
+    def chunked(self, config: RunConfig, step: StepTime, memory: Sequence[RankMemory]) -> ChunkChoice | None:
+        """The same with the head and the loss in chunks of tokens, where that saves memory."""
+        return chosen_chunk(config, self.run.world_size, step, memory, self.step, self.memory)
 
     # Bounds on the time
 

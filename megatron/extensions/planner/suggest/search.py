@@ -276,5 +276,9 @@ class LayoutSearch:
         elif found.fullest.total <= self.limit:
             yield Candidate(timed.step.seconds, (3, timed.layout.order), found, final=True)
             return
+        elif (chunked := self.costs.chunked(timed.config, timed.step, found.memory)) is not None:
+            found = replace(found, config=chunked.config, step=chunked.step, memory=chunked.memory)
+            if found.fullest.total <= self.limit:
+                yield Candidate(found.step.seconds, (3, timed.layout.order), found, final=True)
         for layout in self._savings(timed.layout):
             yield from self._predicted(layout)

@@ -319,6 +319,7 @@ def values_of(run: RunConfig, layout: Layout) -> Mapping[str, object]:
         "micro_batch_size": family.micro_batch,
         "num_microbatches": None,
         "global_batch_size": run.training.global_batch_size,
+        "loss_chunk_tokens": own.loss_chunk_tokens,
         **_recomputation(run, family.recompute),
         "data_parallel_sharding_strategy": saving.sharding,
         "overlap_grad_reduce": saving.sharding == "optim" and layout.replicas > 1,
