@@ -201,3 +201,20 @@ def test_a_plan_names_no_chunk_where_it_saves_nothing() -> None:
         lambda other: memory_of_ranks(other, 1, cache),
     )
     assert found is None
+
+
+FIGURES = {32768: (1.38, 0.69, 0.45), 131072: (4.38, 1.44, 0.64), 262144: (8.38, 2.44, 0.89)}
+"""Vocabulary -> GiB at the peak of all tokens at once, of chunks of 4,096 and of 1,024 tokens."""
+
+
+@pytest.mark.parametrize("vocab", FIGURES)
+def test_figures_of_the_docs(vocab: int) -> None:
+    """Those of docs/tuning.md."""
+    wide = replace(LARGE, hidden_size=4096, kv_channels=128, num_attention_heads=32, seq_length=8192, vocab_size=vocab)
+    plans = [
+        ActivationPlan(MicroBatch(wide, ModelParallelConfig(bf16=True, loss_chunk_tokens=size), 2, "cuda")).stage(HEAD)
+        for size in (0, 4096, 1024)
+    ]
+    kept = vocab / 2**15 + 0.25, 0.25, 0.25
+    assert [plan.kept / 2**30 for plan in plans] == pytest.approx(kept, abs=0.005)
+    assert [max(plan.forward, plan.backward) / 2**30 for plan in plans] == pytest.approx(FIGURES[vocab], abs=0.006)
