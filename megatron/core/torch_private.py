@@ -60,6 +60,9 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 """Multiplies each tensor of a list by one factor. torch 2.13."""
 
+foreach_lerp_ = torch._foreach_lerp_
+"""a += factor * (b - a) for each pair of tensors. torch 2.13."""
+
 foreach_zero_ = torch._foreach_zero_
 """Sets each tensor of a list to zero. torch 2.13."""
 

@@ -56,6 +56,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("megatron_flags", "lists of data as Megatron names them, and its flags without a field here"),
     BuiltIn("optimizers", "Muon, QK-clip, Adam with states in fewer bits than fp32; groups of parameters by name"),
     BuiltIn("cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
+    BuiltIn("averaged_weights", "exponential moving averages of the weights, saved and evaluated"),
     BuiltIn("retention", "deletion of older checkpoints: the newest, every N-th or the best are kept"),
     BuiltIn("post_validation", "optimizer updates before the gradient norm is known, rolled back if it refuses them"),
     BuiltIn("pipeline_split", "layers of pipeline stages by hand: of both ends, or of all stages"),

@@ -45,10 +45,14 @@ class CallbackFacts:
     evaluates: str = ""
     """The flag with which one of its tasks evaluates the model, so that --skip-train has something to do."""
 
-    states: tuple[str, ...] = ()
-    """Names of the states that it keeps: a number for each element of the trained parameters, in the main dtype. They
-    start at zero, are planned, divided among ranks as the optimizer's are, and kept in checkpoints (`Callback.states`).
-    """
+    states: tuple[str, ...] | Callable[[RunConfig], tuple[str, ...]] = ()
+    """Names of the states that it keeps, or a function that returns those of a run: a number for each element of the
+    trained parameters, in the main dtype. They start at zero, are planned, divided among ranks as the optimizer's are,
+    and kept in checkpoints (`Callback.states`)."""
+
+    def states_in(self, config: RunConfig) -> tuple[str, ...]:
+        """Names of the states that it keeps in a run."""
+        return self.states(config) if callable(self.states) else self.states
 
 
 class CallbackClass(Protocol):

@@ -400,7 +400,7 @@ def registered(name: str, config: RunConfig) -> Callback:
 
 def states_of(callback: Callback) -> tuple[str, ...]:
     """Names of the states that a callback was registered with."""
-    return CALLBACKS.facts(callback.name).states if callback.name in CALLBACKS else ()
+    return CALLBACKS.facts(callback.name).states_in(callback.config) if callback.name in CALLBACKS else ()
 
 
 def add_watches(callbacks: Sequence[Callback], watchdog: Watchdog) -> None:

@@ -373,6 +373,7 @@ def test_switches_may_say_true_or_false() -> None:
 
 
 if __name__ == "__main__":
+    extensions.load()
     GOLDEN.write_text(surface())
     extensions.INDEX.write_text(index())
 

@@ -192,7 +192,7 @@ def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[Param
 
 def callback_bytes(config: RunConfig, buffers: Sequence[BufferLayout]) -> int:
     """Bytes of the states that callbacks of a run keep on the device of each rank."""
-    states = sum(len(CALLBACKS.facts(name).states) for name in CALLBACKS.wanted(config))
+    states = sum(len(CALLBACKS.facts(name).states_in(config)) for name in CALLBACKS.wanted(config))
     owned = sum(place.numel for place in place_states(buffers, config.optimizer)) if states else 0
     return states * owned * DTYPE_BYTES[config.parallel.main_dtype]
 

@@ -1,0 +1,66 @@
+"""Flags of averaged weights, and the averages that they name. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS, extension_flags
+
+ROLL_BACK = "--optimizer-post-validation: an update that is rolled back would be averaged"
+
+
+@extension_flags("moving averages of the weights", may_change=True)
+@dataclass(frozen=True)
+class AveragedWeightsFlags:
+    ema_decay: tuple[float, ...] | None = flag(None, many=True, above=0, below=1, excludes=ROLL_BACK)
+    """Keep an exponential moving average of the weights for each of these decays per step. The averages are in the main
+    dtype, sharded and saved as the optimizer's states are, and start at the weights after the first step."""
+
+    ema_half_life_tokens: tuple[int, ...] | None = flag(None, many=True, above=0, excludes=ROLL_BACK)
+    """Keep an average for each of these half-lives in tokens: a step of T tokens has the decay 2^(-T / half-life)."""
+
+    eval_weights: str = flag("trained", choices=("trained", "ema"))
+    """Weights that evaluations use: those that are trained, or the first average (of --ema-decay if that is given)."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        if self.eval_weights == "ema" and not averages_of(config):
+            rule = "needs averaged weights"
+            yield Problem("--eval-weights", "ema", rule, "add --ema-decay or --ema-half-life-tokens")
+
+
+@dataclass(frozen=True)
+class Average:
+    """One moving average."""
+
+    name: str
+    """Name of its state, which tells its decay: a run with another decay begins another average."""
+
+    per_step: float | None
+    half_life: int | None
+
+    def decay(self, tokens: int) -> float:
+        """Share of the average that remains after a step of this many tokens."""
+        if self.per_step is not None:
+            return self.per_step
+        assert self.half_life is not None
+        return float(0.5 ** (tokens / self.half_life))
+
+
+def averages_of(config: RunConfig) -> tuple[Average, ...]:
+    """The averages of a run."""
+    flags = config.options(AveragedWeightsFlags)
+    per_step = [Average(f"decay_{decay}".replace(".", "_"), decay, None) for decay in flags.ema_decay or ()]
+    per_token = [Average(f"half_life_{tokens}", None, tokens) for tokens in flags.ema_half_life_tokens or ()]
+    return tuple(dict.fromkeys((*per_step, *per_token)))
+
+
+CALLBACKS.register(
+    "ema",
+    f"{__package__}.averages:MovingAverages",
+    when=lambda config: bool(averages_of(config)),
+    states=lambda config: tuple(average.name for average in averages_of(config)),
+)

@@ -1,0 +1,152 @@
+"""Moving averages of the weights: literal ones at every layout, exact at resume, and evaluated on demand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.storage import Checkpoint
+from megatron.core.parallel_dims import ParallelDims
+from megatron.extensions.averaged_weights.averages import MovingAverages
+from megatron.extensions.averaged_weights.flags import averages_of
+from megatron.extensions.planner.memory import callback_bytes, planned_buffers, states_of_rank
+from megatron.testing.local_run import local_run
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve_legal, validate
+from megatron.training.evaluation import evaluate
+from megatron.training.hooks import Log
+from megatron.training.train_step import train_step
+from tests.dist.test_callback_states import LAYOUTS
+from tests.forked import run_forked
+from tests.harness import run_world
+from tests.tiny import TINY
+
+STEPS = 4
+RUN = f"{TINY} --eval-iters 2 --eval-interval 2 --train-iters {STEPS} --save-interval 1 --log-interval 1 --lr 1e-2"
+AVERAGES = "--ema-decay 0.5 0.9 --ema-half-life-tokens 100"
+NAMES = ("decay_0_5", "decay_0_9", "half_life_100")
+
+
+def config_of(flags: str, world_size: int) -> RunConfig:
+    return resolve_legal(parse_args(f"{RUN} {flags}".split()), world_size)
+
+
+def checkpoint(run: Path, iteration: int) -> Checkpoint:
+    return Checkpoint(run / f"iter_{iteration:07d}")
+
+
+def trained(folder: Path, ranks: int, flags: str) -> Path:
+    run_forked(ranks, f"{RUN} {flags} --save {folder}".split(), folder.with_suffix(".screen"))
+    return folder
+
+
+def main_params(found: Checkpoint) -> dict[str, Tensor]:
+    names = [key.removeprefix("model.") for key in found.tensors if key.startswith("model.")]
+    main = {name: f"optimizer.main_param.{name}" for name in names}
+    return {name: found.read(main[name] if main[name] in found.tensors else f"model.{name}") for name in names}
+
+
+def decays(config: RunConfig) -> dict[str, float]:
+    tokens = (config.training.global_batch_size or 0) * config.model.seq_length
+    return {"decay_0_5": 0.5, "decay_0_9": 0.9, "half_life_100": 0.5 ** (tokens / 100)}
+
+
+@pytest.mark.parametrize("precision", ["--fp32", "--bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_averages_are_literal_ones_at_every_layout(layout: str, precision: str, tmp_path: Path) -> None:
+    """In fp64, of the main parameters that the checkpoints of the same run hold after each step."""
+    ranks, flags = LAYOUTS[layout]
+    run = trained(tmp_path / "run", ranks, f"{precision} {AVERAGES} {flags}")
+    weights = [main_params(checkpoint(run, step)) for step in range(1, STEPS + 1)]
+    found = checkpoint(run, STEPS)
+    for name, decay in decays(config_of("", 1)).items():
+        for parameter, first in weights[0].items():
+            expected = first.double()
+            for after in weights[1:]:
+                expected = decay * expected + (1 - decay) * after[parameter].double()
+            average = found.read(f"callbacks.ema.{name}.{parameter}")
+            assert average.dtype == torch.float32
+            torch.testing.assert_close(average.double(), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(("before", "after"), [("zero1", "zero1"), ("zero3", "zero3"), ("tp2-dp2", "pp2-tied")])
+def test_averages_resume_exactly_and_at_another_layout(before: str, after: str, tmp_path: Path) -> None:
+    precision = "--bf16" if before == after else "--fp64"
+    ranks, flags = LAYOUTS[before]
+    whole = trained(tmp_path / "whole", ranks, f"{precision} {AVERAGES} {flags}")
+    ranks, flags = LAYOUTS[after]
+    trained(tmp_path / "on", ranks, f"{precision} {AVERAGES} {flags} --load {whole / 'iter_0000002'}")
+    one, two = checkpoint(whole, STEPS), checkpoint(tmp_path / "on", STEPS)
+    keys = [key for key in one.tensors if key.startswith("callbacks.ema.")]
+    assert len(keys) == 3 * sum(key.startswith("model.") for key in one.tensors)
+    for key in keys:
+        if before == after:
+            assert torch.equal(one.read(key), two.read(key)), key
+        else:
+            torch.testing.assert_close(one.read(key), two.read(key), rtol=1e-9, atol=1e-11)
+
+
+def test_training_is_to_the_bit_that_without_averages(tmp_path: Path) -> None:
+    run, plain = trained(tmp_path / "run", 2, AVERAGES), trained(tmp_path / "plain", 2, "")
+    one, two = checkpoint(run, STEPS), checkpoint(plain, STEPS)
+    assert all(torch.equal(one.read(key), two.read(key)) for key in two.tensors)
+
+
+def losses(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]:
+    """Validation losses of the averaged and of the trained weights. The states take as many bytes as planned."""
+    with local_run(config, rank, world_size) as run:
+        (average,) = [callback for callback in run.callbacks if isinstance(callback, MovingAverages)]
+        callbacks, records = run.callbacks, list[dict[str, float]]()
+        log = cast("Log", SimpleNamespace(write=records.append, say=print))
+        average.on_start(run)
+        for _ in range(2):
+            train_step(run)
+            average.on_step_end(run)
+        for run.callbacks in (callbacks, ()):
+            evaluate(run, "valid", log)
+        dims = ParallelDims.from_config(config.parallel, world_size)
+        metas = states_of_rank(config, dims, dims.coords(rank)["pp"]).metas
+        held = {piece.data.untyped_storage().data_ptr(): piece.data.untyped_storage() for piece in average.states}
+        assert sum(map(len, held.values())) == callback_bytes(config, planned_buffers(config, dims, metas)) > 0
+        return records[0]["valid_loss"], records[1]["valid_loss"]
+
+
+def test_averages_are_evaluated_on_demand() -> None:
+    flags = f"--fp32 {AVERAGES} --eval-weights ema"
+    (expected,) = run_world(1, losses, config_of(flags, 1))
+    assert expected[0] != expected[1]
+    for layout in ("tp2-dp2", "zero3"):
+        ranks, more = LAYOUTS[layout]
+        found = run_world(ranks, losses, config_of(f"{flags} {more}", ranks))
+        assert found == [pytest.approx(expected, rel=1e-5)] * ranks
+
+
+def test_a_checkpoint_is_evaluated_with_its_averages(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", 1, f"{AVERAGES} --eval-weights ema")
+    found = {}
+    for weights in ("ema", "trained"):
+        words = f"{AVERAGES} --load {run} --skip-train --eval-weights {weights}"
+        lines = (trained(tmp_path / weights, 1, words) / "metrics.jsonl").read_text().splitlines()
+        found[weights] = [line["valid_loss"] for line in map(json.loads, lines) if "valid_loss" in line][-1]
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    of_run = [line["valid_loss"] for line in map(json.loads, lines) if "valid_loss" in line][-1]
+    assert found["ema"] == of_run != found["trained"]
+
+
+def test_names_and_rules() -> None:
+    assert tuple(average.name for average in averages_of(config_of(AVERAGES, 1))) == NAMES
+    assert averages_of(config_of("", 1)) == ()
+    for flags, rule in (
+        ("--eval-weights ema", "--eval-weights ema: needs averaged weights"),
+        ("--ema-decay 1", "--ema-decay"),
+        ("--ema-half-life-tokens 0", "--ema-half-life-tokens"),
+    ):
+        problems = validate(parse_args(f"{RUN} {flags}".split()), 1)
+        assert [problem for problem in problems if str(problem).startswith(rule)], problems
