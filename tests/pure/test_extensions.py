@@ -141,7 +141,7 @@ FAILS: dict[str, tuple[str, str, int, str]] = {
         "--activation-func mine: must take (name, config, ctx), and takes (x); correct",
     ),
     **{
-        f"unwritten {kind}": (source, WRONG, 3 if kind == "callback" else 4, said)
+        f"unwritten {kind}": (source, WRONG, 3 if kind in ("callback", "metric") else 4, said)
         for kind, (source, said) in UNWRITTEN.items()
     },
     "known flag": (KNOWN_FLAG, WRONG, 4, "--lr is a flag already; rename Own.lr"),
