@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -158,16 +159,25 @@ def forget_extensions_at_once() -> Iterator[None]:
     yield from _forgetting()
 
 
-def _forgetting() -> Iterator[None]:
-    load()
+def registry_tables() -> list[dict[str, Any]]:
+    """The entries of each registry of the modules that this process has imported."""
     modules = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
     found = [part for module in modules for part in vars(module).values() if isinstance(part, Registry)]
-    registries = {id(part): part for part in found}.values()
-    tables = [*(registry._entries for registry in registries), flags.EXTENSION_SECTIONS, extensions._LOADED]
-    before = [dict(table) for table in tables]
+    return [part._entries for part in {id(part): part for part in found}.values()]
+
+
+def _forgetting() -> Iterator[None]:
+    load()
+    tables = [*registry_tables(), flags.EXTENSION_SECTIONS, extensions._LOADED]
+    before = {id(table): dict(table) for table in tables}
     yield
-    for table, entries in zip(tables, before, strict=True):
+    library = str(Path(extensions.__file__).parents[1])
+    for table in registry_tables():
+        if id(table) not in before:  # a module imported since: its own entries stay
+            before[id(table)] = {name: entry for name, entry in table.items() if entry.where.startswith(library)}
+            tables.append(table)
+    for table in tables:
         table.clear()
-        table.update(entries)
+        table.update(before[id(table)])
     for cached in (flags.all_flags, flags.sections, flags.spelling_table, flags.field_table):
         cached.cache_clear()

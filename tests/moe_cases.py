@@ -31,8 +31,8 @@ def build_layer(
 ) -> MoELayer:
     """A layer with random weights that do not depend on the layout, and an uneven bias."""
     state = state or ParallelState()
-    ctx = tp_context(state, sequence_parallel, dtype)
     config = replace(config, init_method_std=0.4)
+    ctx = tp_context(state, sequence_parallel, dtype, initial=config.initial)
     layer = MoELayer("decoder.layers.0.mlp", config, ctx)
     initialize_parameters_(layer.parameters(), 5, state.coords)
     balance = layer.router.balance

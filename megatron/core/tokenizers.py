@@ -107,6 +107,9 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
             problems.append(f"{flag} {value}: there is no such file; {remedy}")
     if problems:
         raise ValueError("\n".join(problems))
+    model = config.tokenizer_model
+    if model is not None and not Path(model).exists():  # a name, which may stand for other files the next time
+        return TOKENIZERS[kind](config, vocab_size)
     built = _built(config, tuple(_state_of_files(config)))
     if vocab_size not in built:
         tokenizer = TOKENIZERS[kind](config, vocab_size)

@@ -26,7 +26,8 @@ def test_an_overflow_that_a_lower_loss_scale_mends_is_no_nan(
     loss: float, overflow: bool, can_fall: bool, nan: bool
 ) -> None:
     values = torch.tensor([math.inf, overflow, overflow, 0.0, loss, 1.0], dtype=torch.float64)
-    result = StepResult(values, 2.0, can_fall)
+    result = StepResult(2.0, can_fall)
+    result.settle(values)
     assert is_nan(result) is nan
     assert result.skipped is overflow
 

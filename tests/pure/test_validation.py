@@ -96,6 +96,7 @@ ANY_FLAGS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(ANY_FLAGS, st.integers(1, 16), st.booleans())
+@example([["--cuda-graph-impl", "local"], ["--hybrid-layer-pattern", "a"]], 1, False)
 @example([["--num-distributed-optimizer-instances", "2"], ["--tensor-model-parallel-size", "-1"]], 1, True)
 def test_no_configuration_raises(flags: list[list[str]], world_size: int, good: bool) -> None:
     """Whatever is wrong, it is reported and not raised; what is legal makes a layout."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,8 +58,8 @@ def packed_attention(
 
 
 class PackedContext(AutogradContext):
-    kernel: PackedKernel
-    settings: tuple[Lengths, Window]
+    kernel: Any
+    settings: tuple[Any, ...]
 
 
 class PackedAttention(torch.autograd.Function):
@@ -73,15 +73,14 @@ class PackedAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        kernel: PackedKernel,
-        lengths: Lengths,
-        window: Window,
+        kernel: Any,
+        *settings: Any,
     ) -> Tensor:
-        kept = kernel.forward(q, k, v, lengths, window)
+        kept: tuple[Tensor, ...] = kernel.forward(q, k, v, *settings)
         if sinks is not None:
             add_sinks_(kept[0], kept[1].movedim(0, -1), sinks)
         ctx.save_for_backward(q, k, v, sinks, *kept)
-        ctx.kernel, ctx.settings = kernel, (lengths, window)
+        ctx.kernel, ctx.settings = kernel, settings
         return kept[0]
 
     @staticmethod
@@ -89,8 +88,8 @@ class PackedAttention(torch.autograd.Function):
     def backward(ctx: PackedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, *kept = ctx.saved_tensors
         of_sinks = None if sinks is None else sinks_grad(grad, kept[0], kept[1].movedim(0, -1), sinks)
-        gradients = ctx.kernel.backward(grad, (q, k, v), tuple(kept), *ctx.settings)
-        return *gradients, of_sinks, None, None, None
+        gradients: tuple[Tensor, ...] = ctx.kernel.backward(grad, (q, k, v), tuple(kept), *ctx.settings)
+        return *gradients, of_sinks, None, *(None for _ in ctx.settings)
 
 
 @lru_cache(maxsize=64)

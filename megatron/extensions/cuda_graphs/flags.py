@@ -63,7 +63,11 @@ class CudaGraphFlags:
         ):
             if given:
                 yield Problem.exclusive(other, value, graph, why)
-        for variant in c.model.linear_attentions:
+        try:
+            variants = c.model.linear_attentions
+        except ValueError:
+            variants = ()  # a pattern that cannot be read, which another rule reports
+        for variant in variants:
             if variant in ("gated_delta_net", "kimi_delta_attention"):
                 by_flag = c.model.experimental_attention_variant is not None
                 other = f"--experimental-attention-variant {variant}" if by_flag else f"layers with {variant}"
