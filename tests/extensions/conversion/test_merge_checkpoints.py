@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from examples.memory_storage import MemoryStorage  # noqa: F401 (registers the scheme mem)
 from megatron.core.dist_checkpointing.file_storage import UrlPath
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.storage import Checkpoint
@@ -26,6 +25,8 @@ from megatron.extensions.conversion.formats import Options, Source
 from megatron.extensions.conversion.merge import _record
 from megatron.extensions.conversion.merge_weights import Decay, decay_weights
 from megatron.extensions.conversion.merged_source import MergedSource
+from megatron.training.extensions import load_extensions
+from tests.apart import ROOT
 from tests.extensions.megatron_checkpoints.their_runs import unpack
 from tests.forked import run_forked, run_program
 from tools import convert_checkpoint, merge_checkpoints
@@ -343,6 +344,7 @@ def test_a_kill_in_the_middle_leaves_nothing_visible(to: str, run: Path, tmp_pat
 
 
 def test_a_record_has_no_credentials() -> None:
+    load_extensions([str(ROOT / "examples" / "memory_storage.py")])
     path = UrlPath("mem://someone:secret-word@host/run/iter_0000001")
     record = _record([path, Path("runs/b")], [1, None], [0.5, 0.5], None)
     assert "secret-word" not in json.dumps(record) and "host/run/iter_0000001" in json.dumps(record)
