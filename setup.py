@@ -59,8 +59,8 @@ setup(
     package_data={
         "": ["*.toml", "*.json", "*.yaml", "*.css", "*.html"],
         "megatron.extensions": ["flag_index.txt"],
-        "megatron.extensions.hugging_face": ["families/*.json"],
-        "megatron.extensions.planner": ["devices/*.yaml"],
+        "megatron.extensions.interop.hugging_face": ["families/*.json"],
+        "megatron.extensions.plan.planner": ["devices/*.yaml"],
     },
     package_dir={"megatron_tools": "tools"},
     py_modules=["pretrain_gpt"],

@@ -10,7 +10,7 @@ from megatron.core.config import DatasetConfig
 from megatron.core.datasets.build import Datasets
 from megatron.core.datasets.gpt_dataset import SampleFormat
 from megatron.core.parts import DATASETS
-from megatron.extensions.datasets.generator_dataset import stream_splits
+from megatron.extensions.data.datasets.generator_dataset import stream_splits
 
 
 @DATASETS.register("sums")

@@ -159,7 +159,7 @@ while true; do
     conf="is_host=$([[ "$at" == "$here" ]] && echo 1 || echo 0),join_timeout=60,last_call_timeout=${LAST_CALL:-6}"
     conf+=",read_timeout=$((${#wait_first[@]} ? 6 : 15)),close_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=4"
     say "joins the rendezvous at $at:$port, $min_hosts to ${#hosts[@]} hosts"
-    LAUNCH="$PYTHON -m megatron.extensions.resilience.torchrun --nnodes $min_hosts:${#hosts[@]}"
+    LAUNCH="$PYTHON -m megatron.extensions.operate.resilience.torchrun --nnodes $min_hosts:${#hosts[@]}"
     LAUNCH+=" --nproc-per-node $gpus --max-restarts ${MAX_RESTARTS:-10} --rdzv-backend c10d-open"
     LAUNCH+=" --rdzv-endpoint $at:$port --rdzv-id elastic --rdzv-conf $conf --local-addr $here"
     export LAUNCH

@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 
-from megatron.extensions.datasets.indexed_writer import IndexedDatasetBuilder
+from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuilder
 
 
 def write_documents(prefix: Path | str, documents: Iterable[Any], dtype: Any = "<u2") -> str:

@@ -67,7 +67,9 @@ def token_losses(model: GPTModel, batch: Batch) -> torch.Tensor:
 def logits_in_parts(model: GPTModel, tokens: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, Any]:
     """Logits of texts tokens [b, s] that are read in parts, each behind a cache of the parts before, and the cache.
     Skips the test where generation is deleted."""
-    kv_cache = pytest.importorskip("megatron.extensions.inference.generation.kv_cache", reason="inference is deleted")
+    kv_cache = pytest.importorskip(
+        "megatron.extensions.use.inference.generation.kv_cache", reason="inference is deleted"
+    )
     cache = kv_cache.KeyValueCache()
     parts = [
         model.logits(None, Batch.of_tokens(part), cache.extend([part.shape[1]] * len(part), part.device))

@@ -31,7 +31,7 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.extensions.planner.device_file import DeviceFile, read_device, tile_share
+from megatron.extensions.plan.planner.device_file import DeviceFile, read_device, tile_share
 from megatron.training.config.arguments import command_line
 from megatron.training.config.prepare import prepare
 from megatron.training.reliability.launch import Launch
@@ -41,8 +41,8 @@ from .common import processor_name, refuse_unwritable, run_tool, tool_parser
 if TYPE_CHECKING:
     import torch
 
-    from megatron.extensions.planner.calibration.fit import Measured
-    from megatron.extensions.planner.calibration.measure import Clock
+    from megatron.extensions.plan.planner.calibration.fit import Measured
+    from megatron.extensions.plan.planner.calibration.measure import Clock
 
 POINTS = 100
 """Measured points, about, among which --seconds are divided."""
@@ -97,7 +97,7 @@ def calibrate(args: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from megatron.extensions.planner.calibration.measure import Clock
+    from megatron.extensions.plan.planner.calibration.measure import Clock
     from megatron.training.initialize import keep_memory
 
     world, local = (int(os.environ.get(name, given)) for name, given in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
@@ -132,8 +132,8 @@ def measured_device(
     steps: Sequence[tuple[str, float]],
 ) -> tuple[DeviceFile, dict[str, float]]:
     """(the device file, by what was measured the median error of what it says). Collective over all ranks."""
-    from megatron.extensions.planner.calibration.fit import errors, fit_steps, links_of
-    from megatron.extensions.planner.calibration.measure import CPU, GPU, measure, measure_links
+    from megatron.extensions.plan.planner.calibration.fit import errors, fit_steps, links_of
+    from megatron.extensions.plan.planner.calibration.measure import CPU, GPU, measure, measure_links
 
     sizes = CPU if args.cpu else GPU
     points, slowdown = measure_links(clock, sizes, ranks_per_node)
@@ -184,7 +184,7 @@ LAUNCHED = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT 
 
 def predicted(flags: str, device: DeviceFile) -> float:
     """Predicted seconds of a step of one process."""
-    from megatron.extensions.planner.time.step_time import predict_step
+    from megatron.extensions.plan.planner.time.step_time import predict_step
 
     launch = Launch(0, 1)
     with contextlib.redirect_stderr(io.StringIO()):
@@ -196,7 +196,7 @@ def described(measured: Measured, device: torch.device, ranks_per_node: int) -> 
     """The device file of what was measured on this machine, without its links."""
     import torch
 
-    from megatron.extensions.planner.calibration.fit import device_file
+    from megatron.extensions.plan.planner.calibration.fit import device_file
     from megatron.training.metrics.summary import PEAK_TFLOPS_16BIT
 
     if device.type == "cpu":
@@ -219,9 +219,9 @@ def described(measured: Measured, device: torch.device, ranks_per_node: int) -> 
 
 
 def write(path: Path, device: DeviceFile, how: str, errors: str) -> None:
-    from megatron.extensions.planner.calibration.fit import text_of
+    from megatron.extensions.plan.planner.calibration.fit import text_of
 
-    remarks = [f"{device.name}. megatron/extensions/planner/device_file.py says what each entry means."]
+    remarks = [f"{device.name}. megatron/extensions/plan/planner/device_file.py says what each entry means."]
     remarks.append(f"Measured by tools/calibrate.py with {how}.")
     remarks += [f"Median errors of the fit: {errors}."] if errors else []
     path.parent.mkdir(parents=True, exist_ok=True)

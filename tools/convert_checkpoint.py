@@ -24,8 +24,8 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.dist_checkpointing.storage import CheckpointError
-from megatron.extensions.conversion.convert import Conversion, formats, parse_bytes, parse_dtype
-from megatron.extensions.conversion.formats import Options
+from megatron.extensions.interop.conversion.convert import Conversion, formats, parse_bytes, parse_dtype
+from megatron.extensions.interop.conversion.formats import Options
 from megatron.training.config.problem import any_text
 from megatron.training.metrics.progress_bar import ProgressBar
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
     )
     if args.check is not None:
-        from megatron.extensions.hugging_face.hf_format import compare_logits, require_transformers
+        from megatron.extensions.interop.hugging_face.hf_format import compare_logits, require_transformers
 
         require_transformers()
     try:

@@ -29,11 +29,11 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.extensions.inference.chat_template import chat, find_chat_template, pieces
-from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling, eos_ids
-from megatron.extensions.inference.generation.engine import prompt_seed
-from megatron.extensions.inference.jsonl import answers, read_lines
-from megatron.extensions.inference.model import LoadedModel
+from megatron.extensions.use.inference.chat_template import chat, find_chat_template, pieces
+from megatron.extensions.use.inference.generation import Engine, Generation, Request, Sampling, eos_ids
+from megatron.extensions.use.inference.generation.engine import prompt_seed
+from megatron.extensions.use.inference.jsonl import answers, read_lines
+from megatron.extensions.use.inference.model import LoadedModel
 from megatron.training.config.problem import any_text
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.visible_text import exact

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.path_kind import OURS, PATH_KINDS, kind_of
 from megatron.core.dist_checkpointing.state_dict import MODEL, model_key
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, TensorInfo
 from megatron.core.parallel_state import Axis
-from megatron.extensions.conversion.formats import MERGE_FILE, Origin
+from megatron.extensions.interop.conversion.formats import MERGE_FILE, Origin
 from megatron.training.checkpoints.checkpoint_fit import choose_run_checkpoint, saved_progress
 
 from .common import add_extension_flag, run_tool, tool_parser
@@ -64,8 +64,10 @@ class ForeignWeights:
     """The parameters of a model of another format, with what this tool asks of a `Checkpoint`."""
 
     def __init__(self, path: PurePath) -> None:
-        from megatron.extensions.conversion.convert import recognize  # of which checkpoints of ours have no need
-        from megatron.extensions.conversion.formats import Options
+        from megatron.extensions.interop.conversion.convert import (
+            recognize,  # of which checkpoints of ours have no need
+        )
+        from megatron.extensions.interop.conversion.formats import Options
 
         self.folder, self.format = path, recognize(path)
         self.source = self.format.open(path, Options())

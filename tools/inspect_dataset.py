@@ -124,7 +124,7 @@ def prefix_of(path: str, args: argparse.Namespace) -> str:
         return path
     if not args.tokenizer_type:
         raise ValueError(refusal(path, "give the prefix of an indexed dataset, or add the tokenizer of the text"))
-    from megatron.extensions.text_data.flags import TextDataConfig
+    from megatron.extensions.data.text_data.flags import TextDataConfig
 
     options = replace(config_of(TextDataConfig, args), append_eod=not args.no_append_eod)
     data = config_of(DatasetConfig, args).with_options(options)
@@ -158,7 +158,7 @@ def data_of_phases(args: argparse.Namespace, config: DatasetConfig) -> list[Data
     path = getattr(args, "data_phases", None)
     if path is None:
         return [config]
-    from megatron.extensions.phases.phase_file import read_phases
+    from megatron.extensions.data.phases.phase_file import read_phases
 
     phases, problems = read_phases(path)
     if problems:

@@ -30,10 +30,10 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.dist_checkpointing.storage import CheckpointError
-from megatron.extensions.conversion.convert import Conversion, formats, parse_bytes, parse_dtype
-from megatron.extensions.conversion.formats import Options
-from megatron.extensions.conversion.merge import Selection, Weighting, choose, merged_input
-from megatron.extensions.conversion.merge_weights import STYLES, Decay
+from megatron.extensions.interop.conversion.convert import Conversion, formats, parse_bytes, parse_dtype
+from megatron.extensions.interop.conversion.formats import Options
+from megatron.extensions.interop.conversion.merge import Selection, Weighting, choose, merged_input
+from megatron.extensions.interop.conversion.merge_weights import STYLES, Decay
 
 from .common import add_extension_flag, add_family_flag, family_of_output, refuse, run_tool, too_small, tool_parser
 from .convert_checkpoint import convert

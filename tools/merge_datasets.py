@@ -17,7 +17,7 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, strip_suffix
-from megatron.extensions.datasets.indexed_writer import IndexedDatasetBuilder
+from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuilder
 
 from .common import dataset_at, refuse, refuse_output, run_tool, tool_parser
 

@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import layout_of, runs_in_turns
 from megatron.core.pipeline_parallel.walk import TIMED, Timed
-from megatron.extensions.simulator.simulator import Simulation, StageCosts, lists_of_steps, simulate
+from megatron.extensions.plan.simulator.simulator import Simulation, StageCosts, lists_of_steps, simulate
 from megatron.training.step_parts import STEP_PARTS
 
 from .common import add_config_flags, add_extension_flag, refuse, refuse_picture, run_tool, too_small, tool_parser
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hidden = 1 - found.exposed / found.exchanging
         print(f"all-to-alls of experts behind computation: {hidden:.1%} of their time")
     if any(STEP_PARTS.facts(name).kept is not None for name in STEP_PARTS) and flushes:
-        from megatron.extensions.planner.time.pipeline import post_validated
+        from megatron.extensions.plan.planner.time.pipeline import post_validated
 
         time, bubble = post_validated(build(validates=True), costs)
         flag = "--optimizer-post-validation"

@@ -34,12 +34,12 @@ from tqdm import tqdm
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
-from megatron.extensions.datasets.indexed_writer import IndexedDatasetBuilder, best_dtype
-from megatron.extensions.text_data.encoding import CHUNK_BYTES, Encoded, Job, encode_all, peak_memory
-from megatron.extensions.text_data.fast_tokenizer import DifferentIds, stand_in_for
-from megatron.extensions.text_data.formats import Chunk, Reading, read_chunks
-from megatron.extensions.text_data.inputs import TextFile, find_inputs
-from megatron.extensions.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuilder, best_dtype
+from megatron.extensions.data.text_data.encoding import CHUNK_BYTES, Encoded, Job, encode_all, peak_memory
+from megatron.extensions.data.text_data.fast_tokenizer import DifferentIds, stand_in_for
+from megatron.extensions.data.text_data.formats import Chunk, Reading, read_chunks
+from megatron.extensions.data.text_data.inputs import TextFile, find_inputs
+from megatron.extensions.data.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron.training.extensions import load_extensions
 
 from .common import (

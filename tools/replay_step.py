@@ -19,8 +19,8 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.extensions.diagnosis.step_dump import SavedStep
-from megatron.extensions.diagnosis.step_replay import replay
+from megatron.extensions.observe.diagnosis.step_dump import SavedStep
+from megatron.extensions.observe.diagnosis.step_replay import replay
 
 from .common import add_extension_flag, parted, run_tool, tool_parser
 

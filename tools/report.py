@@ -97,7 +97,7 @@ def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
         return None, "the configuration or the number of ranks is not known"
     try:
         given = parse_args(["--config", str(path)])
-        from megatron.extensions.planner.memory import memory_of_ranks
+        from megatron.extensions.plan.planner.memory import memory_of_ranks
         from megatron.training.plan import plan_of
 
         # The size that the run's tokenizer had stands in the file as derived: the tokenizer may be gone.

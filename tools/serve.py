@@ -28,11 +28,11 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.core.dist_checkpointing.file_storage import resolved
-from megatron.extensions.inference.chat_template import find_chat_template
-from megatron.extensions.inference.generation import Engine
-from megatron.extensions.inference.model import LoadedModel
-from megatron.extensions.inference.openai_api import Limits, OpenAIApi
-from megatron.extensions.inference.serving import EngineLoop
+from megatron.extensions.use.inference.chat_template import find_chat_template
+from megatron.extensions.use.inference.generation import Engine
+from megatron.extensions.use.inference.model import LoadedModel
+from megatron.extensions.use.inference.openai_api import Limits, OpenAIApi
+from megatron.extensions.use.inference.serving import EngineLoop
 from megatron.training.reliability.launch import Launch
 
 from .common import model_flag_problems, model_parser, open_model, refuse, run_tool, too_small
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def serve(args: argparse.Namespace, model: LoadedModel, engine: Engine) -> None:
     """Until a signal comes. Raises RuntimeError if another rank has ended, OSError if the port cannot be had."""
-    from megatron.extensions.inference.http_server import ApiServer, HttpLimits
+    from megatron.extensions.use.inference.http_server import ApiServer, HttpLimits
 
     loop = EngineLoop(engine, args.max_waiting)
     limits = Limits(new_tokens=args.max_tokens_limit)

@@ -23,8 +23,8 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.core.fsync import whole_file
-from megatron.extensions.text_data.formats import Reading, is_blank, read_chunks, texts_of
-from megatron.extensions.text_data.inputs import TextFile, find_inputs
+from megatron.extensions.data.text_data.formats import Reading, is_blank, read_chunks, texts_of
+from megatron.extensions.data.text_data.inputs import TextFile, find_inputs
 
 from .common import refuse_output, run_tool, tool_parser
 

@@ -28,8 +28,8 @@ from typing import Any
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
-from megatron.extensions import megatron_flags
-from megatron.extensions.megatron_flags.megatron_differences import DIFFERENCES, differences_met
+from megatron.extensions.interop import megatron_flags
+from megatron.extensions.interop.megatron_flags.megatron_differences import DIFFERENCES, differences_met
 from megatron.training.config.arguments import config_of, read_flags
 from megatron.training.config.problem import any_text
 from megatron.training.config.reading import FlagReader, Reading, tokens_of

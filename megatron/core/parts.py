@@ -125,7 +125,7 @@ ModelParallelConfig."""
 
 DATASETS: Registry[Any, NoFacts, ...] = Registry("--dataset-type", NoFacts, "config, format, seed, sizes")
 """`build(config, format, seed, sizes)`: the `Datasets` of training, validation and test, `sizes` being the samples
-wanted of each (None: one epoch); see `megatron.extensions.datasets.generator_dataset.GeneratorDataset`."""
+wanted of each (None: one epoch); see `megatron.extensions.data.datasets.generator_dataset.GeneratorDataset`."""
 
 DATASETS.register("gpt", "megatron.core.datasets.build:build_gpt")
 DATASETS.register("mock", "megatron.core.datasets.build:build_mock")

@@ -7,8 +7,8 @@ for, and what replaces it when it goes.
 
 Two classes override a private method of torch, which cannot be an alias: `IndexReader._slice_file` in
 `megatron/core/dist_checkpointing/dcp_index.py` checks every tensor before torch unpickles it (without it, check whole
-files before the load), and `NoValues._should_skip_dynamo` in `megatron/extensions/planner/fake_stage.py` saves time
-alone (without it, delete the method).
+files before the load), and `NoValues._should_skip_dynamo` in `megatron/extensions/plan/planner/fake_stage.py` only
+saves time (without it, delete the method).
 
 Modules of torch that are slow to import are imported when a function here is called.
 """

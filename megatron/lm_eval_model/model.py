@@ -15,10 +15,10 @@ from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.extensions import load
-from megatron.extensions.evaluation.continuation import MOST_TOKENS, CachedGeneration
-from megatron.extensions.evaluation.harness import ParallelLM
-from megatron.extensions.evaluation.scoring import Scorer, lengths_of_batches, scores_by
-from megatron.extensions.inference.model import LoadedModel, loaded_model
+from megatron.extensions.observe.evaluation.continuation import MOST_TOKENS, CachedGeneration
+from megatron.extensions.observe.evaluation.harness import ParallelLM
+from megatron.extensions.observe.evaluation.scoring import Scorer, lengths_of_batches, scores_by
+from megatron.extensions.use.inference.model import LoadedModel, loaded_model
 from megatron.training.extensions import ExtensionError, load_extensions
 from megatron.training.metrics.progress_bar import bars, no_bar
 from megatron.training.reliability.launch import Launch

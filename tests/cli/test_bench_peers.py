@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
-from megatron.extensions.hugging_face.read_config import config_from_hf
+from megatron.extensions.interop.hugging_face.read_config import config_from_hf
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from tests.apart import ROOT

@@ -41,7 +41,7 @@ def test_without_the_cuda_build_one_line_says_so() -> None:
 BEYOND_ITS_LIMIT = """
 import torch
 from megatron.core import compiled_regions
-from megatron.extensions.planner.device_file import read_device
+from megatron.extensions.plan.planner.device_file import read_device
 from tools.bench.fake_cuda import fake_cuda, watched_regions
 
 def scaled(x):

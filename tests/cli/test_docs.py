@@ -172,8 +172,8 @@ def test_map_of_contributing_leads_to_its_subjects() -> None:
 
 @pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
 def test_table_of_bubbles_is_what_the_simulator_finds() -> None:
-    from megatron.extensions.planner.time.pipeline import post_validated
-    from megatron.extensions.simulator.simulator import StageCosts, simulate
+    from megatron.extensions.plan.planner.time.pipeline import post_validated
+    from megatron.extensions.plan.simulator.simulator import StageCosts, simulate
 
     text = (ROOT / "docs/layouts.md").read_text()
     rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \| (the same|0) \|$", text, re.MULTILINE)

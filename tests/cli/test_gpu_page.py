@@ -18,7 +18,7 @@ SCRIPT = ROOT / "scripts/gpu_first_hour.sh"
 
 def test_rates_of_another_device_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     """device.yaml of a trial on CPU, or of another GPU."""
-    h100 = ROOT / "megatron/extensions/planner/devices/h100.yaml"
+    h100 = ROOT / "megatron/extensions/plan/planner/devices/h100.yaml"
     config = config_of(SHAPES["tiny"], 1, 1, "--bf16 --cpu")
     assert list(planner_tflops(config, [], h100, "NVIDIA H100 80GB HBM3")) == [str(h100)]
     assert capsys.readouterr().out == ""

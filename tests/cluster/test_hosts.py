@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.extensions.resilience import save_folder
+from megatron.extensions.operate.resilience import save_folder
 from tests.cluster.forked import run_on_hosts
 from tests.cluster.hosts import hosts, missing
 from tests.corpus import write_documents

@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.path_kind import LATEST, read_latest, save
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis, initialize_model_parallel
-from megatron.extensions.retention.flags import RetentionFlags
-from megatron.extensions.retention.retention import retain
+from megatron.extensions.operate.checkpoint_cleanup.flags import RetentionFlags
+from megatron.extensions.operate.checkpoint_cleanup.retention import retain
 from megatron.training.run import TrainingRun
 from tests.harness import run_world, train_to_the_end
 from tests.tiny import TINY

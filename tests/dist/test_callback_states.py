@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.optimizer.owned_tensors import owned_weights
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.planner.memory import callback_bytes, planned_buffers, states_of_rank
+from megatron.extensions.plan.planner.memory import callback_bytes, planned_buffers, states_of_rank
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig

@@ -13,7 +13,7 @@ from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.tile_kernels import Causal
 from megatron.core.attention.tiles import rank_spans
 from megatron.core.parallel_state import Axis
-from megatron.extensions.fusions.attention.flash_kernels import FlashCPUKernel
+from megatron.extensions.speed.fusions.attention.flash_kernels import FlashCPUKernel
 from tests.harness import run_world
 
 LENGTH, SAMPLES, HEADS, GROUPS, DIM = 48, 2, 8, 2, 8

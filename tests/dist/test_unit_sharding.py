@@ -200,7 +200,7 @@ def test_order_is_learned_and_given_up_when_it_changes() -> None:
 
 
 def test_a_model_to_be_sharded_is_built_without_memory() -> None:
-    live_memory = pytest.importorskip("megatron.extensions.planner.live_memory")
+    live_memory = pytest.importorskip("megatron.extensions.plan.planner.live_memory")
     model = config("--global-batch-size 1", 1).model
     with live_memory.LiveMemory() as live:
         built = GPTModel(model, ModelParallelConfig(fp32=True), weights=WeightSetup(lazy=True))

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
-from megatron.extensions.linear_attention.gated_delta_rule import Chunks
-from megatron.extensions.planner.flops import model_flops
+from megatron.extensions.mixers.linear_attention.gated_delta_rule import Chunks
+from megatron.extensions.plan.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}

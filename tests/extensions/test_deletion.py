@@ -87,10 +87,10 @@ def without(name: str, folder: Path) -> set[str]:
         gone |= more
     source = folder / "megatron" / "extensions" / "__init__.py"
     text = source.read_text()
-    for each in gone:
-        shutil.rmtree(folder / "megatron" / "extensions" / each)
-        text, count = re.subn(rf'    BuiltIn\(\s*"{each}",.*?\),\n(?=    BuiltIn|\))', "", text, flags=re.DOTALL)
-        assert count == 1, each
+    for place in [each.place for each in extensions.BUILT_IN if each.name in gone]:
+        shutil.rmtree(folder / "megatron" / "extensions" / place)
+        text, count = re.subn(rf'    BuiltIn\(\s*"{place}",.*?\),\n(?=    BuiltIn|\))', "", text, flags=re.DOTALL)
+        assert count == 1, place
     source.write_text(text)
     return gone
 

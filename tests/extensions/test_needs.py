@@ -13,6 +13,7 @@ from megatron import extensions
 from megatron.extensions import BUILT_IN, BuiltIn
 
 NEEDS = {extension.name: set(extension.needs) for extension in BUILT_IN}
+PLACES = {extension.name: extension.place for extension in BUILT_IN}
 
 
 def imported(path: Path) -> set[str]:
@@ -25,13 +26,13 @@ def imported(path: Path) -> set[str]:
             modules = [alias.name for alias in node.names]
         else:
             continue
-        found |= {module.split(".")[2] for module in modules if module.startswith("megatron.extensions.")}
+        found |= {module.split(".")[3] for module in modules if module.startswith("megatron.extensions.")}
     return found & NEEDS.keys()
 
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_needs_are_the_imports(name: str) -> None:
-    modules = list(Path(extensions.__path__[0], name).rglob("*.py"))
+    modules = list(Path(extensions.__path__[0], PLACES[name]).rglob("*.py"))
     assert modules
     assert set().union(*map(imported, modules)) - {name} == NEEDS[name]
 
@@ -41,8 +42,8 @@ def test_needs_have_no_circle() -> None:
 
 
 LISTS = [
-    ([BuiltIn("planner", "plans", needs=("simulator",))], "planner, which needs simulator: remove the line"),
-    ([BuiltIn("gone", "nothing")], 'gone, which is missing: remove the line BuiltIn("gone", ...) there'),
+    ([BuiltIn("plan/planner", "plans", needs=("simulator",))], "planner, which needs simulator: remove the line"),
+    ([BuiltIn("use/gone", "nothing")], 'gone, which is missing: remove the line BuiltIn("use/gone", ...) there'),
 ]
 
 

@@ -15,8 +15,8 @@ import pytest
 from megatron.core.dist_checkpointing.integrity import read_manifest, write_manifest, write_summed
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis
-from megatron.extensions.conversion.dcp_format import DCPSource
-from megatron.extensions.conversion.formats import Options
+from megatron.extensions.interop.conversion.dcp_format import DCPSource
+from megatron.extensions.interop.conversion.formats import Options
 from megatron.training.checkpoints.checkpoint_fit import (
     check_fits,
     choose_run_checkpoint,

@@ -14,9 +14,9 @@ from megatron.core.attention.core_attention import FusedAttention
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.attention.tiles import rank_spans
 from megatron.core.dropout import attention_dropout
-from megatron.extensions.fusions.attention.backends import MODULE, CudnnKernel, Flash3Attention
-from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel
-from megatron.extensions.fusions.attention.flash_kernels import FlashCUDAKernel
+from megatron.extensions.speed.fusions.attention.backends import MODULE, CudnnKernel, Flash3Attention
+from megatron.extensions.speed.fusions.attention.flash_dropout import FlashDropoutKernel
+from megatron.extensions.speed.fusions.attention.flash_kernels import FlashCUDAKernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

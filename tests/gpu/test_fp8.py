@@ -18,14 +18,14 @@ PRODUCTS = """
 import torch
 from torch import nn
 from megatron.core.parallel_state import Axis
-from megatron.extensions.fp8.flags import Fp8Flags
-from megatron.extensions.fp8 import casts as fp8
-from megatron.extensions.fp8.casts import amax_of, amax_of_rows_and_columns, cast_transpose
-from megatron.extensions.fp8.casts import CastOrder, cast_transpose_noting_amax
+from megatron.extensions.speed.fp8.flags import Fp8Flags
+from megatron.extensions.speed.fp8 import casts as fp8
+from megatron.extensions.speed.fp8.casts import amax_of, amax_of_rows_and_columns, cast_transpose
+from megatron.extensions.speed.fp8.casts import CastOrder, cast_transpose_noting_amax
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
 from megatron.core.tensor_parallel.linear_gemms import Cuts
-from megatron.extensions.fp8.build import Fp8Format
-from megatron.extensions.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
+from megatron.extensions.speed.fp8.build import Fp8Format
+from megatron.extensions.speed.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.moe.experts import Segments, add_each_product_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
@@ -106,7 +106,7 @@ def test_products_are_those_of_the_cpu() -> None:
 KERNELS = """
 from itertools import product
 import torch
-from megatron.extensions.fusions.gemm_choice import ProductShape, weight_grad_runs
+from megatron.extensions.speed.fusions.gemm_choice import ProductShape, weight_grad_runs
 from tests.extensions.fusions.test_kernels_cast import FORMATS, WANTED, check_operators, matrices
 
 for x, dtype, wanted in product(matrices(), FORMATS, WANTED):

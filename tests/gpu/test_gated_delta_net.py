@@ -10,7 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
+from megatron.extensions.mixers.linear_attention.gated_delta_rule import (
+    flash_rule,
+    gated_delta_chunks,
+    gated_delta_steps,
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
 

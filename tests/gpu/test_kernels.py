@@ -13,9 +13,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a 
 RESIDUALS = """
 from itertools import product
 import torch
-from megatron.extensions.fusions.kernels import cublaslt
+from megatron.extensions.speed.fusions.kernels import cublaslt
 from megatron.core.tensor_parallel.linear_gemms import residual_gemm
-from megatron.extensions.fusions.gemm_choice import ResidualShape, residual_runs, residual_sum
+from megatron.extensions.speed.fusions.gemm_choice import ResidualShape, residual_runs, residual_sum
 
 device, hopper = torch.device("cuda"), torch.cuda.get_device_capability() >= (8, 9)
 for bias, fp8, dtype in product((False, True), (False, True), (torch.bfloat16, torch.float16)):
@@ -32,7 +32,7 @@ print("agree")
 
 LOSSES = """
 import torch
-from megatron.extensions.fusions.kernels import cross_entropy as twins
+from megatron.extensions.speed.fusions.kernels import cross_entropy as twins
 
 for n, width, vocab_size, z_loss in ((300, 50304, 50257, 0.0), (77, 128256, 128256, 1e-4), (5, 1000, 999, 0.0)):
     torch.manual_seed(n)

@@ -9,8 +9,8 @@ import torch
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_state import ParallelState
-from megatron.extensions.planner.activations import ActivationPlan
-from megatron.extensions.planner.micro_batch import MicroBatch
+from megatron.extensions.plan.planner.activations import ActivationPlan
+from megatron.extensions.plan.planner.micro_batch import MicroBatch
 from tests.extensions.planner.test_planned_activations import RECOMPUTE, WHOLE, kept_by
 from tests.gpt_cases import GPT, LLAMA, with_dropout
 

@@ -48,7 +48,7 @@ class Mutant(NamedTuple):
     @property
     def is_there(self) -> bool:
         """Whether no extension that it needs is deleted."""
-        gone = [each for each in self.edits if each.startswith("extensions.") and each.split(".")[1] not in INSTALLED]
+        gone = [each for each in self.edits if each.startswith("extensions.") and each.split(".")[2] not in INSTALLED]
         return self.combination.is_there and not gone
 
 

@@ -35,7 +35,7 @@ from pathlib import Path
 
 sys.path.insert(0, folder)
 os.chdir(folder)
-import megatron, megatron.extensions.planner.dry_run, megatron.training.training
+import megatron, megatron.extensions.plan.planner.dry_run, megatron.training.training
 from pretrain_gpt import main
 
 assert megatron.__path__ == [f"{folder}/megatron"]
@@ -76,8 +76,8 @@ def moved_library(folder: Path) -> Path:
     source = folder / "megatron" / "extensions" / "__init__.py"
     lines = []
     for example in FLAGS:
-        own = f"moved_{Path(example).stem}"
-        (source.parent / own).mkdir()
+        own = f"moved/{Path(example).stem}_example"
+        (source.parent / own).mkdir(parents=True)
         (source.parent / own / "__init__.py").write_text('"""An example."""\n')
         shutil.copy(ROOT / "examples" / example, source.parent / own / "flags.py")
         lines.append(f'    BuiltIn("{own}", "an example"),\n')

@@ -54,19 +54,24 @@ def index() -> str:
     for spelling, (flag, _) in spelling_table().items():
         module = sections()[flag.section].__module__
         if module.startswith(prefix):
-            spellings.setdefault(module.removeprefix(prefix).split(".")[0], []).append(spelling)
+            spellings.setdefault(module.removeprefix(prefix).split(".")[1], []).append(spelling)
     for name in COMMANDS:
-        folder = Path(COMMANDS.where(name).rpartition(":")[0]).parent
-        if folder.parent == extensions.INDEX.parent:
-            spellings.setdefault(folder.name, []).extend(COMMANDS.facts(name).options)
+        if extension := _extension_of(COMMANDS.where(name)):
+            spellings.setdefault(extension, []).extend(COMMANDS.facts(name).options)
     for flag in all_flags():
         if isinstance(choices := flag.spec.choices, Registry | MixerNames | RecomputedParts):
             for name in choices:
-                folder = Path(choices.where(name).rpartition(":")[0]).parent
-                own = spellings.setdefault(folder.name, []) if folder.parent == extensions.INDEX.parent else [flag.name]
+                extension = _extension_of(choices.where(name))
+                own = spellings.setdefault(extension, []) if extension else [flag.name]
                 if flag.name not in own:
                     own.append(f"{flag.name}={name}")
     return "".join(f"{name}: {' '.join(sorted(spellings[name]))}\n" for name in sorted(spellings))
+
+
+def _extension_of(place: str) -> str | None:
+    """The built-in extension whose `flags.py` registers a part at `FILE:LINE`; None for the library's own."""
+    folder = Path(place.rpartition(":")[0]).parent
+    return folder.name if folder.parent.parent == extensions.INDEX.parent else None
 
 
 def test_surface_is_frozen() -> None:

@@ -109,7 +109,7 @@ def test_a_configuration_runs_recorded_code_only(code: Path, tmp_path: Path, for
 
 
 def test_task_files_of_a_configuration_must_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("megatron.extensions.evaluation")
+    pytest.importorskip("megatron.extensions.observe.evaluation")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "mine.yaml").write_text("task: mine\nprocess_docs: !function utils.run\n")

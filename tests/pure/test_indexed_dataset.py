@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import DTYPES, HEADER, IndexedDataset
-from megatron.extensions.datasets.indexed_writer import IndexedDatasetBuilder, best_dtype
+from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuilder, best_dtype
 from tests.corpus import largest_file, write_documents
 
 DOCUMENTS = [[1, 2, 3], [], [65499], list(range(200))]

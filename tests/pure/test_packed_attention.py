@@ -14,7 +14,7 @@ from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.tile_kernels import Causal
 from megatron.core.attention.tiles import Documents, document_starts
 from megatron.core.attention.varlen import Lengths, Window, cumulative_lengths, packed_attention
-from megatron.extensions.fusions.attention.flash_kernels import FlashCPUKernel
+from megatron.extensions.speed.fusions.attention.flash_kernels import FlashCPUKernel
 from tests.pure.test_tile_attention import (
     DOCUMENTS,
     LENGTH,

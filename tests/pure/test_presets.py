@@ -64,7 +64,7 @@ ONE_GPU = sorted((CONFIGS[0].parent / "one_gpu").glob("*.yaml"), key=lambda path
 
 def planned_gib(path: Path) -> float:
     """Memory of the one rank of a preset."""
-    memory_of_ranks = pytest.importorskip("megatron.extensions.planner.memory").memory_of_ranks
+    memory_of_ranks = pytest.importorskip("megatron.extensions.plan.planner.memory").memory_of_ranks
     config = resolve(command_line(["--config", str(path), "--dry-run", "--world-size", "1"]).config, 1)
     (rank,) = memory_of_ranks(config, 1)
     return rank.total / 2**30
@@ -108,7 +108,7 @@ def some(items: Iterable[T], most: int) -> list[T]:
 
 def check_suggestions(own: list[str], ranks: int) -> None:
     """Pastes the flags of layouts that --suggest may print behind the run's own."""
-    run = pytest.importorskip("megatron.extensions.planner.suggest.space").SearchedRun(
+    run = pytest.importorskip("megatron.extensions.plan.planner.suggest.space").SearchedRun(
         resolve(parse_args(own), ranks), ranks
     )
     layouts = [layout for family in some(run.space.families(), 6) for layout in some(run.space.layouts(family), 5)]

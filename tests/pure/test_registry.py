@@ -20,8 +20,8 @@ from megatron.core.registry import NoFacts, Registry
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.transformer.mlp import MLP
 from megatron.extensions import load
-from megatron.extensions.hugging_face.write_config import choose_family, config_to_hf
-from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
+from megatron.extensions.interop.hugging_face.write_config import choose_family, config_to_hf
+from megatron.extensions.interop.megatron_checkpoints.megatron_args import refuse_inexpressible
 from megatron.training.config.run_config import RunConfig
 from tests.gpt_cases import GPT
 

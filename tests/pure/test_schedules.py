@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.schedules import (
     splits_backward,
 )
 from megatron.core.pipeline_parallel.walk import TIMED
-from megatron.extensions.simulator.simulator import StageCosts, simulate
+from megatron.extensions.plan.simulator.simulator import StageCosts, simulate
 
 ONE_STAGE = ("gpipe", "1f1b")
 

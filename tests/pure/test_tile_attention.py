@@ -13,8 +13,8 @@ from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.attention.tiles import Tile, document_starts, rank_spans
 from megatron.core.dropout import attention_dropout
-from megatron.extensions.fusions.attention import flash_kernels
-from megatron.extensions.fusions.attention.flash_kernels import Flash2, FlashCPUKernel, FlashCUDAKernel
+from megatron.extensions.speed.fusions.attention import flash_kernels
+from megatron.extensions.speed.fusions.attention.flash_kernels import Flash2, FlashCPUKernel, FlashCUDAKernel
 
 SCALE = 0.4
 LENGTH = 24

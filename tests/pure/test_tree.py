@@ -24,9 +24,9 @@ WITHOUT_TORCH = {
     "optimizer.planned_states param_meta parallel_dims tokenizers",
     "megatron/core/pipeline_parallel": "actions layout passes schedules stages walk",
     "megatron/training": "config config.arguments config.validation reliability.launch",
-    "megatron/extensions/hugging_face": "family_files flags rules write_config",
-    "megatron/extensions/hugging_face/continued_training": "pretrained rotary_changes",
-    "megatron/extensions/planner": "commands flags",
+    "megatron/extensions/interop/hugging_face": "family_files flags rules write_config",
+    "megatron/extensions/interop/hugging_face/continued_training": "pretrained rotary_changes",
+    "megatron/extensions/plan/planner": "commands flags",
     "megatron/testing": "parity parity_plan parity_rows",
 }
 
@@ -237,7 +237,7 @@ PAST_ARGUMENTS = {
     KEYWORDS_OF_LM_EVAL,
     # torch calls these by position, one argument for each result of their backward.
     "core.tensor_parallel.layers: LinearFunction.forward",
-    "extensions.fusions.fused_norm: _FusedNorm.forward",
+    "extensions.speed.fusions.fused_norm: _FusedNorm.forward",
 }
 """Functions with more arguments. Others are grouped, as in `WeightSetup`: nothing may be added here."""
 

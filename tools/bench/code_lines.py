@@ -45,8 +45,8 @@ def parts() -> Iterator[tuple[str, list[Path]]]:
     """(name, files) of the trunk, of each extension, and of what lies beside megatron/."""
     library = sorted(Path("megatron").rglob("*.py"))
     extensions = Path("megatron/extensions")
-    for folder in sorted(path for path in extensions.iterdir() if any(path.rglob("*.py"))):
-        yield f"extension {folder.name}", [path for path in library if folder in path.parents]
+    for folder in sorted(path.parent for path in extensions.glob("*/*/flags.py")):
+        yield f"extension {folder.relative_to(extensions)}", [path for path in library if folder in path.parents]
     trunk = [Path("megatron/core"), Path("megatron/training")]
     yield "trunk", [path for path in library if any(folder in path.parents for folder in trunk)]
     for name in ("megatron", "tools", "tests"):

@@ -25,9 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.parts import linear_format
 from megatron.core.torch_private import keep_gpu_busy
-from megatron.extensions.diagnosis.trace.pipeline_timeline import covered
-from megatron.extensions.fp8.casts import Scaled, scaled_mm
-from megatron.extensions.fp8.flags import Fp8Flags
+from megatron.extensions.observe.diagnosis.trace.pipeline_timeline import covered
+from megatron.extensions.speed.fp8.casts import Scaled, scaled_mm
+from megatron.extensions.speed.fp8.flags import Fp8Flags
 from megatron.training.config.run_config import RunConfig
 from tools.bench.side_by_side import Spread
 

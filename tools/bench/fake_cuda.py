@@ -43,8 +43,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron.core.compiled_regions import RECOMPILE_LIMIT, CompiledRegion
 from megatron.core.parallel_state import ParallelState
 from megatron.core.torch_private import FakeTensorMode, TorchDispatchMode, cudnn_attention
-from megatron.extensions.planner.device_file import DeviceFile, device_names, read_device
-from megatron.extensions.planner.fake_stage import NoValues
+from megatron.extensions.plan.planner.device_file import DeviceFile, device_names, read_device
+from megatron.extensions.plan.planner.fake_stage import NoValues
 from megatron.training.config.run_config import RunConfig
 from megatron.training.foreign import replaced
 from megatron.training.hooks import Parts
@@ -362,7 +362,7 @@ def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings:
 
 def _with_given_kernels(config: RunConfig) -> Parts:
     """Parts of a run whose kernels are given: there is nothing to time."""
-    from megatron.extensions.fusions.hooks import KernelChoice
+    from megatron.extensions.speed.fusions.hooks import KernelChoice
 
     parts = Parts().with_registered(config)
     return Parts([each for each in parts.callbacks if not isinstance(each, KernelChoice)], parts.metrics)

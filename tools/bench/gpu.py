@@ -30,8 +30,8 @@ if __package__ in (None, ""):
 import torch
 
 from megatron.core.parts import linear_format
-from megatron.extensions.planner.flops import flops_per_token
-from megatron.extensions.planner.memory import memory_of_ranks
+from megatron.extensions.plan.planner.flops import flops_per_token
+from megatron.extensions.plan.planner.memory import memory_of_ranks
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
@@ -272,8 +272,8 @@ def say(lines: Iterable[str]) -> None:
 def planner_tflops(config: RunConfig, devices: Sequence[str], own: Path | None, name: str) -> dict[str, float]:
     """By device file, the predicted speed of a step. Says why one is left out: it lacks a rate, as one for fp8, or is
     the file `own` of another device than `name`."""
-    from megatron.extensions.planner.device_file import read_device
-    from megatron.extensions.planner.time.step_time import predict_step
+    from megatron.extensions.plan.planner.device_file import read_device
+    from megatron.extensions.plan.planner.time.step_time import predict_step
 
     found = {}
     for path in [*devices, *([str(own)] if own is not None else [])]:

@@ -75,7 +75,7 @@ def weight_product(size: Size, dtype: torch.dtype, config: RunConfig, device: to
 
 def added_in_fp8(size: Size, kernel: str, config: RunConfig, device: torch.device) -> Call:
     """As fp8 layers do it, with one scale for each operand."""
-    from megatron.extensions.fusions.gemm_choice import ProductShape, weight_grad_runs
+    from megatron.extensions.speed.fusions.gemm_choice import ProductShape, weight_grad_runs
 
     rows, out, size_in = size
     # On CPU torch's own product stands in for the kernels of GPUs.
@@ -113,7 +113,7 @@ def attention_call(
     dropout: float = 0.0,
 ) -> Call:
     from megatron.core.attention.tiles import rank_spans
-    from megatron.extensions.fusions.attention.choice import attention_run, attention_shape
+    from megatron.extensions.speed.fusions.attention.choice import attention_run, attention_shape
 
     shape = attention_shape(config)
     assert shape is not None

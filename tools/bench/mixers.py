@@ -92,7 +92,7 @@ def own_step(family: str, seq: int, compiled: bool) -> Any:
     from megatron.core.config.parallel import ModelParallelConfig
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.extensions import load
-    from megatron.extensions.hugging_face.read_config import config_from_hf
+    from megatron.extensions.interop.hugging_face.read_config import config_from_hf
 
     load()
     model = GPTModel(config_from_hf(stated(family).to_dict()), ModelParallelConfig(fp32=True, compile=compiled)).train()

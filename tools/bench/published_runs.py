@@ -28,11 +28,11 @@ import yaml
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.extensions.planner.device_file import read_device
-from megatron.extensions.planner.fake_stage import PlannerCache
-from megatron.extensions.planner.flops import model_flops
-from megatron.extensions.planner.memory import fullest, memory_of_ranks
-from megatron.extensions.planner.time.step_time import predict_step
+from megatron.extensions.plan.planner.device_file import read_device
+from megatron.extensions.plan.planner.fake_stage import PlannerCache
+from megatron.extensions.plan.planner.flops import model_flops
+from megatron.extensions.plan.planner.memory import fullest, memory_of_ranks
+from megatron.extensions.plan.planner.time.step_time import predict_step
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal

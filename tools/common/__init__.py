@@ -35,7 +35,7 @@ from megatron.training.reliability.visible_text import visible_output
 
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
-    from megatron.extensions.inference.model import LoadedModel
+    from megatron.extensions.use.inference.model import LoadedModel
 
 Config = TypeVar("Config")
 
@@ -144,7 +144,7 @@ def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> Lo
     """The model that the flags of `model_parser` name, until `stack` ends. Where it cannot be loaded, the first rank
     raises ValueError, and the others end with its exit code."""
     from megatron.core.dist_checkpointing.storage import CheckpointError
-    from megatron.extensions.inference.model import loaded_model
+    from megatron.extensions.use.inference.model import loaded_model
 
     tokenizer = config_of(TokenizerConfig, args) if args.tokenizer_type else None
     try:
@@ -169,7 +169,7 @@ def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None,
     the name of a family, which `family_of_output` returns."""
     if "hugging_face" not in PATH_KINDS:
         return
-    from megatron.extensions.hugging_face.family_files import add_families, is_family_file
+    from megatron.extensions.interop.hugging_face.family_files import add_families, is_family_file
 
     def read(values: list[str]) -> None:
         if (names := [each for each in values if not is_family_file(each)]) and not writes:
@@ -190,7 +190,7 @@ def family_of_output(args: argparse.Namespace) -> str | None:
     """The Hugging Face family that --hf-family names, to be written. Raises ValueError for an unknown one."""
     if not (values := getattr(args, "hf_family", [])):
         return None
-    from megatron.extensions.hugging_face.family_files import add_families, family_to_write
+    from megatron.extensions.interop.hugging_face.family_files import add_families, family_to_write
 
     try:
         add_families(values)

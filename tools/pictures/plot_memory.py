@@ -20,7 +20,7 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools.pictures"
 
 from megatron.core.config.json_text import parse_json
-from megatron.extensions.diagnosis.trace.trace_file import read_trace
+from megatron.extensions.observe.diagnosis.trace.trace_file import read_trace
 from megatron.training.config.batch_size import byte_text
 
 from ..common import refuse_picture, run_tool, tool_parser

@@ -22,7 +22,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.diagnosis.trace.trace_file import read_trace
+from megatron.extensions.observe.diagnosis.trace.trace_file import read_trace
 
 from ..common import add_config_flags, config_of, refuse_picture, run_tool, tool_parser
 from .drawing import HUES, new_figure, wrapped, write_picture

@@ -20,8 +20,8 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.walk import Timed
-from megatron.extensions.diagnosis.trace.pipeline_timeline import MeasuredStep, covered, measured_steps
-from megatron.extensions.diagnosis.trace.trace_file import PLANNED_TRACK, Event, Trace, read_trace
+from megatron.extensions.observe.diagnosis.trace.pipeline_timeline import MeasuredStep, covered, measured_steps
+from megatron.extensions.observe.diagnosis.trace.trace_file import PLANNED_TRACK, Event, Trace, read_trace
 
 from ..common import refuse_picture, run_tool, tool_parser
 from .drawing import (

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from megatron.extensions.diagnosis.trace.pipeline_timeline import measured_steps
+from megatron.extensions.observe.diagnosis.trace.pipeline_timeline import measured_steps
 from megatron.training.config.batch_size import byte_text
 
 from .drawing import NARROW, WIDE, Marks, Series, curves, inline, short_number, time_text

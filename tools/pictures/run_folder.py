@@ -20,7 +20,7 @@ from megatron.training.config.rules.saved_types import metadata_problem
 from megatron.training.config.yaml_text import load_yaml
 
 if TYPE_CHECKING:
-    from megatron.extensions.diagnosis.trace.trace_file import Trace
+    from megatron.extensions.observe.diagnosis.trace.trace_file import Trace
 
 LAYOUT = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
@@ -266,7 +266,9 @@ def _read_trace(run: RunFolder, path: Path | None) -> None:
     found = [path] if path is not None else sorted(_traces(run), key=lambda file: file.stat().st_mtime)
     if not found:
         return
-    from megatron.extensions.diagnosis.trace.trace_file import read_trace  # a run without a trace needs no extension
+    from megatron.extensions.observe.diagnosis.trace.trace_file import (
+        read_trace,  # a run without a trace needs no extension
+    )
 
     run.trace_path = found[-1]
     try:

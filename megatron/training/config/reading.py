@@ -430,4 +430,4 @@ def _shown(value: object) -> str:
 
 
 def _restore(extension: str) -> str:
-    return f"restore megatron/extensions/{extension} and its line in megatron/extensions/__init__.py, or remove it"
+    return f"restore megatron/extensions/*/{extension} and its line in megatron/extensions/__init__.py, or remove it"

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.averaged_weights.averages import MovingAverages
-from megatron.extensions.averaged_weights.flags import averages_of
-from megatron.extensions.planner.memory import callback_bytes, planned_buffers, states_of_rank
+from megatron.extensions.optim.averaged_weights.averages import MovingAverages
+from megatron.extensions.optim.averaged_weights.flags import averages_of
+from megatron.extensions.plan.planner.memory import callback_bytes, planned_buffers, states_of_rank
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig

@@ -20,11 +20,11 @@ from megatron.core.dist_checkpointing.file_storage import UrlPath
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.parallel_state import Axis
-from megatron.extensions.conversion.convert import recognize
-from megatron.extensions.conversion.formats import Options, Source
-from megatron.extensions.conversion.merge import _record
-from megatron.extensions.conversion.merge_weights import Decay, decay_weights
-from megatron.extensions.conversion.merged_source import MergedSource
+from megatron.extensions.interop.conversion.convert import recognize
+from megatron.extensions.interop.conversion.formats import Options, Source
+from megatron.extensions.interop.conversion.merge import _record
+from megatron.extensions.interop.conversion.merge_weights import Decay, decay_weights
+from megatron.extensions.interop.conversion.merged_source import MergedSource
 from megatron.training.extensions import load_extensions
 from tests.apart import ROOT
 from tests.extensions.megatron_checkpoints.their_runs import unpack

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
-from megatron.extensions.conversion.merge_weights import STYLES, Decay, decay_weights, equal_weights, given_weights
+from megatron.extensions.interop.conversion.merge_weights import (
+    STYLES,
+    Decay,
+    decay_weights,
+    equal_weights,
+    given_weights,
+)
 
 LR, BATCH, BRANCH = 0.25, 8, 5
 """Constant learning rate, samples of a step, and the iteration at which the decay begins."""

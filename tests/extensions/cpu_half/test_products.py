@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.extensions.cpu_half import products as cpu_half
+from megatron.extensions.speed.cpu_half import products as cpu_half
 from tests.harness import run_world, train_to_the_end
 from tests.tiny import TINY
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron.core.batch import Batch
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
-from megatron.extensions.cuda_graphs.flags import CudaGraphFlags
-from megatron.extensions.cuda_graphs.graphed_microbatches import GraphedMicrobatches, GraphedPipeline, SideStream
+from megatron.extensions.speed.cuda_graphs.flags import CudaGraphFlags
+from megatron.extensions.speed.cuda_graphs.graphed_microbatches import GraphedMicrobatches, GraphedPipeline, SideStream
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.datasets.gpt_dataset import SampleFormat
 from megatron.core.datasets.samplers import DataIterator
-from megatron.extensions.datasets.generator_dataset import GeneratorDataset, stream_splits
+from megatron.extensions.data.datasets.generator_dataset import GeneratorDataset, stream_splits
 
 FORMAT = SampleFormat(seq_length=3, vocab_size=1000)
 

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from megatron.extensions.diagnosis.hang_analysis import CollectivesAnalysis, Entered, Waiting, blame, last_entered
+from megatron.extensions.observe.diagnosis.hang_analysis import (
+    CollectivesAnalysis,
+    Entered,
+    Waiting,
+    blame,
+    last_entered,
+)
 from megatron.training.reliability.rank_status import Meeting, RankStatus, Standing
 
 TP, PP = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}, {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}

@@ -7,7 +7,13 @@ import random
 
 import pytest
 
-from megatron.extensions.diagnosis.layer_stats.alarms import WINDOW, GrowthRule, LayerAlarms, LayerRecord, Parameter
+from megatron.extensions.observe.diagnosis.layer_stats.alarms import (
+    WINDOW,
+    GrowthRule,
+    LayerAlarms,
+    LayerRecord,
+    Parameter,
+)
 
 
 def series(dice: random.Random, noise: float, trend: float) -> list[dict[int, float]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.core.moe.router import TopKRouter
-from megatron.extensions.diagnosis.layer_stats.statistics import LayerStatistics
+from megatron.extensions.observe.diagnosis.layer_stats.statistics import LayerStatistics
 from megatron.training.hooks import Meter
 from megatron.training.metrics.summary import summarize
 from megatron.training.progress import Interval

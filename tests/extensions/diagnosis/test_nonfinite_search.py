@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.extensions.diagnosis.flags import DiagnosisConfig
-from megatron.extensions.diagnosis.nonfinite_search import BACKWARD, FORWARD, WEIGHT_GRADIENT, Finding, search
-from megatron.extensions.diagnosis.step_dump import CONFIG, SavedStep
-from megatron.extensions.diagnosis.step_replay import config_of as replay_config_of
-from megatron.extensions.diagnosis.step_replay import replay
+from megatron.extensions.observe.diagnosis.flags import DiagnosisConfig
+from megatron.extensions.observe.diagnosis.nonfinite_search import BACKWARD, FORWARD, WEIGHT_GRADIENT, Finding, search
+from megatron.extensions.observe.diagnosis.step_dump import CONFIG, SavedStep
+from megatron.extensions.observe.diagnosis.step_replay import config_of as replay_config_of
+from megatron.extensions.observe.diagnosis.step_replay import replay
 from megatron.training.config.arguments import parse_args, save_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from matplotlib.colors import to_rgba
 
-from megatron.extensions.diagnosis.trace.pipeline_timeline import measured_steps
-from megatron.extensions.diagnosis.trace.trace_file import read_trace, write_trace
+from megatron.extensions.observe.diagnosis.trace.pipeline_timeline import measured_steps
+from megatron.extensions.observe.diagnosis.trace.trace_file import read_trace, write_trace
 from tests.extensions.diagnosis.trace_cases import problems, simulated_trace
 from tools.pictures import drawing, plot_memory, plot_ranks, plot_trace
 from tools.pictures.drawing import COLOURS

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.extensions.diagnosis.profiler import Profiler
+from megatron.extensions.observe.diagnosis.profiler import Profiler
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from tests.harness import run_world, train_to_the_end
@@ -67,7 +67,7 @@ def test_ranges_for_nsys_and_a_memory_snapshot(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
     observers: list[Any] = []
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
-    monkeypatch.setattr("megatron.extensions.diagnosis.profiler.emit_nvtx", Ranges)
+    monkeypatch.setattr("megatron.extensions.observe.diagnosis.profiler.emit_nvtx", Ranges)
     flags = RUN + "--profile-step-end 3 --record-shapes --record-memory-history --memory-snapshot-path m"
     profiler = Profiler(resolve(parse_args(flags.split()), 1))
     device = SimpleNamespace(device=torch.device("cuda"))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.extensions.diagnosis.check_replicas import ReplicaError, bit_hash, check_replicas
+from megatron.extensions.observe.diagnosis.check_replicas import ReplicaError, bit_hash, check_replicas
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.harness import run_world, running

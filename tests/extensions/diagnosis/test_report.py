@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.extensions.diagnosis.trace.trace_file import write_trace
+from megatron.extensions.observe.diagnosis.trace.trace_file import write_trace
 from megatron.training.reliability.run_status import record_event
 from tests.extensions.diagnosis.trace_cases import simulated_trace
 from tools.pictures import report_sections as sections

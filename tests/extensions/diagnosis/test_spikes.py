@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron.extensions.diagnosis.spikes import WARM_UP, WINDOW, StepJudge
+from megatron.extensions.observe.diagnosis.spikes import WARM_UP, WINDOW, StepJudge
 from megatron.training.config.arguments import parse_args
 
 

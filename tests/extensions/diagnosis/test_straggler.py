@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from megatron.extensions.diagnosis.flags import DiagnosisConfig
-from megatron.extensions.diagnosis.straggler import slowest, straggler_line, straggler_record
+from megatron.extensions.observe.diagnosis.flags import DiagnosisConfig
+from megatron.extensions.observe.diagnosis.straggler import slowest, straggler_line, straggler_record
 from megatron.training.config.run_config import RunConfig
 from megatron.training.metrics.sinks import Record
 from megatron.training.metrics.summary import summarize

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.torch_private import default_store
-from megatron.extensions.diagnosis.trace.pipeline_timeline import RankTrace, assemble, measured_steps
-from megatron.extensions.diagnosis.trace.recorder import Recorder
-from megatron.extensions.diagnosis.trace.trace_file import Event, Trace, read_trace
-from megatron.extensions.diagnosis.trace.tracer import Alignment, Offset, measure
+from megatron.extensions.observe.diagnosis.trace.pipeline_timeline import RankTrace, assemble, measured_steps
+from megatron.extensions.observe.diagnosis.trace.recorder import Recorder
+from megatron.extensions.observe.diagnosis.trace.trace_file import Event, Trace, read_trace
+from megatron.extensions.observe.diagnosis.trace.tracer import Alignment, Offset, measure
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal

@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.actions import COMPUTE, Lists
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.extensions.diagnosis.trace.pipeline_timeline import RankTrace, assemble
-from megatron.extensions.diagnosis.trace.trace_file import Event, Trace, malformed
-from megatron.extensions.simulator.simulator import StageCosts, simulate
+from megatron.extensions.observe.diagnosis.trace.pipeline_timeline import RankTrace, assemble
+from megatron.extensions.observe.diagnosis.trace.trace_file import Event, Trace, malformed
+from megatron.extensions.plan.simulator.simulator import StageCosts, simulate
 
 MS = 1_000_000
 

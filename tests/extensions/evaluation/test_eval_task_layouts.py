@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.core.collectives import all_reduce_
-from megatron.extensions.evaluation.harness import record_of
-from megatron.extensions.evaluation.in_loop import EvalTasks, model_of
+from megatron.extensions.observe.evaluation.harness import record_of
+from megatron.extensions.observe.evaluation.in_loop import EvalTasks, model_of
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal

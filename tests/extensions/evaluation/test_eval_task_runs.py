@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.extensions.evaluation.harness import Suite, record_of
+from megatron.extensions.observe.evaluation.harness import Suite, record_of
 from tests.corpus import byte_level
 from tests.extensions.evaluation.test_eval_task_layouts import LLAMA, TASKS
 from tests.forked import run_forked, run_program

@@ -15,10 +15,17 @@ import torch
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.parallel_state import Axis
 from megatron.core.tokenizers import ByteTokenizer, build_tokenizer
-from megatron.extensions.evaluation.continuation import continue_requests, greedy_request
-from megatron.extensions.evaluation.harness import ParallelLM, Suite, record_of
-from megatron.extensions.evaluation.rows import Row, Score, batch_lengths, continuation_row, plan_rounds, rolling_rows
-from megatron.extensions.evaluation.scoring import most_likely
+from megatron.extensions.observe.evaluation.continuation import continue_requests, greedy_request
+from megatron.extensions.observe.evaluation.harness import ParallelLM, Suite, record_of
+from megatron.extensions.observe.evaluation.rows import (
+    Row,
+    Score,
+    batch_lengths,
+    continuation_row,
+    plan_rounds,
+    rolling_rows,
+)
+from megatron.extensions.observe.evaluation.scoring import most_likely
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from tests.corpus import ending_texts

@@ -16,10 +16,10 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
 from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts, build_format
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from megatron.extensions.fp8 import blockwise
-from megatron.extensions.fp8 import casts as fp8
-from megatron.extensions.fp8.build import RECIPES, Fp8Format
-from megatron.extensions.fp8.casts import (
+from megatron.extensions.speed.fp8 import blockwise
+from megatron.extensions.speed.fp8 import casts as fp8
+from megatron.extensions.speed.fp8.build import RECIPES, Fp8Format
+from megatron.extensions.speed.fp8.casts import (
     E4M3,
     E5M2,
     CastOrder,
@@ -29,8 +29,8 @@ from megatron.extensions.fp8.casts import (
     cast_transpose_noting_amax,
     multiplier_of,
 )
-from megatron.extensions.fp8.flags import Fp8Flags
-from megatron.extensions.fp8.recipes import BOTH, ROWS, DelayedScaling
+from megatron.extensions.speed.fp8.flags import Fp8Flags
+from megatron.extensions.speed.fp8.recipes import BOTH, ROWS, DelayedScaling
 from megatron.training.config.run_config import LoggingConfig
 from megatron.training.metrics.summary import peak_tflops
 

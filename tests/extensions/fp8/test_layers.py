@@ -25,11 +25,11 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, ReplicatedLinear, RowLinear
-from megatron.extensions.fp8.build import Fp8Format
-from megatron.extensions.fp8.casts import E4M3
-from megatron.extensions.fp8.flags import Fp8Flags
-from megatron.extensions.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
-from megatron.extensions.fp8.recipes import DelayedScaling
+from megatron.extensions.speed.fp8.build import Fp8Format
+from megatron.extensions.speed.fp8.casts import E4M3
+from megatron.extensions.speed.fp8.flags import Fp8Flags
+from megatron.extensions.speed.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
+from megatron.extensions.speed.fp8.recipes import DelayedScaling
 from tests.extensions.fp8.test_gemms import by_rows, fp64, in_blocks
 from tests.harness import run_world, tp_context
 

@@ -18,9 +18,9 @@ from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.tile_kernels import Causal, TorchKernel
 from megatron.core.attention.tiles import rank_spans
 from megatron.core.attention.varlen import packed_attention
-from megatron.extensions.fusions.attention import backends
-from megatron.extensions.fusions.attention.backends import MODULE, CudnnKernel, Flash3, Flash3Attention
-from megatron.extensions.fusions.attention.flash_kernels import EqualWidthsKernel, FlashCPUKernel, FlashCUDAKernel
+from megatron.extensions.speed.fusions.attention import backends
+from megatron.extensions.speed.fusions.attention.backends import MODULE, CudnnKernel, Flash3, Flash3Attention
+from megatron.extensions.speed.fusions.attention.flash_kernels import EqualWidthsKernel, FlashCPUKernel, FlashCUDAKernel
 from tests.pure.test_packed_attention import Twin
 from tests.pure.test_tile_attention import (
     DOCUMENTS,

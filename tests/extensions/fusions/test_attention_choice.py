@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
-from megatron.extensions.fusions.attention import choice as sdpa
-from megatron.extensions.fusions.attention.choice import (
+from megatron.extensions.speed.fusions.attention import choice as sdpa
+from megatron.extensions.speed.fusions.attention.choice import (
     BACKENDS,
     WITH_DROPOUT,
     AttentionShape,

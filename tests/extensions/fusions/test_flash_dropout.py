@@ -30,8 +30,8 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dropout import attention_dropout
 from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import Axis
-from megatron.extensions.fusions.attention import flash_dropout
-from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel, band_of
+from megatron.extensions.speed.fusions.attention import flash_dropout
+from megatron.extensions.speed.fusions.attention.flash_dropout import FlashDropoutKernel, band_of
 from tests.pure.test_model_math import shape
 from tests.triton_cases import apart, compiled
 
@@ -151,7 +151,7 @@ def run(kernel: Kernel, case: Case) -> list[Tensor]:
 
 def interpreted() -> None:
     """Takes the kernels for those of the operators, in small blocks."""
-    from megatron.extensions.fusions.attention import flash_dropout_triton as kernels
+    from megatron.extensions.speed.fusions.attention import flash_dropout_triton as kernels
 
     for name in ("_forward", "_backward"):
         setattr(flash_dropout, name, getattr(flash_dropout, name)._init_fn)
@@ -208,8 +208,8 @@ PLANNED = [
 
 @pytest.mark.parametrize(("more", "pairs"), PLANNED, ids=["dropout", "window", "none"])
 def test_a_plan_for_gpus_has_one_launch_in_each_direction(more: dict[str, Any], pairs: float) -> None:
-    fakes = pytest.importorskip("megatron.extensions.planner.fake_stage")
-    events = pytest.importorskip("megatron.extensions.planner.time.events")
+    fakes = pytest.importorskip("megatron.extensions.plan.planner.fake_stage")
+    events = pytest.importorskip("megatron.extensions.plan.planner.time.events")
     model = replace(MODEL, **more)
     with fakes.fake_stages(fakes.MicroBatch(model, ModelParallelConfig(bf16=True), 2)) as stages:
         passes = stages.record(fakes.Part((fakes.Unit((0,)),)))
@@ -223,7 +223,7 @@ def test_a_plan_for_gpus_has_one_launch_in_each_direction(more: dict[str, Any], 
 
 
 def test_plans_for_gpus_have_no_tiles_of_scores() -> None:
-    activations = pytest.importorskip("megatron.extensions.planner.activations")
+    activations = pytest.importorskip("megatron.extensions.plan.planner.activations")
     tile = 4 * 256 * 256 * 4
     for parallel, device, fused in (
         (ModelParallelConfig(bf16=True), "cuda", True),
@@ -253,7 +253,7 @@ def test_kernels_compile_to_products_of_tensor_cores(
     kernels: Sequence[str], widths: Sequence[int], capabilities: Sequence[int]
 ) -> None:
     """Shared memory suffices."""
-    from megatron.extensions.fusions.attention import flash_dropout_triton as triton
+    from megatron.extensions.speed.fusions.attention import flash_dropout_triton as triton
 
     found = {
         "attention_forward": (triton.attention_forward, triton.FORWARD, 2),

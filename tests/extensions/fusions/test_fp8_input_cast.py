@@ -20,9 +20,9 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ParallelLinear
 from megatron.core.tensor_parallel.linear_gemms import OutputGradient
 from megatron.core.transformer import activations
-from megatron.extensions.fp8.flags import Fp8Flags
-from megatron.extensions.fp8.recipes import DelayedGemms, DelayedScaling
-from megatron.extensions.fusions.layer import FusedTransformerLayer
+from megatron.extensions.speed.fp8.flags import Fp8Flags
+from megatron.extensions.speed.fp8.recipes import DelayedGemms, DelayedScaling
+from megatron.extensions.speed.fusions.layer import FusedTransformerLayer
 from megatron.testing.snapshot import first_difference, train_in_world
 from tests.extensions.fp8.test_parity import flags_of
 from tests.gpt_cases import GPT, LLAMA, random_batch, with_dropout

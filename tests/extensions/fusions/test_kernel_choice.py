@@ -13,10 +13,10 @@ from megatron.core import compiled_regions, parts
 from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
 from megatron.core.parts import KERNELS, LEFT_OUT, kernel_for, operation
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.extensions.fusions.hooks import KernelChoice
-from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, choose_kernels
-from megatron.extensions.fusions.kernels.casts import TOLERANCE
-from megatron.extensions.fusions.layer import FusedTransformerLayer
+from megatron.extensions.speed.fusions.hooks import KernelChoice
+from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, choose_kernels
+from megatron.extensions.speed.fusions.kernels.casts import TOLERANCE
+from megatron.extensions.speed.fusions.layer import FusedTransformerLayer
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from megatron.training.initialize import Runtime
@@ -174,7 +174,7 @@ def test_every_registered_kernel_has_operands_to_be_compared_on() -> None:
 @apart(interpret=True)
 def test_interpreted_kernels_are_not_left_out() -> None:
     """The kernels themselves on those operands, in Triton's interpreter, which multiplies no bf16."""
-    from megatron.extensions.fusions.kernels import casts, norms
+    from megatron.extensions.speed.fusions.kernels import casts, norms
 
     round_to_fp8_as_torch()
     compiled_regions._compiled = lambda function, static: function

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.extensions.fp8 import casts as twins
-from megatron.extensions.fp8.casts import CastOrder, CastPair
-from megatron.extensions.fusions.kernels import casts as kernels_of
+from megatron.extensions.speed.fp8 import casts as twins
+from megatron.extensions.speed.fp8.casts import CastOrder, CastPair
+from megatron.extensions.speed.fusions.kernels import casts as kernels_of
 from tests.triton_cases import apart, compiled, round_to_fp8_as_torch, run_on_cpu, same_bits
 
 FORMATS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -50,7 +50,7 @@ def matrices() -> Iterator[Tensor]:
 def test_interpreted_casts_are_the_twins(stride: int) -> None:
     """Through the operators, run on CPU tensors for this once. Every fifth case has each matrix, and each format in
     each orientation."""
-    from megatron.extensions.fusions.kernels import casts, casts_triton
+    from megatron.extensions.speed.fusions.kernels import casts, casts_triton
 
     round_to_fp8_as_torch()
     casts.runs_triton = lambda x: True
@@ -111,14 +111,14 @@ def assert_cast(pair: CastPair, of: Tensor, order: CastOrder, share: float = 0.0
 
 def casts_of(fp8: str) -> Any:
     """Types of `Casts` that are wanted and noted."""
-    from megatron.extensions.fusions.kernels.casts_triton import Casts
+    from megatron.extensions.speed.fusions.kernels.casts_triton import Casts
 
     return Casts(f"*{fp8}", f"*{fp8}", "*fp32", "*fp32", "*i32", "*fp32")  # type: ignore[arg-type]
 
 
 @apart(interpret=False)
 def test_casts_compile_to_wide_loads_and_stores() -> None:
-    from megatron.extensions.fusions.kernels import casts_triton as kernels
+    from megatron.extensions.speed.fusions.kernels import casts_triton as kernels
 
     types = {"x": "*bf16", "strides": ("i32", 1), "row_bits": "*i32", "column_bits": "*i32", "n": "i32", "k": "i32"}
     types |= {"amax": ("*fp32", "*fp32"), "scales": ("*fp32", "*fp32")}
@@ -199,7 +199,7 @@ def test_interpreted_casts_of_swiglu_are_those_of_what_autograd_makes() -> None:
 
 @apart(interpret=False)
 def test_casts_of_swiglu_compile_to_wide_loads_and_stores() -> None:
-    from megatron.extensions.fusions.kernels import casts_triton as kernels
+    from megatron.extensions.speed.fusions.kernels import casts_triton as kernels
 
     tile = dict(zip(("TILE_N", "TILE_F"), kernels.SWIGLU_TILE, strict=True))
     for backward, name in product((False, True), ("fp8e4nv", "fp8e5")):

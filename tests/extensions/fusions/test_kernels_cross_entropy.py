@@ -14,7 +14,7 @@ from megatron.core import compiled_regions, parts
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.extensions.fusions.kernels import cross_entropy as twins
+from megatron.extensions.speed.fusions.kernels import cross_entropy as twins
 from tests.triton_cases import apart, compiled
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -54,7 +54,7 @@ def test_the_definition_is_what_autograd_makes(dtype: torch.dtype, width: int, v
 @apart(interpret=True)
 def test_interpreted_losses_and_gradients_are_the_definition() -> None:
     """Rows of less than a block, of several with an end within one, and more rows than programs."""
-    from megatron.extensions.fusions.kernels import cross_entropy_triton as kernels
+    from megatron.extensions.speed.fusions.kernels import cross_entropy_triton as kernels
 
     kernels.THREADS, kernels.EACH, kernels.WARPS = 16, 8, 1
     for dtype, (width, vocab_size), z_loss in product((FP32, BF16), ((64, 50), (512, 300), (384, 384)), (0.0, 1e-3)):
@@ -79,7 +79,7 @@ def test_interpreted_losses_and_gradients_are_the_definition() -> None:
 
 @apart(interpret=False)
 def test_losses_compile_to_wide_loads_and_stores() -> None:
-    from megatron.extensions.fusions.kernels import cross_entropy_triton as kernels
+    from megatron.extensions.speed.fusions.kernels import cross_entropy_triton as kernels
 
     types = {"logits": "*bf16", "labels": "*i64", "losses": "*fp32", "x": "*bf16", "factors": "*fp32"}
     types |= dict.fromkeys(("n", "width", "columns"), "i32")

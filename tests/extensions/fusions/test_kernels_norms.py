@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron.core import compiled_regions
 from megatron.core.transformer.rotary import rotate_queries_and_keys
-from megatron.extensions.fp8.casts import CastOrder, cast_transpose_with_amax_twin
-from megatron.extensions.fusions.kernels import casts as heads
-from megatron.extensions.fusions.kernels import norms as twins
+from megatron.extensions.speed.fp8.casts import CastOrder, cast_transpose_with_amax_twin
+from megatron.extensions.speed.fusions.kernels import casts as heads
+from megatron.extensions.speed.fusions.kernels import norms as twins
 from tests.extensions.fusions.test_kernels_cast import FORMATS, WANTED, assert_cast, casts_of
 from tests.triton_cases import apart, compiled, round_to_fp8_as_torch, run_on_cpu, same_bits, stack_of
 
@@ -176,7 +176,7 @@ CAPABILITIES = (80, "fp8e5"), (90, "fp8e4nv")
 
 
 def norm_types(fp8: str, centered: bool) -> dict[str, Any]:
-    from megatron.extensions.fusions.kernels.norms_triton import Backward as Given
+    from megatron.extensions.speed.fusions.kernels.norms_triton import Backward as Given
 
     types: dict[str, Any] = dict.fromkeys(("x", "update", "weight", "total", "dx", "out"), "*bf16")
     types |= dict.fromkeys(("inverse", "part_sums", "parts"), "*fp32")
@@ -187,14 +187,14 @@ def norm_types(fp8: str, centered: bool) -> dict[str, Any]:
 
 
 def compiled_forward(h: int, centered: bool, capability: int, fp8: str) -> Any:
-    from megatron.extensions.fusions.kernels import norms_triton as kernels
+    from megatron.extensions.speed.fusions.kernels import norms_triton as kernels
 
     constants = {"ONE_PLUS": False, "TILE": kernels.tile_of(h)}
     return compiled(kernels.norm_cast_rows, norm_types(fp8, centered), constants, capability, num_warps=kernels.WARPS)
 
 
 def compiled_backward(case: Backward, capability: int, fp8: str, columns: bool = True) -> Any:
-    from megatron.extensions.fusions.kernels import norms_triton as kernels
+    from megatron.extensions.speed.fusions.kernels import norms_triton as kernels
 
     tile = kernels.gradient_tile(case.h)
     types, constants = norm_types(fp8, case.centered), {"ONE_PLUS": False, "SUMS": case.sums, "TILE": tile}
@@ -205,7 +205,7 @@ def compiled_backward(case: Backward, capability: int, fp8: str, columns: bool =
 
 @apart(interpret=False)
 def test_norms_compile_to_wide_loads_and_stores() -> None:
-    from megatron.extensions.fusions.kernels import norms_triton as kernels
+    from megatron.extensions.speed.fusions.kernels import norms_triton as kernels
 
     for capability, fp8 in CAPABILITIES:
         forward = compiled_forward(4096, capability == 80, capability, fp8)
@@ -223,7 +223,7 @@ def test_norms_compile_to_wide_loads_and_stores() -> None:
 
 @apart(interpret=False)
 def test_casts_of_heads_compile_to_wide_loads_and_stores() -> None:
-    from megatron.extensions.fusions.kernels import casts_triton as kernels
+    from megatron.extensions.speed.fusions.kernels import casts_triton as kernels
 
     types: dict[str, Any] = dict.fromkeys(("dq", "dk", "dv", "cos", "sin"), "*bf16")
     types |= dict.fromkeys(("n", "groups", "q_per_group"), "i32")

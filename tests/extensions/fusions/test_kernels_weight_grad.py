@@ -20,12 +20,12 @@ from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts, residual_gemm
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear
-from megatron.extensions.fp8.build import Fp8Format
-from megatron.extensions.fp8.casts import E4M3, E5M2, Scaled
-from megatron.extensions.fp8.flags import Fp8Flags
-from megatron.extensions.fusions import gemm_choice
-from megatron.extensions.fusions.gemm_choice import ProductShape, WeightGradKernel
-from megatron.extensions.fusions.kernels import cublaslt
+from megatron.extensions.speed.fp8.build import Fp8Format
+from megatron.extensions.speed.fp8.casts import E4M3, E5M2, Scaled
+from megatron.extensions.speed.fp8.flags import Fp8Flags
+from megatron.extensions.speed.fusions import gemm_choice
+from megatron.extensions.speed.fusions.gemm_choice import ProductShape, WeightGradKernel
+from megatron.extensions.speed.fusions.kernels import cublaslt
 from tests.harness import tp_context
 from tests.triton_cases import apart, compiled
 
@@ -43,7 +43,7 @@ def test_interpreted_sums_are_the_definition() -> None:
     from triton import language as tl
     from triton.runtime import interpreter
 
-    from megatron.extensions.fusions.kernels import products_triton as kernels
+    from megatron.extensions.speed.fusions.kernels import products_triton as kernels
 
     # The interpreter multiplies fp16 and fp32 alone.
     formats = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
@@ -80,7 +80,7 @@ def test_interpreted_sums_are_the_definition() -> None:
 @apart(interpret=False)
 def test_sums_compile_for_hopper() -> None:
     """Ada and Hopper alone have the formats."""
-    from megatron.extensions.fusions.kernels import products_triton as kernels
+    from megatron.extensions.speed.fusions.kernels import products_triton as kernels
 
     types = {"out": "*fp32", "b": "*fp8e4nv", **dict.fromkeys(("a_scale", "b_scale"), "*fp32")}
     types |= dict.fromkeys(("outputs", "inputs", "n"), "i32")
@@ -263,7 +263,7 @@ def test_operands_in_16_bits_and_in_fp8_are_added_to_the_residual_stream() -> No
 
 
 def check_grouped(device: str = "cpu") -> None:
-    from megatron.extensions.fusions.kernels import products_triton as kernels
+    from megatron.extensions.speed.fusions.kernels import products_triton as kernels
 
     dtypes = [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float16, torch.float16)]
     if device != "cpu":  # fp32 is multiplied in TF32 there
@@ -295,7 +295,7 @@ def check_grouped(device: str = "cpu") -> None:
 
 @apart(interpret=False)
 def test_grouped_sums_compile() -> None:
-    from megatron.extensions.fusions.kernels import products_triton as kernels
+    from megatron.extensions.speed.fusions.kernels import products_triton as kernels
 
     types = {"dy": "*bf16", "x": "*bf16", "ends": "*i32", **dict.fromkeys(("outputs", "inputs", "experts"), "i32")}
     types |= {"width": "i32"}

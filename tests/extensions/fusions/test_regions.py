@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron.core.dropout import dropout
 from megatron.core.transformer.rotary import rotate_queries_and_keys, rotate_queries_and_keys_interleaved
-from megatron.extensions.fusions.fused_norm import DropoutMask, add_update, fused_norm
-from megatron.extensions.fusions.kernels.norms import Norm
-from megatron.extensions.fusions.split_heads import split_heads
+from megatron.extensions.speed.fusions.fused_norm import DropoutMask, add_update, fused_norm
+from megatron.extensions.speed.fusions.kernels.norms import Norm
+from megatron.extensions.speed.fusions.split_heads import split_heads
 from tests.pure import test_regions as regions
 from tests.pure.test_regions import ANGLES, compiles
 

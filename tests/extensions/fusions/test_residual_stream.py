@@ -20,12 +20,12 @@ from megatron.core.parts import KERNELS
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.linear_gemms import residual_gemm
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.extensions.fp8.flags import Fp8Flags
-from megatron.extensions.fusions import fused_norm, gemm_choice
-from megatron.extensions.fusions.flags import Fusions
-from megatron.extensions.fusions.fused_norm import add_update
-from megatron.extensions.fusions.kernels import cublaslt
-from megatron.extensions.fusions.layer import FusedTransformerLayer, takes_addend
+from megatron.extensions.speed.fp8.flags import Fp8Flags
+from megatron.extensions.speed.fusions import fused_norm, gemm_choice
+from megatron.extensions.speed.fusions.flags import Fusions
+from megatron.extensions.speed.fusions.fused_norm import add_update
+from megatron.extensions.speed.fusions.kernels import cublaslt
+from megatron.extensions.speed.fusions.layer import FusedTransformerLayer, takes_addend
 from megatron.testing.local_run import local_run
 from megatron.training.train_step import train_step
 from tests.dist.test_unit_sharding import Watch, sharding

@@ -8,7 +8,7 @@ import torch
 from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.pipeline_parallel.stage_parameters import model_states
-from megatron.extensions.hash_routing.hash_router import HashRouter
+from megatron.extensions.moe.hash_routing.hash_router import HashRouter
 from megatron.training.config.flags import with_fields
 from tests.gpt_cases import FP64, logits_in_parts, model_of, random_batch
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import transformers
 
-from megatron.extensions.hugging_face.families import FAMILIES
-from megatron.extensions.hugging_face.family_files import HERE
+from megatron.extensions.interop.hugging_face.families import FAMILIES
+from megatron.extensions.interop.hugging_face.family_files import HERE
 
 TABLE = HERE.joinpath("class_defaults.json")
 COMMON = {each.name for each in dataclasses.fields(transformers.PreTrainedConfig)}

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.extensions.hugging_face.read_config import family_of
+from megatron.extensions.interop.hugging_face.read_config import family_of
 from tests.extensions.hugging_face.hf_models import CASES, weights_in
 from tests.extensions.hugging_face.whole_models import gradients_of, to_hf
 

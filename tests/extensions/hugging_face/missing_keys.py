@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
-from megatron.extensions.hugging_face.families import FAMILIES
-from megatron.extensions.hugging_face.read_config import config_from_hf
-from megatron.extensions.hugging_face.write_config import settings_of
+from megatron.extensions.interop.hugging_face.families import FAMILIES
+from megatron.extensions.interop.hugging_face.read_config import config_from_hf
+from megatron.extensions.interop.hugging_face.write_config import settings_of
 from tests.extensions.hugging_face import sweep
 from tests.extensions.hugging_face.hf_exact import fp64, transformers
 

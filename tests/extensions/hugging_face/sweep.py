@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.batch import Batch
-from megatron.extensions.hugging_face.families import FAMILIES
-from megatron.extensions.hugging_face.read_config import config_from_hf
-from megatron.extensions.hugging_face.write_config import config_to_hf, settings_of
+from megatron.extensions.interop.hugging_face.families import FAMILIES
+from megatron.extensions.interop.hugging_face.read_config import config_from_hf
+from megatron.extensions.interop.hugging_face.write_config import config_to_hf, settings_of
 from tests.extensions.hugging_face.hf_exact import fp64, model_with, transformers, weights, wrong_gradients
 from tests.extensions.hugging_face.whole_models import model_of, there_and_back
 

@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatron.core.dist_checkpointing.integrity import SummedFile
-from megatron.extensions.hugging_face import hf_format
-from megatron.extensions.hugging_face.folder import HFFolder
-from megatron.extensions.hugging_face.safetensors_file import FileTensor, SafetensorsWriter
+from megatron.extensions.interop.hugging_face import hf_format
+from megatron.extensions.interop.hugging_face.folder import HFFolder
+from megatron.extensions.interop.hugging_face.safetensors_file import FileTensor, SafetensorsWriter
 from tests.extensions.hugging_face.hf_exact import save_model
 from tests.extensions.hugging_face.hf_models import assert_same_weights, change_json, weights_in
 from tests.forked import run_forked

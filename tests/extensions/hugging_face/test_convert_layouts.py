@@ -20,12 +20,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.pipeline_parallel.layout import split_layers
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
-from megatron.extensions.conversion.convert import Conversion
-from megatron.extensions.conversion.formats import Options
-from megatron.extensions.hugging_face.folder import HFFolder
-from megatron.extensions.hugging_face.read_config import config_from_hf
-from megatron.extensions.hugging_face.safetensors_file import FileTensor
-from megatron.extensions.hugging_face.weights import HFWeights
+from megatron.extensions.interop.conversion.convert import Conversion
+from megatron.extensions.interop.conversion.formats import Options
+from megatron.extensions.interop.hugging_face.folder import HFFolder
+from megatron.extensions.interop.hugging_face.read_config import config_from_hf
+from megatron.extensions.interop.hugging_face.safetensors_file import FileTensor
+from megatron.extensions.interop.hugging_face.weights import HFWeights
 from megatron.training.checkpoints.checkpoint_fit import saved_config
 from megatron.training.checkpoints.checkpointing import RunCheckpoint, load_start
 from megatron.training.config.run_config import CheckpointConfig, RunConfig

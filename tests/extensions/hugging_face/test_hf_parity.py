@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.batch import Batch
-from megatron.extensions.hugging_face import family_files
-from megatron.extensions.hugging_face.families import FAMILIES
-from megatron.extensions.hugging_face.read_config import config_from_hf
-from megatron.extensions.hugging_face.weights import HFWeights
-from megatron.extensions.hugging_face.write_config import config_to_hf
+from megatron.extensions.interop.hugging_face import family_files
+from megatron.extensions.interop.hugging_face.families import FAMILIES
+from megatron.extensions.interop.hugging_face.read_config import config_from_hf
+from megatron.extensions.interop.hugging_face.weights import HFWeights
+from megatron.extensions.interop.hugging_face.write_config import config_to_hf
 from megatron.training.config.flags import flags_of
 from tests.extensions.hugging_face import sweep
 from tests.extensions.hugging_face.hf_exact import exact, model_with, random_model, weights
@@ -85,7 +85,9 @@ WITHOUT_CACHE = ("qwen3_5_text", "nemotron_h")
 @pytest.mark.parametrize("family", [each for each in CACHED if each in ALONE])
 def test_greedy_text_behind_a_cache(family: str) -> None:
     """Token by token behind a cache, the text is that of transformers."""
-    kv_cache = pytest.importorskip("megatron.extensions.inference.generation.kv_cache", reason="inference is deleted")
+    kv_cache = pytest.importorskip(
+        "megatron.extensions.use.inference.generation.kv_cache", reason="inference is deleted"
+    )
     theirs, new = model_with(family, sweep.tiny(family)), torch.randint(83, (2, 5))
     greedy = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = theirs.generate(new, **greedy, use_cache=family not in WITHOUT_CACHE)

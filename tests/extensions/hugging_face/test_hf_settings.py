@@ -15,14 +15,14 @@ from safetensors.torch import save_file
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
-from megatron.extensions.hugging_face import family_files
-from megatron.extensions.hugging_face.families import FAMILIES
-from megatron.extensions.hugging_face.family_files import add_families, misspelled_names
-from megatron.extensions.hugging_face.folder import HFFolder
-from megatron.extensions.hugging_face.layouts import LAYOUTS
-from megatron.extensions.hugging_face.read_config import config_from_hf, text_model
-from megatron.extensions.hugging_face.weights import HFWeights, placements
-from megatron.extensions.hugging_face.write_config import config_to_hf
+from megatron.extensions.interop.hugging_face import family_files
+from megatron.extensions.interop.hugging_face.families import FAMILIES
+from megatron.extensions.interop.hugging_face.family_files import add_families, misspelled_names
+from megatron.extensions.interop.hugging_face.folder import HFFolder
+from megatron.extensions.interop.hugging_face.layouts import LAYOUTS
+from megatron.extensions.interop.hugging_face.read_config import config_from_hf, text_model
+from megatron.extensions.interop.hugging_face.weights import HFWeights, placements
+from megatron.extensions.interop.hugging_face.write_config import config_to_hf
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import flags_of
 from tests.extensions.hugging_face import sweep

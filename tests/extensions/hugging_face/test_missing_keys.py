@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron.extensions.hugging_face.families import FAMILIES
-from megatron.extensions.hugging_face.read_config import WRITTEN, config_from_hf, family_of, unread_keys
+from megatron.extensions.interop.hugging_face.families import FAMILIES
+from megatron.extensions.interop.hugging_face.read_config import WRITTEN, config_from_hf, family_of, unread_keys
 from megatron.training.config.flags import flags_of
 from tests.extensions.hugging_face import class_defaults, missing_keys, sweep
 from tests.extensions.hugging_face.hf_models import SIZES

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
-from megatron.extensions.conversion.convert import Conversion
-from megatron.extensions.conversion.formats import Options
-from megatron.extensions.hugging_face.read_config import config_from_hf
-from megatron.extensions.hugging_face.weights import HFWeights, multi_token_depths, placements
-from megatron.extensions.hugging_face.write_config import config_to_hf
+from megatron.extensions.interop.conversion.convert import Conversion
+from megatron.extensions.interop.conversion.formats import Options
+from megatron.extensions.interop.hugging_face.read_config import config_from_hf
+from megatron.extensions.interop.hugging_face.weights import HFWeights, multi_token_depths, placements
+from megatron.extensions.interop.hugging_face.write_config import config_to_hf
 from tests.extensions.hugging_face.hf_exact import exact, random_model, save_model, weights
 from tests.extensions.hugging_face.hf_models import CASES, assert_same_weights, weights_in
 from tests.extensions.hugging_face.whole_models import from_hf, gradients_of, model_of, there_and_back, to_hf

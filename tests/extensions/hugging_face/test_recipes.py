@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
-from megatron.extensions.hugging_face.write_config import config_to_hf
+from megatron.extensions.interop.hugging_face.write_config import config_to_hf
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from tests.cli.test_scripts import ROOT, run

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.extensions.conversion.formats import Origin
-from megatron.extensions.hugging_face import hf_format
-from megatron.extensions.hugging_face.read_config import config_from_hf, unread_keys
-from megatron.extensions.hugging_face.write_config import config_to_hf
+from megatron.extensions.interop.conversion.formats import Origin
+from megatron.extensions.interop.hugging_face import hf_format
+from megatron.extensions.interop.hugging_face.read_config import config_from_hf, unread_keys
+from megatron.extensions.interop.hugging_face.write_config import config_to_hf
 from tests.extensions.hugging_face import missing_keys, sweep
 from tests.extensions.hugging_face.hf_exact import model_with, transformers
 from tests.extensions.hugging_face.hf_models import assert_same_weights, weights_in

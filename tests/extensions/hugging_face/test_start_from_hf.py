@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.path_kind import refusal as refusal_of
-from megatron.extensions.hugging_face.continued_training.pretrained import with_pretrained_flags
-from megatron.extensions.hugging_face.export import COUNTS, ExportProcess, HFExporter
-from megatron.extensions.hugging_face.flags import HuggingFaceConfig
-from megatron.extensions.hugging_face.rules import exports
+from megatron.extensions.interop.hugging_face.continued_training.pretrained import with_pretrained_flags
+from megatron.extensions.interop.hugging_face.export import COUNTS, ExportProcess, HFExporter
+from megatron.extensions.interop.hugging_face.flags import HuggingFaceConfig
+from megatron.extensions.interop.hugging_face.rules import exports
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.prepare import prepare
 from megatron.training.config.reading import FlagReader

@@ -12,8 +12,8 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
-from megatron.extensions.hugging_face.layouts import Box
-from megatron.extensions.hugging_face.weights import HFWeights, copies, placements
+from megatron.extensions.interop.hugging_face.layouts import Box
+from megatron.extensions.interop.hugging_face.weights import HFWeights, copies, placements
 from tests.gpt_cases import FP64
 
 

@@ -11,8 +11,8 @@ from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
-from megatron.extensions.hyper_connections.mixing import Epsilons, MixFunction, stream_weights
-from megatron.extensions.planner.flops import model_flops
+from megatron.extensions.layers.hyper_connections.mixing import Epsilons, MixFunction, stream_weights
+from megatron.extensions.plan.planner.flops import model_flops
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import with_fields
 from megatron.training.forward_backward import hidden_shape

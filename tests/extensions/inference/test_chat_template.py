@@ -10,9 +10,9 @@ import pytest
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
-from megatron.extensions.inference import template_worker
-from megatron.extensions.inference.chat_template import ChatTemplate, chat_tokens, find_chat_template
-from megatron.extensions.inference.kept_files import keep_tokenizer
+from megatron.extensions.use.inference import template_worker
+from megatron.extensions.use.inference.chat_template import ChatTemplate, chat_tokens, find_chat_template
+from megatron.extensions.use.inference.kept_files import keep_tokenizer
 from tests.corpus import byte_level
 
 TEMPLATE = """{{ bos_token }}

@@ -12,8 +12,8 @@ import torch
 from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers import ByteTokenizer, NullTokenizer, Tokenizer
-from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling, StageRunner
-from megatron.extensions.inference.generation.text import TextStream
+from megatron.extensions.use.inference.generation import Engine, Generation, Request, Sampling, StageRunner
+from megatron.extensions.use.inference.generation.text import TextStream
 from tests.gpt_cases import FP64, STYLES
 from tests.moe_cases import MIXTRAL
 

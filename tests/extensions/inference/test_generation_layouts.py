@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
-from megatron.extensions.inference.generation import Engine, Request, Sampling, StageRunner
+from megatron.extensions.use.inference.generation import Engine, Request, Sampling, StageRunner
 from tests.extensions.inference.test_generation import MIXERS
 from tests.gpt_cases import STYLES
 from tests.harness import run_world

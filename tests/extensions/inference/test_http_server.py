@@ -20,14 +20,14 @@ import torch
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers import ByteTokenizer
-from megatron.extensions.inference import jsonl
-from megatron.extensions.inference import serving as engine_loops
-from megatron.extensions.inference.chat_template import ChatTemplate
-from megatron.extensions.inference.generation import Engine, Request, Sampling, StageRunner
-from megatron.extensions.inference.http_server import ApiServer, HttpLimits
-from megatron.extensions.inference.model import LoadedModel
-from megatron.extensions.inference.openai_api import Limits, OpenAIApi, choice
-from megatron.extensions.inference.serving import EngineLoop, Progress
+from megatron.extensions.use.inference import jsonl
+from megatron.extensions.use.inference import serving as engine_loops
+from megatron.extensions.use.inference.chat_template import ChatTemplate
+from megatron.extensions.use.inference.generation import Engine, Request, Sampling, StageRunner
+from megatron.extensions.use.inference.http_server import ApiServer, HttpLimits
+from megatron.extensions.use.inference.model import LoadedModel
+from megatron.extensions.use.inference.openai_api import Limits, OpenAIApi, choice
+from megatron.extensions.use.inference.serving import EngineLoop, Progress
 from megatron.training.config.run_config import RunConfig
 from tests.gpt_cases import FP64, LLAMA
 from tests.limits import HANG, wait_for

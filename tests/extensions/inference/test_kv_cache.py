@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.extensions.inference.generation.kv_cache import KeyValueCache
+from megatron.extensions.use.inference.generation.kv_cache import KeyValueCache
 from tests.extensions import needs
 from tests.gpt_cases import FP64, STYLES, random_batch, with_dropout
 

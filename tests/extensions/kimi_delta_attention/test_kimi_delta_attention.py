@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.compiled_regions import region
-from megatron.extensions.kimi_delta_attention.kimi_delta_attention import sigmoid_gated_norm
-from megatron.extensions.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
+from megatron.extensions.mixers.kimi_delta_attention.kimi_delta_attention import sigmoid_gated_norm
+from megatron.extensions.mixers.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
 from tests.extensions.recurrences import check_chunks, check_strong_decay, delta_operands, mixer_flops
 from tests.gpt_cases import model_of
 from tests.pure.test_regions import check_region, compiles

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.extensions.latent_attention.flags import LatentAttentionFlags
+from megatron.extensions.attention.latent_attention.flags import LatentAttentionFlags
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections, values_by_section
 from megatron.training.config.saved_flags import changed_fields, with_saved_flags

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.extensions.latent_attention.flags import LatentAttentionFlags
-from megatron.extensions.latent_attention.multi_latent_attention import rotated_heads
-from megatron.extensions.planner.flops import model_flops
+from megatron.extensions.attention.latent_attention.flags import LatentAttentionFlags
+from megatron.extensions.attention.latent_attention.multi_latent_attention import rotated_heads
+from megatron.extensions.plan.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
 from tests.dist.test_collective_counts import B, H, S, per_layer
 from tests.extensions.planner.test_planned_activations import SAMPLES, kept_in_bf16

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.extensions.lightning_attention.lightning_attention import decay_rates
+from megatron.extensions.mixers.lightning_attention.lightning_attention import decay_rates
 from tests.extensions.recurrences import mixer_flops
 from tests.gpt_cases import model_of
 

@@ -20,10 +20,19 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
-from megatron.extensions.linear_attention import gated_delta_net
-from megatron.extensions.linear_attention.gated_delta_net import DeltaRows, DeltaWeights, gated_norm, short_convolution
-from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
-from megatron.extensions.planner.flops import model_flops
+from megatron.extensions.mixers.linear_attention import gated_delta_net
+from megatron.extensions.mixers.linear_attention.gated_delta_net import (
+    DeltaRows,
+    DeltaWeights,
+    gated_norm,
+    short_convolution,
+)
+from megatron.extensions.mixers.linear_attention.gated_delta_rule import (
+    flash_rule,
+    gated_delta_chunks,
+    gated_delta_steps,
+)
+from megatron.extensions.plan.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
 from tests.extensions.recurrences import EXACT, check_chunks, check_strong_decay, delta_operands, documents, weighted
 from tests.gpt_cases import DELTA_NET, FP64, model_of, packed_documents, random_batch

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from megatron.core.config.model import TransformerConfig
-from megatron.extensions.logs.dashboards import TensorBoardSink
-from megatron.extensions.logs.flags import LogsConfig
-from megatron.extensions.logs.megatron_format import scalars, tag_of
+from megatron.extensions.observe.logs.dashboards import TensorBoardSink
+from megatron.extensions.observe.logs.flags import LogsConfig
+from megatron.extensions.observe.logs.megatron_format import scalars, tag_of
 from megatron.training.config.flags import config_of_sections
 from megatron.training.config.run_config import CheckpointConfig, LoggingConfig, RunConfig
 from megatron.training.metrics.sinks import open_sinks
@@ -122,7 +122,7 @@ def test_a_full_disk_costs_tensorboard_no_record(
         true(self, data)
 
     monkeypatch.setattr(RecordWriter, "write", write)
-    monkeypatch.setattr("megatron.extensions.logs.dashboards.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("megatron.extensions.observe.logs.dashboards.time.monotonic", lambda: now[0])
     _, sink = open_sinks(configuration(tmp_path, tensorboard_dir=str(folder)), 0)
     assert isinstance(sink, TensorBoardSink)
     for iteration in range(1, 9):

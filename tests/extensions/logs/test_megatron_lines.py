@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from datetime import datetime
 
-from megatron.extensions.logs.megatron_format import MegatronLines, evaluation_lines, progress_line
+from megatron.extensions.observe.logs.megatron_format import MegatronLines, evaluation_lines, progress_line
 from megatron.training.config.run_config import RunConfig, TrainingConfig
 from tests.pure.test_log_format import RECORD
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.extensions.logs.meters import ModelSums
+from megatron.extensions.observe.logs.meters import ModelSums
 from megatron.training.train_step import train_step
 from tests.harness import run_world, running
 from tests.tiny import TINY

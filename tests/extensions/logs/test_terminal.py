@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.extensions.logs.terminal import terminal_lines
+from megatron.extensions.observe.logs.terminal import terminal_lines
 from tests.pure.test_log_format import RECORD
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import region
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.extensions.mamba.flags import MambaFlags, group_channels, num_heads
-from megatron.extensions.mamba.mamba2 import gated_group_norm, mamba_operands
-from megatron.extensions.mamba.ssd import ssd_chunks, ssd_steps
-from megatron.extensions.planner.flops import model_flops
+from megatron.extensions.mixers.mamba.flags import MambaFlags, group_channels, num_heads
+from megatron.extensions.mixers.mamba.mamba2 import gated_group_norm, mamba_operands
+from megatron.extensions.mixers.mamba.ssd import ssd_chunks, ssd_steps
+from megatron.extensions.plan.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
 from tests.extensions.recurrences import check_chunks, check_strong_decay
 from tests.gpt_cases import FP64, model_of

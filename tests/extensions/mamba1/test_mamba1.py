@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.extensions.mamba1 import selective_scan as scan
+from megatron.extensions.mixers.mamba1 import selective_scan as scan
 from tests.extensions.recurrences import EXACT, check_strong_decay, documents, mixer_flops, weighted
 from tests.gpt_cases import FP64, model_of
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.storage import Checkpoint
-from megatron.extensions.megatron_checkpoints.legacy_states import layout_of
+from megatron.extensions.interop.megatron_checkpoints.legacy_states import layout_of
 from tests.extensions.megatron_checkpoints.their_runs import Attack, convert, opened, refusal, unpack
 
 

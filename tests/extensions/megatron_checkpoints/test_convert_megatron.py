@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.dist_checkpointing.storage import Checkpoint
-from megatron.extensions.megatron_checkpoints.common_state import load_pickle
+from megatron.extensions.interop.megatron_checkpoints.common_state import load_pickle
 from megatron.training.checkpoints.checkpointing import load_whole_model
 from tests.extensions.megatron_checkpoints.their_runs import (
     Attack,

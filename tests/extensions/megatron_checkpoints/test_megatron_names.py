@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
-from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
-from megatron.extensions.megatron_checkpoints.megatron_names import (
+from megatron.extensions.interop.megatron_checkpoints.megatron_args import refuse_inexpressible
+from megatron.extensions.interop.megatron_checkpoints.megatron_names import (
     find_ways,
     names_in,
     stacked_misfits,

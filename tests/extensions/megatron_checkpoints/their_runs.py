@@ -27,7 +27,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron_checkpoints"
 
 STORED = """
 import json
-from megatron.extensions.datasets.generator_dataset import stream_splits
+from megatron.extensions.data.datasets.generator_dataset import stream_splits
 from megatron.core.parts import DATASETS
 
 @DATASETS.register("stored")

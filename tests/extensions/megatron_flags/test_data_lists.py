@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.data import DatasetConfig
-from megatron.extensions.megatron_flags.data_lists import weighted_ranges, with_data_lists
-from megatron.extensions.megatron_flags.flags import DataLists
+from megatron.extensions.interop.megatron_flags.data_lists import weighted_ranges, with_data_lists
+from megatron.extensions.interop.megatron_flags.flags import DataLists
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import validate

@@ -15,7 +15,7 @@ import pytest
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.core.tokenizers import build_tokenizer
-from megatron.extensions.datasets.indexed_writer import best_dtype
+from megatron.extensions.data.datasets.indexed_writer import best_dtype
 from tests.apart import run_command
 from tests.corpus import write_documents
 from tests.extensions import needs

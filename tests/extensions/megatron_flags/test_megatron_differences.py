@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.extensions.megatron_flags.megatron_differences import DIFFERENCES, MET, differences_met
+from megatron.extensions.interop.megatron_flags.megatron_differences import DIFFERENCES, MET, differences_met
 from megatron.training.config.arguments import config_of, read_flags
 from megatron.training.config.validation import resolve
 from tools.translate_flags import TABLES, main

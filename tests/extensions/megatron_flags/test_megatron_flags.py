@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.extensions.megatron_flags.tables import Accepted, Exchange, ForeignFlags, NotBuilt, SameAs, read_tables
+from megatron.extensions.interop.megatron_flags.tables import (
+    Accepted,
+    Exchange,
+    ForeignFlags,
+    NotBuilt,
+    SameAs,
+    read_tables,
+)
 from megatron.training.config.arguments import command_line, parse_args, read_flags
 from megatron.training.config.commands import options
 from megatron.training.config.flags import flat_values, spelling_table
@@ -58,7 +65,9 @@ def test_a_file_may_ask_for_it_too(tmp_path: Path) -> None:
 
 def test_tables_do_not_overlap() -> None:
     """A feature that lands leaves the tables of what is not there."""
-    text = files("megatron.extensions.megatron_flags").joinpath("megatron_flags.toml").read_text(encoding="utf-8")
+    text = (
+        files("megatron.extensions.interop.megatron_flags").joinpath("megatron_flags.toml").read_text(encoding="utf-8")
+    )
     tables = tomllib.loads(text)
     groups = [*tables["no_effect"], *tables["not_built"]]
     foreign = [flag for group in groups for flag in (*group.get("flags", ()), *group.get("prefixes", ()))]
@@ -238,6 +247,6 @@ def test_an_extension_tells_what_flags_of_another_program_are(
         "--their-spell-x 1: asks for a spell, which is not built; remove it",
     ]
     assert "Theirs has it; remove it" in lines[2]
-    for module in ("megatron.training.config.reading", "megatron.extensions.megatron_flags.tables"):
+    for module in ("megatron.training.config.reading", "megatron.extensions.interop.megatron_flags.tables"):
         monkeypatch.setattr(f"{module}.home_of", {"--their-spell-x": "spells"}.get)
     assert "is a flag of the extension spells, which is not installed" in failure("--their-spell-x 1", capsys)[0]

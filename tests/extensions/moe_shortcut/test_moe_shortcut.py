@@ -10,7 +10,7 @@ import torch
 from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
-from megatron.extensions.moe_shortcut.flags import ShortcutFlags
+from megatron.extensions.moe.moe_shortcut.flags import ShortcutFlags
 from tests.gpt_cases import FP64, logits_in_parts, random_batch
 from tests.moe_cases import DEEPSEEK
 

@@ -12,7 +12,7 @@ from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.pass_context import PassContext
-from megatron.extensions.offload.saved_activations import ActivationOffload, HostPool
+from megatron.extensions.memory.offload.saved_activations import ActivationOffload, HostPool
 from megatron.testing.snapshot import differences
 from megatron.training.config.arguments import parse_args, with_flags
 from megatron.training.config.validation import resolve, validate

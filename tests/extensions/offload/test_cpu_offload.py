@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import Update
 from megatron.core.optimizer.optimizer import MAIN_PARAM, Rates
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
-from megatron.extensions.offload import host_update
+from megatron.extensions.memory.offload import host_update
 from megatron.testing.local_run import local_run
 from megatron.testing.reshard import Checkpoints
 from megatron.testing.snapshot import Snapshot, train_in_world

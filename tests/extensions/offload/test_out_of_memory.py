@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 
-from megatron.extensions.planner import out_of_memory
-from megatron.extensions.planner.fake_stage import PlannerCache
-from megatron.extensions.planner.out_of_memory import flags_of, planned_memory, with_change
+from megatron.extensions.plan.planner import out_of_memory
+from megatron.extensions.plan.planner.fake_stage import PlannerCache
+from megatron.extensions.plan.planner.out_of_memory import flags_of, planned_memory, with_change
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from tests.extensions.planner.test_out_of_memory import MODEL, measured_once, planned, report  # noqa: F401 (a fixture)

@@ -15,9 +15,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.optimizer import matrix_plan
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
-from megatron.extensions.optimizers.flags import MuonFlags
-from megatron.extensions.optimizers.muon import newton_schulz, scale
-from megatron.extensions.optimizers.newton_schulz import COEFFICIENTS, coefficients
+from megatron.extensions.optim.optimizers.flags import MuonFlags
+from megatron.extensions.optim.optimizers.muon import newton_schulz, scale
+from megatron.extensions.optim.optimizers.newton_schulz import COEFFICIENTS, coefficients
 from megatron.training.progress import Progress
 from tests.dist.test_optimizer import LAYOUTS
 from tests.dist.toy import DECAY, LR, Oracle, build, run_step

@@ -13,8 +13,8 @@ import torch
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.param_groups import ParamGroup
 from megatron.core.param_meta import ParamMeta
-from megatron.extensions.optimizers.flags import NamedParameterFlags
-from megatron.extensions.optimizers.named_parameters import group_rule
+from megatron.extensions.optim.optimizers.flags import NamedParameterFlags
+from megatron.extensions.optim.optimizers.named_parameters import group_rule
 from megatron.testing.snapshot import Snapshot, train_in_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.dropout import uniform_of
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, rounding_sum
-from megatron.extensions.optimizers.precision_aware import FORMATS, StoredState, join_master, split_master
+from megatron.extensions.optim.optimizers.precision_aware import FORMATS, StoredState, join_master, split_master
 from megatron.testing.reshard import Checkpoints
 from megatron.testing.snapshot import first_difference, train_in_world
 from megatron.training.config.arguments import parse_args

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.extensions.optimizers.qk_clip import QKClip, of_elements
+from megatron.extensions.optim.optimizers.qk_clip import QKClip, of_elements
 from megatron.training.train_step import train_step
 from tests.harness import run_world, running
 from tests.tiny import TINY

@@ -10,7 +10,7 @@ import torch
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Kind
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.extensions.overlap.batch_overlap import BatchOverlap
+from megatron.extensions.speed.overlap.batch_overlap import BatchOverlap
 from tests.host_waits import HostWaits
 from tests.rules import problems
 

@@ -26,8 +26,12 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from megatron.extensions.overlap.comm_overlap import OverlappedColumnParallelLinear, SymmetricMemory, SymmetricOverlap
-from megatron.extensions.overlap.flags import OverlapFlags
+from megatron.extensions.speed.overlap.comm_overlap import (
+    OverlappedColumnParallelLinear,
+    SymmetricMemory,
+    SymmetricOverlap,
+)
+from megatron.extensions.speed.overlap.flags import OverlapFlags
 from megatron.training.config.arguments import parse_args
 from megatron.training.hooks import Parts
 from megatron.training.initialize import Runtime

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
-from megatron.extensions.mamba.mamba2 import gated_group_norm
-from megatron.extensions.parallel_mixers.flags import ParallelMixerFlags
-from megatron.extensions.planner.flops import model_flops
+from megatron.extensions.mixers.mamba.mamba2 import gated_group_norm
+from megatron.extensions.mixers.parallel_mixers.flags import ParallelMixerFlags
+from megatron.extensions.plan.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
 from tests.gpt_cases import model_of
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.optimizer.param_scheduler import ScheduleLength
-from megatron.extensions.phases.batch_steps import parse_batch_schedule, ramp
+from megatron.extensions.data.phases.batch_steps import parse_batch_schedule, ramp
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.validation import resolve, validate

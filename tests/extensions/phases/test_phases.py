@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from megatron.core.datasets.build import parse_blend
 from megatron.core.optimizer.param_scheduler import ScheduleLength
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.phases.epochs import Epochs
-from megatron.extensions.phases.flags import PhasesConfig
-from megatron.extensions.phases.plan import PhasePlan
+from megatron.extensions.data.phases.epochs import Epochs
+from megatron.extensions.data.phases.flags import PhasesConfig
+from megatron.extensions.data.phases.plan import PhasePlan
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.saved_flags import changed_lengths
 from megatron.training.config.validation import resolve, validate
@@ -267,8 +267,8 @@ def test_epochs_of_each_source_are_counted_over_phases(tmp_path: Path) -> None:
 
 
 def test_a_plan_prints_each_phase(tmp_path: Path) -> None:
-    description = pytest.importorskip("megatron.extensions.planner.dry_run")
-    cache = pytest.importorskip("megatron.extensions.planner.fake_stage").PlannerCache()
+    description = pytest.importorskip("megatron.extensions.plan.planner.dry_run")
+    cache = pytest.importorskip("megatron.extensions.plan.planner.fake_stage").PlannerCache()
     for name in ("web", "code"):
         write_documents(tmp_path / name, [np.arange(1000)])
     (tmp_path / "book.txt").write_text("a text")
@@ -308,7 +308,7 @@ def test_the_phases_of_a_published_recipe_are_legal() -> None:
 
 
 def test_a_plan_says_which_data_are_missing(tmp_path: Path) -> None:
-    description = pytest.importorskip("megatron.extensions.planner.dry_run")
+    description = pytest.importorskip("megatron.extensions.plan.planner.dry_run")
     plan = made(tmp_path / "s.yaml", f"- {{data-path: {tmp_path / 'nowhere'}}}\n", "--train-iters 20 --vocab-size 2000")
     lines = list(description.data_lines(plan, plan.phases[0]))
     assert any(f"there is no file {tmp_path / 'nowhere'}.idx" in line for line in lines), lines

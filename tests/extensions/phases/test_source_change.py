@@ -19,7 +19,7 @@ from megatron.core.datasets.build import Demands, TrainingOrder, build_datasets
 from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.parallel_state import ParallelState
-from megatron.extensions.phases.file_phase import cut_anew, rest_of
+from megatron.extensions.data.phases.file_phase import cut_anew, rest_of
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
 from megatron.training.data import build_data

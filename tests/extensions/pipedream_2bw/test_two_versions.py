@@ -15,10 +15,10 @@ from torch import Tensor
 from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.pipeline_parallel.actions import Kind, counterpart
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.extensions.pipedream_2bw.continued_steps import ContinuedStep, ContinuingPipeline
-from megatron.extensions.pipedream_2bw.lists import lists_of_step
-from megatron.extensions.pipedream_2bw.two_versions import LateOptimizer
-from megatron.extensions.simulator.simulator import lists_of_steps, simulate
+from megatron.extensions.pipeline.pipedream_2bw.continued_steps import ContinuedStep, ContinuingPipeline
+from megatron.extensions.pipeline.pipedream_2bw.lists import lists_of_step
+from megatron.extensions.pipeline.pipedream_2bw.two_versions import LateOptimizer
+from megatron.extensions.plan.simulator.simulator import lists_of_steps, simulate
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
@@ -228,7 +228,7 @@ def thawed(rank: int, world_size: int, config: RunConfig, frozen: RunConfig, fol
 
 
 def test_weights_without_a_former_version_start_from_the_newest(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.extensions.optimizers", reason="its --freeze")
+    pytest.importorskip("megatron.extensions.optim.optimizers", reason="its --freeze")
 
     def differences(world: int, flags: str) -> list[list[float]]:
         configs = (config_of(f"--fp64 {flags} {more}", world) for more in ("", "--freeze embedding"))
@@ -282,7 +282,7 @@ def test_fifty_steps_have_no_bubble_between_the_first_and_the_last(p: int, multi
 @pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 8), (8, 8)])
 def test_the_plan_has_no_bubble(p: int, m: int) -> None:
-    from megatron.extensions.planner.time.pipeline import unflushed
+    from megatron.extensions.plan.planner.time.pipeline import unflushed
 
     assert unflushed("2bw", p, m) == (3.0 * m, pytest.approx(0))
     time, _ = unflushed("2bw", p, m, tied=True)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.extensions.pipeline_split.flags import SplitFlags
-from megatron.extensions.pipeline_split.layout_text import layers_of_stages
+from megatron.extensions.pipeline.pipeline_split.flags import SplitFlags
+from megatron.extensions.pipeline.pipeline_split.layout_text import layers_of_stages
 from tests.pure.test_layout import MODEL, counts
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"

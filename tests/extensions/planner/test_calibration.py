@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.extensions.planner.calibration import fit
-from megatron.extensions.planner.calibration.fit import fit_steps
-from megatron.extensions.planner.calibration.measure import CPU, KINDS, Clock, Sizes, measure, measure_links
-from megatron.extensions.planner.device_file import DeviceFile, Link, read_device, tile_share
-from megatron.extensions.planner.time.events import Attention, Product
-from megatron.extensions.planner.time.replay import Network, Placement
+from megatron.extensions.plan.planner.calibration import fit
+from megatron.extensions.plan.planner.calibration.fit import fit_steps
+from megatron.extensions.plan.planner.calibration.measure import CPU, KINDS, Clock, Sizes, measure, measure_links
+from megatron.extensions.plan.planner.device_file import DeviceFile, Link, read_device, tile_share
+from megatron.extensions.plan.planner.time.events import Attention, Product
+from megatron.extensions.plan.planner.time.replay import Network, Placement
 from tests.harness import run_world
 from tools import calibrate
 

@@ -21,8 +21,8 @@ from megatron.core.parts import MLPS
 from megatron.core.pipeline_parallel import stage_parameters
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.mlp import MLP
-from megatron.extensions.planner import fake_stage
-from megatron.extensions.planner.device_file import FOLDER
+from megatron.extensions.plan.planner import fake_stage
+from megatron.extensions.plan.planner.device_file import FOLDER
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.batch_size import byte_text
 from megatron.training.config.reading import FOREIGN_PROGRAMS

@@ -9,8 +9,8 @@ from torch import Tensor
 from megatron.core.attention.backends import AttentionOperands
 from megatron.core.attention.tile_kernels import Rows, TorchKernel
 from megatron.core.attention.tiles import Tile, causal_tiles, joined, rank_spans
-from megatron.extensions.planner.as_on_gpus import FakeKernel, PlannedGPU
-from megatron.extensions.planner.live_memory import LiveMemory
+from megatron.extensions.plan.planner.as_on_gpus import FakeKernel, PlannedGPU
+from megatron.extensions.plan.planner.live_memory import LiveMemory
 
 ROWS, SAMPLES, HEADS, GROUPS, WIDTH = 32, 2, 4, 2, 16
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import Update
 from megatron.core.optimizer.optimizer import Rates
 from megatron.core.pipeline_parallel.layer_split import multi_token_cost
-from megatron.extensions.planner.flops import flops_per_token, model_flops, update_flops
+from megatron.extensions.plan.planner.flops import flops_per_token, model_flops, update_flops
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import with_fields

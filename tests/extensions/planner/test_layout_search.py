@@ -11,12 +11,19 @@ import pytest
 
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.extensions.planner.device_file import read_device
-from megatron.extensions.planner.suggest.costs import LayoutCosts, step_bound
-from megatron.extensions.planner.suggest.report import duration
-from megatron.extensions.planner.suggest.search import Candidate, Effort, Found, LayoutSearch, best_first, ranked_with
-from megatron.extensions.planner.suggest.space import OFFLOADING, SHARDING, Layout, Saving, SearchedRun, Space
-from megatron.extensions.simulator.simulator import StageCosts, simulate
+from megatron.extensions.plan.planner.device_file import read_device
+from megatron.extensions.plan.planner.suggest.costs import LayoutCosts, step_bound
+from megatron.extensions.plan.planner.suggest.report import duration
+from megatron.extensions.plan.planner.suggest.search import (
+    Candidate,
+    Effort,
+    Found,
+    LayoutSearch,
+    best_first,
+    ranked_with,
+)
+from megatron.extensions.plan.planner.suggest.space import OFFLOADING, SHARDING, Layout, Saving, SearchedRun, Space
+from megatron.extensions.plan.simulator.simulator import StageCosts, simulate
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.prepare import prepare
 from megatron.training.config.validation import resolve, validate

@@ -16,10 +16,10 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.actions import COMPUTE, Action
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.extensions.planner.activations import ActivationPlan, activations_of_ranks
-from megatron.extensions.planner.live_memory import LiveMemory
-from megatron.extensions.planner.memory import chain_bytes, planned_buffers, states_of_rank
-from megatron.extensions.planner.micro_batch import MicroBatch
+from megatron.extensions.plan.planner.activations import ActivationPlan, activations_of_ranks
+from megatron.extensions.plan.planner.live_memory import LiveMemory
+from megatron.extensions.plan.planner.memory import chain_bytes, planned_buffers, states_of_rank
+from megatron.extensions.plan.planner.micro_batch import MicroBatch
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal

@@ -12,13 +12,13 @@ import torch
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import whole_model
 from megatron.core.transformer.mlp import MLP
-from megatron.extensions.planner import fake_stage
-from megatron.extensions.planner.activations import ActivationPlan
-from megatron.extensions.planner.fake_stage import Part, PlannerCache, StageParts, Unit
-from megatron.extensions.planner.micro_batch import MicroBatch
-from megatron.extensions.planner.time.events import Event, PassEvents, Product, StageMemory
-from megatron.extensions.planner.time.recorder import Recorder
-from megatron.extensions.sparse_attention import sparse_attention
+from megatron.extensions.attention.sparse_attention import sparse_attention
+from megatron.extensions.plan.planner import fake_stage
+from megatron.extensions.plan.planner.activations import ActivationPlan
+from megatron.extensions.plan.planner.fake_stage import Part, PlannerCache, StageParts, Unit
+from megatron.extensions.plan.planner.micro_batch import MicroBatch
+from megatron.extensions.plan.planner.time.events import Event, PassEvents, Product, StageMemory
+from megatron.extensions.plan.planner.time.recorder import Recorder
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
 from tests.apart import python_apart
@@ -156,15 +156,15 @@ def test_what_fails_on_both_says_what_fake_tensors_say() -> None:
 
 PLANNED_FIRST = """
 import sys
-from megatron.extensions.planner import as_on_gpus
+from megatron.extensions.plan.planner import as_on_gpus
 from tests.extensions.planner.test_meta_plans import CASES, batch_of, plans_of
 
 for name in ("delayed", "window", "fp8 experts"):
     plans_of(batch_of(CASES[name]))
-import megatron.extensions.fusions.hooks
+import megatron.extensions.speed.fusions.hooks
 for module in [module for name, module in sys.modules.items() if name.startswith("megatron.")]:
     kept = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == as_on_gpus.__name__]
-    assert not kept or module.__name__.startswith("megatron.extensions.planner."), (module, kept)
+    assert not kept or module.__name__.startswith("megatron.extensions.plan.planner."), (module, kept)
 """
 
 

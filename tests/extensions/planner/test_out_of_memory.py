@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.extensions.planner import activations, out_of_memory
-from megatron.extensions.planner.fake_stage import PlannerCache
-from megatron.extensions.planner.out_of_memory import explain, flags_of, planned_memory, with_change
+from megatron.extensions.plan.planner import activations, out_of_memory
+from megatron.extensions.plan.planner.fake_stage import PlannerCache
+from megatron.extensions.plan.planner.out_of_memory import explain, flags_of, planned_memory, with_change
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from megatron.training.hooks import registered, tell_of_failure

@@ -24,11 +24,11 @@ from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.transformer.activation_store import build_store
 from megatron.core.transformer.pass_context import PassContext
-from megatron.extensions.fp8.flags import Fp8Flags
-from megatron.extensions.fp8.recipes import DelayedGemms
-from megatron.extensions.planner.activations import ActivationPlan
-from megatron.extensions.planner.live_memory import LiveMemory
-from megatron.extensions.planner.micro_batch import MicroBatch
+from megatron.extensions.plan.planner.activations import ActivationPlan
+from megatron.extensions.plan.planner.live_memory import LiveMemory
+from megatron.extensions.plan.planner.micro_batch import MicroBatch
+from megatron.extensions.speed.fp8.flags import Fp8Flags
+from megatron.extensions.speed.fp8.recipes import DelayedGemms
 from megatron.training.config.flags import config_of_sections
 from tests.gpt_cases import GPT, LLAMA, STYLES, with_dropout
 from tests.harness import run_world

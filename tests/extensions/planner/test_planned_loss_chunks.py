@@ -15,16 +15,16 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
-from megatron.extensions.planner.activations import ActivationPlan
-from megatron.extensions.planner.device_file import read_device
-from megatron.extensions.planner.fake_stage import Part, PlannerCache, StageParts
-from megatron.extensions.planner.flops import model_flops
-from megatron.extensions.planner.live_memory import LiveMemory
-from megatron.extensions.planner.loss_chunks import MOST_COST, SIZES, chosen_chunk
-from megatron.extensions.planner.memory import RankMemory, fullest, memory_of_ranks
-from megatron.extensions.planner.micro_batch import MicroBatch
-from megatron.extensions.planner.time.events import Move, Product
-from megatron.extensions.planner.time.step_time import StepTime, predict_step
+from megatron.extensions.plan.planner.activations import ActivationPlan
+from megatron.extensions.plan.planner.device_file import read_device
+from megatron.extensions.plan.planner.fake_stage import Part, PlannerCache, StageParts
+from megatron.extensions.plan.planner.flops import model_flops
+from megatron.extensions.plan.planner.live_memory import LiveMemory
+from megatron.extensions.plan.planner.loss_chunks import MOST_COST, SIZES, chosen_chunk
+from megatron.extensions.plan.planner.memory import RankMemory, fullest, memory_of_ranks
+from megatron.extensions.plan.planner.micro_batch import MicroBatch
+from megatron.extensions.plan.planner.time.events import Move, Product
+from megatron.extensions.plan.planner.time.step_time import StepTime, predict_step
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal

@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from megatron.extensions.planner.rehearsal.fake_rank import forked
-from megatron.extensions.planner.terminal import at_interrupt, end_process
+from megatron.extensions.plan.planner.rehearsal.fake_rank import forked
+from megatron.extensions.plan.planner.terminal import at_interrupt, end_process
 
 FORK = multiprocessing.get_context("fork")
 

@@ -11,10 +11,16 @@ from unittest import mock
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.extensions.planner.rehearsal import collective_log
-from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog
-from megatron.extensions.planner.rehearsal.fake_rank import Lost, Rehearsal, forked, rehearsal_of, rehearse_rank
-from megatron.extensions.planner.rehearsal.matching import Box, Collective, RankRecord, coverage_problems, mismatches
+from megatron.extensions.plan.planner.rehearsal import collective_log
+from megatron.extensions.plan.planner.rehearsal.collective_log import CollectiveLog
+from megatron.extensions.plan.planner.rehearsal.fake_rank import Lost, Rehearsal, forked, rehearsal_of, rehearse_rank
+from megatron.extensions.plan.planner.rehearsal.matching import (
+    Box,
+    Collective,
+    RankRecord,
+    coverage_problems,
+    mismatches,
+)
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal

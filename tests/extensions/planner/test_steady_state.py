@@ -7,8 +7,8 @@ import pytest
 from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.extensions.planner.time.pipeline import consecutive, post_validated
-from megatron.extensions.simulator.simulator import StageCosts, simulate
+from megatron.extensions.plan.planner.time.pipeline import consecutive, post_validated
+from megatron.extensions.plan.simulator.simulator import StageCosts, simulate
 
 
 @pytest.mark.parametrize(("schedule", "v"), [("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zb-v", None)])

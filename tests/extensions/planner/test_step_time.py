@@ -11,15 +11,15 @@ import pytest
 from megatron.core.models.stage import Stage
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.extensions.planner.commands import DryRun
-from megatron.extensions.planner.device_file import DeviceFile, Link, read_device
-from megatron.extensions.planner.fake_stage import PlannerCache
-from megatron.extensions.planner.micro_batch import MicroBatch
-from megatron.extensions.planner.time.events import Collective, Event, Move, Product, Wait
-from megatron.extensions.planner.time.pipeline import Schedule
-from megatron.extensions.planner.time.replay import Network, Placement, Replay
-from megatron.extensions.planner.time.step_time import SUBJECTS, StepTime, predict_step
-from megatron.extensions.simulator.simulator import StageCosts, simulate
+from megatron.extensions.plan.planner.commands import DryRun
+from megatron.extensions.plan.planner.device_file import DeviceFile, Link, read_device
+from megatron.extensions.plan.planner.fake_stage import PlannerCache
+from megatron.extensions.plan.planner.micro_batch import MicroBatch
+from megatron.extensions.plan.planner.time.events import Collective, Event, Move, Product, Wait
+from megatron.extensions.plan.planner.time.pipeline import Schedule
+from megatron.extensions.plan.planner.time.replay import Network, Placement, Replay
+from megatron.extensions.plan.planner.time.step_time import SUBJECTS, StepTime, predict_step
+from megatron.extensions.plan.simulator.simulator import StageCosts, simulate
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch

@@ -18,10 +18,10 @@ from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.extensions.post_validation.flags import PostValidationFlags
-from megatron.extensions.post_validation.post_validation import PostValidatedOptimizer
-from megatron.extensions.post_validation.rules import WAIT_FOR_RANK_0
-from megatron.extensions.simulator.simulator import StageCosts, simulate
+from megatron.extensions.pipeline.post_validation.flags import PostValidationFlags
+from megatron.extensions.pipeline.post_validation.post_validation import PostValidatedOptimizer
+from megatron.extensions.pipeline.post_validation.rules import WAIT_FOR_RANK_0
+from megatron.extensions.plan.simulator.simulator import StageCosts, simulate
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import findings, notices, resolve, resolve_legal
@@ -190,7 +190,7 @@ BUBBLES = [
 @pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
 @pytest.mark.parametrize(("flags", "bubble", "notice"), BUBBLES)
 def test_the_plan_has_the_bubble_of_the_flags(flags: str, bubble: str, notice: str) -> None:
-    from megatron.extensions.planner import dry_run as description
+    from megatron.extensions.plan.planner import dry_run as description
 
     given = parse_args([*MODEL.split(), "--pp", "2", "--global-batch-size", "4", *flags.split()])
     config, said = resolve(given, 2), [p for p in notices(given, 2) if p.flag == SWITCH]
@@ -204,7 +204,7 @@ def test_the_plan_has_the_bubble_of_the_flags(flags: str, bubble: str, notice: s
 @pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
 @pytest.mark.parametrize("schedule", [name for name in PIPELINE_SCHEDULES if PIPELINE_SCHEDULES.facts(name).flushes])
 def test_schedules_that_wait_for_rank_0_are_those_that_the_simulator_finds(schedule: str) -> None:
-    from megatron.extensions.planner.time.pipeline import post_validated
+    from megatron.extensions.plan.planner.time.pipeline import post_validated
 
     p, m, chunks = 4, 8, PIPELINE_SCHEDULES.facts(schedule).chunks
     time, _ = post_validated(pipeline_lists(schedule, p, m, chunks, validates=True))

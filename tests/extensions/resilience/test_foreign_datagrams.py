@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import pytest
 
-from megatron.extensions.resilience.heartbeat import KINDS, check_beat, check_findings, seal, unseal
-from megatron.extensions.resilience.host_watch import PROGRAM, HostWatch
+from megatron.extensions.operate.resilience.heartbeat import KINDS, check_beat, check_findings, seal, unseal
+from megatron.extensions.operate.resilience.host_watch import PROGRAM, HostWatch
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_status import RankStatus
 from tests.forked import forked_ranks

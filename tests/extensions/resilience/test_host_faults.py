@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.extensions.resilience import host_watch
+from megatron.extensions.operate.resilience import host_watch
 from megatron.training import training
 from tests.cluster.hosts import Box, hosts, missing
 from tests.forked import forked_ranks, join

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from megatron.extensions.resilience import host_watch
-from megatron.extensions.resilience.flags import ResilienceConfig
-from megatron.extensions.resilience.heartbeat import BEAT, KINDS, LINGER, Links, watched
-from megatron.extensions.resilience.host_watch import AskedStore, HostWatch
-from megatron.extensions.resilience.watches import HostsAndFolders
+from megatron.extensions.operate.resilience import host_watch
+from megatron.extensions.operate.resilience.flags import ResilienceConfig
+from megatron.extensions.operate.resilience.heartbeat import BEAT, KINDS, LINGER, Links, watched
+from megatron.extensions.operate.resilience.host_watch import AskedStore, HostWatch
+from megatron.extensions.operate.resilience.watches import HostsAndFolders
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.failure_report import Failure
 from megatron.training.reliability.launch import Launch

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
-from megatron.extensions.resilience.torchrun import bounded, marked, unless_refused
+from megatron.extensions.operate.resilience.torchrun import bounded, marked, unless_refused
 
 
 def test_a_call_that_does_not_return_is_an_error_and_others_are_as_they_were() -> None:

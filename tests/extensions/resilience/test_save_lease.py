@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing.path_kind import read_latest
-from megatron.extensions.resilience import save_lease
-from megatron.extensions.resilience.save_lease import LeaseError, SaveLease
+from megatron.extensions.operate.resilience import save_lease
+from megatron.extensions.operate.resilience.save_lease import LeaseError, SaveLease
 from tests.apart import read_records
 from tests.faults.runs import MODEL
 from tests.forked import forked_ranks, run_forked

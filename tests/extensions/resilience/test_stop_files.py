@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.extensions.resilience.flags import StopFileFlags
-from megatron.extensions.resilience.save_folder import StopFiles
+from megatron.extensions.operate.resilience.flags import StopFileFlags
+from megatron.extensions.operate.resilience.save_folder import StopFiles
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.reliability.rank_store import Request
 from megatron.training.reliability.watchdog import Watchdog

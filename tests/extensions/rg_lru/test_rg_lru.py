@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import region
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.extensions.rg_lru.rg_lru import bounded_root, gated_inputs
+from megatron.extensions.mixers.rg_lru.rg_lru import bounded_root, gated_inputs
 from tests.extensions.recurrences import mixer_flops
 from tests.gpt_cases import FP64, model_of
 from tests.pure.test_regions import check_region, compiles

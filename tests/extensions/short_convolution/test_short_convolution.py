@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.compiled_regions import region
-from megatron.extensions.short_convolution.short_convolution import convolved
+from megatron.extensions.mixers.short_convolution.short_convolution import convolved
 from tests.extensions.recurrences import mixer_flops
 from tests.gpt_cases import model_of
 from tests.pure.test_regions import check_region, compiles

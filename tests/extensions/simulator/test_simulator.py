@@ -6,7 +6,7 @@ from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.passes import add_communication
 from megatron.core.pipeline_parallel.schedules import B, F, build_schedule
 from megatron.core.pipeline_parallel.walk import DeadlockError, Timed
-from megatron.extensions.simulator.simulator import StageCosts, held_at_peak, simulate
+from megatron.extensions.plan.simulator.simulator import StageCosts, held_at_peak, simulate
 
 # arXiv 2401.10241, tables 5 and 6, the 1.5B model on 8 stages: m, T_F, T_B, T_W, T_comm (ms), bubble rates.
 PUBLISHED = [

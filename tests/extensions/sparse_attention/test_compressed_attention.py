@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron.core.batch import BatchContext
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.rotary import apply_rotary_interleaved
-from megatron.extensions.latent_attention.flags import LatentAttentionFlags
-from megatron.extensions.sparse_attention import compressed_attention
+from megatron.extensions.attention.latent_attention.flags import LatentAttentionFlags
+from megatron.extensions.attention.sparse_attention import compressed_attention
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import with_fields
 from megatron.training.config.validation import resolve

@@ -20,10 +20,10 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.rotary import apply_rotary_interleaved
-from megatron.extensions.latent_attention.multi_latent_attention import Latents, MultiLatentAttention
-from megatron.extensions.sparse_attention import sparse_attention
-from megatron.extensions.sparse_attention.hooks import IndexerTallies
-from megatron.extensions.sparse_attention.selection import chunks_of, largest
+from megatron.extensions.attention.latent_attention.multi_latent_attention import Latents, MultiLatentAttention
+from megatron.extensions.attention.sparse_attention import sparse_attention
+from megatron.extensions.attention.sparse_attention.hooks import IndexerTallies
+from megatron.extensions.attention.sparse_attention.selection import chunks_of, largest
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import named_value, values_by_section, with_fields

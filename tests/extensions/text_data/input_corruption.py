@@ -39,8 +39,8 @@ from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers import build_tokenizer
-from megatron.extensions.text_data.flags import TextDataConfig
-from megatron.extensions.text_data.tokenized import TextData
+from megatron.extensions.data.text_data.flags import TextDataConfig
+from megatron.extensions.data.text_data.tokenized import TextData
 from tests.corpus import byte_level
 from tests.forked import forked_ranks, join
 from tools.common import run_tool

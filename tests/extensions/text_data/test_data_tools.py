@@ -14,7 +14,7 @@ import pytest
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers import build_tokenizer
-from megatron.extensions.text_data import encoding
+from megatron.extensions.data.text_data import encoding
 from tests.cli.test_extension import EXTENSION, FLAGS
 from tests.corpus import ending_texts
 from tests.forked import ROOT, run_program

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers import ByteTokenizer
-from megatron.extensions.text_data.fast_tokenizer import (
+from megatron.extensions.data.text_data.fast_tokenizer import (
     ALWAYS_COMPARED,
     SHARE_COMPARED,
     DifferentIds,
     StandIn,
     stand_in_for,
 )
-from megatron.extensions.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron.extensions.data.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
 from tests.corpus import byte_level
 from tests.forked import ROOT
 from tools import preprocess_data

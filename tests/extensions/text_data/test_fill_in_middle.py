@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.gpt_dataset import SampleFormat, TextDataset
 from megatron.core.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer
-from megatron.extensions.text_data.fill_in_middle import FillInMiddle
-from megatron.extensions.text_data.flags import FillInMiddleConfig
+from megatron.extensions.data.text_data.fill_in_middle import FillInMiddle
+from megatron.extensions.data.text_data.flags import FillInMiddleConfig
 from tests.corpus import byte_level
 
 LENGTH = 96

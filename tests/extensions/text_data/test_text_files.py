@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing.path_kind import data_kind_of
-from megatron.extensions.text_data.formats import Reading, is_blank, read_chunks, texts_of
-from megatron.extensions.text_data.inputs import find_inputs
-from megatron.extensions.text_data.path_kind import TEXT
+from megatron.extensions.data.text_data.formats import Reading, is_blank, read_chunks, texts_of
+from megatron.extensions.data.text_data.inputs import find_inputs
+from megatron.extensions.data.text_data.path_kind import TEXT
 from tests.extensions.text_data.input_corruption import (
     COMPRESS,
     FORMATS,

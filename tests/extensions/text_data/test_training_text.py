@@ -21,12 +21,12 @@ from megatron.core.datasets.build import build_datasets, source_lines
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.dist_checkpointing.path_kind import data_kind_of, refusal
 from megatron.core.tokenizers import build_tokenizer
-from megatron.extensions.text_data import identity
-from megatron.extensions.text_data import tokenized as tokenized_module
-from megatron.extensions.text_data.encoding import Job, encode_all
-from megatron.extensions.text_data.flags import TextDataConfig
-from megatron.extensions.text_data.path_kind import TEXT
-from megatron.extensions.text_data.tokenized import TextData
+from megatron.extensions.data.text_data import identity
+from megatron.extensions.data.text_data import tokenized as tokenized_module
+from megatron.extensions.data.text_data.encoding import Job, encode_all
+from megatron.extensions.data.text_data.flags import TextDataConfig
+from megatron.extensions.data.text_data.path_kind import TEXT
+from megatron.extensions.data.text_data.tokenized import TextData
 from megatron.training.tasks import start_run
 from megatron.training.training import train
 from tests.corpus import hf_folder

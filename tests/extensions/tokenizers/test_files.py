@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers import added_after, build_tokenizer, tokenize_beginning
-from megatron.extensions.tokenizers.special_tokens import role_texts
+from megatron.extensions.data.tokenizers.special_tokens import role_texts
 from tests.corpus import ending_texts, hf_folder
 
 ROOT = Path(__file__).parents[3]

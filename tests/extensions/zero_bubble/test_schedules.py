@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.pipeline_parallel.schedules import build_schedule, layout_of
-from megatron.extensions.simulator.simulator import StageCosts, simulate
+from megatron.extensions.plan.simulator.simulator import StageCosts, simulate
 
 
 @given(st.integers(1, 10), st.integers(0, 20), st.floats(0, 0.2), st.sampled_from([("zb-h1", 1), ("zb-h2", 2)]))

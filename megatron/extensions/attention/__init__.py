@@ -1,0 +1,1 @@
+"""Kinds of softmax attention, and context parallelism for them."""

@@ -1,0 +1,221 @@
+"""Multi-latent attention (MLA): DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3, arXiv 2412.19437, section 2.1.
+
+Queries, and keys together with values, are projected down to a latent per token and from there up to heads. Heads of
+queries and keys have channels without position, and rotary ones; the rotary channels of the key are projected from the
+hidden states directly and shared by all heads.
+
+Every tensor-parallel rank computes whole latents and its own heads: the projections down are replicated, those up are
+sharded by heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.attention.core_attention import CoreAttention, sinks_metas
+from megatron.core.batch import BatchContext, EarlierTokens
+from megatron.core.collectives import all_gather_sequence, copy_to
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext, column_parallel, row_parallel
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, ReplicatedLinear, RowLinear
+from megatron.core.transformer.norm import build_norm
+from megatron.core.transformer.recompute import recomputed, with_input_recomputed
+from megatron.core.transformer.rotary import apply_rotary_interleaved, scaled_queries
+from megatron.extensions.attention.latent_attention.flags import LatentAttentionFlags
+
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries and keys [s, b, heads/tp, qk_head_dim + qk_pos_emb_head_dim], values [s, b, heads/tp, v_head_dim]."""
+
+
+class Latents(NamedTuple):
+    """Inputs from which a token's heads are projected."""
+
+    q: Tensor
+    """[s, b, q_lora_rank], or the hidden states [s, b, h] without a latent of queries; [s/tp, ...] under sequence
+    parallelism."""
+
+    kv: Tensor
+    """[s, b, kv_lora_rank]; [s/tp, ...] under sequence parallelism."""
+
+    key: Tensor
+    """[s, b, 1, qk_pos_emb_head_dim]: the key's channels that a rotary embedding is to rotate, for all heads."""
+
+
+@dataclass(frozen=True)
+class LatentLinears:
+    """Linear layers of multi-latent attention. Only linear_proj has a bias, if outputs of attention have biases."""
+
+    q_down: ReplicatedLinear | None
+    """linear_q_down_proj; None without a latent of queries."""
+
+    q: ColumnLinear
+    """linear_q_up_proj [heads, qk_head_dim + qk_pos_emb_head_dim, q_lora_rank]; without a latent linear_q_proj
+    [..., h]."""
+
+    kv_down: ReplicatedLinear
+    """linear_kv_down_proj [kv_lora_rank + qk_pos_emb_head_dim, h]: the latent, then the rotary key of all heads."""
+
+    kv_up: ColumnLinear
+    """linear_kv_up_proj [heads, qk_head_dim + v_head_dim, kv_lora_rank]: a head's key, then its value."""
+
+    proj: RowLinear
+    """linear_proj [h, heads * v_head_dim]."""
+
+    norms: dict[str, int]
+    """Name -> width of the norms of latents, if there are any."""
+
+
+def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
+    """The linear layers and norms of multi-latent attention (arXiv 2405.04434, equations 37 to 47)."""
+    own = config.options(LatentAttentionFlags)
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
+    q_rank = own.q_lora_rank
+    kv_rank = own.kv_lora_rank
+    rotary = own.qk_pos_emb_head_dim
+    q_name = f"{name}.linear_q_up_proj" if q_rank else f"{name}.linear_q_proj"
+    kv_out = (heads, own.qk_head_dim + own.v_head_dim)
+    of_output = config.add_bias_linear or config.add_attention_output_bias
+    norms = {"q_layernorm": q_rank, "kv_layernorm": kv_rank} if config.qk_layernorm else {}
+    return LatentLinears(
+        ReplicatedLinear(f"{name}.linear_q_down_proj", hidden, q_rank, False) if q_rank else None,
+        ColumnLinear(q_name, q_rank or hidden, (heads, config.head_dim), False),
+        ReplicatedLinear(f"{name}.linear_kv_down_proj", hidden, kv_rank + rotary, False),
+        ColumnLinear(f"{name}.linear_kv_up_proj", kv_rank, kv_out, False),
+        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, of_output),
+        {f"{name}.{norm}": width for norm, width in norms.items() if width},
+    )
+
+
+class MultiLatentAttention(nn.Module):
+    """Projections down to latents, their norms, projections up to heads, positions, core, projection back.
+
+    Neighbouring rotary channels form a pair, as in DeepSeek's weights.
+    """
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        self.layer, self.tp = ctx.layer, ctx.tp
+        own = config.options(LatentAttentionFlags)
+        self.kv_rank, self.key_width = own.kv_lora_rank, own.qk_head_dim
+        self.value_width, self.rotary_width = own.v_head_dim, own.qk_pos_emb_head_dim
+        linears = latent_linears(name, config)
+        self.linear_q_down = nn.Identity() if linears.q_down is None else ReplicatedParallelLinear(linears.q_down, ctx)
+        self.linear_q = column_parallel(linears.q, ctx)
+        self.linear_kv_down = ReplicatedParallelLinear(linears.kv_down, ctx)
+        self.linear_kv_up = column_parallel(linears.kv_up, ctx)
+        of_norms = replace(config, norm_epsilon=own.latent_norm_epsilon or config.norm_epsilon)
+        self.q_layernorm, self.kv_layernorm = (
+            build_norm(norm, linears.norms[norm], of_norms, ctx) if norm in linears.norms else nn.Identity()
+            for norm in (f"{name}.q_layernorm", f"{name}.kv_layernorm")
+        )
+        scaled = {"q": own.q_lora_rank, "kv": own.kv_lora_rank} if own.mla_scale_latents else {}
+        self.scales = {of: (config.hidden_size / rank) ** 0.5 for of, rank in scaled.items() if rank}
+        self.linear_proj = row_parallel(linears.proj, ctx)
+        self.core = CoreAttention(name, config, ctx, sinks_metas(name, config))
+        kind = config.layer(ctx.layer)
+        self.rotation, self.tempered = kind.rotation, kind.tempered
+        self.to_heads = all_gather_sequence if ctx.sequence_parallel else copy_to
+        self.rotate = region(rotated_heads, ctx.compiled)
+        self.recompute_core = config.recomputes("core_attn")
+        self.recompute_heads = config.recomputes("mla_up_proj")
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
+        latents = self._latents(x)
+        if context.cache is not None:
+            return self.linear_proj(self._behind_cache(latents, context.cache, context))
+        recompute_core, recompute_heads = (
+            part and self.training for part in (self.recompute_core, self.recompute_heads)
+        )
+        if recompute_core and recompute_heads:
+            out = recomputed(self._attend, latents, context)
+        elif recompute_heads:
+            out = with_input_recomputed(lambda latents: self._heads(latents, context), latents, self.core, context)
+        elif recompute_core:
+            out = recomputed(self.core, *self._heads(latents, context), context)
+        else:
+            out = self._attend(latents, context)
+        return self.linear_proj(out)
+
+    def clip_factors(self, eta: Tensor, alpha: float) -> dict[nn.Module, Tensor]:
+        """Factors [heads/tp, rows] of the rows of projections that multiply the logits of each head by eta [heads/tp]
+        (QK-clip, Kimi K2, arXiv 2507.20534, section 2.1). The rotary key is shared by all heads and stays: the rotary
+        queries have the whole factor."""
+        eta = eta[:, None]
+        q = [eta.pow(alpha).expand(-1, self.key_width), eta.expand(-1, self.rotary_width)]
+        kv = [eta.pow(1 - alpha).expand(-1, self.key_width), torch.ones_like(eta).expand(-1, self.value_width)]
+        return {self.linear_q: torch.cat(q, dim=1), self.linear_kv_up: torch.cat(kv, dim=1)}
+
+    def _latents(self, x: Tensor) -> Latents:
+        q = self._scaled(self.q_layernorm(self.linear_q_down(x)), "q")
+        kv, key = self.linear_kv_down(x).split((self.kv_rank, self.rotary_width), dim=-1)
+        return Latents(q, self._scaled(self.kv_layernorm(kv), "kv"), self.to_heads(key, self.tp).unsqueeze(2))
+
+    def _scaled(self, latent: Tensor, of: str) -> Tensor:
+        return latent * self.scales[of] if of in self.scales else latent
+
+    def _attend(self, latents: Latents, context: BatchContext) -> Tensor:
+        """[s, b, heads/tp * v_head_dim]"""
+        return self.core(*self._heads(latents, context), context)
+
+    def _heads(self, latents: Latents, context: BatchContext) -> Heads:
+        kv = self.linear_kv_up(latents.kv).unflatten(-1, (-1, self.key_width + self.value_width))
+        return self.rotate(self._queries(latents, context), kv, latents.key, *self._tables(context))
+
+    def _tables(self, context: BatchContext) -> tuple[Tensor, ...]:
+        """Cosines and sines; none in a layer without rotary embedding."""
+        return () if self.rotation is None else context.rotary[self.rotation]
+
+    def _queries(self, latents: Latents, context: BatchContext) -> Tensor:
+        q = self.linear_q(latents.q).unflatten(-1, (-1, self.key_width + self.rotary_width))
+        if not self.tempered:
+            return q
+        assert context.query_scales is not None
+        return scaled_queries(q, context.query_scales)
+
+    def _behind_cache(self, latents: Latents, cache: EarlierTokens, context: BatchContext) -> Tensor:
+        """Attention that caches latents: [s, b, heads/tp * v_head_dim]
+
+        The latents are the keys and values of one group of all heads. The projection up to keys is applied to the
+        queries instead, and that up to values to the output, so no earlier token is projected again (section 2.1.2).
+        """
+        key = rotated(latents.key, *self._tables(context))
+        kv = self.to_heads(latents.kv, self.tp).unsqueeze(2)
+        cached = cache.append(self.layer, torch.cat((kv, key), dim=-1))
+        if cached is None:
+            return self._attend(latents, context)
+        (k,) = cached
+        q, up_value = self._absorbed(latents, context)
+        out = self.core.behind_cache(q, k, k[..., : self.kv_rank], cache).unflatten(-1, (-1, self.kv_rank))
+        return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
+
+    def _absorbed(self, latents: Latents, context: BatchContext) -> tuple[Tensor, Tensor]:
+        """Queries [s, b, heads/tp, kv_lora_rank + qk_pos_emb_head_dim] of latents in place of keys, and the projection
+        [heads/tp, v_head_dim, kv_lora_rank] of what they attend to, up to values."""
+        up_key, up_value = self.linear_kv_up.weight.split((self.key_width, self.value_width), dim=1)
+        q, rotary = self._queries(latents, context).split((self.key_width, self.rotary_width), dim=-1)
+        rotary = rotated(rotary, *self._tables(context))
+        return torch.cat((torch.einsum("sbnd,ndr->sbnr", q, up_key), rotary), dim=-1), up_value
+
+
+def rotated(x: Tensor, *tables: Tensor) -> Tensor:
+    """x [s, b, heads, r], rotated by cosines and sines if there are any."""
+    return apply_rotary_interleaved(x, *tables) if tables else x
+
+
+def rotated_heads(q: Tensor, kv: Tensor, key: Tensor, *tables: Tensor) -> Heads:
+    """q [s, b, heads, d + r], keys and values kv [s, b, heads, d + v], shared rotary channels key [s, b, 1, r] ->
+    rotated queries and keys [s, b, heads, d + r], values [s, b, heads, v], each in memory of its own"""
+    rotary = key.shape[-1]
+    plain = q.shape[-1] - rotary
+    q, q_rotary = q.split((plain, rotary), dim=-1)
+    k, v = kv.split((plain, kv.shape[-1] - plain), dim=-1)
+    q_rotary, key = rotated(q_rotary, *tables), rotated(key, *tables)
+    key = key.expand(*k.shape[:-1], rotary)
+    return torch.cat((q, q_rotary), dim=-1), torch.cat((k, key), dim=-1), v.contiguous()

@@ -1,0 +1,335 @@
+"""Compressed attention of DeepSeek-V4, sections 2.3.1 (CSA) and 2.3.2 (HCA) of its report.
+
+A query sees the last tokens of its document, and keys that are made of consecutive earlier tokens: with a ratio of 4
+those that an indexer selects, each made of two windows of 4 tokens, with a larger ratio all. One key, which is also the
+value, serves all heads. Its last channels are rotated by its position, of a compressed key by that of its first token;
+outputs are rotated back by the query's position. Formulas are those of Hugging Face's DeepSeek-V4.
+
+Every tensor-parallel rank computes all keys and its own heads. Context-parallel ranks gather keys and what compressed
+ones are made of. Compressed keys begin anew with each document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.attention.core_attention import sinks_metas
+from megatron.core.attention.tiles import Documents, rank_spans
+from megatron.core.batch import BatchContext, EarlierTokens
+from megatron.core.collectives import all_gather_sequence, copy_to, local_slice
+from megatron.core.config.layers import Rotation
+from megatron.core.config.model import TransformerConfig
+from megatron.core.host_to_device import copied_to
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.tensor_parallel.layers import (
+    ReplicatedParallelLinear,
+    TPContext,
+    column_parallel,
+    make_parameter,
+    row_parallel,
+)
+from megatron.core.tensor_parallel.linear_spec import ReplicatedLinear, RowLinear, sequence_partial
+from megatron.core.transformer.norm import HEAD_NORM_PARTIAL_OVER, build_norm
+from megatron.core.transformer.rotary import apply_rotary_interleaved
+from megatron.extensions.attention.context_parallel.attention import from_rank_order
+from megatron.extensions.attention.latent_attention.flags import LatentAttentionFlags
+from megatron.extensions.attention.latent_attention.multi_latent_attention import MultiLatentAttention, latent_linears
+from megatron.extensions.attention.sparse_attention.flags import (
+    SELECTED,
+    CompressedAttentionFlags,
+    SparseAttentionFlags,
+    ratios,
+)
+from megatron.extensions.attention.sparse_attention.selection import CHUNK, Index, Keys, Queries, chunks_of
+from megatron.extensions.attention.sparse_attention.sparse_attention import SelectedKeys, indexer_linears, parted
+
+
+class Windows(NamedTuple):
+    """Windows of consecutive tokens of which compressed keys are made: as many as the longest sample could have."""
+
+    first: Tensor
+    """[windows, 1 or b] int64: position of the first token; 0 for those that there are not."""
+
+    follows: Tensor
+    """[windows, 1 or b] bool: whether the window before is of the same document."""
+
+    begin: Tensor
+    """[s, 1 or b] int64: position at which the document of a token begins."""
+
+    before: Tensor
+    """[s, 1 or b] int64: windows of earlier documents."""
+
+
+def windows_of(documents: Documents | None, length: int, ratio: int, device: torch.device) -> Windows:
+    """Windows of whole samples of `length` tokens. Tokens at the end of a document that fill no window are in none."""
+    if documents is not None:
+        return _windows_of_documents(documents, length, ratio, device)
+    numbers = torch.arange(length // ratio if ratio else 0, device=device)[:, None]
+    begin = torch.zeros((length, 1), dtype=torch.int64, device=device)
+    return Windows(numbers * ratio, numbers > 0, begin, begin)
+
+
+@lru_cache(maxsize=64)
+def _windows_of_documents(documents: Documents, length: int, ratio: int, device: torch.device) -> Windows:
+    count, samples = length // ratio if ratio else 0, len(documents)
+    first, follows = np.zeros((count, samples), np.int64), np.zeros((count, samples), bool)
+    begin, before = np.zeros((length, samples), np.int64), np.zeros((length, samples), np.int64)
+    for sample, starts in enumerate(documents):
+        number = 0
+        for start, stop in pairwise((*starts, length)):
+            own = (stop - start) // ratio if ratio else 0
+            begin[start:stop, sample], before[start:stop, sample] = start, number
+            first[number : number + own, sample] = start + ratio * np.arange(own)
+            follows[number + 1 : number + own, sample] = True
+            number += own
+    return Windows(*(copied_to(torch.from_numpy(x), device) for x in (first, follows, begin, before)))
+
+
+class Compressor(nn.Module):
+    """Weighted means of windows of tokens, normalized and rotated."""
+
+    def __init__(
+        self,
+        name: str,
+        config: TransformerConfig,
+        ctx: TPContext,
+        *,
+        ratio: int,
+        width: int,
+        partial_over: tuple[str, ...],
+    ) -> None:
+        """`ratio` tokens make a key of `width` channels. `partial_over` is that of parameters which act on whole
+        sequences. Rows come twice where keys are made of two windows: the rows of the next window's key, then the rows
+        of the window's own."""
+        super().__init__()
+        rows = width * (2 if ratio == SELECTED else 1)
+        hidden = config.hidden_size
+        random = Init("normal", config.init_method_std)
+        self.ape = make_parameter(
+            ParamMeta(f"{name}.ape", (ratio, rows), {}, random, partial_over, role="convolution"), ctx
+        )
+        """Added to the logits of the weights."""
+        self.linear_wkv = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear_wkv", hidden, rows, False), ctx)
+        self.linear_wgate = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear_wgate", hidden, rows, False), ctx)
+        self.width = width
+        self.norm = build_norm(f"{name}.norm", width, config, ctx, partial_over)
+        self.rotary_width = config.options(LatentAttentionFlags).qk_pos_emb_head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, h] -> [s, b, 2 * rows]: what compressed keys are made of"""
+        return torch.cat((self.linear_wkv(x), self.linear_wgate(x)), dim=-1)
+
+    def keys(self, made_of: Tensor, windows: Windows, packed: bool, *tables: Tensor) -> Tensor:
+        """made_of [s, b, 2 * rows] and cosines and sines [s, b, r / 2] of whole samples -> [windows, b, width]"""
+        ratio, (count, samples) = self.ape.shape[0], (len(windows.first), made_of.shape[1])
+        if packed:
+            at = windows.first[:, None] + torch.arange(ratio, device=made_of.device)[:, None]
+            rows = made_of[at, torch.arange(samples, device=made_of.device)]
+        else:
+            rows = made_of[: count * ratio].unflatten(0, (count, ratio))
+        kv, gate = rows.chunk(2, dim=-1)
+        gate = gate + self.ape.unsqueeze(1)
+        if kv.shape[-1] > self.width:
+            (earlier, kv), (of_earlier, gate) = (x.split(self.width, dim=-1) for x in (kv, gate))
+            of_earlier = of_earlier.roll(1, 0).masked_fill(~windows.follows[:, None, :, None], -torch.inf)
+            kv, gate = torch.cat((earlier.roll(1, 0), kv), dim=1), torch.cat((of_earlier, gate), dim=1)
+        weights = gate.to(torch.promote_types(gate.dtype, torch.float32)).softmax(1).to(kv.dtype)
+        at = windows.first.expand(-1, samples).unsqueeze(-1)
+        of_first = (table.gather(0, at.expand(-1, -1, table.shape[-1])).unsqueeze(2) for table in tables)
+        return rotated_last(self.norm((kv * weights).sum(1)).unsqueeze(2), self.rotary_width, *of_first).squeeze(2)
+
+
+class CompressedIndexer(nn.Module):
+    """Queries of its own heads, weights of heads, and keys of windows. No gradient leaves it."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        own, linears = config.options(SparseAttentionFlags), indexer_linears(name, config)
+        self.heads, self.width = own.dsa_indexer_n_heads, own.dsa_indexer_head_dim
+        self.linear_wq_b = ReplicatedParallelLinear(linears.q, ctx)
+        self.linear_weights_proj = ReplicatedParallelLinear(linears.weights, ctx)
+        self.compressor = Compressor(
+            f"{name}.compressor",
+            config,
+            ctx,
+            ratio=SELECTED,
+            width=self.width,
+            partial_over=sequence_partial(ctx.sequence_parallel),
+        )
+
+    def forward(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [s, b, h], q [s, b, q_lora_rank] or x again -> queries, what keys are made of, weights"""
+        x, q = x.detach(), q.detach()
+        weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
+        return self.linear_wq_b(q).unflatten(-1, (self.heads, self.width)), self.compressor(x), weights
+
+
+class CompressedKeys(SelectedKeys):
+    """Attention to the last tokens and to compressed keys, and the projections of the outputs of groups of heads."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        # Sinks start at zero, as in Megatron-LM.
+        super().__init__(name, config, ctx, config.head_dim, sinks_metas(name, config, Init("zeros")))
+        own = config.options(CompressedAttentionFlags)
+        shape = own.o_groups, own.o_lora_rank, config.attention_output_size // own.o_groups
+        group = ParamMeta(f"{name}.linear_o_group_proj", shape, {"tp": 0}, role="hidden", stacked=1)
+        self.linear_o_group_proj = make_parameter(group, ctx)
+        self.ratio, self.near = ratios(config)[ctx.layer], own.csa_window_size
+        self.rotary_width = config.options(LatentAttentionFlags).qk_pos_emb_head_dim
+        rotation = config.layer(ctx.layer).rotation
+        assert rotation is not None
+        self.rotation: Rotation = rotation
+        self.compressors: tuple[Compressor, ...] = ()
+        """Compressors of keys and of the indexer's keys, which other modules own."""
+
+    def forward(self, q: Tensor, kv: Tensor, *more: Tensor | BatchContext) -> Tensor:
+        """q [s, b, heads/tp, d], kv [s, b, d], both rotated; with compressed keys what these are made of; with an
+        indexer what its keys are made of, and its queries and weights, which are those of this rank's tokens under
+        sequence parallelism; and the context -> [s, b, groups/tp * o_lora_rank]. s/cp under context parallelism."""
+        operands, context = parted(more)
+        made_of, index = operands[: len(self.compressors)], operands[len(self.compressors) :]
+        tables = context.rotary[self.rotation]
+        of_tokens = [kv, *made_of, *(table.squeeze(2).expand(-1, kv.shape[1], -1) for table in tables)]
+        whole = torch.cat(of_tokens, dim=-1)
+        cached = None if context.cache is None else context.cache.append(self.layer, whole.unsqueeze(2))
+        if cached is not None:
+            whole = cached[0].squeeze(1).transpose(0, 1)
+        else:
+            whole = from_rank_order(all_gather_sequence(whole, self.cp), self.cp.size)
+        kv, *made_of, cos, sin = whole.split([x.shape[-1] for x in of_tokens], dim=-1)
+        windows = windows_of(context.documents, len(kv), self.ratio, kv.device)
+        near, far = self._seen(q, kv, windows, None if cached is None else context.cache, context)
+        if not self.compressors:
+            out, _ = self._attend(q, (Keys(near),), kv)
+        else:
+            packed = context.documents is not None
+            keys, *of_index = (
+                compressor.keys(x, windows, packed, cos, sin)
+                for compressor, x in zip(self.compressors, made_of, strict=True)
+            )
+            scored = Index(index[0], of_index[0], index[1]) if index else None
+            seen = Keys(far, None if scored is None else self._select(scored, far))
+            out, beside = self._attend(q, (Keys(near), seen), kv, keys)
+            if scored is not None:
+                out = self._with_loss(out, scored, q, keys, seen, context, beside)
+        out = rotated_last(out, self.rotary_width, tables[0], -tables[1])
+        of_groups = out.unflatten(2, (len(self.linear_o_group_proj), -1)).flatten(3)
+        return torch.einsum("sbgd,grd->sbgr", of_groups, self.linear_o_group_proj).flatten(2)
+
+    def _seen(
+        self, q: Tensor, kv: Tensor, windows: Windows, cache: EarlierTokens | None, context: BatchContext
+    ) -> tuple[Queries, Queries]:
+        """The tokens and the compressed keys that the queries of this rank's part of the sequence could see."""
+        (n, b, heads, width) = q.shape
+        length = len(kv)
+        window = self.near
+        ratio = self.ratio
+        count = length // ratio if ratio else 0
+        of_query = b * max(heads * 3 * window, heads * count, width * min(self.topk, count))
+        longest = max(1, min(2 * window, CHUNK // of_query))
+        if cache is not None:
+            last = cache.positions.t()
+            begin = before = torch.zeros_like(last)
+            chunks = chunks_of((range(n),), self.rows.size, longest, length)
+            near = chunks
+        else:
+            places = context.places_of(q, 0)
+            last = places[:, None]
+            begin = windows.begin[places]
+            before = windows.before[places]
+            chunks = chunks_of(rank_spans(length, self.cp.rank, self.cp.size), self.rows.size, longest)
+            near = tuple(
+                chunk._replace(first=max(0, chunk.keys - (chunk.rows.stop - chunk.rows.start) - window + 1))
+                for chunk in chunks
+            )
+        of_tokens = Queries((last - window + 1).maximum(begin), last, near, self.hardware)
+        if not ratio:
+            return of_tokens, of_tokens
+        far = tuple(chunk._replace(keys=chunk.keys // ratio) for chunk in chunks)
+        return of_tokens, Queries(before, before + (last - begin + 1) // ratio - 1, far, self.hardware)
+
+
+class CompressedAttention(MultiLatentAttention):
+    """Latent of queries, heads, one key, compressed keys, core, projection back. Neighbouring rotary channels form a
+    pair, as in DeepSeek's weights. Every head's query is normalized without a weight."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        nn.Module.__init__(self)  # its parameters are others
+        own, of_groups = config.options(LatentAttentionFlags), config.options(CompressedAttentionFlags)
+        linears = latent_linears(name, config)
+        self.tp = ctx.tp
+        self.width = config.head_dim
+        ratio, hidden = ratios(config)[ctx.layer], config.hidden_size
+        self.rotary_width, self.rotation = own.qk_pos_emb_head_dim, config.layer(ctx.layer).rotation
+        self.linear_q_down = nn.Identity() if linears.q_down is None else ReplicatedParallelLinear(linears.q_down, ctx)
+        self.linear_q = column_parallel(linears.q, ctx)
+        kv = ReplicatedLinear(f"{name}.linear_kv_proj", hidden, self.width, False)
+        self.linear_kv = ReplicatedParallelLinear(kv, ctx)
+        """A key that is also a value, for all heads."""
+        of_norms = replace(config, norm_epsilon=own.latent_norm_epsilon or config.norm_epsilon)
+        self.eps = of_norms.norm_epsilon
+        norms = {norm: size for norm, size in linears.norms.items() if norm.endswith("q_layernorm")}
+        norms |= {f"{name}.kv_layernorm": self.width} if config.qk_layernorm else {}
+        self.q_layernorm, self.kv_layernorm = (
+            build_norm(norm, norms[norm], of_norms, ctx) if norm in norms else nn.Identity()
+            for norm in (f"{name}.q_layernorm", f"{name}.kv_layernorm")
+        )
+        self.compressor = None
+        if ratio:
+            self.compressor = Compressor(
+                f"{name}.compressor",
+                of_norms,
+                ctx,
+                ratio=ratio,
+                width=self.width,
+                partial_over=HEAD_NORM_PARTIAL_OVER,
+            )
+        self.indexer = CompressedIndexer(f"{name}.indexer", of_norms, ctx) if ratio == SELECTED else None
+        self.core = core = CompressedKeys(name, config, ctx)
+        found = self.compressor, None if self.indexer is None else self.indexer.compressor
+        core.compressors, self.rows = tuple(each for each in found if each is not None), core.rows
+        rows, biased = (
+            of_groups.o_groups * of_groups.o_lora_rank,
+            config.add_bias_linear or config.add_attention_output_bias,
+        )
+        self.linear_proj = row_parallel(RowLinear(f"{name}.linear_proj", rows, hidden, biased), ctx)
+        self.to_heads = all_gather_sequence if ctx.sequence_parallel else copy_to
+        self.recompute_core = config.recomputes("core_attn")
+        self.recompute_heads = config.recomputes("mla_up_proj")
+
+    def _latents(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        q = self.q_layernorm(self.linear_q_down(x))
+        made_of = () if self.compressor is None else (self.compressor(x),)
+        index = () if self.indexer is None else self.indexer(x, q)
+        return q, self.kv_layernorm(self.linear_kv(x)), *made_of, *index
+
+    def _heads(self, latents: tuple[Tensor, ...], context: BatchContext) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """The operands of `CompressedKeys`."""
+        (q, kv, *more) = latents
+        width = self.rotary_width
+        tables = self._tables(context)
+        q = F.rms_norm(self.linear_q(q).unflatten(-1, (-1, self.width)), (self.width,), eps=self.eps)
+        kv = rotated_last(self.to_heads(kv, self.tp).unsqueeze(2), width, *tables).squeeze(2)
+        heads = rotated_last(q, width, *tables), kv, *(self.to_heads(x, self.tp) for x in more[:1])
+        if self.indexer is None:
+            return heads
+        index_q, made_of, weights = more[1:]
+        index_q = rotated_last(index_q, width, *(local_slice(table, self.rows) for table in tables))
+        return *heads, all_gather_sequence(made_of, self.rows), index_q, weights
+
+    def _behind_cache(self, latents: tuple[Tensor, ...], cache: EarlierTokens, context: BatchContext) -> Tensor:
+        return self._attend(latents, context)  # type: ignore[arg-type]
+
+
+def rotated_last(x: Tensor, width: int, *tables: Tensor) -> Tensor:
+    """x [s, b, heads, d] with its last `width` channels rotated by cosines and sines"""
+    plain, rotary = x.split((x.shape[-1] - width, width), dim=-1)
+    return torch.cat((plain, apply_rotary_interleaved(rotary, *tables)), dim=-1)

@@ -1,0 +1,318 @@
+"""Flags and rules of sparse and of compressed attention, and facts about both before they are imported. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from megatron.core.config.flag_spec import Condition, flag
+from megatron.core.config.layers import LayerKind, Rotation, Span, layer_numbers
+from megatron.core.config.mixers import MIXERS
+from megatron.core.config.model import TransformerConfig
+from megatron.core.parts import linear_format
+from megatron.extensions.attention.latent_attention.flags import LatentAttentionFlags
+from megatron.extensions.layers.hybrid_layers.flags import PATTERN
+from megatron.training.config.flags import with_named
+from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS, extension_flags
+
+MLA = "multi_latent_attention"
+COMPRESSED, SELECTED = "dsv4_hybrid", 4
+"""The variant with compressed keys, and the ratio of compression of layers that select among them."""
+
+
+def has_indexer(config: RunConfig) -> bool:
+    """Return whether some layer selects keys."""
+    with suppress(ValueError):  # of patterns that other rules refuse
+        variants = config.model.linear_attentions
+        return "dsa" in variants or (COMPRESSED in variants and SELECTED in ratios(config.model))
+    return True
+
+
+@extension_flags("sparse attention", part_of="model")
+@dataclass(frozen=True)
+class SparseAttentionFlags:
+    """The indexer of DeepSeek sparse attention (DSA, DeepSeek-V3.2, arXiv 2512.02556, section 2.1)."""
+
+    NO_EFFECT_WITHOUT: ClassVar = Condition(
+        f"--experimental-attention-variant dsa or D in {PATTERN} or 4 in --csa-compress-ratios", has_indexer
+    )
+
+    dsa_indexer_n_heads: int = flag(64, above=0)
+    """DSA: query heads of the indexer."""
+
+    dsa_indexer_head_dim: int = flag(128, above=0)
+    """DSA: channels of a head of the indexer, of which --qk-pos-emb-head-dim are rotated: the first ones, of compressed
+    keys the last."""
+
+    dsa_indexer_topk: int = flag(2048, above=0, may_change=True)
+    """DSA: keys that each query sees, those with the largest scores of the indexer."""
+
+    dsa_indexer_topk_freq: int = flag(1, above=0)
+    """DSA: only each N-th layer selects keys; those behind it see the same, and have no indexer (arXiv 2603.12201, and
+    GLM-5.2). Modules of multi-token prediction select."""
+
+    dsa_indexer_skip_topk_offset: int = flag(
+        0,
+        at_least=0,
+        no_effect_without=Condition(
+            "--dsa-indexer-topk-freq above 1", lambda c: c.options(SparseAttentionFlags).dsa_indexer_topk_freq > 1
+        ),
+    )
+    """DSA: the first layers all select, up to this one, from which --dsa-indexer-topk-freq counts; 0 is the first layer
+    too."""
+
+    dsa_indexer_loss_coeff: float = flag(0.0, at_least=0, may_change=True, keeps_saved=True, training_only=True)
+    """DSA: coefficient of the indexer's loss, the divergence of its distribution over keys from that of attention. The
+    indexer learns from this loss alone, and nothing else does: with 0 it does not learn."""
+
+    dsa_indexer_use_sparse_loss: bool = flag(False, may_change=True, training_only=True)
+    """DSA: compare both distributions over the selected keys, and not over all keys that a query could see."""
+
+
+@extension_flags("compressed attention", resolve=f"{__name__}:with_head_dim", part_of="model")
+@dataclass(frozen=True)
+class CompressedAttentionFlags:
+    """Compressed attention of DeepSeek-V4 (--experimental-attention-variant dsv4_hybrid)."""
+
+    NO_EFFECT_WITHOUT: ClassVar = Condition(
+        f"--experimental-attention-variant {COMPRESSED}",
+        lambda config: config.model.experimental_attention_variant == COMPRESSED,
+    )
+
+    csa_compress_ratios: str | None = None
+    """Compressed attention: tokens for each compressed key, by layer, such as "([0]*2+[4,128]*20)". With 0, queries see
+    only the last tokens. With 4, two windows of 4 tokens make a key, and an indexer selects keys (CSA); with another
+    number, queries see all earlier keys (HCA). Modules of multi-token prediction may follow; by default they are like
+    the last layer."""
+
+    csa_window_size: int = flag(128, above=0)
+    """Compressed attention: tokens that a query sees beside compressed keys, its own included."""
+
+    csa_compress_rotary_base: float = flag(40000.0, above=0, keeps_saved=True)
+    """Compressed attention: base of the rotary frequencies of layers with compressed keys, 160000 in DeepSeek-V4.
+    Others have --rotary-base, without YaRN."""
+
+    o_groups: int = flag(8, above=0)
+    """Compressed attention: groups of heads, the outputs of each of which are projected by themselves first."""
+
+    o_lora_rank: int = flag(1024, above=0)
+    """Compressed attention: channels that the outputs of a group of heads are projected to."""
+
+
+def ratios(config: TransformerConfig) -> tuple[int, ...]:
+    """Ratio of each layer and module of multi-token prediction. ValueError if the list cannot be read."""
+    found, layers = listed_ratios(config), config.num_layers
+    if len(found) < layers:
+        raise ValueError(f"the list must have a number for each of {layers} layers, and has {len(found)} entries")
+    return (*found, *found[layers - 1 : layers] * config.mtp_depths)[: layers + config.mtp_depths]
+
+
+def listed_ratios(config: TransformerConfig) -> tuple[int, ...]:
+    """The numbers of the list. ValueError if it cannot be read."""
+    return layer_numbers(config.options(CompressedAttentionFlags).csa_compress_ratios or "", None, least=0)
+
+
+def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKind:
+    """The rotary embedding of a layer. The window stands for all that it sees: compressed keys are few."""
+    own, ratio = config.options(CompressedAttentionFlags), 0
+    with suppress(ValueError):
+        ratio = ratios(config)[number]
+    base = own.csa_compress_rotary_base if ratio else config.rotary_base
+    rotation = Rotation(base, scaled=ratio > 0, percent=config.rotary_percent)
+    return replace(kind, rotation=rotation, span=Span(own.csa_window_size))
+
+
+def selects(config: TransformerConfig, number: int) -> bool:
+    """Whether a layer, or a module of multi-token prediction, has an indexer; others see what the last one before
+    them has selected."""
+    own = config.options(SparseAttentionFlags)
+    since = max(number + 1 - max(own.dsa_indexer_skip_topk_offset, 1), 0)
+    return number >= config.num_layers or since % own.dsa_indexer_topk_freq == 0
+
+
+def indexer(config: TransformerConfig) -> str:
+    """The indexer, for a plan."""
+    own = config.options(SparseAttentionFlags)
+    heads = f"{own.dsa_indexer_n_heads} indexer heads of {own.dsa_indexer_head_dim}"
+    found = f", {own.dsa_indexer_topk} keys for each query by {heads}"
+    return found + (f", selected by one layer in {own.dsa_indexer_topk_freq}" if own.dsa_indexer_topk_freq > 1 else "")
+
+
+def compressed_keys(config: TransformerConfig) -> str:
+    """Windows and compressed keys, for a plan."""
+    window, kinds = config.options(CompressedAttentionFlags).csa_window_size, {*ratios(config)} - {0}
+    found = f", windows of {window}" + "".join(f", keys of {ratio} tokens" for ratio in sorted(kinds))
+    return found + (indexer(config) if SELECTED in kinds else "")
+
+
+def has_loss(c: RunConfig) -> bool:
+    """Return whether the indexer's loss is trained and logged."""
+    return has_indexer(c) and c.options(SparseAttentionFlags).dsa_indexer_loss_coeff > 0
+
+
+VARIANT = "--experimental-attention-variant"
+
+
+def with_head_dim(config: RunConfig) -> RunConfig:
+    """The configuration of a model with compressed attention with --qk-head-dim such that keys are as wide as values,
+    which they are too, as Megatron-LM derives it. A value that is not the default stays."""
+    latent = config.options(LatentAttentionFlags)
+    width = latent.v_head_dim - latent.qk_pos_emb_head_dim
+    compressed = config.model.experimental_attention_variant == COMPRESSED
+    derived = compressed and config.model.attention == MLA and width > 0
+    if not derived or latent.qk_head_dim != LatentAttentionFlags.qk_head_dim:
+        return config
+    return with_named(config, {"qk_head_dim": width})
+
+
+def untrained_indexer(c: RunConfig) -> Iterator[Problem]:
+    """The notice about an indexer that does not learn: it learns from its own loss alone."""
+    if has_indexer(c) and not has_loss(c) and not c.training.skip_train:
+        coeff, rule = c.options(SparseAttentionFlags).dsa_indexer_loss_coeff, "leaves the indexer as it is initialized"
+        remedy = "add --dsa-indexer-loss-coeff 1 to train it"
+        yield Problem("--dsa-indexer-loss-coeff", coeff, rule, remedy, harmless=True)
+
+
+def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Rules of a model with sparse attention."""
+    m = c.model
+    own = c.options(SparseAttentionFlags)
+    name = "--experimental-attention-variant"
+    shown = "dsa" if m.experimental_attention_variant == "dsa" else None
+    name = name if shown else "D in --hybrid-layer-pattern"
+    if m.attention != MLA:
+        yield Problem(name, shown, "selects the latents of --multi-latent-attention", "add --multi-latent-attention")
+    for other, given, why in (
+        (f"--attention-dropout {m.attention_dropout:g}", m.attention_dropout, "it drops no weights"),
+        (f"--softmax-type {m.softmax_type}", m.softmax_type != "vanilla", "its rows have no sinks"),
+        (f"--attn-logit-softcapping {m.attn_logit_softcapping}", m.attn_logit_softcapping, "its scores have no cap"),
+        (f"--window-size {m.window_size}", m.window_size, "the indexer selects among all earlier keys"),
+        (
+            f"--attention-chunk-size {m.attention_chunk_size}",
+            m.attention_chunk_size,
+            "the indexer selects among all earlier keys",
+        ),
+        ("--fp8-format", linear_format(c.parallel), "it multiplies by weights of linear layers itself"),
+    ):
+        if given:
+            yield Problem.exclusive(name, shown, other, why)
+    if own.dsa_indexer_topk_freq > 1:
+        yield from _shared_selections(c)
+    yield from untrained_indexer(c)
+    if m.attention == MLA and own.dsa_indexer_head_dim < m.rotary_dim:
+        rule = f"must be at least the {m.rotary_dim} channels that --qk-pos-emb-head-dim rotates"
+        yield Problem("--dsa-indexer-head-dim", own.dsa_indexer_head_dim, rule, f"nearest: {m.rotary_dim}")
+
+
+def _shared_selections(c: RunConfig) -> Iterator[Problem]:
+    """Selected keys stay on their pipeline stage."""
+    m = c.model
+    if m.vocab_size is None:
+        return  # on which the stages depend: judged again when the tokenizer is known
+    try:
+        from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
+
+        stages = pipeline_stages(m, c.parallel)
+        kinds = [each.linear == "dsa" for each in m.stated_layers] if m.stated_layers else m.linear_pattern
+    except (ArithmeticError, AssertionError, ValueError):
+        return  # another rule reports the stages, or the pattern of layers
+    first = (next((number for number in stage.layers if kinds[number]), None) for stage in stages)
+    if not (without := [number for number in first if number is not None and not selects(m, number)]):
+        return
+    frequency, sparse = c.options(SparseAttentionFlags).dsa_indexer_topk_freq, kinds.index(True)
+    if without[0] == sparse:
+        rule = f"would leave layer {sparse}, the first one with sparse attention, without keys that another selects"
+        near = f"use --dsa-indexer-skip-topk-offset {sparse % frequency + 1}"
+    else:
+        rule = f"would leave layer {without[0]}, the first one of its pipeline stage, without keys that another selects"
+        ends = [number for number in range(m.num_layers) if kinds[number] and selects(m, number)]
+        shown = ", ".join(map(str, ends[:8])) + (", ..." if len(ends) > 8 else "")
+        near = f"layers {shown} select: begin stages with some of them by --pipeline-model-parallel-layout"
+    yield Problem("--dsa-indexer-topk-freq", frequency, rule, near)
+
+
+def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Rules of a model with compressed attention."""
+    m = c.model
+    p = c.parallel
+    own = c.options(CompressedAttentionFlags)
+    latent = c.options(LatentAttentionFlags)
+    text = own.csa_compress_ratios
+    ranks = p.tensor_model_parallel_size
+    of_index = c.options(SparseAttentionFlags)
+    yield from untrained_indexer(c)
+    if m.attention != MLA:
+        rule = "has the heads and the latent of queries of --multi-latent-attention"
+        yield Problem(VARIANT, COMPRESSED, rule, "add --multi-latent-attention")
+    if text is None:
+        rule, example = "needs a ratio of compression for each layer", f'"([4,128]*{m.num_layers // 2})"'
+        yield Problem(VARIANT, COMPRESSED, rule, f"add for example --csa-compress-ratios {example}")
+    else:
+        try:
+            ratios(m)
+            if (count := len(listed_ratios(c.model))) not in (m.num_layers, m.num_layers + m.mtp_depths):
+                rule = f"has {count} numbers for {m.num_layers} layers and {m.mtp_depths} modules of --mtp-num-layers"
+                yield Problem("--csa-compress-ratios", text, rule, "remove some")
+        except ValueError as error:
+            yield Problem("--csa-compress-ratios", text, str(error), "correct the list")
+    for other, given, why in (
+        (f"--attention-dropout {m.attention_dropout:g}", m.attention_dropout, "it drops no weights"),
+        (f"--attn-logit-softcapping {m.attn_logit_softcapping}", m.attn_logit_softcapping, "its scores have no cap"),
+        (f"--window-size {m.window_size}", m.window_size, "--csa-window-size is the window of all layers"),
+        (f"--attention-chunk-size {m.attention_chunk_size}", m.attention_chunk_size, "its layers have windows"),
+        (f"--linear-attention-freq {m.linear_attention_freq}", m.linear_attention_freq, "it is that of all layers"),
+        (f"--no-rope-freq {m.no_rope_freq}", m.no_rope_freq, "positions of compressed keys are rotations"),
+        ("--attention-temperature-coeff", m.attention_temperature_coeff, "its queries are normalized"),
+        ("--mla-scale-latents", latent.mla_scale_latents, "it has no latent of keys"),
+        ("--dsa-indexer-topk-freq", of_index.dsa_indexer_topk_freq > 1, "each of its indexers selects"),
+        ("--fp8-format", linear_format(p), "it multiplies by weights of linear layers itself"),
+        ("--qk-clip", any(getattr(each, "qk_clip", False) for each in c.extension_options), "norms bound its scores"),
+    ):
+        if given:
+            yield Problem.exclusive(VARIANT, COMPRESSED, other, why)
+    if latent.kv_lora_rank != LatentAttentionFlags.kv_lora_rank:
+        rule = f"has no effect with {VARIANT} {COMPRESSED}, whose keys have no latent"
+        yield Problem("--kv-lora-rank", latent.kv_lora_rank, rule, "remove it", harmless=True)
+    if m.attention != MLA:
+        return
+    if m.value_head_dim != m.head_dim:
+        rule = f"must be the {m.head_dim} channels of --qk-head-dim and --qk-pos-emb-head-dim: keys are values too"
+        yield Problem("--v-head-dim", m.value_head_dim, rule, f"use {m.head_dim}")
+    if m.yarn and m.rotary_scaling_factor > 1 and (m.mscale or m.mscale_all_dim):
+        rule = "scales rotations of keys, which are values too, and would not be undone"
+        yield Problem("--rotary-scaling-factor", m.rotary_scaling_factor, rule, "add --mscale 0 --mscale-all-dim 0")
+    width = of_index.dsa_indexer_head_dim
+    if has_indexer(c) and width < latent.qk_pos_emb_head_dim:
+        rule = f"must be at least the {latent.qk_pos_emb_head_dim} channels of --qk-pos-emb-head-dim"
+        yield Problem("--dsa-indexer-head-dim", width, rule, f"nearest: {latent.qk_pos_emb_head_dim}")
+    if own.o_groups > 0 and m.num_attention_heads % own.o_groups:
+        rule = f"must divide --num-attention-heads {m.num_attention_heads}"
+        yield Problem("--o-groups", own.o_groups, rule, "use one of its divisors")
+    elif not divides(ranks, own.o_groups):
+        rule = f"must be a multiple of --tensor-model-parallel-size {ranks}, whose ranks share the groups"
+        yield Problem("--o-groups", own.o_groups, rule, multiples(own.o_groups, max(ranks, 1)))
+
+
+MIXERS.register(
+    "dsa",
+    f"{__package__}.sparse_attention:SparseAttention",
+    rules=sparse_attention,
+    described=indexer,
+    letter="D",
+    whole_sequences=True,
+    attends=True,
+)
+MIXERS.register(
+    COMPRESSED,
+    f"{__package__}.compressed_attention:CompressedAttention",
+    rules=compressed_attention,
+    described=compressed_keys,
+    whole_sequences=True,
+    attends=True,
+    of_layer=of_layer,
+)
+CALLBACKS.register("indexer loss", f"{__package__}.hooks:IndexerLoss", when=has_loss)

@@ -1,0 +1,41 @@
+"""The indexer's loss in a run: its scale, and its mean in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from megatron.core.batch import Batch
+from megatron.extensions.attention.sparse_attention.sparse_attention import SelectedKeys
+from megatron.training.hooks import Callback, Meter
+from megatron.training.metrics.meters import Tallies, means
+from megatron.training.progress import Interval
+from megatron.training.run import TrainingRun
+
+
+class IndexerLoss(Callback):
+    """Scales the loss of indexers, and logs it."""
+
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        return (IndexerTallies(run),)
+
+
+class IndexerTallies(Tallies):
+    """Sums of the divergence over the tokens of all layers on one rank. Tensor-parallel ranks have different tokens
+    under sequence parallelism."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        modules = [module for model in run.stages.values() for module in model.modules()]
+        tallies = [module.tally for module in modules if isinstance(module, SelectedKeys)]
+        counts = run.runtime.state.tp.first or run.config.parallel.sequence_parallel
+        super().__init__(tallies, 1, counts, run.runtime.device)
+
+    def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
+        """The micro-batches with what gradients of auxiliary losses are multiplied by."""
+        return [replace(batch, aux_scale=scale) for batch in batches]
+
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
+        """Mean divergence of a token, in nats, over layers; None where no indexer is trained."""
+        return {"indexer_loss": means(summed)[0]}

@@ -1,0 +1,269 @@
+"""The phases of a file: where each begins in samples, tokens and iterations, and the re-division of a training source
+where the sequence length changes. No torch.
+
+A phase begins with the first step at or behind the number that its file gives: no step is divided. The tokens that no
+sample has had as inputs are cut anew and come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, Pieces, SampleFormat
+from megatron.core.datasets.index_cache import IndexCache, content_hash
+from megatron.core.datasets.source_order import SourceOrder
+from megatron.extensions.data.phases.flags import PhasesConfig
+from megatron.extensions.data.phases.phase_file import (
+    DATA,
+    LR_FRACTIONS,
+    LR_LENGTHS,
+    LR_SHAPE,
+    POSITIONS,
+    SIZES,
+    PhaseEntry,
+    read_phases,
+)
+from megatron.training.config.batch_size import BatchSizes
+from megatron.training.config.flags import config_of_sections, flat_values
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.plan import Phase
+
+
+def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
+    """Gives a source the order of a phase of `format`, as the phases before left it."""
+    if not source.segments or source.segments[0].format.seq_length == format.seq_length:
+        return
+    rest = _rest(source)
+    source.restart()
+    if rest is not None and rest.tokens > format.seq_length:
+        source.add(rest, None, format)
+
+
+def _rest(source: SourceOrder) -> Pieces | None:
+    """Rest of the segment that is partly consumed; None if none is."""
+    taken = source.taken
+    for segment in source.segments:
+        if taken < len(segment):
+            return rest_of(segment, taken, source.cache) if taken else None
+        taken -= len(segment)
+    return None
+
+
+def rest_of(segment: GPTDataset, taken: int, cache: IndexCache) -> Pieces:
+    """The parts of the token stream that are no inputs of the first `taken` samples, as pieces of documents in the
+    order of the stream. They are index files too, which one process of a node makes."""
+    made_of = {"segment": segment.fingerprint, "taken": taken}
+    names = ("documents", "starts", "lengths")
+    documents, starts, lengths = cache.arrays(names, "Pieces", made_of, lambda: _pieces(segment, taken))
+    return Pieces(documents, starts, lengths, content_hash(made_of))
+
+
+def _pieces(segment: GPTDataset, taken: int) -> tuple[NDArray, NDArray, NDArray]:
+    length, index = segment.format.seq_length, segment.index
+    lengths = segment.indexed.lengths if segment.pieces is None else segment.pieces.lengths
+    ends = np.cumsum(lengths[index.document_index], dtype=np.int64)
+    begins = np.append(0, ends[:-1])
+    numbers = np.sort(index.shuffle_index[taken:]).astype(np.int64)
+    left = np.append(numbers, segment.samples)  # the last: what is behind all samples
+    first = np.flatnonzero(np.diff(left, prepend=-2) != 1)  # of each run of neighbouring samples
+    runs, stops = left[first] * length, np.append((left[first[1:] - 1] + 1) * length, ends[-1])
+    run = np.searchsorted(runs, begins, side="right") - 1
+    inside = (run >= 0) & (begins < stops[run])
+    starts = np.unique(np.concatenate((runs, begins[inside])))
+    where = np.searchsorted(ends, starts, side="right")
+    sizes = np.minimum(ends[where], stops[np.searchsorted(runs, starts, side="right") - 1]) - starts
+    documents, offsets = index.document_index[where].astype(np.int64), starts - begins[where]
+    if segment.pieces is not None:
+        documents, offsets = segment.pieces.documents[documents], offsets + segment.pieces.starts[documents]
+    return documents, offsets, sizes
+
+
+COMPARED = (*DATA, *POSITIONS, "global_batch_size")
+"""Fields in which a phase that has begun must stay what it was."""
+
+NO_LENGTHS: Mapping[str, Any] = dict.fromkeys(LR_LENGTHS) | {
+    "lr_warmup_iters": 0,
+    "lr_warmup_samples": 0,
+    **dict.fromkeys(LR_FRACTIONS),
+}
+
+
+def values_of(config: RunConfig, entry: PhaseEntry | None = None) -> dict[str, Any]:
+    """The properties of a phase that must not change once it has begun; a phase of a file, or of a run without phases.
+    Data sets may move to another folder."""
+    values = flat_values(config)
+    found = {field: values[field] for field in COMPARED if field in values}
+    found["data_path"] = [Path(word.rstrip("/")).name for word in values["data_path"] or ()]
+    shape, anew = (entry.values, entry.anew) if entry is not None else ((), False)
+    found |= {field: value for field, value in shape if field in (*LR_SHAPE, *LR_LENGTHS)}
+    return found | {"starts_anew": anew if isinstance(anew, bool) else list(anew)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePhase(Phase):
+    """A part of the run with one blend, one sequence length, one batch size and one shape of the learning rate."""
+
+    entry: PhaseEntry
+    """The phase in the file."""
+
+    first_iteration: int
+    """Iterations before it."""
+
+    optimizer: OptimizerConfig | None = None
+    """A learning-rate schedule of its own, in samples from its beginning on; None to go on with the run's."""
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return values_of(self.config, self.entry)
+
+    def take_up(self, source: SourceOrder, prefix: str, format: SampleFormat) -> None:
+        anew = self.entry.anew
+        if anew if isinstance(anew, bool) else prefix in anew:
+            source.restart()
+        cut_anew(source, format)
+
+
+def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], BatchSizes] | None, list[Problem]]:
+    """The phases of a resolved configuration and the batch sizes of the run, or None, and what is wrong with their
+    order and beginnings."""
+    path = config.options(PhasesConfig).data_phases
+    assert path is not None
+    entries, wrong = read_phases(path)
+    problems = list(wrong)
+    if not entries or not config.training.global_batch_size or config.model.seq_length < 1:
+        return None, problems  # other rules report what is missing
+    if any(not _positive(entry) for entry in entries):
+        return None, problems
+    phases, sizes, found = _walk(config, [_in_units(config, entry) for entry in entries])
+    problems += found
+    end = _end(config, phases, sizes)
+    if end is None:
+        remedy = "add --train-iters, --train-samples or --train-tokens"
+        problems.append(Problem("--data-phases", path, "the run needs a length", remedy))
+        return None, problems
+    for phase in phases[1:]:
+        if phase.first_sample >= end:
+            rule = f"begins at sample {phase.first_sample:,}, and the run ends at sample {end:,}"
+            remedy, where = "begin it earlier, remove it, or train for longer", phase.entry.where
+            problems.append(Problem(f"{where}: from-{phase.entry.unit}", phase.entry.start, rule, remedy))
+    ends = [*(phase.first_sample for phase in phases[1:]), max(end, phases[-1].first_sample + 1)]
+    phases = [_with_schedule(replace(phase, end=stop), config) for phase, stop in zip(phases, ends, strict=True)]
+    return (None if found else (tuple(phases), sizes)), problems
+
+
+def _positive(entry: PhaseEntry) -> bool:
+    numbers = [entry.value(field) for field in ("seq_length", *SIZES)]
+    return all(number is None or number > 0 for number in numbers)
+
+
+def _in_units(config: RunConfig, entry: PhaseEntry) -> PhaseEntry:
+    """A phase that begins at a fraction of the run, with its beginning in the unit of the run's length."""
+    t = config.training
+    if entry.unit != "fraction":
+        return entry
+    for unit, length in (("iterations", t.train_iters), ("tokens", t.train_tokens), ("samples", t.train_samples)):
+        if length is not None:
+            return replace(entry, unit=unit, start=round(entry.start * length))
+    return replace(entry, unit="samples", start=0)  # the run lacks a length, which is reported
+
+
+def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePhase], BatchSizes, list[Problem]]:
+    """The phases without ends and schedules, and the batch sizes of the run."""
+    phases: list[FilePhase] = []
+    problems: list[Problem] = []
+    own_sizes = any(entry.value("global_batch_size") for entry in entries)
+    sizes = BatchSizes.from_config(config)
+    for entry in entries:
+        own = _config_of(config, entry)
+        if not phases:
+            first = FilePhase(own, entry=entry, first_iteration=0)
+        else:
+            first = replace(_beginning(phases[-1], entry, sizes), config=own)
+            if first.first_sample <= phases[-1].first_sample:
+                rule = f"must be after the beginning of phase {phases[-1].name}, sample {phases[-1].first_sample:,}"
+                problems.append(Problem(f"{entry.where}: from-{entry.unit}", entry.start, rule, "use a larger number"))
+        if own_sizes:
+            size = own.training.global_batch_size
+            assert size is not None
+            ended = ((first.first_sample, sizes.final),) if phases else ()
+            sizes = BatchSizes(size, (*(sizes.earlier if phases else ()), *ended), sizes.past)
+        phases.append(first)
+    return phases, sizes, problems
+
+
+def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FilePhase:
+    """The phase of `entry` behind the phase `before`: at the first step at or behind what it says."""
+    length, start = before.config.model.seq_length, int(entry.start)
+    if entry.unit == "iterations":
+        iterations = max(start, 0)
+    else:
+        target = start
+        if entry.unit == "tokens":
+            target = before.first_sample + -(-(start - before.first_token) // length)
+        iterations = sizes.iterations(max(target, 0))
+        iterations += sizes.samples(iterations) < target
+    sample = sizes.samples(iterations)
+    token = before.first_token + (sample - before.first_sample) * length
+    return FilePhase(before.config, sample, token, entry=entry, first_iteration=iterations)
+
+
+def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
+    """The run's configuration with what a phase changes, but for its learning rate."""
+    new = {field: value for field, value in entry.values if field in (*DATA, *SIZES, *POSITIONS)}
+    if "data_path" in new:
+        config = config.without("data_args_path")
+    length, limit = new.get("seq_length", 0), config.model.max_position_embeddings
+    if limit is not None and length > limit and config.model.position_embedding_type != "learned_absolute":
+        new["max_position_embeddings"] = length
+    training = config.training
+    micro = new.get("micro_batch_size", training.micro_batch_size)
+    size = new.get("global_batch_size", training.global_batch_size)
+    step = micro * (config.parallel.data_parallel_size or 1)
+    if (micro, size) != (training.micro_batch_size, training.global_batch_size):
+        new["num_microbatches"] = size // step if size % step == 0 else None
+    made = config_of_sections({"": flat_values(config) | new | {"data_phases": None}})
+    return replace(made, given=config.given, past_batches=config.past_batches)
+
+
+def _with_schedule(phase: FilePhase, config: RunConfig) -> FilePhase:
+    """With the learning rate of its own, lengths in samples, if it has one."""
+    if not phase.entry.own_lr:
+        return phase
+    given = {field: value for field, value in phase.entry.values if field in (*LR_SHAPE, *LR_LENGTHS)}
+    fields: dict[str, Any] = {**NO_LENGTHS, **{field: given[field] for field in LR_SHAPE if field in given}}
+    size = phase.config.training.global_batch_size
+    assert size is not None
+    for part in ("warmup", "decay", "wsd_decay"):
+        for unit in ("iters", "samples", "tokens"):
+            value = given.get(f"lr_{part}_{unit}")
+            if value is not None:
+                samples = {"iters": value * size, "samples": value}.get(unit, value // phase.config.model.seq_length)
+                fields[f"lr_{part}_samples"] = samples
+    fields.setdefault("lr_warmup_init", 0.0)
+    return replace(phase, optimizer=replace(config.optimizer, **fields))
+
+
+def _end(config: RunConfig, phases: Sequence[FilePhase], sizes: BatchSizes) -> int | None:
+    """Samples of the whole run; the shorter of several lengths."""
+    training, last = config.training, phases[-1]
+    ends = []
+    if training.train_tokens is not None:
+        behind = training.train_tokens - last.first_token
+        ends.append(last.first_sample + behind // last.config.model.seq_length)
+    if training.train_samples is not None:
+        ends.append(training.train_samples)
+    if training.train_iters is not None:
+        ends.append(sizes.samples(training.train_iters))
+    return min(ends, default=None)

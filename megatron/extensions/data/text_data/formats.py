@@ -1,0 +1,425 @@
+"""Documents of a file, chunk by chunk, in memory that does not grow with the file.
+
+A record is left as bytes where that is cheap, and decoded by `texts_of` in the process that tokenizes it. A fault of
+one record is an error of that record. A fault that makes the rest of a file unreadable is an error of the file."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from typing import IO, TYPE_CHECKING
+
+from megatron.extensions.data.text_data.inputs import Damaged, TextFile, decompressed, opened
+from megatron.extensions.data.text_data.json_values import from_json, is_indented, next_value
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+BOM = codecs.BOM_UTF8
+ROWS, ROWS_BYTES = 1024, 1 << 20
+"""Rows of a table, and bytes of whole rows, that are taken at a time."""
+
+LONGEST_ESCAPE = 16
+"""Characters at the end of what has been read in which a JSON error may be no error but the cut."""
+
+Record = bytes | tuple[bytes | str | None, ...] | dict[str, object] | ValueError
+"""A line; the values of the keys in a row; a JSON object or a whole row; or what is wrong with a record."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Settings of the flags for reading files."""
+
+    keys: tuple[str, ...] = ("text",)
+    """Keys of JSON objects and columns of tables, a document each; none for whole rows."""
+
+    text_documents: str = "file"
+    """Unit of a document in a plain text file: "file" or "line"."""
+
+    flag: str = "--json-keys"
+    """The flag that names the keys, for messages."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Records that follow one another in a file."""
+
+    path: str
+    unit: str
+    """Contents of a record: "line", "row", "record" or "document"."""
+
+    first: int
+    """Number of the first of them, counted from 1."""
+
+    records: list[Record]
+    size: int
+    """Bytes of all records, about."""
+
+    consumed: int
+    """Bytes of the file as it is stored, read up to the end of the chunk."""
+
+    of_json: bool
+    """Whether lines are JSON."""
+
+
+def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -> Iterator[Chunk]:
+    """Records of all files, in order, about `chunk_bytes` at a time.
+
+    Raises ValueError that names file and place where a file is damaged or is not what its name says.
+    """
+    for file in files:
+        number, unit = 0, "record"
+        try:
+            with opened(file.path) as raw, decompressed(raw, file.compression) as stream:
+                kind = format_of(file, stream)
+                unit, read = READERS[kind]
+                position = raw.tell if raw.seekable() and not raw.closed else int
+                records = list[Record]()
+                size = 0
+                first = 1
+                for record in read(stream, reading):
+                    number += 1
+                    records.append(record)
+                    size += _size(record)
+                    if size >= chunk_bytes:
+                        yield Chunk(file.path, unit, first, records, size, position(), kind in ("jsonl", "json"))
+                        records = []
+                        size = 0
+                        first = number + 1
+                if records:
+                    yield Chunk(file.path, unit, first, records, size, position(), kind in ("jsonl", "json"))
+        except Damaged as error:
+            raise ValueError(f"{file.path}: damaged after {unit} {number}: {error}; get the file again") from None
+        except ImportError as error:
+            raise ValueError(f"{file.path} needs a package ({error}): pip install pyarrow") from None
+        except UnicodeDecodeError as error:
+            found = f"not UTF-8: byte 0x{error.object[error.start]:02x}; {_to_utf_8(error.object)}"
+            raise ValueError(f"{file.path}: cannot be read after {unit} {number}: {found}") from None
+        except (OSError, csv.Error, UnicodeError, Unreadable) as error:
+            raise ValueError(f"{file.path}: cannot be read after {unit} {number}: {error}") from None
+
+
+def texts_of(record: Record, chunk: Chunk, reading: Reading) -> list[str]:
+    """The texts of a record, one for each key. Raises ValueError that says what is wrong with it."""
+    if isinstance(record, tuple):
+        return [_text(value, key) for key, value in zip(reading.keys, record, strict=True)]
+    row = _row(record, chunk)
+    if isinstance(row, str):
+        return [row]
+    for key in reading.keys:
+        if key not in row:
+            has = ", ".join(map(repr, list(row)[:8])) or "none"
+            raise ValueError(f"no key {key!r} ({reading.flag}); the keys are {has}")
+    return [_text(row[key], key) for key in reading.keys]
+
+
+def read_rows(file: TextFile) -> list[dict[str, object]]:
+    """All rows of a small file, with the types that their values have; of plain text the lines, as {"text": line}.
+
+    Raises ValueError that names file and place where it is damaged or is not what its name says.
+    """
+    rows, reading = list[dict[str, object]](), Reading((), text_documents="line")
+    for chunk in read_chunks([file], reading, ROWS_BYTES):
+        for number, record in enumerate(chunk.records, chunk.first):
+            if chunk.of_json and is_blank(record):
+                continue
+            try:
+                row = _row(record, chunk)
+            except ValueError as error:
+                raise ValueError(f"{file.path}: {chunk.unit} {number}: {error}") from None
+            rows.append({"text": row} if isinstance(row, str) else row)
+    return rows
+
+
+def _row(record: object, chunk: Chunk) -> str | dict[str, object]:
+    """The text of a record, or its object. Raises ValueError that says what is wrong with it."""
+    if isinstance(record, ValueError):
+        raise record
+    if isinstance(record, bytes):
+        try:
+            text = _decoded(record, f"the {chunk.unit}")
+        except ValueError as error:
+            raise ValueError(f"{error}; {_to_utf_8(record)}") from None
+        if not chunk.of_json:
+            return text
+        try:
+            record = from_json(text)
+        except RecursionError:
+            raise ValueError("not JSON: it nests too deeply") from None
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"not a JSON object but {_type_name(record)}")
+    return record
+
+
+def is_blank(record: Record) -> bool:
+    return isinstance(record, bytes) and not record.strip()
+
+
+def _decoded(value: bytes, where: str) -> str:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: byte {error.start} of {where} is 0x{value[error.start]:02x}") from None
+
+
+def _to_utf_8(text: bytes) -> str:
+    """The remedy for bytes of a file that are not UTF-8."""
+    utf_16 = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in text
+    return f"convert a file of another encoding, such as by iconv -f {'UTF-16' if utf_16 else 'LATIN1'} -t UTF-8"
+
+
+def _text(value: object, key: str) -> str:
+    if isinstance(value, bytes):
+        return _decoded(value, repr(key))
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} is not text but {_type_name(value)}")
+    return value
+
+
+def _type_name(value: object) -> str:
+    names = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", str: "text"}
+    return names.get(type(value), "a number")
+
+
+def _size(record: Record) -> int:
+    if isinstance(record, bytes):
+        return len(record)
+    values = record.values() if isinstance(record, dict) else record if isinstance(record, tuple) else ()
+    return sum(len(value) for value in values if isinstance(value, str | bytes))
+
+
+class Unreadable(Exception):
+    """A file whose rest cannot be read."""
+
+
+LOOKS_LIKE = (
+    (rb"PAR1\x15", "Parquet; name it .parquet"),
+    (rb"ARROW1\0\0|\xff\xff\xff\xff", "Arrow; name it .arrow"),
+    (rb"MMIDIDX\0\0", "an indexed dataset; give its prefix to --data-path"),
+    (rb"SQLite format 3\0", "a database; export it as JSON lines"),
+    (rb"PK\x03\x04", "a zip archive; unpack it"),
+    (rb"%PDF-\d\.\d\s", "a PDF; extract its text"),
+    (rb"\x1f\x8b\x08", "compressed; name it .gz"),
+    (rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", "compressed; name it .bz2"),
+    (rb"\xfd7zXZ\0", "compressed; name it .xz"),
+    (rb"\x28\xb5\x2f\xfd", "compressed; name it .zst"),
+)
+"""(Pattern of the beginning of a file, what it is). A pattern contains bytes that no text has, or the structure of the
+header, as text may begin with the letters of a format."""
+
+
+def format_of(file: TextFile, stream: IO[bytes]) -> str:
+    """The format by name, JSON lines where that says nothing. Raises Unreadable if the content is another."""
+    kind = file.format or "jsonl"
+    if kind in ("parquet", "arrow"):
+        return kind
+    start: bytes = stream.peek(1 << 16)  # type: ignore[attr-defined]
+    for pattern, what in LOOKS_LIKE:
+        if re.match(pattern, start):
+            raise Unreadable(f"this looks like {what}")
+    if kind == "json" and not start.removeprefix(BOM).lstrip().startswith(b"["):
+        kind = "jsonl"  # many name lines so
+    if kind == "jsonl" and is_indented(start.removeprefix(BOM)):
+        raise Unreadable("a JSON object takes several lines; write one object a line, or an array in a .json file")
+    return kind
+
+
+def _lines(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
+    first = stream.readline()
+    if first:
+        yield first.removeprefix(BOM)
+    yield from stream
+
+
+def _text_file(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
+    if len(reading.keys) > 1:
+        raise Unreadable(f"plain text has one document where {reading.flag} names {len(reading.keys)}")
+    if reading.text_documents == "line":
+        for line in _lines(stream, reading):
+            assert isinstance(line, bytes)
+            yield line.removesuffix(b"\n").removesuffix(b"\r")
+    else:
+        yield stream.read().removeprefix(BOM)
+
+
+def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
+    """The objects of an array, each decoded when it is complete."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    text = ""
+    at = 0
+    ended = False
+    piece = 1 << 18
+
+    def more() -> None:
+        nonlocal text, at, ended, piece
+        data = stream.read(piece)
+        ended = not data
+        text, at = text[at:] + decoder.decode(data, final=ended), 0
+        piece = max(piece, len(text))  # an element longer than a piece is not looked through again for each
+
+    def next_token() -> str:
+        nonlocal at
+        while True:
+            while at < len(text) and text[at] in " \t\r\n":
+                at += 1
+            if at < len(text) or ended:
+                return text[at : at + 1]
+            more()
+
+    next_token()
+    at += 1  # the bracket that was seen
+    closing = next_token()
+    while closing != "]":
+        while True:
+            try:
+                value, end = next_value(text, at)
+                if end < len(text) or ended:  # a number may go on
+                    break
+            except RecursionError:
+                raise Unreadable("JSON nested too deep") from None
+            except json.JSONDecodeError as error:
+                open_string = error.msg.startswith("Unterminated string")
+                if ended or (error.pos < len(text) - LONGEST_ESCAPE and not open_string):
+                    raise Unreadable(f"not JSON: {error.msg}") from None
+            more()
+            next_token()
+        at = end
+        yield value if isinstance(value, dict) else ValueError(f"not a JSON object but {_type_name(value)}")
+        closing = next_token()
+        if closing == ",":
+            at += 1
+            next_token()
+        elif closing != "]":
+            raise Unreadable(f"not a JSON array: {closing or 'the end'!r} where , or ] must be")
+    at += 1
+    if rest := next_token():
+        raise Unreadable(f"not JSON: {rest!r} after the end of the array")
+
+
+def _csv(stream: IO[bytes], reading: Reading, delimiter: str = ",") -> Iterator[Record]:
+    csv.field_size_limit(sys.maxsize)
+    text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+    try:
+        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        header = next(rows, None)
+        if header is None:
+            return
+        places = _places(reading, header)
+        for row in rows:
+            if not row:
+                continue
+            if not reading.keys:
+                yield dict(zip_longest(header, row))
+            elif len(row) != len(header):
+                yield ValueError(f"{len(row)} values where the first row names {len(header)}")
+            else:
+                yield tuple(row[place] for place in places)
+    finally:
+        text.detach()
+
+
+def _places(reading: Reading, names: Sequence[str]) -> list[int]:
+    missing = [key for key in reading.keys if key not in names]
+    if missing:
+        has = ", ".join(map(repr, names[:8]))
+        joined = len(names) == 1 and any(mark in names[0] for mark in ";\t|")
+        remedy = "; .csv needs commas between values, .tsv tabs" if joined else ""
+        raise Unreadable(f"no column {missing[0]!r} ({reading.flag}); the columns are {has}{remedy}")
+    return [names.index(key) for key in reading.keys]
+
+
+def _parquet(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(_seekable(stream), page_checksum_verification=True)
+        _places(reading, file.schema_arrow.names)
+        yield from _columns(file.iter_batches(batch_size=ROWS, columns=list(reading.keys) or None), reading)
+    except (pa.ArrowException, ValueError) as error:
+        raise Unreadable(f"not Parquet that can be read: {error}") from None
+
+
+def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
+    """Arrow's IPC format, as a file or as a stream."""
+    import pyarrow as pa
+
+    try:
+        source = _seekable(stream)
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+        _places(reading, reader.schema.names)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        slices = (batch.slice(start, ROWS) for batch in batches for start in range(0, batch.num_rows, ROWS))
+        yield from _columns(slices, reading)
+    except (pa.ArrowException, ValueError) as error:
+        raise Unreadable(f"not Arrow that can be read: {error}") from None
+
+
+def _columns(batches: Iterable[pa.RecordBatch], reading: Reading) -> Iterator[Record]:
+    """Rows as the bytes of their texts, so that one that is not UTF-8 spoils no other."""
+    for batch in batches:
+        if not reading.keys:
+            yield from batch.to_pylist()
+            continue
+        columns = []
+        for key in reading.keys:
+            column = batch.column(batch.schema.names.index(key))
+            values = _text_bytes(column)
+            if values is None:
+                raise Unreadable(f"column {key!r} is not text but {column.type}")
+            columns.append(values.to_pylist())
+        yield from zip(*columns, strict=True)
+
+
+def _text_bytes(column: pa.Array) -> pa.Array | None:
+    """The texts of an Arrow array of any layout, as bytes; None if it does not hold text.
+
+    Lengths and places are validated, of which a stream has no checksum."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    if isinstance(kind, pa.BaseExtensionType):  # such as arrow.json
+        return _text_bytes(column.storage)
+    if pa.types.is_dictionary(kind):
+        column.validate(full=True)
+        values = _text_bytes(column.dictionary)
+        return None if values is None else pa.DictionaryArray.from_arrays(column.indices, values).dictionary_decode()
+    if pa.types.is_run_end_encoded(kind):
+        column.validate(full=True)
+        return _text_bytes(pc.run_end_decode(column))
+    layouts = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+    if kind not in layouts:
+        return None
+    values = pa.Array.from_buffers(layouts[kind], len(column), column.buffers(), offset=column.offset)
+    values.validate(full=True)
+    return values.cast(pa.large_binary()) if kind == pa.string_view() else values
+
+
+def _seekable(stream: IO[bytes]) -> IO[bytes]:
+    """A stream in which a reader can jump: in memory where the file is compressed as a whole."""
+    return stream if stream.seekable() else io.BytesIO(stream.read())
+
+
+READERS: dict[str, tuple[str, Callable[[IO[bytes], Reading], Iterator[Record]]]] = {
+    "jsonl": ("line", _lines),
+    "json": ("record", _json_array),
+    "text": ("document", _text_file),
+    "csv": ("row", _csv),
+    "tsv": ("row", partial(_csv, delimiter="\t")),
+    "parquet": ("row", _parquet),
+    "arrow": ("row", _arrow),
+}
+"""Format -> what a record is, and its reader."""

@@ -1,0 +1,168 @@
+"""What tokens of text files depend on: the content of the files, and the tokenizer, by its files, code and results.
+
+A name in the Hugging Face cache, a path or a time of modification says nothing about content, so content is hashed. The
+digests of files are kept beside the tokens, with the state of each file, so that later starts need not read them again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.core.config.data import TOKENIZERS, TokenizerConfig
+from megatron.core.datasets.index_cache import array_digest, content_hash, folder_lock
+from megatron.core.fsync import whole_file
+from megatron.core.tokenizers import build_tokenizer
+from megatron.extensions.data.text_data.fast_tokenizer import PROBES
+from megatron.extensions.data.text_data.flags import of_users
+from megatron.extensions.data.text_data.inputs import TextFile
+from megatron.extensions.data.tokenizers.huggingface import tokenizer_inputs
+
+DIGESTS = "digests.json"
+"""Digests of text files, by their paths, in the folder of all tokens."""
+
+DESCRIPTION = "made_from.json"
+"""In the folder of one data set: what its tokens were made from."""
+
+
+def file_digest(path: str | Path) -> str:
+    """Hash of a file's content: about a second per gigabyte on one core."""
+    empty = os.stat(path).st_size == 0  # which cannot be mapped
+    return array_digest(np.empty(0, np.uint8) if empty else np.memmap(path, np.uint8, "r"))
+
+
+def state_of(path: str) -> list[int]:
+    """Changes whenever a local file's content does."""
+    state = os.stat(path)
+    return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev]
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Digests of local text files, kept in `folder`."""
+
+    folder: Path
+
+    def of(self, files: Sequence[TextFile]) -> dict[str, str]:
+        """Path -> hash of its content; of a remote file what its store says of its state.
+
+        One of the processes that share the folder reads the files while the others wait."""
+        local = {file.path: state_of(file.path) for file in files if not file.remote}
+        found = {file.path: f"{file.size} {file.modified}" for file in files if file.remote}
+        if local.keys() - (known := self._known(local)).keys():
+            with suppress(FileNotFoundError), folder_lock(self.folder):
+                known = self._known(local)
+                for path in local.keys() - known.keys():
+                    known[path] = file_digest(path)
+                self._keep({path: [local[path], digest] for path, digest in known.items()})
+        return found | {path: known[path] if path in known else file_digest(path) for path in local}
+
+    def _known(self, states: Mapping[str, list[int]]) -> dict[str, str]:
+        kept = self._kept()
+        same = (path for path, state in states.items() if kept.get(path, [None])[0] == state)
+        return {path: str(kept[path][1]) for path in same}
+
+    def _kept(self) -> dict[str, list[object]]:
+        try:
+            kept = json.loads((self.folder / DIGESTS).read_text())
+        except (OSError, ValueError):
+            return {}
+        return kept if isinstance(kept, dict) else {}
+
+    def _keep(self, digests: Mapping[str, object]) -> None:
+        with suppress(OSError), whole_file(self.folder / DIGESTS) as temporary:  # a folder that is only read serves too
+            temporary.write_text(json.dumps(self._kept() | dict(digests), indent=1))
+
+
+def identity_of(config: TokenizerConfig, vocab_size: int | None) -> dict[str, object]:
+    """What decides the ids of a tokenizer: digests of the files that it reads and, of a user's tokenizer, of its code,
+    its flags, and the ids that it gives to some texts. It names no paths, as content decides."""
+    kind = str(config.tokenizer_type)
+    files = {path.name: file_digest(path) for path in tokenizer_inputs(config)}
+    options = of_users(config)["extension_options"]
+    files |= {path: file_digest(path) for path in _paths_in(options)}
+    code = inspect.getsourcefile(inspect.unwrap(TOKENIZERS[kind]))
+    if not getattr(TOKENIZERS[kind], "__module__", "").startswith("megatron.") and code is not None:
+        files[Path(code).name] = file_digest(code)
+    identity: dict[str, object] = {"type": kind, "files": files, "options": options}
+    key = json.dumps([identity, vocab_size], sort_keys=True, default=str)
+    return identity | {"ids": _ids_of_probes(key, config, vocab_size)}
+
+
+_PROBED: dict[str, str] = {}
+"""Results of `_ids_of_probes` by the identity of the tokenizer and --vocab-size."""
+
+
+def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | None) -> str:
+    """Hash of the vocabulary's size and of the ids of some texts, which differ between versions of packages that
+    tokenize differently."""
+    if identity not in _PROBED:
+        tokenizer = build_tokenizer(config, vocab_size)
+        found: list[object] = [tokenizer.vocab_size, tokenizer.eod, tokenizer.bos]
+        for text in PROBES:
+            try:
+                found.append([int(id) for id in tokenizer.tokenize(text)])
+            except Exception as error:  # of a tokenizer that takes other texts, such as numbers
+                found.append(type(error).__name__)
+        _PROBED[identity] = content_hash({"ids": found})
+    return _PROBED[identity]
+
+
+def _paths_in(options: Sequence[Mapping[str, object]]) -> Iterator[str]:
+    """Values of a user's flags that are files."""
+    values = (value for each in options for value in each.values() if isinstance(value, str) and value)
+    yield from (value for value in values if os.path.isfile(value))
+
+
+# The description of a folder of tokens.
+
+
+def describe_tokens(
+    folder: Path,
+    described: Mapping[str, object],
+    files: Sequence[TextFile],
+    digests: Mapping[str, str],
+    bad: Sequence[str],
+) -> None:
+    """Writes beside the tokens what they were made from, the `bad` records that they lack, and their checksums."""
+    inputs = [{"path": file.path, "bytes": file.size, "content": digests[file.path]} for file in files]
+    written = {
+        path.name: {"state": _written(path), "content": file_digest(path)}
+        for path in sorted(folder.iterdir())
+        if path.suffix in (".bin", ".idx")
+    }
+    told = {**described, "inputs": inputs, "left_out": list(bad), "written": written}
+    (folder / DESCRIPTION).write_text(json.dumps(told, indent=1, default=str) + "\n")
+
+
+def left_out(folder: Path) -> list[str]:
+    """The bad records that the tokens in a folder lack."""
+    return list(json.loads((folder / DESCRIPTION).read_text())["left_out"])
+
+
+def damage_of(folder: Path) -> str | None:
+    """What has changed since the tokens in a folder were written; None if nothing.
+
+    Reads the small .idx always, and the token ids if the size or time of modification of their file differs."""
+    try:
+        written = json.loads((folder / DESCRIPTION).read_text())["written"]
+        for name, expected in written.items():
+            path = folder / name
+            if path.suffix == ".bin" and _written(path) == expected["state"]:
+                continue
+            if file_digest(path) != expected["content"]:
+                return f"{path} has changed since it was written"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return f"{folder / DESCRIPTION} cannot be read ({type(error).__name__}: {error})"
+    return None
+
+
+def _written(path: Path) -> list[int]:
+    return [path.stat().st_size, path.stat().st_mtime_ns]

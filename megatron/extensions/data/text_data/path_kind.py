@@ -1,0 +1,34 @@
+"""Text files as a kind of path. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron.core.config.data import DatasetConfig, TokenizerConfig
+from megatron.core.dist_checkpointing.path_kind import DataKind, DataReader
+from megatron.extensions.data.text_data.inputs import find_inputs, is_text
+
+
+class Text(DataKind):
+    """Text files, as --data-path takes them."""
+
+    urls = True
+
+    def __call__(self, path: str) -> bool:
+        return is_text(path)
+
+    def describe(self, flag: str, path: str) -> str:
+        """How many files `path` names, and their size. Raises ValueError if there are none."""
+        files = find_inputs([path], flag)
+        size = sum(file.size for file in files)
+        return f"{path}: text, {len(files)} files, {size / 1e6:,.1f} MB, tokenized when the run starts"
+
+    def reader(
+        self, data: DatasetConfig, tokenizer: TokenizerConfig, vocab_size: int | None, prepare: Callable[[], object]
+    ) -> DataReader:
+        from megatron.extensions.data.text_data.tokenized import TextData
+
+        return TextData(data, tokenizer, vocab_size, prepare)
+
+
+TEXT = Text()

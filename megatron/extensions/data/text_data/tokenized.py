@@ -1,0 +1,192 @@
+"""Text files as training data: tokenized once into an indexed dataset, which a cache keeps.
+
+The dataset is the one that tools/preprocess_data.py writes of the same files, so that samples are the same bit for bit.
+Its name contains a hash of what determines it: the content of the files, the tokenizer (see `identity`), and how
+documents are read. One process of those that share a folder tokenizes while the others wait. Beside the tokens,
+made_from.json says what they were made from; files whose tokens have changed since are tokenized again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from megatron.core.config.data import DatasetConfig, TokenizerConfig
+from megatron.core.datasets.index_cache import content_hash, folder_lock
+from megatron.core.tokenizers import build_tokenizer
+from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuilder, best_dtype
+from megatron.extensions.data.text_data.encoding import CHUNK_BYTES, Job, encode_all
+from megatron.extensions.data.text_data.flags import TextDataConfig
+from megatron.extensions.data.text_data.formats import Reading, read_chunks
+from megatron.extensions.data.text_data.identity import (
+    Digests,
+    damage_of,
+    describe_tokens,
+    identity_of,
+    left_out,
+    state_of,
+)
+from megatron.extensions.data.text_data.inputs import TextFile, find_inputs
+
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.WARNING)  # on every rank: the one that tokenizes speaks
+
+REPORT_EVERY = 10.0
+"""Seconds between lines about a tokenization under way."""
+
+SHOWN_BAD = 5
+"""Bad records that an error quotes."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Text files, and what else determines their tokens."""
+
+    files: Sequence[TextFile]
+    states: dict[str, list[int]]
+    """Of local files."""
+
+    digests: dict[str, str]
+    described: dict[str, object]
+    """What determines the tokens, for a hash and a description."""
+
+    @classmethod
+    def of(cls, files: Sequence[TextFile], folder: Path, job: Job) -> Source:
+        """`folder` keeps the digests of files."""
+        states = {file.path: state_of(file.path) for file in files if not file.remote}
+        digests = Digests(folder).of(files)
+        described = {
+            "files": [[digests[file.path], file.format, file.compression] for file in files],
+            "tokenizer": identity_of(job.tokenizer, job.vocab_size),
+            "reading": asdict(job.reading),
+            "append_eod": job.append_eod,
+        }
+        return cls(files, states, digests, described)
+
+    def check_unchanged(self) -> None:
+        """Raises ValueError if a file has changed since its digest was taken."""
+        for path, state in self.states.items():
+            if not os.path.exists(path) or state_of(path) != state:
+                raise ValueError(f"{path} changed while it was tokenized; start again when it is complete")
+
+
+@dataclass(frozen=True)
+class TextData:
+    """How text files become datasets in this run."""
+
+    data: DatasetConfig
+    tokenizer: TokenizerConfig
+    vocab_size: int | None
+    prepare: Callable[[], object]
+    """`Job.prepare`."""
+
+    @property
+    def options(self) -> TextDataConfig:
+        return self.data.options(TextDataConfig)
+
+    def prefix(self, flag: str, value: str) -> str:
+        """Prefix of the dataset of the text files that `value` names, tokenized now if that has not been done.
+
+        Raises ValueError where files are missing, damaged, or have more bad records than --max-bad-lines."""
+        files = find_inputs([value], flag)
+        reading = Reading((self.options.key_of(value),), self.options.text_documents, "--text-key")
+        job = Job(self.tokenizer, self.vocab_size, reading, self.options.append_eod, self.prepare)
+        folder = self._folder(flag, value)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            source = Source.of(files, folder, job)
+            name = Path((value.partition("?")[0] if "://" in value else value).rstrip("/")).name
+            target = folder / f"{name.partition('.')[0]}-{content_hash(source.described)}"
+            if not _intact(target):
+                with folder_lock(folder):
+                    if not _intact(target):  # another process may have made it meanwhile
+                        self._tokenize(job, source, target)
+            self._check_bad(left_out(target))  # of a run that allowed for more
+        except OSError as error:
+            rule = f"its tokens cannot be written to {folder} ({error})"
+            raise ValueError(f"{flag} {value}: {rule}; choose another folder with --data-cache-path FOLDER") from None
+        return str(target / "text_document")
+
+    def _folder(self, flag: str, value: str) -> Path:
+        if self.data.data_cache_path is not None:
+            return Path(self.data.data_cache_path) / "tokenized"
+        if "://" in value:
+            raise ValueError(f"{flag} {value}: tokens of remote files need a folder; add --data-cache-path FOLDER")
+        return Path(value.rstrip("/")).parent / "cache" / "tokenized"
+
+    def _tokenize(self, job: Job, source: Source, target: Path) -> None:
+        files = source.files
+        tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
+        if tokenizer.eod is None:
+            job = replace(job, append_eod=False)
+        total = sum(file.size for file in files)
+        done = 0
+        began = time.monotonic()
+        logger.warning("tokenizing %d files, %.1f MB, into %s", len(files), total / 1e6, target)
+        temporary = target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+        damaged = temporary.with_suffix(".damaged")
+        bad: list[str] = []
+        try:
+            with IndexedDatasetBuilder(str(temporary / "text_document"), best_dtype(tokenizer.vocab_size)) as builder:
+                reported = began
+                chunks = read_chunks(files, job.reading, CHUNK_BYTES)
+                for chunk, encoded in encode_all(job, chunks, self._workers(total)):
+                    builder.add_documents(encoded.tokens[0], encoded.lengths[0])
+                    bad += (f"{chunk.path}:{number}: {reason}" for number, reason in encoded.bad)
+                    done += chunk.size
+                    if time.monotonic() > reported + REPORT_EVERY:
+                        reported = time.monotonic()
+                        logger.warning("tokenized %.1f MB, %.2f MB/s", done / 1e6, done / 1e6 / (reported - began))
+                self._check_bad(bad)
+                if not builder.num_tokens:
+                    more = " ..." if len(files) > 1 else ""
+                    raise ValueError(f"{files[0].path}{more}: there is no document with text")
+            source.check_unchanged()
+            describe_tokens(temporary, source.described, files, source.digests, bad)
+            if target.exists() and not _intact(target):
+                os.replace(target, damaged)
+            if not target.exists():  # without locks another process may have been first
+                os.replace(temporary, target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(damaged, ignore_errors=True)
+        seconds = time.monotonic() - began
+        logger.warning(
+            "tokenized %d documents, %d tokens in %.1f s: %.0f tokens/s",
+            *(builder.num_documents, builder.num_tokens, seconds, builder.num_tokens / seconds),
+        )
+
+    def _check_bad(self, bad: Sequence[str]) -> None:
+        if len(bad) > self.options.max_bad_lines:
+            shown = "\n".join(bad[:SHOWN_BAD]) + ("\n..." if len(bad) > SHOWN_BAD else "")
+            raise ValueError(
+                f"{len(bad)} records cannot be read, --max-bad-lines allows for {self.options.max_bad_lines}; mend the "
+                f"files, or raise --max-bad-lines to leave them out:\n{shown}"
+            )
+
+    def _workers(self, size: int) -> int:
+        """Processes that tokenize: those asked for, by default one a core, and none for what one does in no time."""
+        if self.options.tokenizer_workers is not None:
+            return self.options.tokenizer_workers
+        return 1 if size < 1 << 23 else min(64, len(os.sched_getaffinity(0)))
+
+
+def _intact(target: Path) -> bool:
+    """Whether a folder has tokens that are as they were written. Says what is wrong with those that are not."""
+    if not target.exists():
+        return False
+    if wrong := damage_of(target):
+        _say_damaged(wrong)
+    return wrong is None
+
+
+@cache
+def _say_damaged(wrong: str) -> None:
+    logger.warning("%s; tokenizing again", wrong)

@@ -1,0 +1,1 @@
+"""Checkpoints and flags of other programs."""

@@ -1,0 +1,132 @@
+"""Streamed checkpoints: memory is that of the tensor being written and the next."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from megatron.core.dist_checkpointing.data_files import DataWriter, item_bytes
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes, without_surroundings
+from megatron.core.parallel_state import Axis
+from megatron.core.torch_private import wrapper_tensor
+from megatron.extensions.interop.conversion.formats import Written
+
+FILE_BYTES = 5_000_000_000
+"""Size from which a new file is begun, so that ranks that load can share the reading."""
+
+
+AHEAD_BYTES = 1 << 30
+"""Largest tensor that is made while the one before it is written."""
+
+T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
+
+
+def made_ahead(jobs: Sequence[tuple[int, Callable[[], T]]]) -> Iterator[T]:
+    """Calls functions in order and yields their results. While one is used, the next is made on a thread.
+
+    `jobs`: (bytes of the result, function). Results above AHEAD_BYTES are not made ahead. A failure is raised in its
+    turn.
+    """
+    with ThreadPoolExecutor(1, "made-ahead") as pool:
+        waiting: Future[T] | None = None
+        for (_, make), following in zip_longest(jobs, jobs[1:]):
+            result = [make() if waiting is None else waiting.result()]
+            waiting = None
+            if following is not None and following[0] <= AHEAD_BYTES:
+                waiting = pool.submit(following[1])
+            yield result.pop()
+
+
+class StreamingWriter(DataWriter):
+    """Begins a new file from a size on, and makes one tensor while the one before it is written."""
+
+    file_bytes = FILE_BYTES
+
+    def resolved(self, items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[Tensor | io.BytesIO]:
+        return made_ahead([(item_bytes(item), partial(planner.resolve_data, item)) for item in items])
+
+
+class StreamedTensor(ShardedBoxes):
+    """A tensor to save whose parts are made when they are written. Nothing holds them before or after that.
+
+    `make` returns the whole tensor, of this shape and dtype; `parts` are instead the entries along the first dim that
+    this process writes, each made by itself. The writer must be one that drops what it has written:
+    `storage.save(..., writer=StreamingWriter)`.
+    """
+
+    parts: Mapping[tuple[int, ...], Callable[[], Tensor]]
+    """Offset -> what makes the part there."""
+
+    part_shape: tuple[int, ...]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        make: Callable[[], Tensor] | None = None,
+        parts: Mapping[int, Callable[[], Tensor]] | None = None,
+    ) -> StreamedTensor:
+        self = wrapper_tensor(cls, shape, dtype=dtype)
+        self.boxes, self.writes = [], True
+        if make is not None:
+            self.parts, self.part_shape = {(0,) * len(shape): make}, tuple(shape)
+        else:
+            zeros = (0,) * (len(shape) - 1)
+            self.parts = {(entry, *zeros): part for entry, part in (parts or {}).items()}
+            self.part_shape = (1, *shape[1:])
+        return self
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        part = torch.empty(self.part_shape, dtype=self.dtype, device="meta")
+        return ShardedBoxes(self.shape, [(offset, part) for offset in self.parts]).__create_write_items__(fqn, _)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        tensor = self.parts[tuple(index.offset)]().reshape(self.part_shape).contiguous()
+        assert tensor.dtype == self.dtype, (index.fqn, tensor.dtype)
+        return without_surroundings(tensor)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor of a target: its shape and dtype there, and what reads it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def counted(self, written: Written) -> Callable[[], Tensor]:
+        """What makes it as it is written."""
+
+        def make() -> Tensor:
+            written(self.nbytes)
+            return self.read().reshape(self.shape)
+
+        return make
+
+
+def share(tensors: Mapping[Key, Made], world: Axis) -> Iterator[tuple[Key, Made]]:
+    """The tensors that this process writes: each goes to the one with the fewest bytes so far."""
+    loads = [0] * world.size
+    for key, made in tensors.items():
+        turn = loads.index(min(loads))
+        loads[turn] += made.nbytes
+        if turn == world.rank:
+            yield key, made

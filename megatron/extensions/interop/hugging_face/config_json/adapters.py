@@ -1,0 +1,316 @@
+"""Keys of config.json with rules of their own: classes that a family's file names under "adapters". No torch.
+
+`read` takes the fields of TransformerConfig that the family's tables give, and the values of config.json under the
+family's names. It returns the fields with those that its keys determine, or raises ValueError for values that we cannot
+express. `write` takes the keys that the tables give, and returns them with its own. A file's adapters are called in its
+order.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
+
+from megatron.core.config.model import TransformerConfig
+from megatron.extensions.interop.hugging_face.config_json.compressed_layers import compressed_from_hf, compressed_to_hf
+from megatron.extensions.interop.hugging_face.config_json.config_values import (
+    Fields,
+    Values,
+    entries,
+    number,
+    table,
+    text,
+    whole,
+)
+from megatron.extensions.interop.hugging_face.config_json.read_layers import (
+    CHUNKED,
+    FULL,
+    chunks_from_hf,
+    count,
+    linear_layers,
+    listed_layers,
+    moe_layers_from_hf,
+    pattern_text,
+    periodic,
+    rotated_layers,
+    selecting,
+    selections_from_hf,
+)
+from megatron.extensions.interop.hugging_face.config_json.read_rotary import bases_from_hf, by_kind
+from megatron.extensions.interop.hugging_face.families import Adapter, Family
+from megatron.extensions.layers.hybrid_layers.flags import EXPERTS
+
+FIELDS_OF = {"M": ("mamba_",), EXPERTS: ("moe_", "num_experts")}
+"""Letter of a layer -> what fields begin with that only such layers have."""
+
+
+class GroupsByTwoExperts(Adapter):
+    """Groups of experts, each scored by the sum of its two best (DeepSeek-V3)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        if hf["n_group"] == 1 or fields["moe_router_topk"] == 2 * whole(hf, "topk_group"):
+            return fields
+        return fields | {"moe_router_group_score_topk": 2}
+
+
+class GroupsByBestExpert(Adapter):
+    """Groups of experts, of which the best ones are those of the largest score (DeepSeek-V2)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        if hf["topk_method"] == "greedy":
+            return fields
+        groups = {"moe_router_num_groups": count(hf, "n_group"), "moe_router_group_topk": count(hf, "topk_group")}
+        return fields | groups | {"moe_router_group_score_topk": 1}
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        if (config.moe_router_num_groups or 1) == 1:
+            return hf
+        groups = {"n_group": config.moe_router_num_groups, "topk_group": config.moe_router_group_topk}
+        return hf | {"topk_method": "group_limited_greedy", **groups}
+
+
+class FirstLayersDense(Adapter):
+    """Layers with experts: by a list of all layers if there is one, else all but the first, or each N-th of these."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        if hf.get("mlp_layer_types"):
+            listed = listed_layers(hf, "mlp_layer_types", ("dense", "sparse"))
+            return fields | {"moe_layer_freq": pattern_text(listed, usual=True) or "1"}
+        dense, layers = whole(hf, "first_k_dense_replace"), whole(hf, "num_hidden_layers")
+        if "moe_layer_freq" in family.defaults and hf["moe_layer_freq"] != 1:
+            step = count(hf, "moe_layer_freq")
+            pattern = pattern_text([layer >= dense and not layer % step for layer in range(layers)], usual=True)
+        elif 0 < dense < layers:
+            pattern = f"([0]*{dense}+[1]*{layers - dense})"
+        else:
+            pattern = str([0] * layers) if dense else "1"
+        return fields | {"moe_layer_freq": pattern or "1"}
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        hf = hf | {"first_k_dense_replace": config.moe_layers[0] if config.moe_layers else config.num_layers}
+        if "mlp_layer_types" in family.defaults:
+            hf["mlp_layer_types"] = ["sparse" if experts else "dense" for experts in config.expert_pattern]
+        return hf
+
+
+class ListedLayersDense(Adapter):
+    """Layers with experts: each N-th one that `mlp_only_layers` does not list (Qwen's mixtures)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        dense, step = entries(hf, "mlp_only_layers"), count(hf, "decoder_sparse_step")
+        layers = range(whole(hf, "num_hidden_layers"))
+        experts = [layer not in dense and not (layer + 1) % step for layer in layers]
+        return fields | {"moe_layer_freq": pattern_text(experts, usual=True) or "1"}
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        return hf | {"mlp_only_layers": list(config.dense_layers), "decoder_sparse_step": 1}
+
+
+class LayersWithExperts(Adapter):
+    """Layers with experts: a list of them, or each N-th one (Llama 4)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        return fields | {"moe_layer_freq": moe_layers_from_hf(hf)}
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        return hf | {"moe_layers": list(config.moe_layers)}
+
+
+class LinearAttention(Adapter):
+    """Layers with linear attention, see `linear_layers`."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        return fields | {"linear_attention_freq": pattern_text(linear_layers(hf, family), usual=True)}
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        hf = hf | {"layer_types": [family.linear_kind if linear else FULL for linear in config.linear_pattern]}
+        if "attn_layer_indices" in family.defaults:
+            hf["attn_layer_indices"] = [layer for layer, linear in enumerate(config.linear_pattern) if not linear]
+        return hf
+
+
+class PeriodsOfLayers(Adapter):
+    """Layers with attention and layers with experts, each by a period and an offset (Jamba)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        attention, experts = periodic(hf, "attn"), periodic(hf, "expert")
+        return fields | {
+            "linear_attention_freq": pattern_text([not attends for attends in attention], usual=True),
+            "moe_layer_freq": pattern_text(experts, usual=True) or "1",
+            "num_experts": None if fields["num_experts"] == 1 or not any(experts) else fields["num_experts"],
+        }
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        attention = _period("attn", [not linear for linear in config.linear_pattern])
+        return hf | attention | _period("expert", config.expert_pattern) | {"num_experts": config.num_experts or 1}
+
+
+def _period(of: str, layers: Sequence[bool]) -> dict[str, int]:
+    """Period and offset of some layers, as far as they have these."""
+    first, *others = [number for number, chosen in enumerate(layers) if chosen] or [len(layers)]
+    period = others[0] - first if others else len(layers) + 1
+    return {f"{of}_layer_period": period, f"{of}_layer_offset": first}
+
+
+class RecurrentBlocks(Adapter):
+    """Kinds of layers that repeat, a factor of the embeddings, and an MLP whose width counts both halves of its gated
+    layer (RecurrentGemma)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        kinds = list(islice(cycle(entries(hf, "block_types")), whole(fields, "num_layers")))
+        listed = listed_layers({**hf, "block_types": kinds}, "block_types", ("attention", "recurrent"))
+        return fields | {
+            "linear_attention_freq": pattern_text(listed, usual=True),
+            "embedding_multiplier": _in_bf16(math.sqrt(whole(fields, "hidden_size"))),
+            "ffn_hidden_size": whole(fields, "ffn_hidden_size") // 2,
+        }
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        kinds = ["recurrent" if linear else "attention" for linear in config.linear_pattern]
+        return hf | {"block_types": kinds, "intermediate_size": whole(hf, "intermediate_size") * 2}
+
+
+def _in_bf16(value: float) -> float:
+    """The nearest number in bf16, in which RecurrentGemma keeps the factor of embeddings."""
+    (bits,) = struct.unpack("I", struct.pack("f", value))
+    (rounded,) = struct.unpack("f", struct.pack("I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))
+    return float(rounded)
+
+
+class LettersOfLayers(Adapter):
+    """Fields and keys of kinds of layers that the pattern of letters lacks are left out (Nemotron-H)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        letters = text(fields, "hybrid_layer_pattern")
+        absent = [start for letter, starts in FIELDS_OF.items() if letter not in letters for start in starts]
+        return {name: value for name, value in fields.items() if not name.startswith(tuple(absent))}
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        return {key: value for key, value in hf.items() if value is not None}
+
+
+class SameLetter(Adapter):
+    """All layers are of the kind of one letter (Mamba)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        return fields | {"hybrid_layer_pattern": text(fields, "hybrid_layer_pattern") * whole(fields, "num_layers")}
+
+
+class WidthToMultiple(Adapter):
+    """The width of the MLPs: two thirds of that given, times a factor, up to the next multiple (LFM2)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        if not hf["block_auto_adjust_ff_dim"]:
+            return fields
+        width = int(2 * whole(fields, "ffn_hidden_size") / 3)
+        if hf["block_ffn_dim_multiplier"] is not None:
+            multiple = whole(hf, "block_multiple_of")
+            width = math.ceil(int(number(hf, "block_ffn_dim_multiplier") * width) / multiple) * multiple
+        return fields | {"ffn_hidden_size": width}
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        return hf | {"block_auto_adjust_ff_dim": False}
+
+
+class HeadsByLayer(Adapter):
+    """Attention heads of each layer, which are the same in all layers of a kind (Laguna)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        if not hf["num_attention_heads_per_layer"]:
+            return fields
+        full, local = by_kind(hf, family, "num_attention_heads_per_layer")
+        return fields | {"num_attention_heads": full or local, "window_num_attention_heads": local}
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        heads = [config.of_layer(layer).num_attention_heads for layer in range(config.num_layers)]
+        return hf | {"num_attention_heads_per_layer": heads}
+
+
+class RotaryBasesByLayer(Adapter):
+    """Rotary bases of each layer, which are the same in all layers of a kind (Granite with sliding windows)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        return fields | bases_from_hf(hf, family) if hf["layer_rope_theta"] else fields
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        bases = [(config.window_rotary_base if local else None) or config.rotary_base for local in config.local_pattern]
+        rotated = zip(bases, config.rope_pattern, strict=True)
+        return hf | {"layer_rope_theta": [base * rotates for base, rotates in rotated]}
+
+
+class LayersWithoutRotary(Adapter):
+    """Layers without rotary embedding: by a list, or each N-th one (SmolLM3, Llama 4)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        return fields | {"no_rope_freq": pattern_text([not rotated for rotated in rotated_layers(hf)], usual=False)}
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        return hf | {"no_rope_layers": [int(rotated) for rotated in config.rope_pattern]}
+
+
+class ChunksAndTemperature(Adapter):
+    """Chunked attention, and a temperature that grows with the position (Llama 4)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        temperature = float(number(hf, "attn_scale")) if hf["attn_temperature_tuning"] else 0.0
+        return fields | chunks_from_hf(hf) | {"attention_temperature_coeff": temperature}
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        coefficient = config.attention_temperature_coeff
+        return hf | {
+            "attention_chunk_size": config.attention_chunk_size,
+            "layer_types": [CHUNKED if local else FULL for local in config.local_pattern],
+            "attn_temperature_tuning": coefficient > 0,
+            "attn_scale": coefficient or family.defaults["attn_scale"],
+        }
+
+
+class SelectingLayers(Adapter):
+    """Layers that select keys, and layers that take the selection of an earlier one (GLM with sparse attention)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        return fields | selections_from_hf(hf)
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        period, offset = whole(stated, "dsa_indexer_topk_freq"), whole(stated, "dsa_indexer_skip_topk_offset")
+        full = selecting(period, max(offset, 1), config.num_layers)
+        return hf | {"indexer_types": ["full" if each else "shared" for each in full]}
+
+
+class CompressedAttention(Adapter):
+    """Layers with compressed keys, layers that route by hashes, and both rotary embeddings (DeepSeek-V4)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        return fields | compressed_from_hf(hf)
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        scaling = table(hf, "rope_scaling") or {"rope_type": "default"}
+        unscaled = {key: value for key, value in hf.items() if key != "rope_scaling"}
+        return unscaled | compressed_to_hf(config, stated, scaling)
+
+
+ADAPTERS: Mapping[str, Adapter] = {
+    cls.__name__: cls()
+    for cls in (
+        GroupsByTwoExperts,
+        GroupsByBestExpert,
+        FirstLayersDense,
+        ListedLayersDense,
+        LayersWithExperts,
+        LinearAttention,
+        PeriodsOfLayers,
+        RecurrentBlocks,
+        LettersOfLayers,
+        SameLetter,
+        WidthToMultiple,
+        HeadsByLayer,
+        RotaryBasesByLayer,
+        LayersWithoutRotary,
+        ChunksAndTemperature,
+        SelectingLayers,
+        CompressedAttention,
+    )
+}
+"""The adapters by the names that files state."""

@@ -1,0 +1,165 @@
+"""Reads rotary embeddings of a config.json: bases, rotated channels, and scaling for longer contexts. No torch."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.core.config.model import TransformerConfig
+from megatron.extensions.interop.hugging_face.config_json.config_values import (
+    Fields,
+    Values,
+    entries,
+    number,
+    table,
+    whole,
+)
+from megatron.extensions.interop.hugging_face.config_json.read_layers import FULL, LOCAL, pattern_text, windows
+from megatron.extensions.interop.hugging_face.families import Family
+from megatron.training.config.flags import with_fields
+
+YARN_SCALING = {
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}
+
+LLAMA3_SCALING = {
+    "factor": "rope_scaling_factor",
+    "low_freq_factor": "rope_scaling_low_freq_factor",
+    "high_freq_factor": "rope_scaling_high_freq_factor",
+    "original_max_position_embeddings": "rope_scaling_original_max_position_embeddings",
+}
+
+
+def rotary_from_hf(hf: Values, family: Family) -> Fields:
+    """Reads rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` of newer files, which may
+    have them for each kind of layer."""
+    given = table(hf, "rope_scaling") or table(hf, "rope_parameters")
+    usual_percent = rotated_fraction(hf, family)
+    merged = {**(table(given, FULL) if FULL in given else given)}
+    percent = _percent(merged, usual_percent)
+    if percent != 1 and not {"partial_rotary_factor", "rotary_dim", "rope_local_base_freq"} & family.defaults.keys():
+        raise ValueError(f"config.json: partial_rotary_factor = {percent:g}, supported: 1, as all channels are rotated")
+    base = merged if "rope_theta" in merged else {"rope_theta": hf.get("rope_theta", 10000.0)}
+    fields: Fields = {"rotary_base": float(number(base, "rope_theta")), "rotary_percent": percent}
+    fields |= _of_windows(hf, family, given, percent)
+    return fields | _scaling(hf, family, merged, FULL in given)
+
+
+def _percent(rotary: Values, usual: float) -> float:
+    return float(number(rotary, "partial_rotary_factor")) if "partial_rotary_factor" in rotary else float(usual)
+
+
+def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fields:
+    """The rotary base and the rotated part of heads in layers with a sliding window; None where they are the same as
+    in other layers."""
+    none: Fields = {"window_rotary_base": None, "window_rotary_percent": None}
+    if FULL not in given:
+        base = hf.get("rope_local_base_freq")
+        if "rope_local_base_freq" in family.defaults and hf.get("rope_scaling") and base is None:
+            base = float(number(hf, "rope_theta"))  # the older key scales only layers without a window
+        return none | {"window_rotary_base": base}
+    if "rope_local_base_freq" not in family.defaults:
+        raise ValueError("config.json: rope_parameters by kind of layer are not supported")
+    if LOCAL not in given:
+        raise KeyError(LOCAL)
+    full, local = table(given, FULL), table(given, LOCAL)
+    if local.get("rope_type", "default") != "default" and local != full:
+        raise ValueError("config.json: rope_parameters scale the layers with a sliding window")
+    own_percent = _percent(local, rotated_fraction(hf, family))
+    return {
+        "window_rotary_base": None if local == full else float(number(local, "rope_theta")),
+        "window_rotary_percent": None if own_percent == percent else own_percent,
+    }
+
+
+def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_layer: bool) -> Fields:
+    """Scaling for contexts longer than those of pretraining."""
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    if kind in ("llama3", "yarn"):  # a key of the class goes first, then that of the object, then the longest context
+        beside = "original_max_position_embeddings" in family.class_defaults and not by_kind_of_layer
+        rotary["original_max_position_embeddings"] = (
+            (beside and hf["original_max_position_embeddings"])
+            or rotary.get("original_max_position_embeddings")
+            or hf["max_position_embeddings"]
+        )
+    needed = {"llama3": LLAMA3_SCALING, "linear": ("factor",)}.get(str(kind), ())
+    if missing := [key for key in needed if rotary.get(key) is None]:
+        raise ValueError(f"config.json: rotary scaling of type {kind!r} lacks {' and '.join(missing)}")
+    if kind == "llama3":
+        return {"use_rope_scaling": True} | {ours: rotary[key] for key, ours in LLAMA3_SCALING.items()}
+    if kind == "linear":
+        return {"rotary_seq_len_interpolation_factor": float(number(rotary, "factor"))}
+    if kind == "yarn":
+        return {"rope_type": "yarn", **yarn_from_hf(rotary, hf)}
+    if kind != "default":
+        known = "default, linear, llama3, yarn"
+        raise ValueError(f"config.json: rotary scaling of type {kind!r} is not supported; known are {known}")
+    return {}
+
+
+def rotated_fraction(hf: Values, family: Family) -> float:
+    """Fraction of a head's channels that are rotated; MiniMax M2 and GPT-J count them."""
+    if "partial_rotary_factor" in hf:
+        return number(hf, "partial_rotary_factor")
+    if not hf.get("rotary_dim"):
+        return 1.0
+    theirs = {ours: key for key, ours in family.keys.items()}
+    if hf.get("head_dim"):
+        width = whole(hf, "head_dim")
+    else:
+        width = whole(hf, theirs["hidden_size"]) // whole(hf, theirs["num_attention_heads"])
+    return number(hf, "rotary_dim") / width
+
+
+def yarn_from_hf(scaling: Values, hf: Values) -> Fields:
+    """Settings of YaRN. The factor of rotated channels may be given as such, or by mscale and mscale_all_dim."""
+    longest = number(hf, "max_position_embeddings")
+    given: Fields = {"original_max_position_embeddings": longest}
+    given |= {key: value for key, value in scaling.items() if value is not None}
+    original = number(given, "original_max_position_embeddings")
+    given.setdefault("factor", longest / original)
+    settings = {ours: float(number(given, key)) for key, ours in YARN_SCALING.items() if key in given}
+    if given.get("mscale_all_dim") and not given.get("mscale"):
+        raise ValueError("config.json: YaRN with mscale_all_dim and without mscale is not supported")
+    if given.get("mscale_all_dim"):
+        settings |= {key: float(number(given, key)) for key in ("mscale", "mscale_all_dim")}
+    fields: Fields = {**settings, "original_max_position_embeddings": int(original)}
+    fields["yarn_correction_range_round_to_int"] = bool(given.get("truncate", True))
+    found = with_fields(TransformerConfig(rope_type="yarn"), fields).rotary_mscale
+    wanted = given.get("attention_factor")
+    if wanted is not None and not math.isclose(number(given, "attention_factor"), found, rel_tol=1e-6):
+        raise ValueError(f"config.json: YaRN with attention_factor = {wanted} is not supported; it must be {found:.6g}")
+    return fields
+
+
+def bases_from_hf(hf: Values, family: Family) -> Fields:
+    """Rotary bases of layers, 0 for those without rotary embedding."""
+    full, local = by_kind(hf, family, "layer_rope_theta", without=0)
+    scaling = table(hf, "rope_scaling") or table(hf, "rope_parameters")
+    if scaling.get("rope_type", "default") != "default" and full and local and full != local:
+        raise ValueError("config.json: rope_parameters scale the layers with a sliding window")
+    bases = {"full": full, "local": local, "any": full or local}
+    fields: Fields = {"rotary_base": float(number(bases, "any"))} if bases["any"] else {}
+    fields["window_rotary_base"] = float(number(bases, "local")) if full and local and full != local else None
+    unrotated = [not base for base in entries(hf, "layer_rope_theta")]
+    return fields | {"no_rope_freq": pattern_text(unrotated, usual=False)}
+
+
+def by_kind(hf: Values, family: Family, key: str, without: object = None) -> tuple[object, object]:
+    """From a list by layer, the value of layers that see all earlier tokens, and of those with a sliding window; None
+    if there are none, apart from those with the value `without`."""
+    listed = entries(hf, key)
+    local = windows(hf, family) if hf.get("sliding_window") else [False] * whole(hf, "num_hidden_layers")
+    if len(listed) != len(local):
+        raise ValueError(f"config.json: {key} has {len(listed)} entries for {len(local)} layers")
+    found = []
+    for kind in (False, True):
+        values = {value for value, each in zip(listed, local, strict=True) if each == kind and value != without}
+        if len(values) > 1:
+            raise ValueError(
+                f"config.json: {key} = {hf[key]} differs among layers {'with' if kind else 'without'} a window"
+            )
+        found.append(next(iter(values), None))
+    return found[0], found[1]

@@ -1,0 +1,116 @@
+"""Rows of the vocabulary that a run adds to those of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.sharded_tensor import LocalBox
+from megatron.core.tokenizers import build_tokenizer
+from megatron.extensions.interop.conversion.formats import tokenizer_config
+from megatron.extensions.interop.hugging_face.layouts import VocabularyRows
+from megatron.extensions.interop.hugging_face.weights import HFWeights
+
+ROWS = 256
+"""Rows that are read at a time for a mean."""
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """The tokens of a run from the folder's `vocab_size` up to `tokens`, and how their rows are initialized."""
+
+    weights: HFWeights
+    """The folder's, for its own vocabulary."""
+
+    tokens: int
+    averaged: int
+    """Rows in the mean: the first ones of the folder."""
+
+    drawn: bool
+    """New rows are drawn as for a new model, in place of the mean."""
+
+    _means: dict[str, Tensor] = field(default_factory=dict)
+
+    def concerns(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether dim 0 of a parameter or state, of this shape in the run, is the vocabulary."""
+        placement = self.weights.placements[name]
+        return isinstance(placement.layout, VocabularyRows) or placement.meta.global_shape != shape
+
+    def fill(self, name: str, box: LocalBox) -> None:
+        """Fills a box of such a parameter: the folder's rows, new rows, and zeros for those that pad the vocabulary.
+        Rows to be drawn keep the values that the model was built with. A table of integers has no mean: its rows are
+        drawn."""
+        (first, *columns), data = box
+        others = tuple(slice(start, start + size) for start, size in zip(columns, data.shape[1:], strict=True))
+        theirs = self._within(self.weights.config.vocab_size or 0, box)
+        ours = self._within(self.tokens, box)
+        if theirs:
+            data[:theirs].copy_(self.weights.read(name, (slice(first, first + theirs), *others), data.dtype))
+        if ours > theirs and not self.drawn and data.is_floating_point():
+            data[theirs:ours].copy_(self.mean(name)[others])
+        data[ours:].zero_()
+
+    @staticmethod
+    def _within(tokens: int, box: LocalBox) -> int:
+        """How many rows of a box are below a number of tokens."""
+        return min(max(tokens - box[0][0], 0), len(box[1]))
+
+    def mean(self, name: str) -> Tensor:
+        """The mean row of a parameter [V, ...] -> [...], computed in fp64 and rounded to fp32.
+
+        Rows are added one to one in a fixed order, so that it has the same bits on all ranks and for any number of
+        threads.
+        """
+        if name not in self._means:
+            whole = [slice(0, size) for size in self.weights.placements[name].meta.global_shape[1:]]
+            total: Tensor | None = None
+            for start in range(0, self.averaged, ROWS):
+                rows = slice(start, min(start + ROWS, self.averaged))
+                part = _sum_of_rows(self.weights.read(name, (rows, *whole), torch.float64))
+                total = part if total is None else total + part
+            assert total is not None
+            exact = torch.float64 in self.weights.dtypes(name)
+            self._means[name] = (total / self.averaged).to(torch.float64 if exact else torch.float32)
+        return self._means[name]
+
+    def described(self, source: str) -> str:
+        """The line at start."""
+        old, new = self.weights.config.vocab_size or 0, self.tokens
+        how = "drawn as for a new model" if self.drawn else f"initialized as the mean of {self.averaged} rows, {source}"
+        line = f" {new - old} new token{'s' * (new - old > 1)} (from id {old}): rows {how}"
+        if not self.drawn and self.averaged < old:
+            line += f"; rows {self.averaged} to {old - 1}, which pad the folder's vocabulary, keep its values"
+        return line
+
+
+def _sum_of_rows(rows: Tensor) -> Tensor:
+    """[n, ...] -> [...], by halves."""
+    while len(rows) > 1:
+        half = len(rows) // 2
+        pairs = rows[:half] + rows[half : 2 * half]
+        rows = torch.cat((pairs, rows[2 * half :]))
+    return rows[0]
+
+
+def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
+    """The rows of a folder's vocabulary that belong to tokens, and why: those below the size of its tokenizer, or all
+    if it has none that can be read."""
+    named = tokenizer_config(path)
+    if named.tokenizer_type is None:
+        return vocab_size, "all rows of the folder, which has no tokenizer"
+    try:
+        tokens = build_tokenizer(named).vocab_size
+    except (ValueError, OSError):
+        return vocab_size, "all rows of the folder, whose tokenizer cannot be read"
+    return min(tokens, vocab_size), "the tokens of the folder's tokenizer"
+
+
+def refused_vocabulary(load: str, theirs: int, ours: int) -> str:
+    """The error of a vocabulary below the folder's."""
+    return (
+        f"--load {load} has a vocabulary of {theirs} tokens, and the run one of {ours}, so that rows of trained tokens "
+        f"would be lost: give --vocab-size {theirs} or more, or a tokenizer that fits the model"
+    )

@@ -1,0 +1,113 @@
+"""Loads the weights of a Hugging Face folder, of which each rank reads its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.path_kind import OURS, kind_of
+from megatron.core.dist_checkpointing.state_dict import MODEL, StateDict, load_targets
+from megatron.core.dist_checkpointing.storage import on_first_rank
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import ParallelState
+from megatron.extensions.interop.conversion.formats import Options, Origin
+from megatron.extensions.interop.hugging_face.continued_training.new_tokens import (
+    NewTokens,
+    refused_vocabulary,
+    rows_of_tokens,
+)
+from megatron.extensions.interop.hugging_face.flags import HuggingFaceConfig
+from megatron.extensions.interop.hugging_face.folder import HFFolder
+from megatron.extensions.interop.hugging_face.hf_format import HFSource, origin_of
+from megatron.extensions.interop.hugging_face.read_config import config_from_hf
+from megatron.extensions.interop.hugging_face.weights import HFWeights
+from megatron.training.checkpoints.checkpointing import (
+    Fingerprint,
+    RunCheckpoint,
+    no_fingerprint,
+    stages_without_weights,
+)
+from megatron.training.config.run_config import RunConfig
+from megatron.training.progress import Progress
+
+
+def load_start(
+    checkpoint: RunCheckpoint, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
+) -> Progress:
+    """Loads the folder in --load into parameters and the optimizer, and returns where the run stands. Collective.
+
+    It has the weights of iteration 0. If --save holds checkpoints already, the run resumes from these, so that the same
+    command resumes it; --finetune starts again. Raises ValueError if something does not fit.
+    """
+    config, world = checkpoint.config, checkpoint.state.world
+    options, load = config.checkpoint, config.checkpoint.load
+    assert load is not None
+    save = options.save
+    if save and not options.finetune and on_first_rank(lambda: kind_of(save) in OURS, world):
+        resumed = replace(config, checkpoint=replace(options, load=save))
+        return replace(checkpoint, config=resumed).load(say, data, f" (--save), not the model in --load {load}")
+    depths, origin = load_hf_weights(checkpoint, Path(load), say)
+    if config.model.mtp_depths > depths:
+        found = f"{depths} of {config.model.mtp_depths} modules" if depths else "none"
+        say(f" multi-token prediction starts with weights of its own: the folder has {found}")
+    say(f" loaded weights from {load}: starting at iteration 0 with a fresh optimizer")
+    return Progress(data_fingerprint=data(0), origin=asdict(origin))
+
+
+@torch.no_grad()
+def load_hf_weights(checkpoint: RunCheckpoint, path: Path, say: Callable[[str], None]) -> tuple[int, Origin]:
+    """Reads this rank's boxes of all parameters, and of the optimizer's main parameters, from a Hugging Face folder.
+    Says how the rows of tokens are initialized that the folder does not have.
+
+    Returns the depths of multi-token prediction that it has, and what checkpoints remember of it. Raises ValueError if
+    the run's vocabulary is smaller than the folder's, or the weights do not fit.
+    """
+    config, state = checkpoint.config, checkpoint.state
+    folder = HFFolder(path)
+    model_type, model = str(folder.config["model_type"]), config.model
+    theirs, tokens = config_from_hf(folder.config).vocab_size or 0, model.vocab_size or 0
+    if tokens < theirs:
+        raise ValueError(refused_vocabulary(str(path), theirs, tokens))
+    weights = HFWeights(folder.tensors, replace(model, vocab_size=theirs, pad_vocab_size_to=None), model_type)
+    on_first_rank(weights.check_copies, state.world)
+    new = None
+    if tokens > theirs:
+        averaged, source = rows_of_tokens(path, theirs)
+        drawn = config.options(HuggingFaceConfig).new_token_init == "normal"
+        new = NewTokens(weights, tokens, averaged, drawn)
+        say(new.described(source))
+    with checkpoint.optimizer.loading_state() as pieces:
+        _read_boxes(weights, load_targets(checkpoint.stages.values(), pieces, state, (), load_optimizer=False), new)
+    return weights.depths, origin_of(folder.config)
+
+
+def _read_boxes(weights: HFWeights, targets: StateDict, new: NewTokens | None = None) -> None:
+    for key, target in targets.items():
+        name = key.removeprefix(MODEL)
+        for offset, data in target.boxes if name in weights.placements else ():
+            if new is not None and new.concerns(name, tuple(target.shape)):
+                new.fill(name, (offset, data))
+                continue
+            box = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
+            data.copy_(weights.read(name, box, data.dtype))
+
+
+@torch.no_grad()
+def load_trained_stages(
+    path: Path,
+    layout_of: Callable[[RunConfig], ModelParallelConfig],
+    state: ParallelState,
+    device: torch.device | str = "cpu",
+    number_format: str | None = None,
+) -> tuple[dict[int, GPTModel], RunConfig]:
+    """As `megatron.training.checkpoints.checkpointing.load_stages`. Raises ValueError if the folder holds no model that
+    can be read."""
+    source = HFSource(path, Options())
+    on_first_rank(source.check_data, state.world)
+    stages = stages_without_weights(source.config, layout_of(source.config), state, device, number_format)
+    _read_boxes(source.weights, load_targets(stages.values(), [], state, (), load_optimizer=False))
+    return stages, source.config

@@ -1,0 +1,197 @@
+"""Hugging Face exports of a run's checkpoints, written by a process of their own while training continues.
+
+    python -m megatron.extensions.interop.hugging_face.export CHECKPOINT OUTPUT \\
+        [--extension FILE.py] [--hf-family NAME|FILE]
+
+converts a checkpoint that is complete on disk, so that training gives it nothing but disk and processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+
+from megatron.core.dist_checkpointing.file_storage import located
+from megatron.core.dist_checkpointing.storage import CheckpointError
+from megatron.extensions import load
+from megatron.extensions.interop.conversion.convert import Conversion
+from megatron.extensions.interop.conversion.formats import Options
+from megatron.extensions.interop.hugging_face.family_files import add_families, family_to_write
+from megatron.extensions.interop.hugging_face.flags import HuggingFaceConfig
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import load_extensions, loaded_extensions
+from megatron.training.hooks import Callback
+from megatron.training.metrics.progress_bar import ProgressBar
+from megatron.training.reliability.visible_text import visible
+
+NOTE = "note on exports: "
+
+PACKAGE = Path(__file__).resolve().parents[4]
+
+
+COUNTS = struct.Struct("qq")
+"""Bytes written and bytes in all, as the process of an export reports them."""
+
+
+class ExportProcess:
+    """The process of one export. It sees no GPU, and gives way to training."""
+
+    def __init__(self, checkpoint: PurePath, output: Path, families: Sequence[str]) -> None:
+        self.checkpoint, self.began = checkpoint, time.monotonic()
+        # A file, because a pipe fills up while nobody reads it during training.
+        self._counts = tempfile.TemporaryFile()  # noqa: SIM115
+        fd = self._counts.fileno()
+        paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environ = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        named = {"--extension": loaded_extensions(), "--hf-family": families, "--counts": (fd,)}
+        options = [f"{flag}={value}" for flag, values in named.items() for value in values]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(checkpoint), str(output), *options],
+            env=os.environ | environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[fd],
+        )
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self) -> tuple[int, list[str]]:
+        """Shows how far it is until it ends. Returns its exit code and output."""
+        bar: ProgressBar | None = None
+        while True:
+            try:
+                said = self._process.communicate(timeout=0.5)[0]
+                break
+            except subprocess.TimeoutExpired:
+                done, total = self.progress()
+                if bar is None and total:
+                    what = f" exporting {self.checkpoint.name}"
+                    bar = ProgressBar(what, total, "B", lambda line: print(line, flush=True))
+                    bar.began = self.began
+                if bar is not None:
+                    bar.update(done)
+        if bar is not None:
+            bar.close()
+        self._counts.close()
+        return self._process.returncode, said.strip().splitlines()
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes written so far, and bytes in all; zeros until the first is written."""
+        counts = os.pread(self._counts.fileno(), COUNTS.size, 0)
+        return COUNTS.unpack(counts) if len(counts) == COUNTS.size else (0, 0)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+        self._process.communicate()
+        self._counts.close()
+
+
+class HFExporter:
+    """Exports checkpoints one after the other, in order. On one rank.
+
+    `held` are the checkpoints that must not be deleted.
+    """
+
+    doing = "exporting to Hugging Face"
+
+    def __init__(self, config: RunConfig, held: list[PurePath]) -> None:
+        options, save = config.options(HuggingFaceConfig), config.checkpoint.save_folder or Path()
+        assert options.export_hf_interval is not None
+        self.interval = options.export_hf_interval
+        self.held = held
+        self.families = options.hf_family or ()
+        self.root = Path(options.export_hf_dir or save / "hf")
+        self._waiting: deque[tuple[PurePath, Path]] = deque()
+        self._running: ExportProcess | None = None
+        self._said = set[str]()
+
+    def add(self, iteration: int, checkpoint: PurePath) -> None:
+        """Queues a complete checkpoint if its turn has come."""
+        if iteration % self.interval == 0:
+            self.held.append(checkpoint)
+            self._waiting.append((checkpoint, self.root / checkpoint.name))
+
+    def poll(self, wait: bool = False) -> list[str]:
+        """Starts the next export when the one before has ended. Returns a line for each that has ended, and its notes
+        where they are new; with `wait`, after all of them."""
+        lines: list[str] = []
+        while self._waiting or self._running is not None:
+            if self._running is None:
+                self._running = ExportProcess(*self._waiting[0], self.families)
+            if not wait and not self._running.ended():
+                break
+            failed, said = self._running.wait()
+            checkpoint, output = self._waiting.popleft()
+            self._running = None
+            self.held.remove(checkpoint)
+            last = said[-1] if said else f"exit code {failed}"
+            lines.append(f"{output} was not exported: {last}" if failed else f"exported {checkpoint} to {output}")
+            notes = [line for line in said if line.startswith(NOTE) and line not in self._said]
+            lines += [] if failed else notes
+            self._said.update(notes)
+        return lines
+
+    def abandon(self) -> list[str]:
+        """Ends the export in progress and forgets those that wait, for a process that must leave. Returns a line for
+        each."""
+        lines = [f"{output} was not exported: the run stops" for _, output in self._waiting]
+        if self._running is not None:
+            self._running.terminate()
+            self._running = None
+        self._waiting.clear()
+        return lines
+
+
+class HFExports(Callback):
+    """The exports of a run's checkpoints."""
+
+    def exporter(self, held: list[PurePath]) -> HFExporter:
+        return HFExporter(self.config, held)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exports one checkpoint, in place of an earlier export of it, with the extensions and families of its run. Returns
+    the exit code."""
+    load()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("checkpoint")
+    parser.add_argument("output", type=Path)
+    for flag in ("--extension", "--hf-family"):
+        parser.add_argument(flag, action="append", default=[])
+    parser.add_argument("--counts", type=int, help="file descriptor for the progress")
+    args = parser.parse_args(argv)
+    os.nice(10)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that temporary files are removed
+    try:
+        load_extensions(args.extension)
+        add_families(args.hf_family)
+        options = Options(family=family_to_write(args.hf_family))
+        conversion = Conversion(located(args.checkpoint), args.output, "hf", options, force=True)
+        for note in conversion.notes:
+            print(f"{NOTE}{visible(' '.join(note.split()))}")
+        total = conversion.target.nbytes
+
+        def show(done: int) -> None:
+            if args.counts is not None:
+                os.pwrite(args.counts, COUNTS.pack(done, total), 0)
+
+        conversion.run(workers=1, show=show)
+    except (ValueError, OSError, CheckpointError) as error:
+        print(visible(" ".join(str(error).split())))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

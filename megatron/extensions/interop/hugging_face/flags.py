@@ -1,0 +1,69 @@
+"""Flags of exports and families, the built-in families, and where the code for Hugging Face folders is. No torch."""
+
+from __future__ import annotations
+
+import glob
+import os
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.dist_checkpointing.path_kind import LATEST, PATH_KINDS
+from megatron.extensions.interop.hugging_face.families import FAMILIES
+from megatron.training.extensions import CALLBACKS, extension_flags
+
+CONFIG = "config.json"
+
+
+@extension_flags("Hugging Face", may_change=True, rules=f"{__package__}.rules:exports")
+@dataclass(frozen=True)
+class HuggingFaceConfig:
+    export_hf_interval: int | None = flag(None, above=0, no_effect_without="--save")
+    """Iterations between exports of checkpoints to Hugging Face folders, written in the background; a multiple of
+    --save-interval."""
+
+    export_hf_dir: str | None = flag(None, path="local", writes="folder", no_effect_without="--export-hf-interval")
+    """Folder for these exports; default: hf in --save."""
+
+    hf_family: tuple[str, ...] | None = flag(None, path="local", repeats=True)
+    """A Hugging Face family: FILE.json adds one of your own, whose model_type is the file's name; NAME selects the one
+    that exports are written as. May be given more than once."""
+
+    new_token_init: str = flag("mean", choices=("mean", "normal"), no_effect_without="--load")
+    """Rows of embedding and output layer for tokens beyond the vocabulary of the Hugging Face folder in --load: the
+    mean of the rows of its tokens, or drawn from the normal distribution of a new model."""
+
+
+PATH_KINDS.register(
+    "hugging_face",
+    f"{__package__}.path_kind:FOLDER",
+    about="is a Hugging Face model",
+    order=35,
+    loaded_as="the folder of a Hugging Face model",
+)
+PATH_KINDS.register(
+    "hugging_face_exports",
+    lambda path: (
+        not os.path.exists(os.path.join(path, LATEST))
+        and bool(glob.glob(os.path.join(glob.escape(path), "iter_*", CONFIG)))
+    ),
+    about="is a folder of Hugging Face exports, each of which is a model in a folder of its own",
+    order=25,
+)
+CALLBACKS.register(
+    "exports to Hugging Face",
+    f"{__package__}.export:HFExports",
+    when=lambda config: config.options(HuggingFaceConfig).export_hf_interval is not None,
+)
+
+_USUAL = (
+    *("gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
+    *("gemma", "starcoder2", "gpt_neox", "smollm3", "olmo2", "olmo3", "olmoe", "granite"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "exaone_moe", "afmoe", "qwen3_next", "apertus"),
+    *("bailing_moe", "exaone4", "mimo_v2_flash", "step3p5", "gpt_oss", "gemma2", "gemma3_text", "llama4_text"),
+)
+"""Families that are tried first where several can express a model, in this order."""
+
+_FILES = sorted(name[: -len(".json")] for name in os.listdir(os.path.join(os.path.dirname(__file__), "families")))
+
+for _family in dict.fromkeys((*_USUAL, *_FILES)):
+    FAMILIES.register(_family, f"{__package__}.family_files:{_family.upper()}")

@@ -1,0 +1,342 @@
+"""Converts weights between Hugging Face's names and layouts and ours, with the tables of `families`.
+
+Nothing here opens a file: tensors may be in memory, or on disk and read slice by slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.multi_token import MULTI_TOKEN
+from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.stage_parameters import model_states, stage_metas
+from megatron.extensions.interop.conversion.formats import few
+from megatron.extensions.interop.hugging_face.buffers import buffers_of
+from megatron.extensions.interop.hugging_face.families import Family, Rule
+from megatron.extensions.interop.hugging_face.layouts import LAYOUTS, Box, Layout, Pieces
+from megatron.extensions.interop.hugging_face.read_config import family_of
+from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One of our parameters or states, and the names of the tensors of theirs that it consists of."""
+
+    meta: ParamMeta
+    theirs: tuple[str, ...]
+    layout: Layout
+
+    config: TransformerConfig
+    """That of its layer."""
+
+    state_dtype: str | None = None
+    """Of a state of the model, which is not trained, the dtype in which it is kept; None for a parameter."""
+
+    def to_theirs(self, parameter: Tensor) -> tuple[Tensor, ...]:
+        """Our parameter as their tensors, in the order of their names."""
+        return self.layout.theirs(self.config, parameter)
+
+
+class HFWeights:
+    """Their tensors as our parameters, read one at a time, whole or in part.
+
+    Names, shapes and dtypes are checked when it is made, without reading data: ValueError names every mismatch. Modules
+    of multi-token prediction are read as far as both have them.
+    """
+
+    def __init__(self, tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> None:
+        family = family_of({"model_type": model_type})
+        self.config, self._tensors = config, _checkpoint_names(tensors, family)
+        if "mxfp4" in family.quantized:
+            self._tensors = with_mxfp4(self._tensors)
+        problems = _too_few(self._tensors, config, family)
+        stored = multi_token_depths(self._tensors, config, model_type)
+        self.depths = min(config.mtp_depths, stored)
+        """Depths of multi-token prediction whose weights are read."""
+        placed = [] if problems else placements(_with_depths(config, self.depths), model_type)
+        self.placements = {each.meta.name: each for each in placed}
+        buffers = (name for name, _ in buffers_of(config, family.model_type, torch.float32)) if placed else ()
+        of_config = {*takewhile(self._tensors.__contains__, buffers)}
+        unknown = {name: tensor for name, tensor in self._tensors.items() if name not in of_config}
+        for placement in self.placements.values():
+            if isinstance(placement.layout, Pieces) and placement.layout.may_be_thirds:
+                self._tensors |= by_counts(self._tensors, placement)
+            missing = [name for name in placement.theirs if name not in self._tensors]
+            problems += [f"{name} is missing" for name in missing] or self._misfit(placement)
+            for name in placement.theirs:
+                unknown.pop(name, None)
+        self.head = _head(family)
+        self.tied_head = unknown.pop(self.head, None) if config.tied_embeddings and self.placements else None
+        if self.placements:
+            whole = _with_depths(config, stored)
+            self.copies = [each for each in copies(whole, model_type) if unknown.pop(each.theirs[0], None) is not None]
+            further = {name for each in placements(whole, model_type) for name in each.theirs} if stored else set()
+            problems += [f"{name} is unknown" for name in unknown if name not in further]
+        if problems:
+            raise ValueError(f"weights of model_type {model_type}: {few(problems, 8)}")
+
+    def _misfit(self, placement: Placement) -> list[str]:
+        """The problem with the tensors of a parameter, if there is one."""
+        tensors, names = [self._tensors[name] for name in placement.theirs], ", ".join(placement.theirs)
+        try:
+            found = [list(tensor.shape) for tensor in tensors]
+        except ValueError as error:
+            return [f"{names}: {error}"]
+        shapes = ", ".join(map(str, found))
+        try:
+            whole = torch.empty(placement.meta.global_shape, device="meta")
+            expected = [list(tensor.shape) for tensor in placement.to_theirs(whole)]
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return [f"{names} of shape {shapes} do not fit the configuration"]
+        if found != expected:
+            needed = ", ".join(map(str, expected))
+            return [f"{names} of shape {shapes} do not fit {placement.meta.name}, which is made of {needed}"]
+        return []
+
+    def dtypes(self, name: str) -> set[torch.dtype]:
+        """The dtypes in which a parameter is stored: several if its tensors differ."""
+        return {self._tensors[part].dtype for part in self.placements[name].theirs}
+
+    def read(self, name: str, box: Box | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A parameter, or a box of it, in a dtype, by default as stored."""
+        placement = self.placements[name]
+        tensors: Sequence[Sliceable] = [self._tensors[part] for part in placement.theirs]
+        if dtype is not None:
+            tensors = [_Converted(tensor, dtype) for tensor in tensors]
+        whole = tuple(slice(0, size) for size in placement.meta.global_shape)
+        return placement.layout.part(placement.config, tensors, box or whole)
+
+    def check_copies(self) -> None:
+        """Raises ValueError if a stored copy of a tied head differs from the embedding, or that of an embedding or head
+        in a module of multi-token prediction from these. Reads them."""
+        for copy in self.copies:
+            (name,), (original,) = copy.theirs, self.placements[copy.meta.name].theirs
+            if not torch.equal(self._tensors[name][()], self._tensors[original][()]):
+                raise ValueError(f"{name} differs from {original}, which the module of multi-token prediction shares")
+        embedding = self._tensors[self.placements[EMBEDDING].theirs[0]] if self.tied_head is not None else None
+        if self.tied_head is not None and embedding is not None:
+            shapes = tuple(self.tied_head.shape), tuple(embedding.shape)
+            if shapes[0] != shapes[1] or not torch.equal(self.tied_head[()], embedding[()]):
+                raise ValueError(f"{self.head} differs from the word embeddings that config.json says it is tied to")
+
+
+def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[str, Sliceable]:
+    """The tensors of a parameter by their own sizes, of a file in which each has an equal part of all their rows."""
+    parts = [tensors[name] for name in placement.theirs if name in tensors]
+    whole = placement.to_theirs(torch.empty(placement.meta.global_shape, device="meta"))
+    expected = [tuple(tensor.shape) for tensor in whole]
+    found = [tuple(tensor.shape) for tensor in parts]
+    rows = sum(shape[0] for shape in expected)
+    if found != [(rows // len(expected), *expected[0][1:])] * len(expected) or found == expected or rows % len(found):
+        return {}
+    starts = [sum(shape[0] for shape in expected[:number]) for number in range(len(expected))]
+    return {
+        name: RowsOfSeveral(tuple(parts), start, shape)
+        for name, start, shape in zip(placement.theirs, starts, expected, strict=True)
+    }
+
+
+@dataclass(frozen=True)
+class RowsOfSeveral:
+    """Rows of tensors of equal shapes, one after the other, as one tensor."""
+
+    parts: tuple[Sliceable, ...]
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
+        rows, *others = box if isinstance(box, tuple) and box else (slice(None),)
+        first, last, _ = rows.indices(self.shape[0])
+        size, found = self.parts[0].shape[0], []
+        for number, part in enumerate(self.parts):
+            low, high = (min(max(self.start + row - number * size, 0), size) for row in (first, last))
+            if low < high:
+                found.append(part[(slice(low, high), *others)])
+        return torch.cat(found)
+
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def _head(family: Family) -> str:
+    """Their name of the output layer's weight."""
+    return next(rule.theirs[0] for rule in family.rules if rule.ours == HEAD)
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """A tensor whose slices are converted to a dtype as they are read."""
+
+    tensor: Sliceable
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.tensor.shape
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
+        return self.tensor[box].to(self.dtype)
+
+
+def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
+    """Each parameter and state of a model with its tensors; those of multi-token prediction if the family has modules
+    for it. Raises ValueError if the family has no place for another one."""
+    family = family_of({"model_type": model_type})
+    rules = {rule.ours: rule for rule in (*family.rules, *family.multi_token)}
+    found = []
+    config = _with_depths(config, config.mtp_depths if family.multi_token else 0)
+    states = model_states(config)
+    for meta, state_dtype in [*((meta, None) for meta in stage_metas(config)), *states]:
+        parts = meta.name.split(".")
+        module = meta.name.startswith(f"{MULTI_TOKEN}.")
+        layer = parts[2] if module or meta.name.startswith("decoder.layers.") else ""
+        pattern = ".".join((*parts[:2], "{i}", *parts[3:])) if layer else meta.name
+        if pattern not in rules or (module and int(layer) and not _counts(rules[pattern])):
+            raise ValueError(f"model_type {family.model_type} cannot have {meta.name}")
+        rule = rules[pattern]
+        layout = _layout(rule, family)
+        own = config.of_layer(int(layer) + (config.num_layers if module else 0)) if layer else config
+        found.append(Placement(meta, tuple(_names(rule, layer, config)), layout, own, state_dtype))
+    return found
+
+
+def _layout(rule: Rule, family: Family) -> Layout:
+    if isinstance(rule.layout, str) and rule.layout not in LAYOUTS:
+        known = f"known are {', '.join(LAYOUTS)}"
+        raise ValueError(f"{family.file}: weights: {rule.ours}: there is no layout {rule.layout!r}; {known}")
+    return LAYOUTS[rule.layout] if isinstance(rule.layout, str) else rule.layout
+
+
+def copies(config: TransformerConfig, model_type: str) -> list[Placement]:
+    """Further tensors of theirs for the embedding and the head, in each module of multi-token prediction."""
+    family = family_of({"model_type": model_type})
+    originals = {each.meta.name: each for each in placements(config, model_type)} if config.mtp_depths else {}
+    return [
+        replace(originals.get(ours, originals[EMBEDDING]), theirs=(_numbered(name, str(depth), config),))
+        for depth in range(config.mtp_depths)
+        for name, ours in family.copies.items()
+    ]
+
+
+def multi_token_depths(tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> int:
+    """Depths of multi-token prediction whose weights are among the tensors."""
+    family = family_of({"model_type": model_type})
+    names = [rule.theirs[0] for rule in family.multi_token if rule.ours.endswith(".eh_proj.weight")]
+    found = {_numbered(name, str(depth), config) for name in names for depth in range(len(tensors))}
+    return len(found & tensors.keys())
+
+
+def _counts(rule: Rule) -> bool:
+    """Whether their names have a number of the module."""
+    return any(mark in name for name in rule.theirs for mark in ("{i}", "{n}"))
+
+
+def _with_depths(config: TransformerConfig, depths: int) -> TransformerConfig:
+    return replace(config, mtp_num_layers=depths or None)
+
+
+def _numbered(name: str, number: str, config: TransformerConfig) -> str:
+    """Their name with the number of a layer, or of a module of multi-token prediction, filled in."""
+    half, rest = divmod(int(number or 0), 2)
+    name = name.replace("{i}", number).replace("{i/2}", str(half)).replace("{i%2}", str(rest))
+    return name.replace("{n}", str(config.num_layers + int(number or 0)))
+
+
+def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[str, Sliceable]:
+    """Their tensors under full and usual names, without tensors that are not weights."""
+    for other, usual in family.renamed.items():
+        tensors = {name.replace(other, usual): tensor for name, tensor in tensors.items()}
+    bare = not any(name.startswith(family.prefix) for name in tensors)
+    return {
+        family.prefix + name if bare and name != _head(family) else name: tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(tuple(family.ignored)) and not name.startswith(tuple(family.left_out))
+    }
+
+
+def _too_few(tensors: Mapping[str, Sliceable], config: TransformerConfig, family: Family) -> list[str]:
+    """A problem if there are fewer tensors than layers or experts. Keeps a false number from costing memory."""
+    counts = {"num_layers": config.num_layers}
+    if any("{e}" in name for rule in family.rules for name in rule.theirs):
+        counts["num_experts"] = config.num_experts or 0
+    theirs = {ours: key for key, ours in family.keys.items()}
+    return [
+        f"config.json says {theirs.get(ours, ours)} = {count}, and there are {len(tensors)} tensors"
+        for ours, count in counts.items()
+        if count > len(tensors)
+    ]
+
+
+def _names(rule: Rule, layer: str, config: TransformerConfig) -> Iterator[str]:
+    """Their names with the layer number filled in, expert by expert."""
+    names = [_numbered(name, layer, config) for name in rule.theirs]
+    if any("{e}" in name for name in names):
+        return (name.replace("{e}", str(expert)) for expert in range(config.num_experts or 0) for name in names)
+    return iter(names)
+
+
+# MXFP4, as gpt-oss is published: read as bf16, which holds all of its values. Of a matrix, 32 values along the last dim
+# are a block: two 4-bit floats (E2M1) in a byte, the first one in the lower half, and a power of two, whose exponent is
+# stored plus 127 (Open Compute Project, Microscaling Formats 1.0, sections 5.3 and 6.3).
+
+POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of the lower three bits. The fourth is the sign."""
+
+BLOCK = 32
+"""Values that share a power of two."""
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Endings of the names of a tensor's two parts."""
+
+
+def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks [..., n, 16] and scales [..., n] uint8 -> [..., 32 n] bf16"""
+    values = torch.tensor([*POSITIVE, *(-value for value in POSITIVE)])
+    pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    return torch.ldexp(values[pairs.int()], scales.int()[..., None] - 127).flatten(-2).bfloat16()
+
+
+class Mxfp4Experts:
+    """Matrices of experts [E, in, out], stored as blocks [E, out, in / 32, 16] and scales [E, out, in / 32]."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, blocks: Sliceable, scales: Sliceable) -> None:
+        self.blocks, self.scales = blocks, scales
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """ValueError if both parts do not fit together."""
+        experts, out, count, half = (*self.blocks.shape, 0, 0, 0, 0)[:4]
+        uint8 = self.blocks.dtype == self.scales.dtype == torch.uint8
+        if tuple(self.scales.shape) != (experts, out, count) or 2 * half != BLOCK or not uint8:
+            shapes = f"{list(self.blocks.shape)} and {list(self.scales.shape)}"
+            raise ValueError(f"blocks and scales of shapes {shapes} are not MXFP4")
+        return experts, count * BLOCK, out
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
+        slices = (*(box if isinstance(box, tuple) else (box,)), *(slice(None),) * 3)[:3]
+        experts, within, out = (slice(*each.indices(n)) for each, n in zip(slices, self.shape, strict=True))
+        first = within.start // BLOCK
+        stored = experts, out, slice(first, -(-within.stop // BLOCK))
+        found = dequantized(self.blocks[(*stored, slice(0, BLOCK // 2))], self.scales[stored])
+        return found[..., within.start - first * BLOCK : within.stop - first * BLOCK].transpose(1, 2)
+
+
+def with_mxfp4(tensors: Mapping[str, Sliceable]) -> dict[str, Sliceable]:
+    """The tensors of a file, with each pair of parts in MXFP4 as the one tensor that it stands for."""
+    pairs = [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]
+    whole = [name for name in pairs if name + SCALES in tensors]
+    parts = {name + ending for name in whole for ending in (BLOCKS, SCALES)}
+    found = {name: tensor for name, tensor in tensors.items() if name not in parts}
+    return found | {name: Mxfp4Experts(tensors[name + BLOCKS], tensors[name + SCALES]) for name in whole}

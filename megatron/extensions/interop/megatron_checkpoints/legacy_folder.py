@@ -1,0 +1,334 @@
+"""Megatron-LM's checkpoints of one file per rank, `mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt`, as whole tensors.
+
+A rank holds one box of each parameter, which `ParamMeta.box` computes, so that no rule here names a sharded dim. Files
+are mapped into memory: a tensor is read from disk when it is asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import ChainMap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.stage_parameters import model_states, stage_metas
+from megatron.extensions.interop.megatron_checkpoints.common_state import args_of, load_pickle
+from megatron.extensions.interop.megatron_checkpoints.legacy_states import FROZEN, Held, states_of
+from megatron.extensions.interop.megatron_checkpoints.megatron_names import (
+    LAYERS,
+    Way,
+    current_name,
+    find_ways,
+    is_skipped,
+    names_inside,
+    their_shape,
+)
+
+FILE = "model_optim_rng.pt"
+DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
+CHUNK = re.compile(r"model\d*")
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+SAMPLE = 4096
+"""Elements at each end of a tensor that identify its state."""
+
+Rank = tuple[int, int, int]
+"""(TP, PP, EP) rank."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes of the run that saved."""
+
+    tp: int
+    pp: int
+    ep: int
+    expt_tp: int
+
+    @classmethod
+    def of(cls, args: Mapping[str, Any]) -> Layout:
+        """The sizes that the arguments say, by default 1. Raises ValueError if they are impossible."""
+        tp = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1
+        found = cls(
+            tp,
+            args.get("pipeline_model_parallel_size") or 1,
+            args.get("expert_model_parallel_size") or 1,
+            args.get("expert_tensor_parallel_size") or tp,
+        )
+        for name, size in vars(found).items():
+            if type(size) is not int or size < 1:
+                raise ValueError(f"its arguments say that the parallel size {name} is {size!r:.40}")
+        if found.expt_tp not in (1, tp):
+            raise ValueError(
+                f"experts at TP {found.expt_tp} in a model at TP {tp} cannot be read; at TP 1 or {tp} they can"
+            )
+        return found
+
+    def __str__(self) -> str:
+        return f"TP {self.tp}, PP {self.pp}, EP {self.ep}"
+
+    def rank(self, folder: str) -> Rank:
+        """The rank of a folder by its name, in which an axis of size 1 is left out. Raises ValueError."""
+        match = RANK_FOLDER.fullmatch(folder)
+        tp, *others = [int(number) for number in match.groups() if number] if match else [self.tp]
+        axes = [size for size in (self.pp, self.ep) if size > 1]
+        if tp >= self.tp or len(others) != len(axes) or any(r >= size for r, size in zip(others, axes, strict=True)):
+            raise ValueError(f"{folder} is no rank of {self}, which its arguments say")
+        pp = others.pop(0) if self.pp > 1 else 0
+        return tp, pp, others.pop(0) if others else 0
+
+    def folder(self, tp: int, pp: int, ep: int) -> str:
+        return f"mp_rank_{tp:02d}" + f"_{pp:03d}" * (self.pp > 1) + f"_{ep:03d}" * (self.ep > 1)
+
+    def check_complete(self, ranks: Collection[Rank]) -> None:
+        """Raises ValueError for a missing folder. If experts are not sharded over TP, there is a folder for each TP
+        rank and for each EP rank, but not for each pair of them."""
+        whole = self.expt_tp == self.tp
+        for tp, pp, ep in ((tp, pp, ep) for tp in range(self.tp) for pp in range(self.pp) for ep in range(self.ep)):
+            present = (tp, pp, ep) in ranks
+            if not whole:
+                present = any(rank[:2] == (tp, pp) for rank in ranks) and any(rank[1:] == (pp, ep) for rank in ranks)
+            if not present:
+                raise ValueError(f"{self.folder(tp, pp, ep)} is missing; its arguments say {self}")
+
+
+Tables = Mapping[tuple[int, int], Mapping[str, Tensor]]
+"""(TP, EP) rank -> tensors of all its stages by name, with layers numbered in the whole model."""
+
+
+class LegacyTensors:
+    """Our parameters in the files of all ranks, for a `MegatronSource`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        names = sorted(each.name for each in folder.glob("mp_rank_*"))
+        self.arguments_file = folder / names[0] / FILE
+        self.common: Mapping[str, Any] = load_pickle(self.arguments_file)
+        self.args = args_of(self.common, self.arguments_file)
+        try:
+            self.layout = Layout.of(self.args)
+            self.ranks = {self.layout.rank(name): folder / name for name in names}
+            self.layout.check_complete(self.ranks)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None
+        self.version = float(self.common.get("checkpoint_version") or 0)
+        self.chunks = self._open()
+        self.tables = self._tables({rank: dict(ChainMap(*chunks)) for rank, chunks in self.chunks.items()})
+        self.states: dict[str, Tables] = {}
+        shapes = [tensor.shape for table in self.tables.values() for tensor in table.values()]
+        self.sizes: Sequence[int] = [len(shapes) * self.layout.ep, *(max(shape, default=0) for shape in shapes)]
+
+    def _open(self) -> dict[Rank, list[Held]]:
+        """The model of each rank by chunks of an interleaved schedule, with layers numbered in the whole model."""
+        opened: dict[Rank, list[Held]] = {}
+        for rank, path in self.ranks.items():
+            content = self._load(rank)
+            if content.get("iteration") != self.common.get("iteration"):
+                raise ValueError(f"{path / FILE} is of iteration {content.get('iteration')!r:.20}, unlike the others")
+            keys = sorted(filter(CHUNK.fullmatch, map(str, content)), key=lambda key: (len(key), key))
+            opened[rank] = [_tensors_of(content[key], path / FILE) for key in keys]
+        counts = {len(chunks) for chunks in opened.values()}
+        if len(counts) != 1 or counts == {0}:
+            raise ValueError(
+                f"{self.folder}: its ranks hold {min(counts)} to {max(counts)} chunks of the model (model0)"
+            )
+        firsts = _first_layers({rank[1]: chunks for rank, chunks in reversed(opened.items())}, counts.pop())
+        return {
+            rank: [_renumbered(chunk, firsts[number, rank[1]]) for number, chunk in enumerate(chunks)]
+            for rank, chunks in opened.items()
+        }
+
+    def _load(self, rank: Rank) -> Mapping[str, Any]:
+        path = self.ranks[rank] / FILE
+        return self.common if path == self.arguments_file else load_pickle(path)
+
+    def _tables(self, held: Mapping[Rank, Held]) -> Tables:
+        pairs = dict.fromkeys((tp, ep) for tp, _, ep in held)
+        return {
+            (tp, ep): dict(ChainMap(*(held[rank] for rank in sorted(held) if (rank[0], rank[2]) == (tp, ep))))
+            for tp, ep in pairs
+        }
+
+    # Parameters
+
+    def find(self, model: TransformerConfig) -> list[str]:
+        states = {meta.name: meta for meta, _ in model_states(model)}
+        present = {name for table in self.tables.values() for name in table}
+        found = [name for name in states if name in present]
+        self.metas = {meta.name: meta for meta in stage_metas(model)} | {name: states[name] for name in found}
+        used = {*found, "output_layer.weight"} if model.tied_embeddings else found
+        self.ways = find_ways(self.metas, self._ways, present, self._misfits, used)
+        self.buffers = found
+        return found
+
+    def _boxes(self, meta: ParamMeta) -> Iterator[tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]]:
+        """((TP, EP) rank, offset, shape) of each box of a parameter. Replicas are left out."""
+        sizes = {"tp": self.layout.tp, "ep": self.layout.ep, "expt_tp": self.layout.expt_tp}
+        for ranks in product(*(range(sizes[axis]) for axis in meta.sharded)):
+            coords = {axis: (rank, sizes[axis]) for axis, rank in zip(meta.sharded, ranks, strict=True)}
+            tp, _ = coords.get("expt_tp" if meta.expert else "tp", (0, 1))
+            ep, _ = coords.get("ep", (0, 1))
+            yield (tp, ep), *meta.box(coords)
+
+    def _parts(self, tables: Tables, way: Way, rank: tuple[int, int], expert: bool) -> list[Tensor] | None:
+        """The tensors of a box: a dense one is on every EP rank, experts that TP does not cut may be on any TP rank."""
+        free = 1 if not expert else 0 if self.layout.expt_tp == 1 else None
+        for holder, table in tables.items():
+            same = all(a == b for axis, (a, b) in enumerate(zip(holder, rank, strict=True)) if axis != free)
+            if same and all(name in table for name in way.names):
+                return [table[name] for name in way.names]
+        return None
+
+    def _misfits(self, meta: ParamMeta, way: Way) -> Iterator[str]:
+        for rank, _, _ in self._boxes(meta):
+            tensors, where = (
+                self._parts(self.tables, way, rank, meta.expert),
+                f"at TP rank {rank[0]}, EP rank {rank[1]}",
+            )
+            if tensors is None:
+                yield f"{way.names[0]} is missing {where}"
+            for name, tensor in zip(way.names, tensors or (), strict=False):
+                if tuple(tensor.shape) != way.shape:
+                    yield f"{name} has shape {list(tensor.shape)} {where}, not {list(way.shape)}"
+
+    def _ways(self, meta: ParamMeta) -> Iterator[Way]:
+        """Every way in which a rank may store its box of a parameter."""
+        _, _, box = next(self._boxes(meta))
+        shape = their_shape(replace(meta, global_shape=box))
+        if not meta.expert:
+            for name in names_inside(meta.name):
+                yield Way((name,), shape)
+            return
+        experts, (front, linear) = range(box[0]), meta.name.rsplit("experts.", 1)
+        yield Way(tuple(f"{front}experts.local_experts.{expert}.{linear}" for expert in experts), shape[1:])
+        yield Way(tuple(f"{front}experts.{linear}{expert}" for expert in experts), shape[1:])
+        out, inner = shape[1:]
+        if linear == "linear_fc1.weight":
+            yield Way((f"{front}experts.weight1",), (inner, len(experts) * out), transposed=True)
+        else:
+            yield Way((f"{front}experts.weight2",), (len(experts) * inner, out), transposed=True)
+
+    def dtype(self, name: str) -> torch.dtype:
+        first = self.ways[name].names[0]
+        return next(table[first].dtype for table in self.tables.values() if first in table)
+
+    def read(self, name: str, kind: str | None = None) -> Tensor:
+        tables = self.tables if kind is None else self.states[kind]
+        meta = self.metas[name]
+        way = self.ways[name]
+        whole: Tensor | None = None
+        for rank, offset, shape in self._boxes(meta):
+            tensors = self._parts(tables, way, rank, meta.expert)
+            assert tensors is not None, (name, kind, rank)
+            tensors = [self._current_order(name, meta, tensor) for tensor in tensors]
+            if shape == meta.global_shape and len(tensors) == 1 and not way.transposed:
+                return tensors[0].reshape(shape)
+            if whole is None:
+                whole = torch.empty(meta.global_shape, dtype=tensors[0].dtype)
+            box = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+            _copy(way, tensors, whole[box])
+        assert whole is not None
+        return whole
+
+    def _current_order(self, name: str, meta: ParamMeta, tensor: Tensor) -> Tensor:
+        """Rows of linear_qkv as [heads, 3, channels]. Version 0: [3, heads, channels], 1: [heads, channels, 3]."""
+        if self.version >= 2 or ".self_attention.linear_qkv." not in name:
+            return tensor
+        groups, parts, channels = meta.global_shape[0] // self.layout.tp, *meta.global_shape[1:3]
+        if self.version >= 1:
+            return tensor.reshape(groups, channels, parts, -1).movedim(2, 1)
+        return tensor.reshape(parts, groups, channels, -1).movedim(0, 1)
+
+    # States of the optimizer
+
+    def find_states(self, names: Collection[str]) -> tuple[str, ...]:
+        if not self.common.get("optimizer"):
+            return ()
+        found: dict[str, dict[Rank, Held]] = {}
+        for rank, chunks in self.chunks.items():
+            other = {name for chunk in chunks for name in chunk if name in self.buffers or is_skipped(name)}
+            trained = [{name: chunk[name] for name in chunk if name not in other} for chunk in chunks]
+            path = self.ranks[rank] / DISTRIBUTED_OPTIMIZER
+            buffers = load_pickle(path, kind=dict | list) if path.exists() else None
+            try:
+                states = states_of(trained, self._load(rank).get("optimizer"), buffers, self.args)
+            except ValueError as error:
+                raise ValueError(f"the optimizer's state of {self.ranks[rank].name}: {error}") from None
+            for kind, held in states.items():
+                found.setdefault(kind, {})[rank] = held
+        self.states = {kind: self._tables(held) for kind, held in found.items()}
+        for kind, name in product(self.states, names):
+            meta, way = self.metas[name], self.ways[name]
+            for holder, _, _ in self._boxes(meta):
+                if self._parts(self.states[kind], way, holder, meta.expert) is None:
+                    raise ValueError(f"{kind} of {name} is missing{FROZEN}")
+        return tuple(self.states)
+
+    def check_states(self) -> None:
+        """Raises ValueError if a main parameter is not the parameter in higher precision. States have no names in these
+        files, but an order, which is checked this way; of large tensors both ends."""
+        for rank, table in self.states.get("main_param", {}).items():
+            for name, main in table.items():
+                weight, main = self.tables[rank][name].flatten(), main.flatten()
+                for part in (slice(0, SAMPLE), slice(-SAMPLE, None)):
+                    if not torch.equal(main[part].to(weight.dtype), weight[part]):
+                        raise ValueError(
+                            f"{self.folder}: the optimizer's fp32 parameters are not in the order of the model "
+                            f"({name} differs); convert the weights alone with --weights-only"
+                        )
+
+
+def _tensors_of(model: Any, path: Path, prefix: str = "") -> Held:
+    """The tensors of a chunk by today's names, in the order of its parameters."""
+    if not isinstance(model, Mapping):
+        raise ValueError(f"{path} holds a {type(model).__name__} instead of a model")
+    found: Held = {}
+    for key, value in model.items():
+        if isinstance(value, Mapping):
+            found |= _tensors_of(value, path, f"{prefix}{key}.")
+        elif isinstance(value, Tensor) and value.layout == torch.strided:
+            found[current_name(f"{prefix}{key}")] = value
+        elif value is not None and not is_skipped(f"{prefix}{key}"):
+            raise ValueError(f"{path} holds a {type(value).__name__} as {prefix}{key}")
+    return found
+
+
+def _copy(way: Way, tensors: Sequence[Tensor], box: Tensor) -> None:
+    """Writes tensors into a box of our parameter."""
+    if way.transposed:
+        box.copy_(tensors[0].reshape(box.shape[0], box.shape[-1], *box.shape[1:-1]).movedim(1, -1))
+    elif len(tensors) == 1:
+        box.copy_(tensors[0].reshape(box.shape))
+    else:
+        for part, tensor in zip(box, tensors, strict=True):
+            part.copy_(tensor.reshape(part.shape))
+
+
+def _layer(name: str) -> int | None:
+    """The number of a layer in the name of a tensor."""
+    match = re.match(re.escape(LAYERS) + r"(\d+)\.", name)
+    return int(match[1]) if match else None
+
+
+def _first_layers(stages: Mapping[int, list[Held]], chunks: int) -> dict[tuple[int, int], int]:
+    """(chunk, PP rank) -> number in the whole model of its first layer. Stages may have any number of layers."""
+    found, total = {}, 0
+    for number, pp in product(range(chunks), sorted(stages)):
+        found[number, pp] = total
+        total += 1 + max((layer for name in stages[pp][number] if (layer := _layer(name)) is not None), default=-1)
+    return found
+
+
+def _renumbered(chunk: Held, first: int) -> Held:
+    def renamed(name: str) -> str:
+        layer = _layer(name)
+        return name if layer is None else f"{LAYERS}{first + layer}.{name.removeprefix(LAYERS).split('.', 1)[1]}"
+
+    return {renamed(name): tensor for name, tensor in chunk.items()}

@@ -1,0 +1,234 @@
+"""Megatron-LM's checkpoints as a source of conversions, optimizer state and position of the run included."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.dist_checkpointing.dcp_index import RENAMED
+from megatron.core.dist_checkpointing.storage import Checkpoint
+from megatron.core.pipeline_parallel.stage_parameters import model_states, stage_metas
+from megatron.extensions.interop.conversion.formats import Options, Source, TrainingState, side_files_of
+from megatron.extensions.interop.megatron_checkpoints.common_state import (
+    args_of,
+    load_pickle,
+    loss_scaler_of,
+    update_count,
+)
+from megatron.extensions.interop.megatron_checkpoints.flags import COMMON, iteration_folder
+from megatron.extensions.interop.megatron_checkpoints.legacy_folder import LegacyTensors
+from megatron.extensions.interop.megatron_checkpoints.legacy_states import FROZEN
+from megatron.extensions.interop.megatron_checkpoints.megatron_args import config_of, progress_of
+from megatron.extensions.interop.megatron_checkpoints.megatron_names import find_ways, stacked_misfits, stacked_ways
+from megatron.training.progress import Progress
+
+for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # of an index
+    theirs = "megatron.core.dist_checkpointing.strategies.torch", f"MCore{_name}"
+    RENAMED[theirs] = f"torch.distributed.checkpoint.{_module}", _name
+
+STATE = "optimizer.state."
+KINDS = {
+    "main_param": ("fp32_param", "param"),
+    "exp_avg": ("exp_avg",),
+    "exp_avg_sq": ("exp_avg_sq",),
+    "momentum_buffer": ("momentum_buffer",),
+}
+"""Our kinds of optimizer state -> theirs."""
+
+
+def _unflattened(name: str, stored: Sequence[int], whole: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor that is stored in blocks. Raises ValueError if these do not make it."""
+    *grid, block = stored
+    fits = len(grid) == len(whole) and all(g and w % g == 0 for g, w in zip(grid, whole, strict=True))
+    if not fits or prod(whole) != prod(grid) * block:
+        raise ValueError(f"{name}: blocks {list(stored)} do not make {list(whole)}")
+    return whole
+
+
+def _from_blocks(blocks: Tensor, grid: Sequence[int], whole: tuple[int, ...]) -> Tensor:
+    """[grid..., elements of a block] -> whole"""
+    sizes = [size // count for size, count in zip(whole, grid, strict=True)]
+    order = [axis for dim in range(len(grid)) for axis in (dim, len(grid) + dim)]
+    return blocks.reshape(*grid, *sizes).permute(order).reshape(whole)
+
+
+class TorchDistTensors:
+    """Our parameters in a torch_dist checkpoint, for a `MegatronSource`.
+
+    Older versions stored optimizer states flattened: a tensor cut into a grid of blocks is kept as
+    [grid..., elements of a block]. The index has the shape of the whole.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.arguments_file = folder / COMMON
+        self.common: Mapping[str, Any] = load_pickle(self.arguments_file)
+        self.checkpoint = Checkpoint(folder)
+        if (kind := self.checkpoint.payload.get("sharded_backend")) != "torch_dist":
+            raise ValueError(f"{folder} is a checkpoint of format {kind!r:.40}; only torch_dist can be read")
+        flattened = getattr(self.checkpoint.index, "mcore_data", None) or {}
+        tensors = self.checkpoint.tensors
+        self.stored = {re.sub(r"^chained_\d+\.", "", key): key for key in tensors}
+        self.shapes = {name: tensors[key].shape for name, key in self.stored.items()}
+        self.whole: dict[str, tuple[int, ...]] = {}
+        for name, key in self.stored.items():
+            shape = (flattened.get(key) or {}).get("nd_reformulated_orig_global_shape")
+            if shape is not None:
+                self.whole[name] = _unflattened(name, self.shapes[name], tuple(int(size) for size in shape))
+        self.shapes |= self.whole
+        self.sizes: Sequence[int] = [len(self.shapes), *(n for shape in self.shapes.values() for n in shape[:2])]
+        self.prefixes: dict[str, str] = {}
+
+    def find(self, model: TransformerConfig) -> list[str]:
+        states = {meta.name: meta for meta, _ in model_states(model)}
+        shapes = {k: shape for k, shape in self.shapes.items() if not k.startswith("optimizer.")}
+        found = {k: meta for k, meta in states.items() if {k, re.sub(r"layers\.\d+\.", "layers.", k)} & shapes.keys()}
+        self.metas = {meta.name: meta for meta in stage_metas(model)} | found
+        misfits = partial(stacked_misfits, shapes, model.num_layers)
+        self.ways = find_ways(self.metas, stacked_ways, shapes, misfits)
+        return list(found)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.checkpoint.tensors[self.stored[self.ways[name].names[0]]].dtype
+
+    def read(self, name: str, kind: str | None = None) -> Tensor:
+        way, prefix = self.ways[name], "" if kind is None else self.prefixes[kind]
+        parts = [self._read(prefix + key, way.layer) for key in way.names]
+        whole = parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
+        return whole.reshape(self.metas[name].global_shape)
+
+    def _read(self, name: str, layer: int | None) -> Tensor:
+        """A tensor, or one entry of it along the first dim."""
+        key, whole = self.stored[name], self.whole.get(name)
+        if whole is None:
+            return self.checkpoint.read(key, layer)
+        *grid, _ = self.checkpoint.tensors[key].shape
+        if layer is not None and grid[0] == whole[0]:
+            return _from_blocks(self.checkpoint.read(key, layer)[None], [1, *grid[1:]], (1, *whole[1:]))[0]
+        tensor = _from_blocks(self.checkpoint.read(key), grid, whole)
+        return tensor if layer is None else tensor[layer]
+
+    def find_states(self, names: Collection[str]) -> tuple[str, ...]:
+        """Bucket by bucket they cannot be read: they depend on the run's layout."""
+        stored = [name for name in self.shapes if name.startswith("optimizer.")]
+        if self.common.get("optimizer") is None and not stored:
+            return ()
+        for kind, theirs in KINDS.items():
+            found = [f"{STATE}{their}." for their in theirs if any(n.startswith(f"{STATE}{their}.") for n in stored)]
+            if found:
+                self.prefixes[kind] = found[0]
+        if "exp_avg" not in self.prefixes and "momentum_buffer" not in self.prefixes:
+            sharding = _sharding(self.common) or "an unknown format"
+            raise ValueError(f"its optimizer state is in {sharding}, which depends on the layout")
+        for kind, prefix in self.prefixes.items():
+            for name in names:
+                self._check_state(kind, prefix, name)
+        return tuple(self.prefixes)
+
+    def _check_state(self, kind: str, prefix: str, name: str) -> None:
+        for key in self.ways[name].names:
+            shape, expected = self.shapes.get(prefix + key), self.shapes[key]
+            if shape != expected:
+                what = "is missing" if shape is None else f"has shape {list(shape)}, not {list(expected)}"
+                raise ValueError(f"{kind} of {name}: {prefix}{key} {what}{FROZEN if shape is None else ''}")
+
+    def check_states(self) -> None:
+        """Nothing: states have names."""
+
+
+class MegatronSource(Source):
+    """An opened checkpoint of Megatron-LM. Names and shapes of all parameters are checked before one is read.
+
+    `tensors` has them whole, under our names and in our shapes, by `find` and `read`; the states of the optimizer by
+    `find_states`, `check_states` and `read`; in `common` what is no tensor; in `sizes` numbers of which some are at
+    least as large as each count among the arguments of a true checkpoint.
+    """
+
+    def __init__(self, path: Path, options: Options) -> None:
+        self.folder = iteration_folder(path)
+        legacy = any(self.folder.glob("mp_rank_*"))
+        self.tensors = LegacyTensors(self.folder) if legacy else TorchDistTensors(self.folder)
+        self.args = args_of(self.tensors.common, self.tensors.arguments_file)
+        try:
+            self.config = config_of(self.args, padding_counts=not options.weights_only)
+            model = self.config.model
+            for name, count in (("num_layers", model.num_layers), ("num_experts", model.num_experts or 0)):
+                if count > max(self.tensors.sizes, default=0):
+                    raise ValueError(f"its arguments say {name} {count}, and no tensor is that large")
+            self.metas = {meta.name: meta for meta in stage_metas(model)}
+            self.states = self.tensors.find(model)
+        except (ValueError, AssertionError, ZeroDivisionError) as error:
+            raise ValueError(f"{self.folder}: {str(error) or type(error).__name__}") from None
+        self.checks_states = False
+        self.notes = tuple(self._remarks(options))
+        self.side_files = side_files_of(self.config.tokenizer)
+        with suppress(ValueError):  # it does not state one
+            progress = Progress(**progress_of(self.tensors.common, self.args))
+            self.progress = progress if progress.iteration else None  # a release has none
+
+    def _remarks(self, options: Options) -> Iterator[str]:
+        tokens = self.config.model.vocab_size
+        if not options.weights_only and self.args.get("vocab_size") not in (None, tokens):
+            yield (
+                f"the vocabulary is {tokens} tokens, with padding, which Megatron-LM's loss includes; "
+                f"--weights-only takes {self.args['vocab_size']}"
+            )
+        if self.args.get("fp8"):
+            yield f"histories of fp8 scaling are not carried; continue with --fp8-format {self.args['fp8']}"
+        if not options.weights_only and not self.tensors.common.get("optimizer"):
+            yield "it has no optimizer state, so that a run starts at iteration 0"
+
+    def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
+        return wanted or self.tensors.dtype(name)
+
+    def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
+        return self.tensors.read(name).to(self.dtype(name, wanted))
+
+    def check_data(self) -> None:
+        """Checks which state belongs to which parameter; a checkpoint of Megatron-LM has no checksums."""
+        if self.checks_states:
+            self.tensors.check_states()
+
+    def training(self) -> TrainingState | None:
+        remedy = "convert the weights alone with --weights-only"
+        try:
+            kinds = self.tensors.find_states(self.metas)
+            if not kinds:
+                return None
+            count = update_count(self.tensors.common.get("optimizer"))
+            progress = Progress(**progress_of(self.tensors.common, self.args))
+            if "exp_avg" not in kinds:
+                count = progress.iteration  # which only Adam's bias correction depends on
+        except ValueError as error:
+            raise ValueError(f"{self.folder}: {error}; {remedy}") from None
+        if count is None:
+            raise ValueError(f"{self.folder} does not tell the optimizer's number of updates; {remedy}")
+        if not (self.config.parallel.fp16 or self.config.parallel.bf16):
+            kinds = tuple(kind for kind in kinds if kind != "main_param")
+        self.checks_states = True
+
+        def read(kind: str, name: str) -> Tensor:
+            return self.tensors.read(name, kind).to(torch.float32)
+
+        replicas = self.args.get("data_parallel_size")
+        samples = (self.config.training.global_batch_size or 1) // (replicas if isinstance(replicas, int) else 1)
+        scaler = loss_scaler_of(self.tensors.common.get("optimizer"), max(1, samples))
+        return TrainingState(progress, count, kinds, read, lambda kind, name: torch.float32, scaler)
+
+
+def _sharding(common: Mapping[str, Any]) -> str | None:
+    """The name of the format of the optimizer's state."""
+    content = common.get("content_metadata")
+    found = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    optimizer = common.get("optimizer")
+    states = optimizer.values() if isinstance(optimizer, dict) else ()
+    kinds = [each.get("param_state_sharding_type") for each in (optimizer, *states) if isinstance(each, dict)]
+    return next((kind for kind in (*kinds, found) if isinstance(kind, str)), None)

@@ -1,0 +1,242 @@
+"""Megatron-LM's torch_dist checkpoints as a target of conversions: what megatron-core loads at any layout."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.dist_checkpointing.path_kind import LATEST, checkpoint_folder
+from megatron.core.dist_checkpointing.storage import save
+from megatron.core.optimizer.param_scheduler import ScheduleLength
+from megatron.core.parallel_state import Axis
+from megatron.core.pipeline_parallel.stage_parameters import model_states
+from megatron.extensions.interop.conversion.formats import Options, Source, Target, TrainingState, Written
+from megatron.extensions.interop.conversion.streaming import Made, StreamedTensor, StreamingWriter, share
+from megatron.extensions.interop.megatron_checkpoints.common_state import scaler_state
+from megatron.extensions.interop.megatron_checkpoints.flags import COMMON
+from megatron.extensions.interop.megatron_checkpoints.legacy_states import BUFFER_KINDS
+from megatron.extensions.interop.megatron_checkpoints.megatron_args import refuse_inexpressible
+from megatron.extensions.interop.megatron_checkpoints.megatron_names import EXTRA_STATE, LAYERS, names_in, their_shape
+from megatron.training.config.batch_size import legal_sizes
+from megatron.training.config.flags import flat_values, named_value
+from megatron.training.config.run_config import RunConfig
+
+BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+RELEASE = "release"
+"""Folder, and text of the latest iteration, of a checkpoint without a position in a run."""
+
+
+class TorchDistTarget(Target):
+    """A folder with one checkpoint. Layers are stacked under one name if all are of one kind."""
+
+    def __init__(self, source: Source, output: Path, options: Options) -> None:
+        self.source = source
+        self.options = options
+        self.config = source.config
+        refuse_inexpressible(self.config)
+        self.training = None if options.weights_only or options.dtype else source.training()
+        if self.training is not None and "exp_avg" not in self.training.kinds:
+            raise ValueError("only Adam's state can be written; give --weights-only to leave the optimizer's state out")
+        optimizer, usual = self.config.optimizer, OptimizerConfig()
+        own_groups = named_value(self.config, "param_group") or optimizer.weight_decay_on != usual.weight_decay_on
+        if self.training is not None and own_groups:
+            raise ValueError(
+                "Megatron-LM's state has no groups as --param-group and --weight-decay-on make them; give "
+                "--weights-only to leave the optimizer's state out"
+            )
+        model = self.config.model
+        self.stacked = len(model.moe_layers) in (0, model.num_layers)
+        self.tensors = dict(self._tensors())
+        if self.training is not None and self.config.optimizer.decoupled_lr is not None:
+            self.notes = (
+                "--decoupled-lr: its groups of parameters are marked is_decoupled_lr, by which megatron-core 0.16 does "
+                "not tell groups apart; compare the learning rates that it logs",
+            )
+        self.nbytes = sum(made.nbytes for made in self.tensors.values())
+
+    def _tensors(self) -> Iterator[tuple[tuple[str, str], Made]]:
+        """All tensors, by (prefix of the name, our parameter)."""
+        source, wanted = self.source, self.options.dtype
+        for name, meta in source.metas.items():
+            read = partial(source.read, name, wanted)
+            yield ("", name), Made(their_shape(meta), source.dtype(name, wanted), read)
+        for meta, _ in model_states(self.config.model):
+            if meta.name in source.states:
+                read = partial(source.read, meta.name, torch.float32)
+                yield ("", meta.name), Made(meta.global_shape, torch.float32, read)
+        for theirs, ours in BUFFER_KINDS.items() if self.training else ():
+            for name, meta in source.metas.items():
+                made = Made(their_shape(meta), torch.float32, partial(self._state, ours, name))
+                yield (f"optimizer.state.{theirs}.", name), made
+
+    def _state(self, kind: str, name: str) -> Tensor:
+        """A state of the optimizer; the main parameters of a model in fp32 are its parameters."""
+        assert self.training is not None
+        if kind not in self.training.kinds:
+            return self.source.read(name, torch.float32)
+        return self.training.read(kind, name).to(torch.float32)
+
+    def write(self, folder: Path, world: Axis, written: Written) -> None:
+        parts: dict[str, dict[int, Callable[[], Tensor]]] = {}
+        tensors: dict[str, Any] = {}
+        for (prefix, name), made in share(self.tensors, world):
+            make, shape = made.counted(written), made.shape
+            keys, layer = names_in(name, self.stacked, self.config.model.moe_layers)
+            for key in keys:
+                if layer is None:
+                    tensors[prefix + key] = StreamedTensor(shape, made.dtype, make)
+                    continue
+                entries = parts.setdefault(prefix + key, {})
+                entries[layer] = make
+                whole = (self.config.model.num_layers, *shape)
+                tensors[prefix + key] = StreamedTensor(whole, made.dtype, parts=entries)
+        if world.first:
+            tensors |= {key: [None] for key in self._extra_states()}
+        save(folder, self.iteration, tensors, {**BACKEND, "common_backend_version": 1}, world, writer=StreamingWriter)
+
+    @property
+    def iteration(self) -> int:
+        return self.training.progress.iteration if self.training else 0
+
+    def _extra_states(self) -> list[str]:
+        """Names of the empty states that Megatron-LM keeps of each linear layer, and looks for."""
+        model, keys = self.config.model, ["output_layer._extra_state/shard_0_1", "decoder.final_layernorm._extra_state"]
+        keys[1] += "/shard_0_1"
+        for name in self.source.metas:
+            if not name.startswith(LAYERS) or not name.endswith(".weight"):
+                continue
+            (key, *_), layer = names_in(name, self.stacked, model.moe_layers)
+            module = key.rpartition(".")[0]
+            places = [f"{layer}_{model.num_layers}"] if layer is not None else ["0_1"]
+            if self.source.metas[name].expert:
+                count = model.num_experts or 0
+                front, total = (f"{layer}.", f"{model.num_layers}.") if layer is not None else ("", "")
+                places = [f"{front}{expert}_{total}{count}" for expert in range(count)]
+            modules = [module, module.replace("linear_proj", "core_attention")]
+            keys += [f"{each}.{EXTRA_STATE}/shard_{place}" for each in modules for place in places]
+        return list(dict.fromkeys(keys))
+
+    def finish(self, folder: Path) -> None:
+        checkpoint = checkpoint_folder(folder, self.iteration)
+        torch.save(self.common(), checkpoint / COMMON)
+        if not self.iteration:
+            checkpoint.rename(folder / RELEASE)
+            (folder / LATEST).write_text(RELEASE)
+
+    def common(self) -> dict[str, Any]:
+        """Everything of the checkpoint that is not a tensor."""
+        content = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "chained_optim_avoid_prefix": True,
+            "singleton_local_shards": False,
+            "non_homogeneous_layers": not self.stacked,
+        }
+        common = {
+            "args": argparse.Namespace(**self.arguments()),
+            "checkpoint_version": 3.0,
+            "iteration": self.iteration,
+            "num_floating_point_operations_so_far": 0,
+            "content_metadata": content,
+        }
+        if self.training is None:
+            return common
+        dense, experts = (self._optimizer(self.training.step_count, expert) for expert in (False, True))
+        optimizer = {0: dense, 1: experts} if self.config.model.moe_layers else dense
+        if self.config.parallel.fp16 and self.training.loss_scaler:
+            state = scaler_state(self.training.loss_scaler, self.config.training.global_batch_size or 1)
+            for each in (dense, experts):
+                each["grad_scaler"] = state
+        return common | {"optimizer": optimizer, "opt_param_scheduler": scheduler_state(self.config, self.training)}
+
+    def _optimizer(self, step_count: int, expert: bool) -> dict[str, Any]:
+        """State of Megatron-LM's optimizer beside tensors: groups of parameters with and without decay."""
+        options = self.config.optimizer
+        group: dict[str, Any] = {
+            "is_expert_parallel": expert,
+            "default_config": True,
+            "lr_mult": 1.0,
+            "is_decoupled_lr": False,
+            "max_lr": options.lr,
+            "min_lr": options.min_lr,
+            "lr": options.lr,
+            "betas": (options.adam_beta1, options.adam_beta2),
+            "eps": options.adam_eps,
+            "bias_correction": True,
+            "amsgrad": False,
+            "maximize": False,
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "fused": None,
+            "decoupled_weight_decay": True,
+            "step": step_count,
+        }
+        groups = [group]
+        if (own := options.decoupled) is not None and not expert:
+            groups.append(group | {"is_decoupled_lr": True, "default_config": False, "lr": own.lr})
+            groups[-1] |= {"max_lr": own.lr, "min_lr": own.min_lr}
+        decays = ({"wd_mult": wd, "weight_decay": wd * options.weight_decay} for wd in (1.0, 0.0))
+        groups = [each | decay for decay in decays for each in groups]
+        return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+
+    def arguments(self) -> dict[str, Any]:
+        """The configuration under Megatron-LM's names, with what its loader asks for."""
+        model, progress = self.config.model, self.training.progress if self.training else None
+        freq = [int(layer in model.moe_layers) for layer in range(model.num_layers)]
+        return flat_values(self.config) | {
+            "padded_vocab_size": model.padded_vocab_size,
+            "ffn_hidden_size": model.ffn_size,
+            "kv_channels": model.head_dim,
+            "num_query_groups": model.query_groups,
+            "max_position_embeddings": model.max_positions,
+            "moe_ffn_hidden_size": model.moe_ffn_size if model.moe_layers else None,
+            "moe_layer_freq": 1 if self.stacked else freq,
+            "add_position_embedding": model.position_embedding_type == "learned_absolute",
+            "iteration": self.iteration,
+            "consumed_train_samples": progress.consumed_samples if progress else 0,
+            "consumed_valid_samples": 0,
+            "skipped_train_samples": 0,
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "virtual_pipeline_model_parallel_size": None,
+            "context_parallel_size": 1,
+            "expert_model_parallel_size": 1,
+            "data_parallel_size": 1,
+            "world_size": 1,
+            "no_save_optim": self.training is None,
+            "no_save_rng": True,
+            "ckpt_format": "torch_dist",
+            "ckpt_fully_parallel_save": False,
+            "use_distributed_optimizer": True,
+        }
+
+
+def scheduler_state(config: RunConfig, training: TrainingState) -> dict[str, Any]:
+    """The state of Megatron-LM's scheduler of learning rate and weight decay, in samples."""
+    options, run = config.optimizer, config.training
+    state: dict[str, Any] = {"num_steps": training.progress.scheduled_samples}
+    if (run.train_iters is None) == (run.train_samples is None) or run.global_batch_size is None:
+        return state
+    if run.train_samples is not None:
+        length = ScheduleLength.in_samples(options, run.train_samples)
+    else:
+        length = ScheduleLength.in_iterations(options, run.train_iters or 0, legal_sizes(config).samples)
+    decay = options.weight_decay
+    return state | {
+        "max_lr": options.lr,
+        "min_lr": options.min_lr,
+        "lr_warmup_steps": length.warmup,
+        "lr_decay_steps": length.decay,
+        "lr_decay_style": options.lr_decay_style,
+        "start_wd": decay if options.start_weight_decay is None else options.start_weight_decay,
+        "end_wd": decay if options.end_weight_decay is None else options.end_weight_decay,
+        "wd_incr_style": options.weight_decay_incr_style,
+        "wd_incr_steps": length.total,
+    }

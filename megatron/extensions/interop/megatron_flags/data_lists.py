@@ -1,0 +1,77 @@
+"""Lists of data in files and in Megatron-DeepSpeed's words, read into --data-path and related flags. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.json_text import parse_json
+from megatron.extensions.interop.megatron_flags.flags import DataLists
+from megatron.training.config.flags import dashed
+from megatron.training.config.run_config import RunConfig
+
+
+def with_data_lists(config: RunConfig) -> RunConfig:
+    """The configuration with what `DataLists` lists under --data-path, --train-data-path and their kin.
+
+    Raises ValueError naming the flag if a list cannot be read, OSError if its file cannot be opened.
+    """
+    lists, found = config.options(DataLists).given, dict[str, Any]()
+    for field, value in lists.items():
+        try:
+            found |= _read(field, value)
+        except ValueError as error:
+            shown = value if isinstance(value, str) else " ".join(value)
+            raise ValueError(f"{dashed(field)} {shown}: {error}") from None
+    for field in found:
+        if getattr(config.data, field):
+            raise ValueError(f"{dashed(field)}: cannot be combined with {', '.join(map(dashed, lists))}")
+    return replace(config.without("data_args_path"), data=replace(config.data, **found))
+
+
+def _read(field: str, value: Any) -> dict[str, tuple[str, ...]]:
+    """Field of a data path -> its words."""
+    if field == "data_args_path":
+        return {"data_path": tuple(Path(value).read_text(encoding="utf-8").split())}
+    if field == "per_split_data_args_path":
+        lists = parse_json(Path(value).read_text(encoding="utf-8"))
+        if not isinstance(lists, dict) or not set(lists) <= {"train", "valid", "test"}:
+            raise ValueError('must be a JSON object with lists "train", "valid" and "test"')
+        return {f"{split}_data_path": _words(split, words) for split, words in lists.items() if words}
+    texts = [Path(value).read_text(encoding="utf-8")] if field.endswith("_path") else value
+    return {f"{field.partition('_')[0]}_data_path": weighted_ranges(" ".join(texts))}
+
+
+def _words(split: str, words: Any) -> tuple[str, ...]:
+    if isinstance(words, str):
+        return tuple(words.split())
+    if not isinstance(words, list):
+        raise ValueError(f'"{split}" must be a list of prefixes, or of weights and prefixes')
+    return tuple(str(word) for word in words)
+
+
+def weighted_ranges(text: str) -> tuple[str, ...]:
+    """The words of a data path in `NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX`.
+
+    Raises ValueError if it cannot be read, or has several names, each of which would be a set of its own.
+    """
+    sections = re.split(r"""(?:^|[\s"'])([\w.-]+):(?=\s)""", text.strip())
+    if len(sections) < 3 or sections[0].strip(" \"'"):
+        raise ValueError('must be "NAME: WEIGHT START:END PREFIX, ..."')
+    names, bodies = sections[1::2], sections[2::2]
+    if len(names) > 1:
+        raise ValueError(f"has the sets {', '.join(names)}; several sets of one kind are not built: give one")
+    return _members(bodies[0])
+
+
+def _members(body: str) -> tuple[str, ...]:
+    words: Sequence[str] = ()
+    for member in body.strip(" \"'\n").split(","):
+        parts = member.split()
+        if len(parts) != 3 or not re.fullmatch(r"[0-9.]+:[0-9.]+", parts[1]):
+            raise ValueError(f"{member.strip()!r} must be WEIGHT START:END PREFIX, for example 0.5 0:0.95 corpus")
+        words = [*words, parts[0], f"{parts[2]}@{parts[1]}"]
+    return tuple(words)

@@ -1,0 +1,1 @@
+"""Layers around the mixers: activations, residual streams, patterns of layers."""

@@ -1,0 +1,165 @@
+"""Manifold-constrained hyper-connections (mHC, arXiv 2512.24880; hyper-connections: arXiv 2409.19606).
+
+The residual stream is n streams side by side, [s, b, n * h]. A sublayer f reads a weighted sum of them, and
+
+    x'_k = sum_j res[j, k] x_j + post_k f(sum_j pre_j x_j),
+
+where pre, post and the doubly stochastic matrix res are functions of the token's streams. Formulas are those of Hugging
+Face's DeepSeek-V4. Every token is computed by itself, so that tensor parallelism replicates the weights, and sequence
+and context parallelism need no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.batch import BatchContext
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init, ParamMeta, Role
+from megatron.core.tensor_parallel.layers import TPContext, make_parameter
+from megatron.core.tensor_parallel.linear_spec import sequence_partial
+from megatron.core.transformer.block import Stream, added
+from megatron.core.transformer.recompute import recomputed, with_input_recomputed
+from megatron.extensions.layers.hyper_connections.flags import HyperConnectionFlags
+from megatron.extensions.layers.hyper_connections.mixing import Epsilons, Mix, MixFunction, contracted, stream_weights
+
+Sublayer = Callable[[Tensor, BatchContext], Tensor]
+
+
+class PendingMix:
+    """Streams behind a sublayer that the next sublayer of the layer recomputes in the backward."""
+
+    def __init__(self, parts: Mix, compiled: bool) -> None:
+        self.parts, self.compiled = parts, compiled
+
+    def added(self) -> Tensor:
+        """[s, b, n * h]"""
+        return self.made(self.parts)
+
+    def made(self, parts: Mix) -> Tensor:
+        return MixFunction.apply(*parts, self.compiled).flatten(-2)
+
+
+class TokenWeights(nn.Module):
+    """Weights that are a function of the streams of a token: a projection of them, normed, beside factors and a bias.
+
+    What this computes is computed again in the backward, from the streams: only they are kept.
+    """
+
+    def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        own = config.options(HyperConnectionFlags)
+        self.streams, self.iterations = own.mhc_num_residual_streams, own.mhc_sinkhorn_iterations
+        self.epsilons, self.compiled = Epsilons(config.norm_epsilon, own.mhc_epsilon), ctx.compiled
+
+    def of_kept(self, function: Callable[[Tensor], Any], x: Tensor) -> Any:
+        """function(x), of which x alone is kept"""
+        return recomputed(function, x) if self.training else function(x)
+
+    def projected(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [s, b, n * h] -> [s, b, rows], in fp32 if x has 16 bits"""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(wide), weight.to(wide))
+
+    def split(self, x: Tensor) -> Tensor:
+        """[s, b, n * h] -> [s, b, n, h]"""
+        return x.unflatten(-1, (self.streams, -1))
+
+
+class HyperConnection(TokenWeights):
+    """Feeds a sublayer from the streams, mixes these and adds its output.
+
+    With --recompute-modules mhc the first of two sublayers leaves the mix to the second one, which keeps none of it.
+    """
+
+    def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__(config, ctx)
+        width, name = config.residual_size, f"{sublayer}_hyper_connection"
+        rows = self.streams * (self.streams + 2)
+        """Rows of the weights that a sublayer reads by, of the weights of its output, and of the mixing matrix."""
+        bound = sqrt(6 / (rows + width))
+        factor = Init("constant", value=config.options(HyperConnectionFlags).mhc_init_gating_factor)
+
+        def made(key: str, shape: tuple[int, ...], role: Role, init: Init | None = None) -> nn.Parameter:
+            partial_over = sequence_partial(ctx.sequence_parallel)
+            return make_parameter(ParamMeta(f"{name}.{key}", shape, {}, init, partial_over, role=role), ctx)
+
+        # Names and initial values are those of Megatron-LM's branch dev.
+        self.mapping_proj = made("mapping_proj.weight", (rows, width), "gate", Init("uniform", low=-bound, high=bound))
+        self.alpha_pre, self.alpha_post, self.alpha_res = (
+            made(f"alpha_{of}", (1,), "vector", factor) for of in ("pre", "post", "res")
+        )
+        self.bias = made("bias", (rows,), "bias")
+        kind = config.layer(ctx.layer)
+        self.recompute = config.recomputes("mhc") and kind.mixes and kind.mlp
+
+    @staticmethod
+    def enter(x: Tensor, config: TransformerConfig) -> Tensor:
+        """[s, b, h] -> [s, b, n * h]: each stream begins as the hidden states"""
+        return x.repeat(1, 1, config.residual_size // config.hidden_size)
+
+    @staticmethod
+    def leave(norm: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
+        learned = config.options(HyperConnectionFlags).mhc_output_contract == "learned"
+        return SumOfStreams(norm, config, ctx) if learned else MeanOfStreams(config, ctx)
+
+    def forward(self, x: Stream, sublayer: Sublayer, context: BatchContext) -> Stream:
+        """x [s, b, n * h] -> [s, b, n * h]; [s/tp, b, n * h] under sequence parallelism"""
+        if isinstance(x, PendingMix):
+            return with_input_recomputed(x.made, x.parts, self._mixed, sublayer, context)
+        left = self.recompute and self.training
+        return self._pending(added(x), sublayer, context) if left else self._mixed(added(x), sublayer, context)
+
+    def _mixed(self, x: Tensor, sublayer: Sublayer, context: BatchContext) -> Tensor:
+        return self._pending(x, sublayer, context).added()
+
+    def _pending(self, x: Tensor, sublayer: Sublayer, context: BatchContext) -> PendingMix:
+        read, post, res = self.of_kept(self._weights, x)
+        return PendingMix(Mix(self.split(x), post, res, sublayer(read, context)), self.compiled)
+
+    def _weights(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [s, b, n * h] -> the sublayer's input [s, b, h], post [s, b, n], res [s, b, n, n]"""
+        factors = self.alpha_pre, self.alpha_post, self.alpha_res
+        projected = self.projected(x, self.mapping_proj)
+        weights = region(stream_weights, self.compiled)
+        return weights(self.split(x), projected, factors, self.bias, self.iterations, self.epsilons)
+
+
+class MeanOfStreams(TokenWeights):
+    """Hidden states behind the last layer: the mean of the streams."""
+
+    def forward(self, x: Stream) -> Tensor:
+        """[s, b, n * h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""
+        return self.split(added(x)).mean(-2)
+
+
+class SumOfStreams(TokenWeights):
+    """The same by a sum of the streams, whose weights are a function of the token."""
+
+    def __init__(self, norm: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__(config, ctx)
+        name, partial_over = norm.rpartition(".")[0], sequence_partial(ctx.sequence_parallel)
+
+        def made(key: str, shape: tuple[int, ...], role: Role, init: Init | None = None) -> nn.Parameter:
+            return make_parameter(ParamMeta(f"{name}.{key}", shape, {}, init, partial_over, role=role), ctx)
+
+        self.hc_head_fn = made("hc_head_fn", (self.streams, config.residual_size), "gate")
+        self.hc_head_base = made("hc_head_base", (self.streams,), "bias")
+        # It starts at 1, as in Megatron-LM and transformers, whatever --mhc-init-gating-factor says.
+        self.hc_head_scale = made("hc_head_scale", (1,), "vector", Init("constant", value=1.0))
+
+    def forward(self, x: Stream) -> Tensor:
+        """[s, b, n * h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""
+        hidden: Tensor = self.of_kept(self._contracted, added(x))
+        return hidden
+
+    def _contracted(self, x: Tensor) -> Tensor:
+        projected, contract = self.projected(x, self.hc_head_fn), region(contracted, self.compiled)
+        return contract(self.split(x), projected, self.hc_head_scale, self.hc_head_base, self.epsilons)

@@ -1,0 +1,24 @@
+"""SwiGLU with factors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.transformer.activations import FusedActivation
+from megatron.extensions.layers.scaled_swiglu.flags import ScaledSwiGLUFlags
+
+
+class ScaledSwiGLU:
+    """silu(m gate) * n up, for --swiglu-multipliers m n: SwiGLU of the scaled halves, which alone are saved."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        self.of_gate, self.of_output = config.options(ScaledSwiGLUFlags).swiglu_multipliers or (1.0, 1.0)
+        self.plain = FusedActivation("swiglu", ctx.compiled)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., 2f], gates before ups -> [..., f]"""
+        gate, up = x.chunk(2, dim=-1)
+        return self.plain(torch.cat((gate * self.of_gate, up * self.of_output), dim=-1))

@@ -1,0 +1,1 @@
+"""Less memory per device: states and activations on the host."""

@@ -1,0 +1,106 @@
+"""Flags of states and activations in host memory, and where their parts are. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.optimizers import OPTIMIZERS
+from megatron.core.config.parallel import HOST_MEMORY, ModelParallelConfig
+from megatron.core.pipeline_parallel.stages import pipeline_layout
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+HERE = "megatron.extensions.memory.offload"
+
+
+@extension_flags("optimizer states in host memory", may_change=True)
+@dataclass(frozen=True)
+class HostStateFlags:
+    optimizer_cpu_offload: bool = flag(
+        False,
+        excludes="--optimizer-post-validation: updates on the host are not copied for a roll-back",
+    )
+    """Keep optimizer states in host memory, --optimizer-offload-fraction of them, and update them there: gradients are
+    copied to the host, updated parameters back, while the next ones are updated (ZeRO-Offload)."""
+
+    optimizer_offload_fraction: float = flag(1.0, at_least=0, at_most=1, no_effect_without="--optimizer-cpu-offload")
+    """--optimizer-cpu-offload: share of the elements whose states are in host memory, in [0, 1]."""
+
+    pin_cpu_grads: bool = flag(True, name="--no-pin-cpu-grads", no_effect_without="--optimizer-cpu-offload")
+    """--optimizer-cpu-offload: pass gradients through pageable instead of pinned host memory."""
+
+    pin_cpu_params: bool = flag(True, name="--no-pin-cpu-params", no_effect_without="--optimizer-cpu-offload")
+    """--optimizer-cpu-offload: pass parameters through pageable instead of pinned host memory."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        if self.optimizer_cpu_offload and config.optimizer.updates_together:
+            name = config.optimizer.optimizer
+            does = "multiplies whole matrices" if config.optimizer.whole_roles else "looks at whole parameters"
+            rule = f"updates states element by element on the host, and --optimizer {name} {does}"
+            elementwise = [
+                name for name in OPTIMIZERS if not replace(config.optimizer, optimizer=name).updates_together
+            ]
+            remedy = f"remove it, or use --optimizer {' or '.join(elementwise)}"
+            yield Problem("--optimizer-cpu-offload", None, rule, remedy)
+
+
+@extension_flags("activations in host memory", may_change=True)
+@dataclass(frozen=True)
+class ActivationFlags:
+    cpu_offloading: bool = flag(
+        False,
+        excludes="--optimizer-post-validation: offloaded activations of forward passes are not taken back",
+    )
+    """Keep activations that the first layers of each pipeline stage save for the backward in host memory, pinned for
+    GPUs. They are copied while the forward pass computes, and fetched a layer ahead of the backward."""
+
+    cpu_offloading_num_layers: int = flag(0, at_least=0, no_effect_without="--cpu-offloading")
+    """--cpu-offloading: layers of each stage, from its first one. Without the last layer, the first fetch is hidden
+    too."""
+
+    min_offloaded_tensor_size: int = flag(1024 * 1024, above=0, no_effect_without="--cpu-offloading")
+    """--cpu-offloading: elements of the smallest tensor that leaves the device."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        model, layers = config.model, self.cpu_offloading_num_layers
+        if not self.cpu_offloading:
+            return
+        try:
+            longest = model.num_layers // pipeline_layout(model, config.parallel).num_stages
+            if layers > longest:  # than the average; how long stages are depends on the vocabulary
+                if model.vocab_size is None:
+                    return  # judged again when the tokenizer is known
+                from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
+
+                longest = max(len(stage.layers) for stage in pipeline_stages(model, config.parallel))
+        except (ArithmeticError, AssertionError, ValueError):
+            return  # another rule reports the stages
+        if not 1 <= layers <= longest:
+            rule = f"must be in [1, {longest}], the layers of the longest pipeline stage"
+            near = f"nearest: {min(max(layers, 1), longest)}"
+            yield Problem("--cpu-offloading-num-layers", layers, rule, near)
+
+
+def _layers(config: ModelParallelConfig) -> int:
+    options = config.options(ActivationFlags)
+    return options.cpu_offloading_num_layers if options.cpu_offloading else 0
+
+
+def _with_layers(config: ModelParallelConfig, layers: int) -> ModelParallelConfig:
+    options = config.options(ActivationFlags)
+    fewer = min(layers, options.cpu_offloading_num_layers)
+    return config.with_options(replace(options, cpu_offloading=layers > 0, cpu_offloading_num_layers=fewer))
+
+
+def _fraction(optimizer: OptimizerConfig) -> float:
+    options = optimizer.options(HostStateFlags)
+    return options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
+
+
+HOST_MEMORY.register(
+    "host", f"{HERE}.host_stores:HostStores", fraction=_fraction, layers=_layers, with_layers=_with_layers
+)

@@ -1,0 +1,158 @@
+"""Update of optimizer states in host memory, overlapped with its copies (--optimizer-cpu-offload).
+
+As in ZeRO-Offload (Ren et al., arXiv 2101.06840, section 4), gradients are copied to the host, the host makes the
+update, and parameters are copied back. States never leave the host, so they need no pinned memory. Gradients and
+parameters pass through a few slots: while one chunk is updated, the gradients of the next one arrive and the parameters
+of the last one leave, on a stream for each direction. The device updates its own states meanwhile.
+
+Unlike with ZeRO-Offload's delayed update, a step is complete when it returns: it is that of the same optimizer on the
+device, to rounding of its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.host_to_device import HostCopy
+from megatron.core.optimizer.optimizer import Rates, Shard, ShardUpdate, StepValues
+from megatron.extensions.memory.offload.flags import HostStateFlags
+
+
+class CopyQueue:
+    """Copies between device and host, in order, beside the device's current stream; without a GPU they are made at
+    once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start_after(self, event: torch.cuda.Event | None = None) -> None:
+        """Makes later copies wait for `event`, or for what has been launched on the current stream."""
+        if self._stream is not None:
+            self._stream.wait_event(event or torch.cuda.current_stream(self._stream.device).record_event())
+
+    def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
+        """Starts a copy. Returns an event of its end."""
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Makes the current stream wait for `event`."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def join(self) -> None:
+        """Makes the current stream wait for the copies started so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+class Slots:
+    """Tensors [elements] of host memory that chunks pass through in turns, each with the copy that it waits for."""
+
+    def __init__(self, number: int, elements: int, dtype: torch.dtype, pinned: bool) -> None:
+        self.tensors = [torch.empty(elements, dtype=dtype, device="cpu", pin_memory=pinned) for _ in range(number)]
+        self._events: list[torch.cuda.Event | None] = [None] * number
+
+    def start_copy(self, chunk: int, copy: Callable[[Tensor], torch.cuda.Event | None]) -> None:
+        """Starts a copy that reads or writes the slot of a chunk."""
+        place = chunk % len(self.tensors)
+        self._events[place] = copy(self.tensors[place])
+
+    def ready(self, chunk: int) -> Tensor:
+        """The slot of a chunk, once the copy started last in it has ended."""
+        place = chunk % len(self.tensors)
+        if (event := self._events[place]) is not None:
+            event.synchronize()
+        return self.tensors[place]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Sets the number of threads of torch's operations on the host; torchrun leaves one to each rank."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class HostUpdate:
+    """Updates `shards`, whose states are in host memory, each by its chain of `chains`."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        shards: Sequence[Shard],
+        chains: Sequence[ShardUpdate],
+        slots: tuple[int, int],
+        threads: int | None,
+    ) -> None:
+        """`slots`: number and elements of those that gradients and parameters pass through. `threads`: of the update,
+        by default torch's."""
+        options, (number, elements) = config.options(HostStateFlags), slots
+        assert shards and number <= len(shards) and elements == max(shard.numel for shard in shards)
+        self.shards, self.chains = shards, chains
+        params, grads = shards[0].device_params, shards[0].device_grads
+        self.device = params.device
+        on_gpu = self.device.type == "cuda"
+        self._grads = Slots(number, elements, grads.dtype, on_gpu and options.pin_cpu_grads)
+        self._params = Slots(number, elements, params.dtype, on_gpu and options.pin_cpu_params)
+        self._number, self._threads = number, threads
+        self._to_host, self._to_device = CopyQueue(self.device), CopyQueue(self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory beside that of states."""
+        return self._grads.nbytes + self._params.nbytes
+
+    def start(self) -> None:
+        """Starts to copy the first gradients. They must be final but for a factor, and no later kernel may read the
+        parameters before `update` has been called."""
+        self._to_host.start_after()
+        self._to_device.start_after()
+        for chunk in range(self._number):
+            self._start_grads(chunk)
+
+    def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:
+        """Starts to copy what `update` needs to know, so that it does not wait for kernels launched later."""
+        return HostCopy[float](torch.stack([skip, updates, torch.ones_like(skip) if factor is None else factor]))
+
+    def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
+        """One update after `start`, with the `scalars` of this step; gradients are `scaled` by their factor, or taken
+        as they are. Kernels launched from now on see the new parameters. Waits for the gradients."""
+        skip, updates, factor = (torch.tensor(value, dtype=torch.float64) for value in scalars.read())
+        if skip > 0:
+            return
+        with _threads(self._threads):
+            for chunk, (shard, chain) in enumerate(zip(self.shards, self.chains, strict=True)):
+                shard.attach(self._grads.ready(chunk)[: shard.numel], self._params.ready(chunk)[: shard.numel])
+                if scaled:
+                    chain.scale_gradients(factor)
+                chain.step(StepValues(rates, skip, updates))
+                shard.write_params()
+                self._start_params(chunk)
+                if chunk + self._number < len(self.shards):
+                    self._start_grads(chunk + self._number)
+        self._to_device.join()
+
+    def _start_grads(self, chunk: int) -> None:
+        shard = self.shards[chunk]
+        self._grads.start_copy(chunk, lambda slot: self._to_host.copy(shard.device_grads, slot[: shard.numel]))
+
+    def _start_params(self, chunk: int) -> None:
+        shard = self.shards[chunk]
+        self._params.start_copy(chunk, lambda slot: self._to_device.copy(slot[: shard.numel], shard.device_params))

@@ -1,0 +1,59 @@
+"""Flags of Kimi Delta Attention, its rules, and facts about it before it is imported. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.mixers import MIXERS
+from megatron.core.config.model import TransformerConfig
+from megatron.extensions.layers.hybrid_layers.flags import has_linear_attention
+from megatron.extensions.layers.hybrid_layers.rules import unless_aligned, unless_shared
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+
+@extension_flags("Kimi Delta Attention", part_of="model")
+@dataclass(frozen=True)
+class KimiDeltaFlags:
+    """The shape of Kimi Delta Attention (arXiv 2510.26692)."""
+
+    NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("kimi_delta_attention", "K")
+
+    kda_num_heads: int = flag(32, above=0)
+    """Kimi Delta Attention: heads."""
+
+    kda_head_dim: int = flag(128, above=0)
+    """Kimi Delta Attention: channels of a query, key or value head, and the rank of the projections of decays and
+    gates."""
+
+    kda_conv_kernel_dim: int = flag(4, above=0)
+    """Kimi Delta Attention: tokens that the convolution of queries, keys and values spans, its own included."""
+
+
+def heads(config: TransformerConfig) -> str:
+    """Heads of Kimi Delta Attention, for a plan."""
+    own = config.options(KimiDeltaFlags)
+    return f", {own.kda_num_heads} heads of {own.kda_head_dim}"
+
+
+def kimi_delta(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Rules of a model with Kimi Delta Attention."""
+    own = c.options(KimiDeltaFlags)
+    heads, width = ("--kda-num-heads", own.kda_num_heads), own.kda_head_dim
+    yield from unless_shared(c, *heads, "its heads")
+    yield from unless_aligned(c, "--kda-head-dim", width, 1, "rows of the projections of low rank", cut=False)
+    yield from unless_aligned(c, *heads, 3 * width + 1, "rows of the projection")
+
+
+MIXERS.register(
+    "kimi_delta_attention",
+    f"{__package__}.kimi_delta_attention:KimiDeltaAttention",
+    rules=kimi_delta,
+    described=heads,
+    letter="K",
+    whole_sequences=True,
+)

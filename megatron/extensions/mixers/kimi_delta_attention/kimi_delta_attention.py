@@ -1,0 +1,105 @@
+"""Kimi Delta Attention (arXiv 2510.26692), as Kimi Linear has it.
+
+A gated delta net whose states decay channel by channel. Decays and gates of outputs come from projections of low rank,
+whose first halves every tensor-parallel rank has whole; sigmoid makes the gates. The rest is that of `GatedDeltaNet`:
+heads in place of key heads, each with one value head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.collectives import local_slice
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.tensor_parallel.layers import (
+    ReplicatedParallelLinear,
+    TPContext,
+    column_parallel,
+    make_parameter,
+    make_sharded_parameter,
+    row_parallel,
+)
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, ReplicatedLinear, RowLinear
+from megatron.core.transformer.norm import HEAD_NORM_PARTIAL_OVER
+from megatron.extensions.mixers.kimi_delta_attention.flags import KimiDeltaFlags
+from megatron.extensions.mixers.linear_attention.gated_delta_net import (
+    DeltaRows,
+    DeltaWeights,
+    GatedDeltaNet,
+    Operands,
+    delta_operands,
+)
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """Projections, convolution, delta rule with decays by channel, gated norm, projection back.
+
+    in_proj is [heads, 3 * channels + 1, h]: the channels of a head, then of the next one."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        nn.Module.__init__(self)  # its parameters are others
+        own, hidden = config.options(KimiDeltaFlags), config.hidden_size
+        heads, taps = own.kda_num_heads, own.kda_conv_kernel_dim
+        self.cp = ctx.state.cp
+        self.layer = ctx.layer
+        self.eps = config.norm_epsilon
+        width = own.kda_head_dim
+        self.channels = (width, width, width, width, 1, width)
+        self.value_width = width
+        self.widths = (width, width)
+        steps, decays = Init("inverse_softplus", low=1e-3, high=0.1), Init("log_of_uniform", low=1.0, high=16.0)
+
+        def down(of: str) -> ReplicatedParallelLinear:
+            linear = ReplicatedLinear(f"{name}.{of}_a_proj", hidden, width, False)
+            return ReplicatedParallelLinear(linear, ctx)
+
+        def up(of: str) -> nn.Module:
+            return column_parallel(ColumnLinear(f"{name}.{of}_b_proj", width, (heads, width), False), ctx)
+
+        # Initial values are Hugging Face's. No projection has a bias.
+        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (heads, 3 * width + 1), False)
+        self.in_proj = column_parallel(in_proj, ctx)
+        self.f_a_proj, self.g_a_proj = down("f"), down("g")  # of decays, and of gates of outputs
+        self.f_b_proj, self.g_b_proj = up("f"), up("g")
+        self.conv1d = make_sharded_parameter(f"{name}.conv1d.weight", (heads, 3 * width, taps), ctx, role="convolution")
+        self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads, width), ctx, role="bias", init=steps)
+        """Added to the projected decay."""
+        self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
+        """Logarithm of the decay's factor."""
+        out_norm = ParamMeta(f"{name}.out_norm.weight", (width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER, role="norm")
+        self.out_norm = make_parameter(out_norm, ctx)
+        """One weight for all heads."""
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False), ctx)
+        self.kernel = None
+        self.recompute = True
+        self.hardware = ctx.hardware
+        self.prepare, self.gated = region(delta_operands, ctx.compiled), region(sigmoid_gated_norm, ctx.compiled)
+
+    def _projected(self, x: Tensor) -> Tensor:
+        """[s/cp, b, heads/tp * channels]: query, key, value, gate, writing strength and decay of each head"""
+        width = self.value_width
+        mixed, gate = self.in_proj(x).unflatten(-1, (-1, 3 * width + 1)), self.g_b_proj(self.g_a_proj(x))
+        decay = self.f_b_proj(self.f_a_proj(x))
+        qkv, beta = mixed.split((3 * width, 1), dim=-1)
+        parts = qkv, gate.unflatten(-1, (-1, width)), beta, decay.unflatten(-1, (-1, width))
+        return torch.cat(parts, dim=-1).flatten(2)
+
+    def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor, Tensor]:
+        width = self.value_width
+        inputs, gate, beta, decay = mixed.split((3 * width, width, 1, width), dim=-1)
+        conv1d, dt_bias, a_log = (local_slice(weight, self.cp) for weight in (self.conv1d, self.dt_bias, self.a_log))
+        weights = DeltaWeights(conv1d, dt_bias, a_log.unsqueeze(-1))
+        operands, before = self.prepare(inputs, beta.flatten(2), decay, weights, DeltaRows(self.widths), number, before)
+        return operands, gate, before
+
+
+def sigmoid_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of each head's output x [s, b, heads, d], times sigmoid of its gate -> [s, b, heads * d] in the gate's
+    dtype; 16 bits are computed in fp32"""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps) * gate.to(wide).sigmoid()
+    return y.to(gate.dtype).flatten(2)

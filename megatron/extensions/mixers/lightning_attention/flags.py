@@ -1,0 +1,46 @@
+"""Flags of lightning attention, its rules, and facts about it before it is imported. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.mixers import MIXERS
+from megatron.extensions.layers.hybrid_layers.flags import has_linear_attention
+from megatron.extensions.layers.hybrid_layers.rules import unless_aligned, unless_shared
+from megatron.training.config.problem import Problem, divides
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+
+@extension_flags("lightning attention", part_of="model")
+@dataclass(frozen=True)
+class LightningFlags:
+    """How lightning attention is computed (arXiv 2401.04658)."""
+
+    NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("lightning_attention", "L")
+
+    lightning_chunk_size: int = flag(256, above=0, without_effect=True)
+    """Lightning attention: tokens that are mixed at a time by products of their scores. It affects speed and memory, no
+    result."""
+
+
+def lightning(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Rules of a model with lightning attention. Another rule makes the heads a multiple of TP."""
+    heads = "--num-attention-heads", c.model.num_attention_heads
+    if divides(c.parallel.tensor_model_parallel_size, heads[1]):
+        yield from unless_shared(c, *heads, "the heads of lightning attention")
+        if not c.model.attention_facts.grouped:  # whose heads have a rule of their own
+            yield from unless_aligned(c, *heads, c.model.head_dim, "channels of heads of lightning attention")
+
+
+MIXERS.register(
+    "lightning_attention",
+    f"{__package__}.lightning_attention:LightningAttention",
+    rules=lightning,
+    described=lambda config: f", {config.num_attention_heads} heads of {config.head_dim}",
+    letter="L",
+    whole_sequences=True,
+)

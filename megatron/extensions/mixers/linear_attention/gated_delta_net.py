@@ -1,0 +1,283 @@
+"""Gated delta net (Gated DeltaNet, arXiv 2412.06464, section 3.4), a linear attention, as Qwen3-Next has it.
+
+One projection gives queries, keys, values, gates, writing strengths and decays. Queries, keys and values pass a short
+convolution and SiLU, and queries and keys are normalized; the gated delta rule mixes tokens; each head's output is
+normalized, gated and projected back. Each tensor-parallel rank has some of the key heads, with their value heads.
+
+Under context parallelism an all-to-all trades sequence shards for key heads, whatever --cp-comm-type attention has, and
+another one trades the outputs back: each rank convolves and scans whole sequences of its heads. Convolution, documents,
+chunks and kernels are then those of one process, and all ranks work at once. Passed from rank to rank, a state would
+cross every border of the zig-zag shards, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.attention.tiles import Documents
+from megatron.core.batch import BatchContext, EarlierTokens
+from megatron.core.collectives import local_slice
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
+from megatron.core.host_to_device import copied_to
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.tensor_parallel.layers import (
+    TPContext,
+    column_parallel,
+    make_parameter,
+    make_sharded_parameter,
+    row_parallel,
+)
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
+from megatron.core.transformer.norm import HEAD_NORM_PARTIAL_OVER
+from megatron.core.transformer.recompute import recomputed
+from megatron.extensions.attention.context_parallel.attention import heads_to_sequence, sequence_to_heads
+from megatron.extensions.mixers.linear_attention.flags import LinearAttentionFlags
+from megatron.extensions.mixers.linear_attention.gated_delta_rule import (
+    CHUNK,
+    Chunks,
+    flash_rule,
+    gated_delta_chunks,
+    gated_delta_steps,
+)
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""q, k, v, g and beta of `gated_delta_rule`."""
+
+FEW_TOKENS = 4
+"""Tokens up to which generation computes step by step: fewer operations than a chunk has."""
+
+
+class GatedDeltaNet(nn.Module):
+    """Projection, convolution, gated delta rule, gated norm, projection back.
+
+    in_proj is [key heads, channels, h], see `linear_channels`: the channels of a key head, then of the next one.
+    Activations between the projections are computed again in the backward, from the output of in_proj. If a kernel
+    computes the rule, `--recompute-modules core_attn` decides."""
+
+    steps = 1
+    """Keys that a token writes at: the rule sees as many rows for each token, see `in_steps`."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        own, hidden = config.options(LinearAttentionFlags), config.hidden_size
+        groups = own.linear_num_key_heads
+        heads = own.linear_num_value_heads
+        taps = own.linear_conv_kernel_dim
+        self.cp = ctx.state.cp
+        self.layer = ctx.layer
+        self.channels = own.linear_channels
+        self.eps = own.linear_norm_epsilon or config.norm_epsilon
+        self.strength = 2.0 if own.linear_allow_neg_eigval else 1.0
+        self.value_width, self.steps = own.linear_value_head_dim, own.linear_num_householder
+        self.widths = own.linear_key_head_dim, self.value_width
+
+        # Names and initial values are Megatron-LM's (arXiv 2412.06464, section 3.4). Neither projection has a bias.
+        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(self.channels)), False)
+        self.in_proj = column_parallel(in_proj, ctx)
+        self.conv1d = make_sharded_parameter(
+            f"{name}.conv1d.weight", (groups, sum(self.channels[:3]), taps), ctx, role="convolution"
+        )
+        """[key heads, channels of query, key and values, taps]"""
+        self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads,), ctx, role="bias", init=Init("ones"))
+        """Added to the projected decay."""
+        decays = Init("log_of_uniform", low=1.0, high=16.0)
+        self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
+        """Logarithm of the decay's factor."""
+        out_norm = ParamMeta(
+            f"{name}.out_norm.weight", (self.value_width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER, role="norm"
+        )
+        self.out_norm = make_parameter(out_norm, ctx)
+        """One weight for all heads."""
+        out_proj = RowLinear(f"{name}.out_proj", heads * self.value_width, hidden, False)
+        self.out_proj = row_parallel(out_proj, ctx)
+        self.kernel, self.hardware = flash_rule(ctx.dtype, ctx.device), ctx.hardware
+        self.recompute = self.kernel is None or config.recomputes("core_attn")
+        self.prepare, self.gated = region(delta_operands, ctx.compiled), region(gated_norm, ctx.compiled)
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
+        mixed = self._projected(x).unflatten(-1, (self.cp.size, -1, sum(self.channels)))
+        mixed = sequence_to_heads(mixed, self.cp)
+        number = None if context.documents is None else documents_begun(context.documents, len(mixed), mixed.device)
+        if context.cache is not None:
+            out = self._behind_cache(mixed, context.cache)
+        elif self.recompute and self.training:
+            out = recomputed(self._mix, mixed, number, context)
+        else:
+            out = self._mix(mixed, number, context)
+        return self.out_proj(heads_to_sequence(out, self.cp).flatten(2))
+
+    def _projected(self, x: Tensor) -> Tensor:
+        """[s/cp, b, key heads/tp * channels]"""
+        return self.in_proj(x)
+
+    def _mix(self, mixed: Tensor, number: Tensor | None, context: BatchContext) -> Tensor:
+        """mixed [s, b, key heads/(tp*cp), channels] -> [s, b, heads/(tp*cp) * dv]"""
+        operands, gate, _ = self._operands(mixed, number, None)
+        if self.kernel is not None:
+            out = self.kernel(*operands, documents_in_steps(context.documents, self.steps))
+        else:
+            number = None if number is None else number.repeat_interleave(self.steps, dim=0)
+            out, _ = gated_delta_chunks(*operands, number, chunks=Chunks(CHUNK, self.hardware))
+        return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
+
+    def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
+        """The same behind earlier tokens, whose state and last inputs of the convolution are cached. Padding leaves
+        the state as it is."""
+        before, state = cache.states(self.layer) or (None, None)
+        before = None if before is None else before.transpose(0, 1)
+        (q, k, v, g, beta), gate, last = self._operands(mixed, None, before)
+        lengths = cache.lengths
+        if lengths is not None:
+            padding = torch.arange(len(g), device=mixed.device)[:, None, None] >= self.steps * lengths[:, None]
+            g = g.masked_fill(padding.reshape(*padding.shape, *(1,) * (g.ndim - 3)), 0.0)
+            beta = beta.masked_fill(padding, 0.0)
+            last = last_rows(mixed[..., : last.shape[-1]], before, lengths, len(last))
+        rule: Callable[..., tuple[Tensor, Tensor]] = gated_delta_chunks
+        if len(mixed) <= FEW_TOKENS:
+            rule = gated_delta_steps
+        out, state = rule(q, k, v, g, beta, None, state)
+        cache.set_states(self.layer, last.transpose(0, 1), state)
+        return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
+
+    def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor, Tensor]:
+        """The operands of the rule, the gates [s, b, heads/(tp*cp), dv], and the last inputs of the convolution."""
+        *qkv, gate, beta, decay = self.channels
+        inputs, gate, beta, decay = mixed.split((sum(qkv), gate, beta, decay), dim=-1)
+        conv1d, dt_bias, a_log = (local_slice(weight, self.cp) for weight in (self.conv1d, self.dt_bias, self.a_log))
+        weights, rows = DeltaWeights(conv1d, dt_bias, a_log), DeltaRows(self.widths, self.strength, self.steps)
+        operands, before = self.prepare(inputs, beta.flatten(2), decay.flatten(2), weights, rows, number, before)
+        return operands, gate.unflatten(-1, (-1, self.value_width)).flatten(2, 3), before
+
+
+@lru_cache(maxsize=64)
+def documents_begun(documents: Documents, length: int, device: torch.device) -> Tensor:
+    """[s, b]: documents that have begun up to each token of whole samples of `length` tokens, without the first one.
+    All layers and passes of a micro-batch share one copy."""
+    starts = np.zeros((length, len(documents)), dtype=np.int64)
+    for sample, places in enumerate(documents):
+        starts[list(places[1:]), sample] = 1
+    return copied_to(torch.from_numpy(starts.cumsum(0)), device)
+
+
+def last_rows(x: Tensor, before: Tensor | None, lengths: Tensor, count: int) -> Tensor:
+    """x [s, b, ...], of which lengths [b] rows are no padding, behind `before` [count, b, ...], zeros for None -> the
+    last `count` rows [count, b, ...] of each sample"""
+    rows = torch.cat((x.new_zeros(count, *x.shape[1:]) if before is None else before, x))
+    places = torch.arange(count, device=x.device)[:, None] + lengths
+    return rows[places, torch.arange(x.shape[1], device=x.device)]
+
+
+class DeltaWeights(NamedTuple):
+    """Parameters from which `delta_operands` makes operands."""
+
+    conv1d: Tensor
+    dt_bias: Tensor
+    a_log: Tensor
+
+
+class DeltaRows(NamedTuple):
+    """The rows of a token in the gated delta rule."""
+
+    widths: tuple[int, int]
+    """Channels of a key and of a value."""
+
+    strength: float = 1.0
+    """Largest beta."""
+
+    steps: int = 1
+    """Keys that a token writes."""
+
+
+def delta_operands(
+    inputs: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    weights: DeltaWeights,
+    rows: DeltaRows,
+    number: Tensor | None,
+    before: Tensor | None,
+) -> tuple[Operands, Tensor]:
+    """inputs [s, b, key heads, dk + steps (dk + dv per value head)], beta [s, b, steps * heads], decay [s, b, heads],
+    number [s, b], before [taps - 1, b, key heads, ...] -> the operands of the gated delta rule for s * steps rows, and
+    the last inputs of the convolution.
+
+    g = -exp(A_log) softplus(decay + dt_bias) is fp32 where the rest has 16 bits: it is summed over tokens. beta is
+    at most `rows.strength`. Of several steps of a token the first one decays, and the last one reads.
+    """
+    (conv1d, dt_bias, a_log), steps = weights, rows.steps
+    mixed, last = short_convolution(inputs, conv1d, number, before)
+    keys, values = rows.widths
+    q, k, v = F.silu(mixed).split((keys, steps * keys, mixed.shape[-1] - (1 + steps) * keys), dim=-1)
+    k, v = in_steps(k, steps), in_steps(v, steps)
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON) for x in (q, k))
+    v = v.unflatten(-1, (-1, values)).flatten(2, 3)
+    wide = torch.promote_types(inputs.dtype, torch.float32)
+    g = -a_log.to(wide).exp() * F.softplus(decay.to(wide) + dt_bias.to(wide))
+    beta = in_steps(beta.unflatten(-1, (inputs.shape[2], -1)), steps).flatten(2)
+    q, g = at_step(q, steps - 1, steps), at_step(g, 0, steps)
+    q, k, v = (x.to(inputs.dtype) for x in (q, k, v))
+    return (q, k, v, g, beta.sigmoid() * rows.strength), last
+
+
+def in_steps(x: Tensor, steps: int) -> Tensor:
+    """[s, b, n, steps * c] -> [s * steps, b, n, c]: the steps of a token, then those of the next one."""
+    return x.unflatten(-1, (steps, -1)).movedim(-2, 1).flatten(0, 1)
+
+
+def at_step(x: Tensor, step: int, steps: int) -> Tensor:
+    """[s, ...] -> [s * steps, ...]: a step of each token, and zeros in its other ones."""
+    if steps == 1:
+        return x
+    zeros = torch.zeros_like(x)
+    return torch.stack([x if each == step else zeros for each in range(steps)], dim=1).flatten(0, 1)
+
+
+def documents_in_steps(documents: Documents | None, steps: int) -> Documents | None:
+    """First rows of documents whose tokens have `steps` rows each."""
+    return documents and tuple(tuple(steps * start for start in starts) for starts in documents)
+
+
+def short_convolution(
+    x: Tensor, weight: Tensor, number: Tensor | None = None, before: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal convolution of each channel with itself (depthwise), in documents that do not see each other: x
+    [s, b, n, c], weight [n, c, taps] -> [s, b, n, c], in fp32 for 16 bits: y_t is the sum over j of
+    weight_j x_{t - taps + 1 + j}; and the last taps - 1 rows, which are `before` for the tokens that follow.
+
+    `number` [s, b] counts the documents that have begun, 0 for tokens of the document that `before`
+    [taps - 1, b, n, c] is of; None for one document. Tokens of other documents count as 0.
+    """
+    taps = weight.shape[-1]
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    rows = torch.cat((x.new_zeros(taps - 1, *x.shape[1:]) if before is None else before, x))
+    y, last = x * weight[..., -1], rows[len(x) :]
+    if number is None:
+        for back in range(1, taps):
+            y = y + rows[taps - 1 - back : len(rows) - back] * weight[..., -1 - back]
+        return y, last
+    numbers = torch.cat((number.new_zeros(taps - 1, number.shape[1]), number))
+    for back in range(1, taps):
+        other = (numbers[taps - 1 - back : len(rows) - back] != number)[..., None, None]
+        y = y + rows[taps - 1 - back : len(rows) - back].masked_fill(other, 0.0) * weight[..., -1 - back]
+    return y, last.masked_fill((numbers[len(x) :] != number[-1])[..., None, None], 0.0)
+
+
+L2_EPSILON = 1e-6
+"""Added to the squared length of a query or key."""
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of each head's output x [s, b, heads, dv], times SiLU of its gate -> [s, b, heads * dv] in the gate's
+    dtype; 16 bits are computed in fp32"""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps) * F.silu(gate.to(wide))
+    return y.to(gate.dtype).flatten(2)

@@ -1,0 +1,155 @@
+"""Flags of Mamba-2, its rules, and facts about it before it is imported. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+from typing import ClassVar
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.mixers import MIXERS
+from megatron.core.config.model import TransformerConfig
+from megatron.core.parts import LINEAR_FORMATS, linear_format
+from megatron.extensions.layers.hybrid_layers.flags import has_linear_attention
+from megatron.training.config.problem import Problem, divides, multiples, unless_multiple
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+HEADS = "--mamba-num-heads"
+GROUPS = "--mamba-num-groups"
+WIDTH = "--mamba-head-dim"
+TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
+EXPAND = 2
+"""Channels of all heads, in hidden sizes, where --mamba-num-heads is not given."""
+
+
+NAME = "mamba2"
+
+
+@extension_flags("Mamba-2", part_of="model")
+@dataclass(frozen=True)
+class MambaFlags:
+    """The shape of Mamba-2 (arXiv 2405.21060)."""
+
+    NO_EFFECT_WITHOUT: ClassVar = has_linear_attention(NAME, "M")
+
+    mamba_state_dim: int = flag(128, above=0)
+    """Mamba-2: channels n of B and C; the state of a head is n x its channels."""
+
+    mamba_head_dim: int = flag(64, above=0)
+    """Mamba-2: channels of a head."""
+
+    mamba_num_groups: int = flag(8, above=0)
+    """Mamba-2: groups of heads. The heads of a group share B and C, and are normalized together."""
+
+    mamba_num_heads: int | None = flag(None, above=0)
+    """Mamba-2: heads; default 2 x hidden-size / mamba-head-dim."""
+
+    mamba_conv_kernel_dim: int = flag(4, above=0)
+    """Mamba-2: tokens that the convolution spans, its own included."""
+
+    mamba_min_step_size: float = flag(0.0, at_least=0)
+    """Mamba-2: smallest step size, which replaces smaller ones: 0.001 in transformers' Nemotron-H, none in
+    Megatron-LM."""
+
+    mamba_norm: bool = flag(True, name="--no-mamba-norm")
+    """Mamba-2: no norm of the outputs, which the SiLU of the gates multiplies alone (Falcon-H1)."""
+
+    mamba_norm_before_gate: bool = False
+    """Mamba-2: normalize outputs before, and not after, the SiLU of the gates multiplies them (Falcon-H1)."""
+
+    mamba_multipliers: tuple[float, ...] | None = flag(None, many=True)
+    """Mamba-2: factors of the projected gates, inputs, B, C and step sizes (Falcon-H1); default: none."""
+
+    mamba_chunk_size: int = flag(128, above=0, without_effect=True)
+    """Mamba-2: tokens that are mixed at a time by products of their scores. It affects speed and memory, no result."""
+
+
+def num_heads(config: TransformerConfig) -> int:
+    own = config.options(MambaFlags)
+    return own.mamba_num_heads or EXPAND * config.hidden_size // own.mamba_head_dim
+
+
+def group_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
+    """Channels that a layer projects for each group: gates, inputs x, B, C, and for each head a step size dt."""
+    own = config.options(MambaFlags)
+    heads = num_heads(config) // own.mamba_num_groups
+    return heads * own.mamba_head_dim, heads * own.mamba_head_dim, own.mamba_state_dim, own.mamba_state_dim, heads
+
+
+def described(config: TransformerConfig) -> str:
+    """Heads of Mamba-2, for a plan."""
+    own = config.options(MambaFlags)
+    heads = f"{num_heads(config)} heads of {own.mamba_head_dim} in {own.mamba_num_groups} groups"
+    return f", {heads}, states of {own.mamba_state_dim}"
+
+
+def mamba2(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Rules of a model with Mamba-2."""
+    own = c.options(MambaFlags)
+    m = c.model
+    p = c.parallel
+    tp = p.tensor_model_parallel_size
+    cp = p.context_parallel_size
+    groups = own.mamba_num_groups
+    heads = num_heads(m)
+    if own.mamba_multipliers is not None and len(own.mamba_multipliers) != len(group_channels(m)):
+        rule = f"must be {len(group_channels(m))} numbers: for gates, inputs, B, C and step sizes"
+        yield Problem("--mamba-multipliers", own.mamba_multipliers, rule, "use for example 1 1 1 1 1")
+    if own.mamba_norm_before_gate and not own.mamba_norm:
+        rule = "has no effect beside --no-mamba-norm"
+        yield Problem("--mamba-norm-before-gate", None, rule, "remove one of them", harmless=True)
+    if min(own.mamba_head_dim, groups, m.hidden_size, tp, cp) < 1:
+        return
+    if own.mamba_num_heads is None and not divides(own.mamba_head_dim, EXPAND * m.hidden_size):
+        rule = f"must divide {EXPAND} * --hidden-size {m.hidden_size}"
+        near = gcd(own.mamba_head_dim, EXPAND * m.hidden_size)
+        yield Problem(WIDTH, own.mamba_head_dim, rule, f"nearest: {near}, or add {HEADS}")
+    elif heads < 1 or not divides(groups, heads):
+        shown = heads if own.mamba_num_heads is None else None
+        rule = f"must be a multiple of {GROUPS} {groups}"
+        rule = rule if shown is None else f"is {shown} by default, and {rule}"
+        yield Problem(HEADS, own.mamba_num_heads, rule, multiples(heads, groups))
+    elif not divides(tp, groups):
+        yield from unless_multiple(GROUPS, groups, TP, tp)
+    else:
+        yield from _context_parallel(groups // tp, heads // tp, tp, cp)
+        yield from _aligned(c, groups // tp)
+
+
+def _context_parallel(groups: int, heads: int, tp: int, cp: int) -> Iterator[Problem]:
+    """Context ranks share the groups and heads of a tensor-parallel rank: whole groups, or parts of one."""
+    each = f" / {TP} {tp}" if tp > 1 else ""
+    if not divides(cp, groups) and not divides(groups, cp):
+        rule = f"makes {groups} groups{each}, which must divide {CP} {cp} or be a multiple of it"
+        yield Problem(GROUPS, groups * tp, rule, f"{multiples(groups * tp, cp * tp)}, or another {CP}")
+    elif not divides(cp, heads):
+        rule = f"makes {heads} heads{each}, which must be a multiple of {CP} {cp}, whose ranks share them"
+        yield Problem(HEADS, heads * tp, rule, f"{multiples(heads * tp, cp * tp)}, or another {CP}")
+
+
+def _aligned(c: RunConfig, groups: int) -> Iterator[Problem]:
+    """Each rank's matrices in another format must have aligned dimensions."""
+    name, tp = linear_format(c.parallel), c.parallel.tensor_model_parallel_size
+    if name is None:
+        return
+    alignment, under = LINEAR_FORMATS.facts(name).alignment(c.parallel, tp)
+    gates, *_ = channels = group_channels(c.model)
+    for features, what in ((groups * sum(channels), "rows of the projection"), (groups * gates, "channels of heads")):
+        if features % alignment:
+            rule = f"under {under}, a rank's {features} {what} must be a multiple of {alignment}"
+            heads = num_heads(c.model)
+            step = alignment * c.options(MambaFlags).mamba_num_groups
+            yield Problem(HEADS, heads, rule, f"{multiples(heads, step)}, which always fits")
+            return
+
+
+MIXERS.register(
+    NAME,
+    f"{__package__}.mamba2:Mamba2",
+    rules=mamba2,
+    described=described,
+    letter="M",
+    whole_sequences=True,
+)

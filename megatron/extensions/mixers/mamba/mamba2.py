@@ -1,0 +1,204 @@
+"""Mamba-2 (arXiv 2405.21060, section 7), as Nemotron-H and Megatron-LM have it.
+
+One projection gives gates, inputs x, B, C and step sizes dt. x, B and C pass a short convolution and SiLU; the
+state-space model mixes tokens; its output is multiplied by SiLU of the gates, normalized within each group of heads,
+and projected back. Each tensor-parallel rank has some of the groups, with their heads.
+
+Under context parallelism an all-to-all trades sequence shards for groups or, where there are fewer groups than ranks,
+for heads of a group, whose B and C several ranks then receive. Another one trades the outputs back. Each rank convolves
+and scans whole sequences of its heads, so documents and chunks are those of one process. Gates stay where they are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.batch import BatchContext, EarlierTokens
+from megatron.core.collectives import local_slice
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_sharded_parameter, row_parallel
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
+from megatron.core.transformer.recompute import recomputed
+from megatron.extensions.attention.context_parallel.attention import heads_to_sequence, sequence_to_heads
+from megatron.extensions.mixers.linear_attention.gated_delta_net import (
+    FEW_TOKENS,
+    documents_begun,
+    last_rows,
+    short_convolution,
+)
+from megatron.extensions.mixers.linear_attention.gated_delta_rule import Chunks
+from megatron.extensions.mixers.mamba.flags import MambaFlags, group_channels, num_heads
+from megatron.extensions.mixers.mamba.ssd import ssd_chunks, ssd_steps
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]
+"""x, dt, B and C of `ssd_chunks`."""
+
+OF_GROUP = (1, 2)
+"""Places of B and C, which all heads of a group share, among x, B, C and dt."""
+
+
+STEPS = Init("inverse_softplus", low=1e-3, high=0.1)
+"""Initial step sizes, softplus(dt_bias), have uniform logarithms in this range."""
+
+
+class Mamba2(nn.Module):
+    """Projection, convolution, state-space model, gated norm, projection back.
+
+    in_proj is [groups, channels, h], see `group_channels`: the channels of a group, then of the next one. What lies
+    between the projection and the norm is computed again in the backward."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        own = config.options(MambaFlags)
+        hidden = config.hidden_size
+        channels = group_channels(config)
+        heads = num_heads(config)
+        groups = own.mamba_num_groups
+        taps = own.mamba_conv_kernel_dim
+        width, mixed = heads * own.mamba_head_dim, (groups, sum(channels[1:4]))
+        within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
+
+        self.cp = ctx.state.cp
+        self.layer = ctx.layer
+        self.eps = config.norm_epsilon
+        self.chunk = own.mamba_chunk_size
+        self.min_step, self.factors = own.mamba_min_step_size, own.mamba_multipliers
+        self.groups, self.head_dim = own.mamba_num_groups // ctx.tp.size, own.mamba_head_dim
+        self.gates, *self.channels = channels
+        # Names and initial values are Megatron-LM's. The convolution is over the channels of x, B and C of a group.
+        self.conv_weight = make_sharded_parameter(f"{name}.conv1d.weight", (*mixed, taps), ctx, role="convolution")
+        self.conv_bias = make_sharded_parameter(f"{name}.conv1d.bias", mixed, ctx, role="bias", init=within)
+        self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads,), ctx, role="bias", init=STEPS)
+        decays = Init("log_of_uniform", low=1.0, high=16.0)
+        self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
+        """Logarithm of the decay per step size."""
+        self.d = make_sharded_parameter(f"{name}.D", (heads,), ctx, role="vector", init=Init("ones"))
+        """Factor of the input in the output."""
+        self.normed_first = own.mamba_norm_before_gate
+        gain = (f"{name}.norm.weight", (width,), ctx)
+        self.norm = make_sharded_parameter(*gain, role="norm", init=Init("ones")) if own.mamba_norm else None
+        # Neither projection has a bias. Muon leaves in_proj to --muon-scalar-optimizer, as Megatron-LM does.
+        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, role="packed")
+        self.in_proj = column_parallel(in_proj, ctx)
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", width, hidden, False), ctx)
+        self.hardware, self.with_input = ctx.hardware, region(with_input, ctx.compiled)
+        self.prepare, self.gated = region(mamba_operands, ctx.compiled), region(gated_group_norm, ctx.compiled)
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
+        projected = self._scaled(self.in_proj(x).unflatten(-1, (self.groups, -1)))
+        gate, mixed = projected.split((self.gates, sum(self.channels)), dim=-1)
+        mixed = sequence_to_heads(self._of_ranks(mixed, 2), self.cp)
+        number = None if context.documents is None else documents_begun(context.documents, len(mixed), mixed.device)
+        if context.cache is not None:
+            y = self._behind_cache(mixed, context.cache)
+        elif self.training:
+            y = recomputed(self._mix, mixed, number)
+        else:
+            y = self._mix(mixed, number)
+        y = heads_to_sequence(y, self.cp).flatten(2)  # [s/cp, b, heads/tp * p]
+        return self.out_proj(self.gated(y, gate, self.norm, self.eps, self.normed_first))
+
+    def _scaled(self, projected: Tensor) -> Tensor:
+        """projected [s/cp, b, groups/tp, channels], its gates, x, B, C and dt times --mamba-multipliers"""
+        if self.factors is None:
+            return projected
+        parts = projected.split((self.gates, *self.channels), dim=-1)
+        return torch.cat([part * factor for part, factor in zip(parts, self.factors, strict=True)], dim=-1)
+
+    def _of_ranks(self, x: Tensor, dim: int) -> Tensor:
+        """x [..., groups/tp, channels, ...], with x, B, C and maybe dt in dim + 1 -> [..., cp, groups/(tp*cp) or 1,
+        channels of a rank, ...]: what each context rank has of it"""
+        parts = self.cp.size // self.groups
+        if parts <= 1:
+            return x.unflatten(dim, (self.cp.size, -1))
+        split = x.split(self.channels[: 4 if x.shape[dim + 1] == sum(self.channels) else 3], dim + 1)
+        own = [
+            torch.stack([part] * parts, dim + 1) if place in OF_GROUP else part.unflatten(dim + 1, (parts, -1))
+            for place, part in enumerate(split)
+        ]
+        return torch.cat(own, dim + 2).flatten(dim, dim + 1).unsqueeze(dim + 1)
+
+    def _mix(self, mixed: Tensor, number: Tensor | None) -> Tensor:
+        """mixed [s, b, groups/(tp*cp), channels] -> [s, b, heads/(tp*cp) * p]"""
+        (x, dt, B, C), _ = self._operands(mixed, number, None)
+        y, _ = ssd_chunks(x, dt, self._decay(), B, C, number, chunks=Chunks(self.chunk, self.hardware))
+        return self.with_input(y, x, local_slice(self.d, self.cp))
+
+    def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
+        """The same behind earlier tokens, whose state and last inputs of the convolution are cached. Padding leaves
+        the state as it is."""
+        before, state = cache.states(self.layer) or (None, None)
+        before = None if before is None else before.transpose(0, 1)
+        (x, dt, B, C), last = self._operands(mixed, None, before)
+        if (lengths := cache.lengths) is not None:
+            padding = torch.arange(len(mixed), device=mixed.device)[:, None, None] >= lengths[:, None]
+            dt = dt.masked_fill(padding, 0.0)
+            last = last_rows(mixed[..., : last.shape[-1]], before, lengths, len(last))
+        if len(mixed) <= FEW_TOKENS:
+            y, state = ssd_steps(x, dt, self._decay(), B, C, None, state)
+        else:
+            y, state = ssd_chunks(x, dt, self._decay(), B, C, None, state, Chunks(self.chunk))
+        cache.set_states(self.layer, last.transpose(0, 1), state)
+        return self.with_input(y, x, local_slice(self.d, self.cp))
+
+    def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor]:
+        """The operands of the state-space model, and the last inputs of the convolution."""
+        weight, bias = (self._of_ranks(each, 0)[self.cp.rank] for each in (self.conv_weight, self.conv_bias))
+        widths = weight.shape[1] - 2 * self.channels[1], self.channels[1], self.head_dim
+        dt_bias = local_slice(self.dt_bias, self.cp)
+        return self.prepare(mixed, weight, bias, dt_bias, widths, self.min_step, number, before)
+
+    def _decay(self) -> Tensor:
+        """a [heads/(tp*cp)], which step sizes multiply"""
+        a_log = local_slice(self.a_log, self.cp)
+        return -a_log.to(torch.promote_types(a_log.dtype, torch.float32)).exp()
+
+
+def with_input(y: Tensor, x: Tensor, d: Tensor) -> Tensor:
+    """y + D x [s, b, heads * p] in the dtype of x"""
+    return (y + d.to(y.dtype).unsqueeze(-1) * x).to(x.dtype).flatten(2)
+
+
+def mamba_operands(
+    mixed: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    dt_bias: Tensor,
+    widths: tuple[int, int, int],
+    min_step: float,
+    number: Tensor | None,
+    before: Tensor | None,
+) -> tuple[Operands, Tensor]:
+    """mixed [s, b, groups, x, B, C and a dt for each head], number [s, b], before [taps - 1, b, groups, x, B and C] ->
+    the operands of the state-space model, and the last inputs of the convolution. `widths` are those of x and B of a
+    group, and of a head. No step size is below `min_step`.
+
+    dt is fp32 where the rest has 16 bits: it is summed over tokens.
+    """
+    inputs, state, head = widths
+    mixed, dt = mixed.split((inputs + 2 * state, mixed.shape[-1] - inputs - 2 * state), dim=-1)
+    y, last = short_convolution(mixed, weight, number, before)
+    y = F.silu(y + bias.to(y.dtype)).to(mixed.dtype)
+    x, B, C = y.split((inputs, state, state), dim=-1)
+    wide = torch.promote_types(mixed.dtype, torch.float32)
+    dt = F.softplus(dt.flatten(2).to(wide) + dt_bias.to(wide))
+    dt = dt.clamp(min=min_step) if min_step else dt
+    return (x.unflatten(-1, (-1, head)).flatten(2, 3), dt, B, C), last
+
+
+def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, normed_first: bool = False) -> Tensor:
+    """RMSNorm of the channels of each group, of y [s, b, groups * c] times SiLU of its gates [s, b, groups, c] ->
+    [s, b, groups * c] in the gates' dtype; 16 bits are computed in fp32. Without a weight there is no norm; if
+    `normed_first`, gates multiply its output."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    y, gate_function = y.view(gate.shape).to(wide), F.silu(gate.to(wide))
+    y = y if normed_first and weight is not None else y * gate_function
+    if weight is not None:
+        y = F.rms_norm(y, gate.shape[-1:], None, eps) * weight.to(wide).view(gate.shape[-2:])
+        y = y * gate_function if normed_first else y
+    return y.flatten(2).to(gate.dtype)

@@ -1,0 +1,46 @@
+"""Flags of attention beside Mamba-2, and facts about it before it is imported. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config.mixers import MIXERS
+from megatron.extensions.layers.hybrid_layers.flags import has_linear_attention
+from megatron.extensions.mixers.mamba.flags import NAME as MAMBA2
+from megatron.training.extensions import extension_flags
+
+NAME = "attention_and_mamba2"
+
+
+@extension_flags("attention beside Mamba-2", part_of="model")
+@dataclass(frozen=True)
+class ParallelMixerFlags:
+    """Factors in layers with attention and Mamba-2 side by side (Falcon-H1, arXiv 2507.22448)."""
+
+    NO_EFFECT_WITHOUT: ClassVar = has_linear_attention(NAME, "H")
+
+    attention_input_multiplier: float = 1.0
+    """Attention beside Mamba-2: factor of the input of attention."""
+
+    attention_key_multiplier: float = 1.0
+    """Attention beside Mamba-2: factor of the keys, and so of attention scores."""
+
+    attention_output_multiplier: float = 1.0
+    """Attention beside Mamba-2: factor of the output of attention."""
+
+    mamba_input_multiplier: float = 1.0
+    """Attention beside Mamba-2: factor of the input of Mamba-2."""
+
+    mamba_output_multiplier: float = 1.0
+    """Attention beside Mamba-2: factor of the output of Mamba-2."""
+
+
+MIXERS.register(
+    NAME,
+    f"{__package__}.parallel_mixers:AttentionAndMamba2",
+    letter="H",
+    whole_sequences=True,
+    attends=True,
+    includes=(MAMBA2,),
+)

@@ -1,0 +1,38 @@
+"""Attention and Mamba-2 side by side, as Falcon-H1 has them (arXiv 2507.22448, section 2)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from megatron.core.batch import BatchContext
+from megatron.core.config.mixers import MIXERS
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import TPContext
+from megatron.extensions.mixers.mamba.flags import NAME as MAMBA2
+from megatron.extensions.mixers.parallel_mixers.flags import ParallelMixerFlags
+
+
+class AttentionAndMamba2(nn.Module):
+    """The sum of the model's attention and Mamba-2, each with a factor of its input and of its output. A factor of keys
+    is one of attention scores."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        own = config.options(ParallelMixerFlags)
+        of_keys = replace(config, softmax_scale=config.attention_scale * own.attention_key_multiplier)
+        self.attention = MIXERS.build(config.attention, f"{name}.attention", of_keys, ctx)
+        self.mamba = MIXERS.build(MAMBA2, f"{name}.mamba", config, ctx)
+        self.of_attention = own.attention_input_multiplier, own.attention_output_multiplier
+        self.of_mamba = own.mamba_input_multiplier, own.mamba_output_multiplier
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
+        parts = (self.attention, *self.of_attention), (self.mamba, *self.of_mamba)
+        attended, mixed = (_scaled(part(_scaled(x, before), context), behind) for part, before, behind in parts)
+        return attended + mixed
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor

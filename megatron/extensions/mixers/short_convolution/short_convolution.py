@@ -1,0 +1,93 @@
+"""The short convolution of LFM2 (arXiv 2511.23404), between two gates.
+
+One projection gives gates B and C and inputs x of each channel. B x passes a causal convolution of each channel with
+itself, of a few taps, and C times its output is projected back. Each tensor-parallel rank has some of the channels.
+
+Under context parallelism an all-to-all trades sequence shards of B x for channels, and another one trades the outputs
+back: each rank convolves whole sequences of its channels. Both gates stay where they are.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.core.batch import BatchContext, EarlierTokens
+from megatron.core.collectives import local_slice
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
+from megatron.core.parallel_state import Axis
+from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_sharded_parameter, row_parallel
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
+from megatron.core.transformer.recompute import recomputed
+from megatron.extensions.attention.context_parallel.attention import heads_to_sequence, sequence_to_heads
+from megatron.extensions.mixers.linear_attention.gated_delta_net import documents_begun, last_rows, short_convolution
+from megatron.extensions.mixers.short_convolution.flags import ShortConvolutionFlags
+
+
+class BetweenProjections(nn.Module):
+    """A mixer of `in_proj`, `_mix` and `out_proj`. What `_mix` computes is computed again in the backward."""
+
+    in_proj: nn.Module
+    out_proj: nn.Module
+    cp: Axis
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
+        mixed = self.in_proj(x)
+        length = len(mixed) * self.cp.size
+        documents = context.documents
+        cache = context.cache
+        number = None if documents is None else documents_begun(documents, length, mixed.device)
+        again = self.training and cache is None
+        return self.out_proj(recomputed(self._mix, mixed, number, None) if again else self._mix(mixed, number, cache))
+
+    def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
+        """mixed [s/cp, b, features/tp] of the first projection, number [s, b] of documents that have begun -> what the
+        second one projects"""
+        raise NotImplementedError
+
+
+class ShortConvolution(BetweenProjections):
+    """Projection, gate, convolution, gate, projection back."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        own, hidden = config.options(ShortConvolutionFlags), config.hidden_size
+        taps, bias = own.short_conv_kernel_dim, own.short_conv_bias
+
+        self.cp, self.layer = ctx.state.cp, ctx.layer
+        self.conv_weight = make_sharded_parameter(f"{name}.conv1d.weight", (hidden, 1, taps), ctx, role="convolution")
+        within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
+        of_bias = (f"{name}.conv1d.bias", (hidden,), ctx)
+        self.conv_bias = make_sharded_parameter(*of_bias, role="bias", init=within) if bias else None
+        # Gates of the inputs, gates of the outputs, and inputs.
+        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (3, hidden), bias, shard_dim=1)
+        self.in_proj = column_parallel(in_proj, ctx)
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", hidden, hidden, bias), ctx)
+        self.convolved = region(convolved, ctx.compiled)
+
+    def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
+        """mixed [s/cp, b, 3 * h/tp] -> [s/cp, b, h/tp]"""
+        before_gate, behind_gate, x = mixed.unflatten(-1, (3, -1)).unbind(-2)
+        x = sequence_to_heads((before_gate * x).unflatten(-1, (self.cp.size, -1)), self.cp)
+        weight = local_slice(self.conv_weight, self.cp)
+        bias = None if self.conv_bias is None else local_slice(self.conv_bias, self.cp)
+        states = None if cache is None else cache.states(self.layer)
+        before = None if states is None else states[0].transpose(0, 1)
+        y, last = self.convolved(x, weight, bias, number, before)
+        if cache is not None:  # whose next tokens follow the last one that is no padding
+            last = last if cache.lengths is None else last_rows(x, before, cache.lengths, len(last))
+            cache.set_states(self.layer, last.transpose(0, 1))
+        return behind_gate * heads_to_sequence(y, self.cp).flatten(2)
+
+
+def convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor | None, before: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """x [s, b, c], weight [c, 1, taps], bias [c], number [s, b], before [taps - 1, b, c] -> the convolution [s, b, c],
+    and its last inputs [taps - 1, b, c]; see `short_convolution`. 16 bits are computed in fp32."""
+    before = None if before is None else before.unsqueeze(-1)
+    y, last = short_convolution(x.unsqueeze(-1), weight, number, before)
+    y = y.squeeze(-1)
+    return (y if bias is None else y + bias.to(y.dtype)).to(x.dtype), last.squeeze(-1)

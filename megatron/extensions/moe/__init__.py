@@ -1,0 +1,1 @@
+"""Mixture of experts: routers, and where the experts' output is added."""

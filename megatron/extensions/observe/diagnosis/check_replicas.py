@@ -1,0 +1,133 @@
+"""Compares the copies of parameters and optimizer state on all ranks bit by bit (--check-replicas).
+
+Parameters and optimizer state are replicated along the axes of the mesh that do not cut them. Each rank hashes its
+copies on the device, and the smallest and largest hash along an axis show whether all are equal: two small collectives
+an axis, whatever the size of the model. Only when they are not is anything more exchanged, to say what differs, where,
+and with which values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.collectives import all_reduce_, gather_objects
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.parallel_state import Axis, ParallelState
+from megatron.extensions.observe.diagnosis.flags import DiagnosisConfig
+from megatron.training.hooks import Callback, Log, Task
+from megatron.training.run import TrainingRun
+
+# Multipliers of the hash: consecutive multiples of an odd number near 2^64 / golden ratio, made odd.
+_GOLDEN = -7046029254386353131
+_CHUNK = 1 << 22
+
+
+class ReplicaError(RuntimeError):
+    """Ranks that should hold equal values do not."""
+
+
+class ReplicaCheck(Callback):
+    """Compares all replicas every --check-replicas iterations. A difference ends the run."""
+
+    def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
+        check = partial(check_replicas, run.stages.values(), run.optimizer, run.runtime.state)
+        return (Task("check of replicas", self.config.options(DiagnosisConfig).check_replicas, check),)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A tensor of this rank and the axes along which others hold the same values."""
+
+    label: str
+    values: Tensor
+    axes: tuple[str, ...]
+
+
+def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimizer, state: ParallelState) -> int:
+    """Compares all replicas bit by bit. Collective over the world; returns how many tensors this rank compared.
+
+    Raises ReplicaError, on every rank, naming the first tensor that differs, its ranks and values.
+    """
+    optimizer.finish_param_sync()
+    replicas = list(replicas_of(modules, optimizer, state))
+    device = optimizer.ddp.device  # of collectives; states may be in host memory
+    hashes = [bit_hash(replica.values).to(device) for replica in replicas]
+    message = None
+    for name in sorted({axis for replica in replicas for axis in replica.axes}):
+        along = [i for i, replica in enumerate(replicas) if name in replica.axes]
+        different = _different(torch.stack([hashes[i] for i in along]), state.axis(name))
+        if different is not None and message is None:
+            replica = replicas[along[different]]
+            message = _describe(replace(replica, values=replica.values.to(device)), name, state)
+    if messages := [found for found in gather_objects(message, state.world) if found is not None]:
+        raise ReplicaError(messages[0])
+    return len(replicas)
+
+
+def replicas_of(
+    modules: Collection[nn.Module], optimizer: DistributedOptimizer, state: ParallelState
+) -> Iterator[Replica]:
+    """Parameters, then optimizer state, in the same order on all ranks of a group."""
+    params: list[Any] = [param for module in modules for param in module.parameters()]
+    parts = list(optimizer.ddp.sharded_params())
+    sharded = {part.meta.name for part in parts}
+    kept = [param for param in params if param.meta.name not in sharded]
+    tensors = [(f"parameter {param.meta.name}", param.detach(), param.meta, True) for param in kept]
+    tensors += [(f"parameter {part.meta.name}", part.data, part.meta, False) for part in parts]
+    whole = not optimizer.config.use_distributed_optimizer
+    states = (piece for piece in optimizer.sharded_state() if piece.own_shape is None)  # others have no replicas
+    tensors += [(f"{p.key} of {p.meta.name}", p.data, p.meta, whole) for p in states]
+    for label, values, meta, data_replicated in tensors:
+        axes = [*meta.replica_axes, meta.data_axis if data_replicated else f"{meta.data_axis}_copies"]
+        if len(set(meta.shared_stages)) > 1:
+            axes.append("embd")
+        if axes := [axis for axis in axes if state.axis(axis).size > 1]:
+            yield Replica(label, values, tuple(axes))
+
+
+def bit_hash(x: Tensor) -> Tensor:
+    """Scalar int64: sum of the elements' bits times position-dependent odd numbers, modulo 2^64. Any single bit that
+    differs changes it, and the order of summation cannot."""
+    bits = _bits(x)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].long()
+        position = torch.arange(start, start + part.numel(), device=x.device)
+        total += (part * (position * _GOLDEN | 1)).sum()
+    return total
+
+
+def _bits(x: Tensor) -> Tensor:
+    """[n] integers of the same size and bits as the elements, in which NaNs are comparable too."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(-1).view(integers[x.element_size()])
+
+
+def _different(hashes: Tensor, axis: Axis) -> int | None:
+    """Index of the first hash that is not the same on all ranks of the axis."""
+    low, high = (all_reduce_(hashes.clone(), axis, op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
+    places = (low != high).nonzero()
+    return int(places[0]) if len(places) else None
+
+
+def _describe(replica: Replica, name: str, state: ParallelState) -> str:
+    """Differences along an axis. Collective over the axis: all its ranks have found the same difference."""
+    axis = state.axis(name)
+    values = replica.values.contiguous().view(-1)
+    copies = [torch.empty_like(values) for _ in axis.ranks]
+    dist.all_gather(copies, values, group=axis.group)
+    unequal = torch.stack([_bits(copy) != _bits(copies[0]) for copy in copies]).any(dim=0)
+    index = int(unequal.nonzero()[0])
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), replica.values.shape))
+    shown = ", ".join(f"rank {rank}: {copy[index].item()!r}" for rank, copy in zip(axis.ranks, copies, strict=True))
+    return (
+        f"{replica.label} should be equal along {name} and is not: {int(unequal.sum())} of {values.numel()} elements "
+        f"differ, the first at {place} of the local tensor: {shown}. Ranks have diverged: go back to a checkpoint from "
+        "before and look at what reduces this tensor's gradient"
+    )

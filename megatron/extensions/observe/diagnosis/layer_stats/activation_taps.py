@@ -1,0 +1,179 @@
+"""Hooks on the layers of a model that measure what they put out, their attention logits and their routers.
+
+Nothing here knows the layout. A mean of squares is a sum of squares and a number of elements, each summed over the
+world: ranks that hold other tokens, other features or a replica all add theirs, and the ratio is that of one process.
+So any layer is measured, a user's own too: its output, and that of each module within it that has matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.attention.core_attention import CoreAttention
+from megatron.core.compiled_regions import region
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.moe.load_balancing import Balance
+from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
+from megatron.core.transformer.block import Stream, TransformerBlock, added
+from megatron.core.transformer.recompute import computing_again
+from megatron.extensions.observe.diagnosis.layer_stats.alarms import OUTPUT
+
+Key = tuple[str, int]
+"""(statistic, number of the layer in the model). The layers of multi-token prediction count on behind the last one."""
+
+QUERIES = "query_norm"
+KEYS = "key_norm"
+LOGITS = "attention_logit_max"
+"""Maxima. Queries are scaled, so that no logit is above the product of the first two."""
+
+ENTROPY, LOAD = "router_entropy", "expert_load"
+
+LOOKED_UP, LOOKUPS = "looked_up_squares", "lookups"
+"""Of the vectors that tokens look up in each tensor-parallel rank's rows of the embedding: sums of squares, and how
+many. Their "layers" are the ranks."""
+
+
+class ActivationTaps:
+    """Measurements of the layers of one rank's stages since `begin`: sums, numbers of elements, and maxima.
+
+    Does nothing but in a training pass while it is `active`, and nothing when a pass is computed again.
+    """
+
+    def __init__(self, stages: Mapping[int, GPTModel], device: torch.device, compiled: bool, clips: bool) -> None:
+        """`clips`: QK-clip notes the largest logits, and resets them itself."""
+        self.active = False
+        self.device = device
+        self.clips = clips
+        self.sums: dict[Key, Tensor] = {}
+        self.counts: dict[Key, float] = {}
+        self.maxima: dict[Key, Tensor] = {}
+        self.noted: dict[int, CoreAttention] = {}
+        """Layers whose attention kernel shows its logits."""
+        self.balances: dict[int, Balance] = {}
+        self._measure = region(sum_of_squares_of_rows, compiled)
+        for model in stages.values():
+            for block, number, layer in _layers(model):
+                self._watch(block, number, layer)
+            if model.embedding is not None and model.tp.size > 1:
+                table = model.embedding.word_embeddings
+                for rank in range(table.axis.size):
+                    self._begin(self.sums, LOOKED_UP, rank)
+                    self._begin(self.sums, LOOKUPS, rank)
+                table.register_forward_hook(self._lookup)
+
+    def _watch(self, block: TransformerBlock, number: int, layer: nn.Module) -> None:
+        block.watch[id(layer)] = partial(self._output, self._begin(self.sums, OUTPUT, number))
+        for name, module in layer.named_children():
+            if any(parameter.meta.matrix for parameter in module.parameters()):  # type: ignore[attr-defined]
+                key = self._begin(self.sums, f"{name.removeprefix('self_')}_output_rms", number)
+                module.register_forward_hook(partial(self._module_output, key))
+        for module in layer.modules():
+            if isinstance(module, CoreAttention):
+                if module.note_max_logits():
+                    self.noted[number] = module
+                    self._begin(self.maxima, LOGITS, number)
+                else:
+                    keys = self._begin(self.maxima, QUERIES, number), self._begin(self.maxima, KEYS, number)
+                    module.register_forward_pre_hook(partial(self._heads, keys))
+            elif isinstance(module, Balance):
+                self.balances[number] = module
+                module.register_forward_pre_hook(partial(self._probabilities, self._begin(self.sums, ENTROPY, number)))
+
+    def _begin(self, table: dict[Key, Tensor], statistic: str, number: int) -> Key:
+        table[statistic, number] = torch.zeros((), dtype=torch.float64, device=self.device)
+        return statistic, number
+
+    def begin(self, active: bool) -> None:
+        """Forgets everything. Until the next call, passes are measured if `active`."""
+        self.active = active
+        if not active:
+            return
+        self.counts = dict.fromkeys(self.sums, 0.0)
+        for value in self.sums.values():
+            value.zero_()
+        for value in self.maxima.values():
+            value.fill_(float("-inf"))
+        for core in self.noted.values() if not self.clips else ():
+            assert core.max_logits is not None
+            core.max_logits.fill_(float("-inf"))
+
+    def end(self) -> None:
+        """After the last backward pass and before the update: takes what others have noted, and measures no more."""
+        for number, core in self.noted.items():
+            assert core.max_logits is not None
+            self.maxima[LOGITS, number].copy_(core.max_logits.max())
+        self.active = False
+
+    def loads(self) -> dict[int, Tensor]:
+        """Tokens that the routers of this rank have given to each expert [E], by layer. Call it before the update."""
+        return {number: balance.tally[: balance.num_experts] for number, balance in self.balances.items()}
+
+    @torch.no_grad()
+    def _output(self, key: Key, stream: Stream) -> None:
+        if self._measures():
+            self._add(key, added(stream))
+
+    def _module_output(self, key: Key, module: nn.Module, args: Any, output: Any) -> None:
+        if self._measures() and isinstance(output, Tensor) and output.is_floating_point():
+            self._add(key, output)
+
+    @torch.no_grad()
+    def _add(self, key: Key, x: Tensor) -> None:
+        self.sums[key].add_(self._measure(x.detach()))
+        self.counts[key] += x.numel()
+
+    @torch.no_grad()
+    def _lookup(self, table: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
+        """args: tokens [b, s]; out [s, b, h], or [s/tp, b, h] under sequence parallelism"""
+        if self._measures():
+            assert isinstance(table, VocabParallelEmbedding)
+            tokens, tp = args[0].t(), table.axis
+            own = tokens if len(out) == len(tokens) else tokens.chunk(tp.size)[tp.rank]
+            squares = torch.linalg.vector_norm(out.detach(), dim=-1, dtype=_precise(out)).double().square()
+            for rank in range(tp.size):
+                there = own // (table.vocab_rows // tp.size) == rank
+                self.sums[LOOKED_UP, rank].add_((squares * there).sum())
+                self.sums[LOOKUPS, rank].add_(there.sum())
+
+    @torch.no_grad()
+    def _heads(self, keys: tuple[Key, Key], core: nn.Module, args: tuple[Any, ...]) -> None:
+        """args: q [s, b, heads, d], k [s, b, groups, d], ..."""
+        if self._measures():
+            assert isinstance(core, CoreAttention)
+            for key, x, scale in zip(keys, args, (core.scale, 1.0), strict=False):
+                largest = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=_precise(x)).max() * abs(scale)
+                torch.maximum(self.maxima[key], largest, out=self.maxima[key])
+
+    @torch.no_grad()
+    def _probabilities(self, key: Key, balance: nn.Module, args: tuple[Any, ...]) -> None:
+        """args: weights, logits, probabilities [s, b, E], ..."""
+        if self._measures():
+            p = args[2].detach()
+            self.sums[key].add_(torch.special.entr(p).sum(dtype=torch.float64))
+            self.counts[key] += p.shape[:-1].numel()
+
+    def _measures(self) -> bool:
+        return self.active and not computing_again()
+
+
+def sum_of_squares_of_rows(x: Tensor) -> Tensor:
+    """x [..., h] -> float64 scalar, added up in fp32 (fp64 for fp64) within rows only."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=_precise(x)).double().square().sum()
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _layers(model: GPTModel) -> Iterator[tuple[TransformerBlock, int, nn.Module]]:
+    """(block, number in the model, layer) of each transformer layer, those of multi-token prediction included."""
+    for layer in model.decoder.layers:
+        yield model.decoder, int(layer.number), layer  # type: ignore[arg-type]
+    for module in model.mtp.layers if model.mtp is not None else ():
+        for layer in module.transformer.layers:  # type: ignore[union-attr]
+            yield module.transformer, int(module.number), layer  # type: ignore[misc, arg-type]

@@ -1,0 +1,187 @@
+"""Searches a step that was not finite for its origin, and saves one that ends the run to disk, to be replayed.
+
+    SAVE/nan/iter_0000012/finding.json              which step, and where a value first was not finite
+    SAVE/nan/iter_0000012/run_config.yaml           the configuration
+    SAVE/nan/iter_0000012/samples-00000.npz         the samples, a file for each data-parallel rank
+    SAVE/nan/iter_0000012/iter_0000011/             the checkpoint of the step before
+
+--load accepts the folder too: the run then resumes right before the step.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.collectives import gather_objects
+from megatron.core.config.json_text import parse_json
+from megatron.core.datasets.gpt_dataset import Sample
+from megatron.core.datasets.samplers import MicroBatch
+from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
+from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.extensions.observe.diagnosis.nonfinite_search import Finding, search
+from megatron.training.checkpoints.checkpointing import RunCheckpoint
+from megatron.training.config.arguments import save_config
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback, StepFinding, Verdict
+from megatron.training.progress import Progress, Step
+from megatron.training.reliability.visible_text import visible
+from megatron.training.run import TrainingRun
+
+FINDING = "finding.json"
+CONFIG = "run_config.yaml"
+SAMPLES = "samples-*.npz"
+
+ADVICE = "replay the step, in one process or at another layout, and look at the module and the samples"
+NOT_REPRODUCED = (
+    "run again, with the same weights and samples, everything is finite: the cause is in none of them. Suspect the "
+    "hardware, or a kernel that races"
+)
+
+NEWER_WEIGHTS = (
+    "run again, with the weights after the update that the step was made beside, everything is finite: these weights, "
+    "or the hardware, are the cause"
+)
+"""Of a schedule that does not flush, which has not kept the step's own weights."""
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """Contents of `finding.json`."""
+
+    step: Step
+    loss_scale: float
+    finding: Finding | None
+    """None if every value was finite when the step was run again."""
+
+    @classmethod
+    def read(cls, folder: Path) -> SavedStep:
+        """Raises ValueError if the folder holds no step."""
+        try:
+            values = parse_json((folder / FINDING).read_text())
+            finding = values["finding"]
+            return cls(Step(**values["step"]), values["loss_scale"], finding and Finding.from_json(finding))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder} holds no saved step: {FINDING}: {error}") from error
+
+
+class FirstNonFinite(Callback):
+    """Says where the first value that is not finite was computed."""
+
+    def search(self, run: TrainingRun, verdict: Verdict) -> StepFinding:
+        return search_and_save(run, verdict)
+
+
+def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
+    """Finds the first value that is not finite, and saves a step that ends the run in --save. Collective."""
+    step, watchdog = verdict.step, run.runtime.watchdog
+    phase = watchdog.status.phase
+    watchdog.doing(f"{phase}, running iteration {step.iteration} again to find the first value that is not finite")
+    finding = search(run.forward_backward, step, run.data.read_batches(step), verdict.result.loss_scale)
+    watchdog.doing(phase)
+    flushes = PIPELINE_SCHEDULES.facts(run.config.parallel.schedule).flushes
+    nothing = NOT_REPRODUCED if flushes else NEWER_WEIGHTS
+    text = finding.describe() if finding is not None else nothing
+    if not verdict.ends_run:
+        return StepFinding(text)
+    if run.config.checkpoint.save_folder is not None:
+        run.saver.wait()
+        before = replace(run.progress, iteration=step.iteration - 1, consumed_samples=step.first_sample)
+        try:
+            saved = SavedStep(step, verdict.result.loss_scale, finding)
+            batches = run.data.train.next_step(step.first_sample, step.samples)
+            folder = save_step(saved, batches, run.saver.checkpoint, before)
+            text += f"\nthe step, and the state before it, are in {folder}: python tools/replay_step.py {folder}"
+        except CheckpointError as error:
+            print(visible(f"{socket.gethostname()}: the step was not saved: {error}"), file=sys.stderr, flush=True)
+    if finding is not None and finding.rank != run.runtime.launch.rank:
+        time.sleep(1.0)  # the rank with the first bad value reports
+    return StepFinding(text, ADVICE)
+
+
+def save_step(saved: SavedStep, batches: Sequence[MicroBatch], checkpoint: RunCheckpoint, before: Progress) -> Path:
+    """Writes a step without effect into --save and returns its folder. Collective.
+
+    `batches` are the step's samples on this data-parallel rank, `before` is where the run was before the step. Raises
+    CheckpointError, on every rank, if a rank cannot write.
+    """
+    config = checkpoint.config
+    state = checkpoint.state
+    step = saved.step
+    world = checkpoint.state.world
+    assert config.checkpoint.save_folder is not None
+    folder = config.checkpoint.save_folder / "nan" / f"iter_{step.iteration:07d}"
+    plan = checkpoint.plan
+    own = config if plan is None else plan.at(step.first_sample).config
+    on_first_rank(partial(_begin, folder, own, saved), world)
+    problem = None
+    if state.tp.first and state.pp.first and state.cp.first:
+        problem = _write_samples(batches, folder / f"samples-{state.dp.rank:05d}.npz")
+    if problems := [found for found in gather_objects(problem, world) if found]:
+        raise CheckpointError(problems[0])
+    save(folder, before.iteration, *checkpoint.contents(before), world)
+    return folder
+
+
+def _begin(folder: Path, config: RunConfig, step: SavedStep) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    given = tuple((field, value) for field, value in config.given if field != "vocab_size")
+    save_config(replace(config, given=given), folder / CONFIG)  # a replay has no tokenizer to ask for the vocabulary
+    (folder / FINDING).write_text(json.dumps(asdict(step), indent=1))
+
+
+def _write_samples(batches: Sequence[MicroBatch], path: Path) -> str | None:
+    """Writes the samples of this data-parallel rank; returns the problem if that fails."""
+    arrays = {}
+    for name in batches[0]:
+        parts = [part.cpu().numpy() for batch in batches if (part := batch[name]) is not None]
+        if parts:
+            arrays[name] = np.concatenate(parts)
+    try:
+        np.savez(path, **arrays)  # type: ignore[arg-type]
+    except OSError as error:
+        return str(error)
+    return None
+
+
+class SavedSamples:
+    """Data set of the samples of a saved step, under their numbers in the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.samples: dict[int, Sample] = {}
+        for path in sorted(folder.glob(SAMPLES)):
+            with np.load(path, allow_pickle=False) as arrays:
+                columns = {name: arrays[name] for name in arrays.files}
+            for row, number in enumerate(columns.pop("sample_index").tolist()):
+                self.samples[number] = {name: column[row] for name, column in columns.items()}
+        if not self.samples:
+            raise ValueError(f"{folder} holds no samples: {SAMPLES}")
+        self.fingerprint = str(folder)
+
+    def __len__(self) -> int:
+        return max(self.samples) + 1
+
+    def __getitem__(self, index: int) -> Sample:
+        optional: Sample = {"position_ids": None, "document_ids": None}
+        return optional | self.samples[index]
+
+    def origin(self, index: int) -> str:
+        return f"{self.fingerprint}:{index}+0"
+
+    def text(self, index: int) -> NDArray[np.int64]:
+        sample = self.samples[index]
+        tokens, labels = sample["tokens"], sample["labels"]
+        assert tokens is not None and labels is not None
+        return np.append(tokens, labels[-1:])

@@ -1,0 +1,101 @@
+"""Replays a saved step at any layout (`tools/replay_step.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from math import lcm
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from megatron.core.config.data import DatasetConfig, TokenizerConfig
+from megatron.core.config.parallel import ModelParallelConfig, PrecisionConfig
+from megatron.core.datasets.samplers import DataIterator
+from megatron.core.parallel_state import ParallelState
+from megatron.extensions.observe.diagnosis.nonfinite_search import Finding, search
+from megatron.extensions.observe.diagnosis.step_dump import CONFIG, SavedSamples, SavedStep
+from megatron.testing.local_world import run_world
+from megatron.training.config.arguments import parse_args, save_config
+from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
+from megatron.training.config.validation import resolve_legal
+from megatron.training.extensions import CALLBACKS
+from megatron.training.initialize import Runtime, choose_device, local_runtime, set_determinism
+from megatron.training.reliability.launch import Launch
+from megatron.training.run import TrainingRun
+from megatron.training.setup import build_run
+
+Prepare = Callable[[TrainingRun], None]
+"""Called with the run before the step, on every rank: for hooks of the caller."""
+
+
+def replay(
+    folder: Path, flags: Sequence[str] = (), world_size: int | None = None, prepare: Prepare | None = None
+) -> Finding | None:
+    """Runs the step saved in `folder` again, and returns where a value first is not finite; None if all are finite.
+
+    `flags` say the layout, by default one process; several ranks run on this machine's CPU. Raises ValueError, with
+    every problem, if the flags do not fit or the folder holds no step.
+    """
+    saved, config = SavedStep.read(folder), config_of(folder, flags)
+    parallel = config.parallel
+    ranks = world_size or lcm(
+        parallel.model_parallel_size,
+        parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size * parallel.expert_tp,
+    )
+    config = resolve_legal(config, ranks)
+    if ranks == 1:
+        return _replay_on_rank(0, 1, config, folder, saved, prepare)
+    return run_world(ranks, _replay_on_rank, config, folder, saved, prepare, timeout=3600.0)[0]
+
+
+def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
+    """The configuration that a step is replayed under, not resolved: that of its run with the layout left out, all but
+    the precision, and `flags` added. Raises ValueError for what is wrong with them."""
+    config = parse_args(["--config", str(folder / CONFIG)])
+    precision = [each.name for each in fields(PrecisionConfig)]
+    kept = {name: getattr(config.parallel, name) for name in (*precision, "cpu")}
+    config = replace(
+        config,
+        parallel=ModelParallelConfig(**kept),
+        data=DatasetConfig(mock_data=True, num_workers=0),  # in whose place the saved samples come
+        tokenizer=TokenizerConfig(),
+        training=replace(config.training, eval_iters=0, num_microbatches=None),
+        checks=ChecksConfig(),
+        logging=LoggingConfig(),
+        checkpoint=CheckpointConfig(load=str(folder), load_optim=False, override_data_fingerprint=True),
+    )
+    with TemporaryDirectory() as scratch:
+        path = Path(scratch) / CONFIG
+        save_config(_without_callbacks(config), path)
+        return parse_args(["--config", str(path), *flags])
+
+
+def _without_callbacks(config: RunConfig) -> RunConfig:
+    """The configuration without the flags of extensions that ask for a callback, whose inputs a replay has not."""
+    asked = [facts.when for facts in map(CALLBACKS.facts, CALLBACKS) if facts.when(config)]
+    for options in config.extension_options:
+        without = config.with_options(type(options)())
+        if not all(when(without) for when in asked):
+            config = without
+            asked = [when for when in asked if when(config)]
+    return config
+
+
+def _replay_on_rank(
+    rank: int, world_size: int, config: RunConfig, folder: Path, saved: SavedStep, prepare: Prepare | None
+) -> Finding | None:
+    set_determinism(config)
+    if world_size == 1:
+        runtime = Runtime(Launch(), choose_device(config.parallel, Launch()), ParallelState())
+    else:
+        runtime = local_runtime(config, rank, world_size)
+    run = build_run(config, runtime)
+    run.data.close()
+    dp, micro_batch_size = runtime.state.dp, config.training.micro_batch_size
+    samples = SavedSamples(folder)
+    run.data.train = DataIterator(
+        samples, micro_batch_size=micro_batch_size, dp_rank=dp.rank, dp_size=dp.size, name="saved"
+    )
+    if prepare is not None:
+        prepare(run)
+    return search(run.forward_backward, saved.step, run.data.read_batches(saved.step), saved.loss_scale)

@@ -1,0 +1,160 @@
+"""Finds slow ranks, by phase of the step.
+
+Ranks that wait for each other all take the same time, so only a rank's own work counts. On the CPU that
+is the time of a phase without the waits for messages and collectives in it. On CUDA it is the time between events on
+the device: waits for the pipeline's messages and for data parallelism lie outside of them, collectives within a layer
+(TP, CP, EP) do not, so there a slow rank shows as its whole group.
+
+The end of the gradients' reduction alone is timed with its waits: the others wait for the rank that waits least.
+Nothing here waits for the device: events are read once they have passed."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.collectives import gather_objects
+from megatron.extensions.observe.diagnosis.flags import DiagnosisConfig
+from megatron.training.hooks import Callback, Meter
+from megatron.training.progress import GRAD_SYNC, STEP_PARTS, Interval
+from megatron.training.run import TrainingRun
+
+
+class Waits:
+    """Seconds that the training thread has waited in torch.distributed. Blocking collectives wait there too."""
+
+    seconds = 0.0
+
+    @classmethod
+    @functools.cache
+    def install(cls) -> None:
+        """Times every wait of this thread from now on; without effect the second time."""
+        wait, thread = dist.Work.wait, threading.get_ident()
+
+        @functools.wraps(wait)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return wait(*args, **kwargs)
+            finally:
+                if threading.get_ident() == thread:  # and not the one that writes checkpoints
+                    cls.seconds += time.perf_counter() - start
+
+        dist.Work.wait = timed  # type: ignore[method-assign]
+
+
+class Stragglers(Callback, Meter):
+    """--log-straggler: compares the ranks' own times in each part of a step."""
+
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        world = run.runtime.state.world
+        self.hosts = gather_objects(socket.gethostname(), world)
+        self.world = world
+        self.device = run.runtime.device
+        self.clock = PhaseClock(run.runtime.device)
+        run.timers.watchers.append(self.clock)
+        return (self,)
+
+    def take(self) -> Tensor:
+        """[ranks * parts]: a row with this rank's seconds, so that a sum carries every rank's."""
+        table = torch.zeros(self.world.size, len(STEP_PARTS), dtype=torch.float64, device=self.device)
+        table[self.world.rank] = torch.tensor(self.clock.take(), dtype=torch.float64)
+        return table.flatten()
+
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+        table = summed.view(self.world.size, -1).tolist()
+        return straggler_record(table, len(interval.results), self.config.options(DiagnosisConfig))
+
+    def lines(self, record: Mapping[str, Any]) -> list[str]:
+        return straggler_line(record, self.hosts)
+
+
+class PhaseClock:
+    """Sums this rank's own seconds in each part of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.seconds = dict.fromkeys(STEP_PARTS, 0.0)
+        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        if dist.is_initialized():
+            Waits.install()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Adds the time of this block to `phase`, if it is a part of a step."""
+        if phase not in self.seconds:
+            yield
+        elif self.cuda and phase != "data":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._events.append((phase, start, end))
+            self._read(wait=False)
+        else:
+            start_time, waited = time.perf_counter(), Waits.seconds
+            yield
+            waiting = 0.0 if phase == GRAD_SYNC else Waits.seconds - waited
+            self.seconds[phase] += time.perf_counter() - start_time - waiting
+
+    def take(self) -> list[float]:
+        """Seconds of each of STEP_PARTS since the last call. Waits for the device."""
+        self._read(wait=True)
+        taken = [self.seconds[phase] for phase in STEP_PARTS]
+        self.seconds = dict.fromkeys(STEP_PARTS, 0.0)
+        return taken
+
+    def _read(self, wait: bool) -> None:
+        while self._events:
+            phase, start, end = self._events[0]
+            if not end.query():
+                if not wait:
+                    return
+                end.synchronize()
+            self.seconds[phase] += start.elapsed_time(end) / 1e3
+            self._events.popleft()
+
+
+def slowest(seconds: Sequence[float], count: int) -> list[tuple[int, float, float]]:
+    """(rank, its seconds, times the median) of the `count` slowest ranks, the slowest first."""
+    median = statistics.median(seconds)
+    ranks = sorted(range(len(seconds)), key=lambda rank: (-seconds[rank], rank))[:count]
+    return [(rank, seconds[rank], seconds[rank] / median if median > 0 else 1.0) for rank in ranks]
+
+
+def straggler_record(table: Sequence[Sequence[float]], steps: int, config: DiagnosisConfig) -> dict[str, Any]:
+    """The log record of a table [rank][phase] of seconds in an interval of `steps` steps, as seconds per step."""
+    record: dict[str, Any] = {}
+    for number, phase in enumerate(STEP_PARTS) if steps else ():
+        found = slowest([row[number] / steps for row in table], config.straggler_minmax_count)
+        rank, seconds, ratio = found[0]
+        record[f"straggler_{phase}_rank"] = rank
+        record[f"straggler_{phase}_seconds"] = seconds
+        record[f"straggler_{phase}_ratio"] = ratio
+        record[f"straggler_{phase}"] = [list(entry) for entry in found]
+    return record
+
+
+def straggler_line(record: Mapping[str, Any], hosts: Sequence[str]) -> list[str]:
+    """The console line with the slowest ranks of each phase, if ranks were compared; else none."""
+    if f"straggler_{STEP_PARTS[0]}" not in record:
+        return []
+    parts = []
+    for phase in STEP_PARTS:
+        entries = [
+            f"rank {rank} on {hosts[rank]} {1e3 * seconds:.1f} ms (x{ratio:.2f})"
+            for rank, seconds, ratio in record[f"straggler_{phase}"]
+        ]
+        parts.append(f"{phase}: {', '.join(entries)}")
+    return [" slowest ranks, own time per step (x of the median) | " + " | ".join(parts)]

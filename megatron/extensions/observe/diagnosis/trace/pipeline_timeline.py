@@ -1,0 +1,300 @@
+"""One trace from the spans of all ranks: on one clock, with arrows for messages, and the pipeline's part of each step
+as measured and as simulated with the measured times. No torch.
+
+An action's time is that of its slice without the wait for its message, which comes first. The plan runs the action
+lists of the run with the median time of each kind of action of each stage, so that what it lacks beside the measurement
+is the scatter of these times and the waits that they cause.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.pipeline_parallel.actions import COMPUTE, SENDS, Action, Kind, Lists, counterpart
+from megatron.core.pipeline_parallel.walk import TIMED, Timed
+from megatron.extensions.observe.diagnosis.trace.trace_file import (
+    PLANNED_TRACK,
+    Event,
+    Trace,
+    async_events,
+    flow_events,
+    process_events,
+    slice_event,
+)
+from megatron.extensions.plan.simulator.simulator import Simulation, StageCosts, simulate
+
+PIPELINE = "pipeline"
+"""Category of the slices of actions."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One pipeline's actions of one iteration, by pipeline rank. Microseconds since the beginning of the trace."""
+
+    iteration: int
+    ranks: tuple[int, ...]
+    """The pipeline's ranks of the world, in order of stage."""
+
+    timeline: list[list[Timed]]
+    """Compute actions, each from where its message was there."""
+
+    @property
+    def start(self) -> float:
+        return min(timed.start for timeline in self.timeline for timed in timeline)
+
+    @property
+    def stop(self) -> float:
+        return max(timed.stop for timeline in self.timeline for timed in timeline)
+
+    @property
+    def makespan(self) -> float:
+        return self.stop - self.start
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the step between the first start and the last end of all ranks, as `Simulation.bubble`."""
+        busy = sum(covered((timed.start, timed.stop) for timed in timeline) for timeline in self.timeline)
+        return 1 - busy / (len(self.ranks) * self.makespan) if self.makespan else 0.0
+
+    @property
+    def microbatches(self) -> int:
+        return 1 + max(timed.action.microbatch for timeline in self.timeline for timed in timeline)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of spans: passes that run in turns overlap."""
+    total, reached = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total
+
+
+def measured_steps(trace: Trace) -> list[MeasuredStep]:
+    """Every pipeline's part of every traced iteration, those of an iteration in order of their first rank. On GPUs by
+    the times of the device's streams."""
+    pipelines = trace["otherData"]["pipelines"]
+    of_rank = {rank: number for number, ranks in enumerate(pipelines) for rank in ranks}
+    found: dict[tuple[int, int], dict[int, dict[Action, Timed]]] = defaultdict(lambda: defaultdict(dict))
+    for event, action, began in actions_of(trace):
+        iteration, rank = event["args"]["iteration"], event["pid"]
+        if action.kind in COMPUTE:
+            timed = Timed(action, began, event["ts"] + event["dur"])
+            found[iteration, of_rank[rank]][rank][action] = timed  # a step that was run again: the last one
+    steps = []
+    for (iteration, number), by_rank in sorted(found.items()):
+        ranks = tuple(pipelines[number])
+        if all(by_rank.get(rank) for rank in ranks):
+            timeline = [sorted(by_rank[rank].values(), key=lambda timed: timed.start) for rank in ranks]
+            steps.append(MeasuredStep(iteration, ranks, timeline))
+    return steps
+
+
+def actions_of(trace: Trace) -> list[tuple[Event, Action, float]]:
+    """Slices of the actions of training steps, each with its action, and when the wait for its message ended."""
+    device = trace["otherData"]["device"] == "cuda"
+    gpu = {
+        (event["pid"], event["tid"])
+        for event in trace["traceEvents"]
+        if event["ph"] == "M" and event["name"] == "thread_name" and event["args"]["name"].startswith("GPU, ")
+    }
+    waits: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    actions: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in trace["traceEvents"]:
+        place = event["pid"], event.get("tid", 0)
+        if event["ph"] != "X" or (place in gpu) != device:
+            continue
+        if event.get("cat") == PIPELINE and "iteration" in event["args"]:
+            actions[place].append(event)
+        elif event.get("cat") == "wait" and event["args"].get("axis") == "pp":
+            waits[place].append(event)
+    found = []
+    for place, events in actions.items():
+        pending = sorted(waits[place], key=lambda wait: wait["ts"])
+        at = 0
+        for event in sorted(events, key=lambda event: event["ts"]):
+            while at < len(pending) and pending[at]["ts"] < event["ts"]:
+                at += 1
+            began, args = event["ts"], event["args"]
+            action = Action(Kind(args["kind"]), args["stage"], args["microbatch"])
+            if action.kind in (Kind.F, Kind.B, Kind.I) and at < len(pending):
+                end = pending[at]["ts"] + pending[at]["dur"]
+                # A send may wait for an earlier one, but no action sends within itself.
+                began = min(end, event["ts"] + event["dur"]) if end <= event["ts"] + event["dur"] + 1e-2 else began
+            found.append((event, action, began))
+    return found
+
+
+def median_costs(steps: Sequence[MeasuredStep], waited: Sequence[float] = ()) -> StageCosts:
+    """The median time of each kind of action on each stage, and of the messages `waited` for, in microseconds."""
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for step in steps:
+        for timeline in step.timeline:
+            for action, start, stop in timeline:
+                times[action.kind, action.stage].append(stop - start)
+    stages = range(1 + max(stage for _, stage in times))
+
+    def median(kind: Kind, stage: int) -> float:
+        return statistics.median(times[kind, stage]) if (kind, stage) in times else 0.0
+
+    whole = [median(Kind.B, stage) for stage in stages]
+    halves = [median(Kind.I, stage) for stage in stages]
+    weights = [median(Kind.W, stage) for stage in stages]
+    # A list has either whole backwards of a stage or their halves; where it has both, the halves count.
+    backwards = [half or back for half, back in zip(halves, whole, strict=True)]
+    forwards = [median(Kind.F, stage) for stage in stages]
+    return StageCosts(forwards, backwards, weights, comm=statistics.median(waited) if waited else 0.0)
+
+
+def message_times(trace: Trace, steps: Sequence[MeasuredStep]) -> list[float]:
+    """How long messages took for which a rank was waiting when they were computed, in microseconds: from the end of
+    the action that computed one to the begin of the action that uses it. Others arrive in time, whatever they take."""
+    stops: dict[tuple[int, int, Action], float] = {}
+    owners: dict[tuple[int, int, int], int] = {}
+    for step in steps:
+        for rank, timeline in zip(step.ranks, step.timeline, strict=True):
+            for action, _, stop in timeline:
+                stops[step.iteration, step.ranks[0], action] = stop
+                owners[step.iteration, step.ranks[0], action.stage] = rank
+    pipeline = {rank: ranks[0] for ranks in trace["otherData"]["pipelines"] for rank in ranks}
+    found = []
+    for event, action, began in actions_of(trace):
+        if action.kind not in (Kind.F, Kind.B, Kind.I):
+            continue
+        place = event["args"]["iteration"], pipeline[event["pid"]]
+        before = action.stage + (-1 if action.kind is Kind.F else 1)
+        if owners.get((*place, before), event["pid"]) == event["pid"]:
+            continue
+        source = stops.get((*place, action._replace(stage=before)))
+        if source is not None and event["ts"] < source <= began:
+            found.append(began - source)
+    return found
+
+
+def message_arrows(slices: Mapping[Action, Event]) -> list[tuple[str, Event, Event]]:
+    """(name, slice of the send, slice of the action that uses what it sends) of one pipeline's step."""
+    found = []
+    for action, source in slices.items():
+        if action.kind in SENDS:
+            receive = counterpart(action)
+            kinds = (Kind.F,) if receive.kind is Kind.RECV_F else (Kind.B, Kind.I)
+            users = (slices.get(Action(kind, receive.stage, receive.microbatch)) for kind in kinds)
+            found += [(str(action), source, user) for user in users if user is not None]
+    return found
+
+
+def summary(steps: Sequence[MeasuredStep], plan: Simulation | None) -> dict[str, Any]:
+    """Figures of the pipeline in the trace: medians over iterations and pipelines."""
+    if not steps:
+        return {}
+    found: dict[str, Any] = {
+        "measured_us": statistics.median(step.makespan for step in steps),
+        "measured_bubble": statistics.median(step.bubble for step in steps),
+    }
+    if plan is not None:
+        found |= {"planned_us": plan.makespan, "planned_bubble": plan.bubble}
+    return found
+
+
+SpanRow = Sequence[Any]
+"""[track, name, category, start, stop, args], times in nanoseconds of the rank's own clock."""
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The recording of one rank."""
+
+    spans: Sequence[SpanRow]
+    in_flight: Sequence[SpanRow]
+    facts: Mapping[str, Any]
+    """Coordinates, host and memory, for `otherData`."""
+
+    to_common: Callable[[int], int]
+    """Maps nanoseconds of the rank's clock to those of rank 0's."""
+
+
+def assemble(ranks: Sequence[RankTrace], other: Mapping[str, Any], lists_of: Callable[[int], Lists] | None) -> Trace:
+    """The trace of all ranks, in order. `other` is copied to `otherData`, and has `pipelines` and `device`;
+    `lists_of(microbatches)` are the action lists of a step, for the plan."""
+    origin = min((rank.to_common(row[3]) for rank in ranks for row in (*rank.spans, *rank.in_flight)), default=0)
+    events: list[Event] = []
+    tracks: list[list[str]] = []
+    for number, rank in enumerate(ranks):
+        tracks.append(list(dict.fromkeys(row[0] for row in sorted(rank.spans, key=_track_order))))
+        place = {track: at for at, track in enumerate(tracks[-1])}
+        events += process_events(number, rank_name(number, rank.facts), [*tracks[-1], PLANNED_TRACK])
+        time = _microseconds(rank.to_common, origin)
+        for track, name, category, start, stop, args in rank.spans:
+            events.append(slice_event(number, place[track], name, category, time(start), time(stop), args))
+        for flight, (_, name, category, start, stop, args) in enumerate(rank.in_flight):
+            events += async_events(number, flight, name, category, time(start), time(stop), args)
+    trace: Trace = {
+        "displayTimeUnit": "ms",
+        "otherData": dict(other) | {"ranks": [dict(rank.facts) for rank in ranks]},
+        "traceEvents": events,
+    }
+    _add_arrows(trace)
+    steps = measured_steps(trace)
+    plan = None
+    if steps and lists_of is not None:
+        costs = median_costs(steps, message_times(trace, steps))
+        plan = simulate(lists_of(steps[0].microbatches), costs)
+        trace["otherData"]["costs"] = {
+            "forward_us": costs.forward,
+            "backward_us": costs.input_grad,
+            "weight_grad_us": costs.weight_grad,
+            "message_us": costs.comm,
+        }
+        ends: dict[Sequence[int], float] = {}
+        for step in sorted(steps, key=lambda step: step.start):
+            if step.microbatches == steps[0].microbatches:
+                begin = max(step.start, ends.get(tuple(step.ranks), step.start))
+                _add_plan(trace, step, begin, plan, [len(tracks[rank]) for rank in step.ranks])
+                ends[tuple(step.ranks)] = begin + plan.makespan
+    trace["otherData"]["pipeline"] = summary(steps, plan)
+    return trace
+
+
+def rank_name(rank: int, facts: Mapping[str, Any]) -> str:
+    """As "rank 5 (pp 1, tp 1) on HOST": without the axes along which all ranks are at 0."""
+    coords = ", ".join(f"{axis} {at}" for axis, at in facts.get("coords", {}).items())
+    return f"rank {rank}{f' ({coords})' if coords else ''} on {facts.get('host', '?')}"
+
+
+def _track_order(row: SpanRow) -> tuple[bool, str]:
+    return row[0].startswith("GPU, "), row[0] if row[0].startswith("thread ") else ""
+
+
+def _microseconds(to_common: Callable[[int], int], origin: int) -> Callable[[int], float]:
+    return lambda nanoseconds: (to_common(nanoseconds) - origin) / 1e3
+
+
+def _add_arrows(trace: Trace) -> None:
+    """From each send to the action on the other rank that uses the message."""
+    pipeline = {rank: number for number, ranks in enumerate(trace["otherData"]["pipelines"]) for rank in ranks}
+    steps: dict[tuple[int, int], dict[Action, Event]] = defaultdict(dict)
+    for event, action, _ in actions_of(trace):
+        steps[event["args"]["iteration"], pipeline[event["pid"]]][action] = event
+    number = 0
+    for slices in steps.values():
+        for name, source, target in message_arrows(slices):
+            if target["ts"] + target["dur"] >= source["ts"]:
+                trace["traceEvents"] += flow_events(number, name, source, target)
+                number += 1
+
+
+def _add_plan(trace: Trace, step: MeasuredStep, at: float, plan: Simulation, tracks: Sequence[int]) -> None:
+    """The planned actions of a step on a track of each rank. It begins `at` the time of the measured one, or later: a
+    step that was quicker than planned ends before its plan does."""
+    for rank, track, timeline in zip(step.ranks, tracks, plan.timeline, strict=True):
+        for action, start, stop in timeline:
+            if action.kind in TIMED and stop > start:
+                args = {"kind": action.kind.value, "stage": action.stage, "microbatch": action.microbatch}
+                begin, end = at + start, at + stop
+                args["planned_iteration"] = step.iteration
+                event = slice_event(rank, track, str(action), PLANNED_TRACK, begin, end, args)
+                trace["traceEvents"].append(event)

@@ -1,0 +1,111 @@
+"""Greedy continuations of prompts, by the model as it is laid out over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.collectives import gather_objects
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.tokenizers import Tokenizer, tokenize_beginning
+from megatron.extensions.observe.evaluation.rows import Row, prefix_token
+from megatron.extensions.observe.evaluation.scoring import Scorer
+from megatron.extensions.use.inference.generation import Engine, Request, StageRunner, eos_ids
+
+MOST_TOKENS = 256
+"""lm-evaluation-harness' default of max_gen_toks."""
+
+
+def greedy_request(
+    tokenizer: Tokenizer,
+    context: str,
+    options: Mapping[str, Any],
+    longest: int,
+    most_tokens: int = MOST_TOKENS,
+) -> tuple[Request, int]:
+    """(the continuation of a context, tokens of it that are cut on the left), by generation_kwargs of
+    lm-evaluation-harness. An empty context begins a document. Raises ValueError if there is no room for any of it."""
+    names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+    new = next((int(options[name]) for name in names if options.get(name) is not None), most_tokens)
+    if (room := longest - new) < 1:
+        raise ValueError(f"max_gen_toks {new} leaves no room for a prompt in the {longest} tokens that the model reads")
+    until = options.get("until") or []
+    stop = tuple(filter(None, [until] if isinstance(until, str) else until))
+    tokens = tokenize_beginning(tokenizer, context) or [prefix_token(tokenizer)]
+    return Request(tokens[-room:], new, stop=stop, eos_ids=eos_ids(tokenizer)), max(0, len(tokens) - room)
+
+
+def until_stop(text: str, request: Request) -> str:
+    """A text up to the first of the strings that end it."""
+    for each in request.stop:
+        text = text.partition(each)[0]
+    return text
+
+
+def continue_requests(
+    requests: Sequence[Request], tokenizer: Tokenizer, next_tokens: Callable[[Sequence[Sequence[int]]], list[int]]
+) -> list[str]:
+    """The most likely continuation of each prompt, until one of its strings, an end-of-document token, or its number
+    of tokens. All texts grow together, by one forward pass over each for each token: any layout can compute that.
+
+    `next_tokens`: texts in tokens -> the next token of each."""
+    new: list[list[int]] = [[] for _ in requests]
+    growing = [number for number, request in enumerate(requests) if request.max_new_tokens]
+    while growing:
+        texts = [[*requests[number].prompt, *new[number]] for number in growing]
+        still = []
+        for number, token in zip(growing, next_tokens(texts), strict=True):
+            request = requests[number]
+            if token in request.eos_ids:
+                continue
+            new[number].append(token)
+            text = tokenizer.detokenize(new[number])
+            if text == until_stop(text, request) and len(new[number]) < request.max_new_tokens:
+                still.append(number)
+        growing = still
+    return [until_stop(tokenizer.detokenize(tokens), each) for each, tokens in zip(requests, new, strict=True)]
+
+
+def next_tokens(scorer: Scorer, texts: Iterable[Sequence[int]]) -> list[int]:
+    """The most likely token after each text, of the longest part of it that the model can read. Collective."""
+    rows = [Row((*text[-scorer.longest :], 0), 0) for text in texts]
+    return [score.next_token for score in scorer(rows)]
+
+
+ROWS = 64
+"""Texts that grow at once."""
+
+
+@dataclass(frozen=True)
+class CachedGeneration:
+    """Continues prompts at a layout without context parallelism."""
+
+    stages: Mapping[int, GPTModel]
+    state: ParallelState
+    layout: PipelineLayout
+    tokenizer: Tokenizer
+    prefill_tokens: int
+    """Tokens of prompts in one forward pass."""
+
+    together: bool = False
+    """Whether replicas of the model must run the same passes, because experts or parameters are spread over them. Else
+    they share the prompts."""
+
+    def __call__(self, requests: Sequence[Request]) -> list[str]:
+        """The most likely continuation of each prompt, on every rank. Collective."""
+        control = self.state.world if self.together else self.state.axis("mp")
+        first, step = (0, 1) if self.together else (self.state.dp.rank, self.state.dp.size)
+        runner = StageRunner(self.stages, self.state, self.layout, control)
+        found: dict[int, str] = {}
+        if runner.leads:
+            engine, numbers = Engine(runner, self.tokenizer.detokenize, ROWS, self.prefill_tokens), range(len(requests))
+            for number, each in zip(numbers[first::step], engine.run(requests[first::step]), strict=True):
+                found[number] = until_stop(self.tokenizer.detokenize(each.tokens), each.request)
+            engine.stop()
+        else:
+            runner.follow()
+        texts = {number: text for part in gather_objects(found, self.state.world) for number, text in part.items()}
+        return [texts[number] for number in range(len(requests))]

@@ -1,0 +1,221 @@
+"""lm-evaluation-harness on a model as it is laid out over the ranks: the class that it calls, and its tasks.
+
+https://github.com/EleutherAI/lm-evaluation-harness; `pip install .[lm-eval]`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import lm_eval.api.metrics
+import lm_eval.api.task
+import tqdm
+from datasets import disable_progress_bars
+from lm_eval import evaluator
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+
+from megatron.core.tokenizers import Tokenizer
+from megatron.extensions.observe.evaluation.continuation import MOST_TOKENS, greedy_request
+from megatron.extensions.observe.evaluation.flags import is_file
+from megatron.extensions.observe.evaluation.rows import Row, Score, continuation_row, rolling_rows
+from megatron.extensions.observe.evaluation.scoring import Scorer
+from megatron.extensions.use.inference.generation import Request
+from megatron.training.config.yaml_text import compose_yaml
+from megatron.training.foreign import replaced
+
+T = TypeVar("T")
+
+ContinueRequests = Callable[[Sequence[Request]], list[str]]
+
+
+def asks_for_sampling(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("do_sample")) and float(options.get("temperature", 1)) > 0
+
+
+def scored_rows(request: Any, tokenizer: Tokenizer, longest: int) -> tuple[list[Row], int]:
+    """(rows of a request of log-likelihoods: one, or several of a rolling text; tokens that are cut on the left).
+
+    Raises ValueError if it cannot be scored."""
+    if request.request_type == "loglikelihood_rolling":
+        return list(rolling_rows(tokenizer, request.args[0], longest)), 0
+    context, continuation = request.args
+    row, cut = continuation_row(tokenizer, context, continuation, longest)
+    return [row], cut
+
+
+def generation(request: Any, tokenizer: Tokenizer, longest: int, most_tokens: int) -> tuple[Request, int]:
+    """(the continuation that a request asks for, tokens that are cut on the left). Raises ValueError for sampling, and
+    where there is no room for it."""
+    context, options = request.args
+    if asks_for_sampling(options):
+        raise ValueError("generation_kwargs ask for sampling, and decoding is greedy: remove do_sample")
+    return greedy_request(tokenizer, context, options, longest, most_tokens)
+
+
+class ParallelLM(LM):
+    """A model over several ranks. Every rank is given all requests, which the ranks score together."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, scorer: Scorer, generate: ContinueRequests, max_gen_toks: int = MOST_TOKENS
+    ) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.scorer = scorer
+        self.generate = generate
+        self.max_gen_toks = max_gen_toks
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether it is greedy) of each continuation."""
+        return self._cached(requests, self._scores(requests))
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each text."""
+        return self._cached(requests, [log for log, _ in self._scores(requests)])
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The most likely continuation of each context. Raises ValueError if generation_kwargs ask for sampling."""
+        longest, most = self.scorer.longest, self.max_gen_toks
+        asked = [generation(request, self.tokenizer, longest, most)[0] for request in requests]
+        return self._cached(requests, self.generate(asked))
+
+    def _scores(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Equal rows pass through the model once."""
+        texts = [scored_rows(request, self.tokenizer, self.scorer.longest)[0] for request in requests]
+        different = list(dict.fromkeys(row for rows in texts for row in rows))
+        found: dict[Row, Score] = dict(zip(different, self.scorer(different) if different else (), strict=True))
+        scores = [[found[row] for row in rows] for rows in texts]
+        return [(sum(each.log_likelihood for each in rows), all(each.is_greedy for each in rows)) for rows in scores]
+
+    def _cached(self, requests: Sequence[Any], results: list[T]) -> list[T]:
+        """The results, which the harness may keep."""
+        for request, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial(request.request_type, request.args, result)
+        return results
+
+
+SEED = 1234
+"""Of the examples before a document, as in the harness."""
+
+BOOTSTRAPS = 1000
+"""Samples for the standard error of a metric that has no formula of it, such as a perplexity."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tasks and groups of a run. The same on every rank."""
+
+    tasks: dict[str, Any]
+    groups: dict[str, Any]
+    limit: int | None
+    notes: tuple[str, ...]
+    """A line for each task of which something is cut."""
+
+    @classmethod
+    def load(
+        cls,
+        names: Sequence[str],
+        tokenizer: Tokenizer,
+        longest: int,
+        limit: int | None = None,
+        num_fewshot: int | None = None,
+    ) -> Suite:
+        """Reads tasks and builds their requests once. `names` are task files, folders of them, or names of tasks that
+        come with the harness; `longest` is the number of tokens that the model reads.
+
+        Raises ValueError with all problems, a line each."""
+        os.environ.setdefault("DISABLE_MULTIPROC", "1")  # bootstraps would fork the process that trains
+        disable_progress_bars()
+        suite = cls({}, {}, limit, ())
+        problems = list[str]()
+        notes = list[str]()
+        paths = [Path(name) for name in names if is_file(name)]
+        folders = list(dict.fromkeys(path if path.is_dir() else path.parent for path in paths))
+        manager = TaskManager(include_path=folders, include_defaults=len(paths) < len(names))
+        for name in names:
+            for each in sorted(Path(name).rglob("*.yaml")) if Path(name).is_dir() else [Path(name)]:
+                try:
+                    keys = _keys(each) if is_file(name) else {}
+                    if not Path(name).is_dir() or (not each.name.startswith("_") and keys.keys() & {"group", "task"}):
+                        suite._add(manager.load([keys.get("group", str(each))]))
+                except Exception as error:  # of the harness, of the data, or of functions of the task
+                    problems.append(f"--eval-tasks {each}: {type(error).__name__}: {error}")
+        for task in suite.tasks.values():
+            if num_fewshot is not None and task.get_config("num_fewshot") != 0:
+                task.set_config("num_fewshot", num_fewshot)
+            try:
+                cut = suite._cut(task, tokenizer, longest)
+            except Exception as error:  # as above
+                problems.append(f"--eval-tasks: task {task.task_name}: {type(error).__name__}: {error}")
+                continue
+            if cut:
+                about = f"{cut} of {len(task.instances)} requests are too long and are cut on the left"
+                notes.append(f"task {task.task_name}: {about}")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return cls(suite.tasks, suite.groups, limit, tuple(notes))
+
+    def _add(self, loaded: Mapping[str, Any]) -> None:
+        """Adds tasks and groups. A group may name tasks that are there already."""
+        groups = loaded.get("groups", {})
+        for name in () if groups else loaded["tasks"].keys() & self.tasks.keys():
+            if not any(name in group.child_names for group in self.groups.values()):
+                raise ValueError(f"there are two tasks of the name {name!r}; give one of them another name")
+        self.tasks.update(loaded["tasks"])
+        self.groups.update(groups)
+
+    def _cut(self, task: Any, tokenizer: Tokenizer, longest: int) -> int:
+        """Builds a task's requests and returns how many are cut. Raises the first error."""
+        task.set_fewshot_seed(SEED)
+        with _quietly():
+            task.build_all_requests(limit=self.limit, rank=0, world_size=1)
+        cut = 0
+        for request in task.instances:
+            if request.request_type == "generate_until":
+                cut += generation(request, tokenizer, longest, MOST_TOKENS)[1] > 0
+            else:
+                cut += scored_rows(request, tokenizer, longest)[1] > 0
+        return cut
+
+    def evaluate(self, model: ParallelLM) -> dict[str, Any]:
+        """The harness' results: "results" and, of each document, "samples". Collective. Leaves the state of random
+        generators as it is."""
+        for task in self.tasks.values():
+            task.set_fewshot_seed(SEED)
+        loaded = {"tasks": self.tasks, "groups": self.groups}
+        with _quietly():
+            return cast(dict[str, Any], evaluator.evaluate(model, loaded, limit=self.limit, bootstrap_iters=BOOTSTRAPS))
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the harness' bars and lines of progress. What other threads print is still seen."""
+    no_bar = partial(tqdm.tqdm, disable=True)
+    bars = ((module, "tqdm", no_bar) for module in (tqdm, lm_eval.api.task))
+    with replaced(*bars, (lm_eval.api.metrics, "print", lambda *values, **options: None)):
+        yield
+
+
+def _keys(path: Path) -> dict[str, Any]:
+    """The keys of a task file, without what it includes. Its functions are not called."""
+    node = compose_yaml(path.read_text(encoding="utf-8"), any_tag=True)
+    return {key.value: value.value for key, value in node.value} if node is not None and node.id == "mapping" else {}
+
+
+def record_of(results: Mapping[str, Any]) -> dict[str, float]:
+    """Values and standard errors by their names in records: eval/TASK/METRIC, with the filter's name where there are
+    filters."""
+    record = {}
+    for task, values in {**results["results"], **results.get("groups", {})}.items():
+        for key, value in values.items():
+            metric, comma, filter_name = key.partition(",")
+            if comma and not isinstance(value, str):
+                end = f",{filter_name}" if filter_name != "none" else ""
+                record[f"eval/{task}/{metric}{end}"] = float(value)
+    return record

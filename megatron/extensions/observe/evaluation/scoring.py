@@ -1,0 +1,149 @@
+"""Log-likelihoods of rows of tokens, by the model as it is laid out over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.attention.tiles import sequence_divisor
+from megatron.core.batch import Batch
+from megatron.core.collectives import all_gather, all_reduce_
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.parts import LINEAR_FORMATS, linear_format
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.embedding import local_rows
+from megatron.extensions.observe.evaluation.rows import Round, Row, Score, batch_lengths, plan_rounds
+
+
+class Stopped(Exception):
+    """The run is asked to stop before all rows are scored; on every rank."""
+
+
+def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int, ...]:
+    """Lengths that the layout can compute, up to a legal one."""
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    divisor = sequence_divisor(cp, tp, parallel.sequence_parallel)
+    name = linear_format(parallel)
+    return batch_lengths(longest, divisor * (1 if name is None else LINEAR_FORMATS.facts(name).tokens))
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Runs rows through a model in batches. `forward` takes micro-batches of one shape, as each rank holds them, and
+    returns `token_scores` of each on the ranks of the last stage, and [] elsewhere."""
+
+    forward: Callable[[list[Batch]], list[Tensor]]
+    lengths: tuple[int, ...]
+    """Of rows in a batch, ascending; the last one is the longest that a row may have."""
+
+    budget: int
+    """Tokens of a batch."""
+
+    state: ParallelState
+    device: torch.device
+    go_on: Callable[[], bool] = lambda: True
+    """Asked before each round, on all ranks."""
+
+    progress: Callable[[int, int], None] = lambda done, rounds: None
+    """Told how many rounds of how many are done, before the first one and after each."""
+
+    @property
+    def longest(self) -> int:
+        return self.lengths[-1]
+
+    @torch.no_grad()
+    def __call__(self, rows: Sequence[Row]) -> list[Score]:
+        """The scores of all rows, on every rank. Collective: all ranks pass the same rows. Raises Stopped."""
+        table = torch.zeros(len(rows), 3, dtype=torch.float64, device=self.device)
+        plan = list(plan_rounds([row.length for row in rows], self.lengths, self.budget, self.state.dp.size))
+        self.progress(0, len(plan))
+        for done, each in enumerate(plan, 1):
+            if not self.go_on():
+                raise Stopped
+            self._run(each, rows, table)
+            self.progress(done, len(plan))
+        all_reduce_(table, self.state.world)
+        return [Score(log, wrong == 0, int(token)) for log, wrong, token in table.tolist()]
+
+    def _run(self, each: Round, rows: Sequence[Row], table: Tensor) -> None:
+        """Adds to `table` [rows, 3], on one rank of those that hold the same tokens, sums over scored tokens of their
+        log-likelihood and of 1 where another is more likely, and the most likely label at the last place."""
+        mine = each.microbatches[self.state.dp.rank]
+        wholes = [_batch([rows[number] for number in numbers], each) for numbers in mine]
+        batches = [whole.local_to(self.state.cp).to(self.device) for whole in wholes]
+        # Nothing comes back but on the last stage.
+        for numbers, batch, (logs, tokens) in zip(mine, batches, self.forward(batches), strict=False):
+            if not self.state.tp.first or not numbers:
+                continue
+            mask = batch.loss_mask.double()
+            ends = [rows[number].length - 1 for number in numbers] + [0] * (each.size - len(numbers))
+            last = torch.tensor(ends, device=self.device)[:, None] == _places(batch)
+            sums = [(logs * mask).sum(1), ((tokens != batch.labels) * mask).sum(1), (tokens * last).sum(1)]
+            table[list(numbers)] += torch.stack(sums, 1)[: len(numbers)]
+
+
+def _places(batch: Batch) -> Tensor:
+    """[s] index in their rows of the tokens that this rank holds."""
+    if batch.places is not None:
+        return batch.places
+    return torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+
+
+def _batch(rows: Sequence[Row], shape: Round) -> Batch:
+    """Rows filled up with zeros, whose loss mask is 1 where a label is scored."""
+    tokens = torch.zeros(shape.size, shape.length + 1, dtype=torch.int64)
+    mask = torch.zeros(shape.size, shape.length)
+    for number, row in enumerate(rows):
+        tokens[number, : row.length + 1] = torch.tensor(row.tokens)
+        mask[number, row.length - row.scored : row.length] = 1
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, torch.arange(shape.size))
+
+
+def scores_by(
+    executor: PipelineExecutor[GPTModel, Batch], parallel: ModelParallelConfig, state: ParallelState
+) -> Callable[[list[Batch]], list[Tensor]]:
+    """`Scorer.forward` by the executor of a rank's stages. Micro-batches have any shape that the layout can compute."""
+    shards = state.tp.size if parallel.sequence_parallel else 1
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+
+    def forward(batches: list[Batch]) -> list[Tensor]:
+        b, s = batches[0].tokens.shape
+        lists = pipeline_lists(parallel.schedule, state.pp.size, len(batches), executor.layout.chunks, True, group)
+        with executor.p2p.shaped((s // shards, b, executor.p2p.shape[-1])):
+            return executor.run(lists[state.pp.rank], batches, last_forward=token_scores)
+
+    return forward
+
+
+@torch.no_grad()
+def token_scores(model: GPTModel, hidden: Tensor | None, batch: Batch) -> Tensor:
+    """[2, b, s] fp64, by the last stage: the log-likelihood of each label, and the most likely token in its place. The
+    same on all tensor-parallel ranks; no rank holds the logits of the others."""
+    size = model.config.vocab_size
+    assert size is not None
+    logits = model.local_logits(hidden, batch)
+    greedy = most_likely(logits, model.tp, size)
+    loss = vocab_parallel_cross_entropy(logits, batch.labels.t(), model.tp, size, model.compiled)
+    return torch.stack((-loss.double(), greedy.double())).transpose(1, 2)
+
+
+@torch.no_grad()
+def most_likely(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
+    """The most likely token: logits [s, b, V/t] -> ids [s, b] int64, of ranks with equal logits the lowest.
+
+    Two numbers a token are gathered, not the logits. Columns from `vocab_size` on are padding."""
+    start, stop = local_rows(logits.shape[-1] * tp.size, tp)
+    columns = max(0, min(vocab_size, stop) - start)
+    best = torch.full((2, *logits.shape[:-1]), -torch.inf, dtype=torch.float64, device=logits.device)
+    if columns:
+        values, ids = logits[..., :columns].max(-1)
+        best[0], best[1] = values, ids + start
+    values, ids = all_gather(best[None], tp).unbind(1)  # each [tp, s, b]
+    return ids.masked_fill(values < values.amax(0), torch.inf).amin(0).long()

@@ -1,0 +1,138 @@
+"""Sinks of metric records: TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.core.config.json_text import parse_json
+from megatron.core.dist_checkpointing.file_storage import storage_of
+from megatron.extensions.observe.logs.flags import LogsConfig
+from megatron.extensions.observe.logs.megatron_format import scalars
+from megatron.training.config.flags import flat_values
+from megatron.training.config.run_config import RunConfig
+from megatron.training.metrics.sinks import Record, metrics_file
+from megatron.training.reliability.visible_text import visible
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FLUSHED_SECONDS = 300
+"""TensorBoard's thread flushes every 120 s; the next record learns of what it could not write."""
+
+MOST_RECENT = 10_000
+"""Records that are kept while TensorBoard's files cannot be written."""
+
+
+class TensorBoardSink:
+    """Writes the numbers of each record as TensorBoard scalars with Megatron-LM's tags, and the configuration as text.
+
+    A resumed run hides what earlier ones wrote of later iterations. TensorBoard hides by step whatever the tag, so the
+    curves over samples lose more than that: hidden steps are written again from the records of `metrics.jsonl`.
+
+    If a write fails, for example on a full disk, one warning is printed, and a later file gets all records of the last
+    `FLUSHED_SECONDS` and since. `metrics.jsonl` has every record."""
+
+    def __init__(self, config: RunConfig, iteration: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder, file = str(config.options(LogsConfig).tensorboard_dir), metrics_file(config)
+        history = map(parse_json, storage_of(file).read(file).decode().splitlines())
+        self._folder, self._open = folder, SummaryWriter
+        self._recent: deque[tuple[float, Record]] = deque(maxlen=MOST_RECENT)
+        self._failures, self._retry_at = 0, 0.0
+        self._writer: SummaryWriter | None = SummaryWriter(folder, purge_step=iteration + 1)
+        rows = "".join(f"| {key} | {value} |\n" for key, value in sorted(flat_values(config).items()))
+        with self._surviving():
+            self._writer.add_text("config", f"| field | value |\n| --- | --- |\n{rows}", iteration)
+            for record in history:
+                for tag, value, step in scalars(record):
+                    if tag.endswith(" vs samples") and step > iteration:
+                        self._writer.add_scalar(tag, value, step, walltime=record.get("time"))
+
+    def write(self, record: Record) -> None:
+        now, records = time.monotonic(), [record]
+        self._recent.append((now, record))
+        if self._writer is None and now < self._retry_at:
+            return
+        with self._surviving():
+            if self._writer is None:
+                self._writer, records = self._open(self._folder), [kept for _, kept in self._recent]
+                self._recent = deque(((now, kept) for kept in records), MOST_RECENT)
+            while self._recent[0][0] < now - FLUSHED_SECONDS:
+                self._recent.popleft()
+                self._failures = 0
+            for each in records:
+                for tag, value, step in scalars(each):
+                    self._writer.add_scalar(tag, value, step, walltime=each.get("time"))
+
+    def close(self) -> None:
+        with self._surviving():
+            if self._writer is not None:
+                self._writer.close()
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Gives the file up that cannot be written, for a time that doubles."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failures:
+                print(visible(f"cannot write events to {self._folder} for now: {error}"), file=sys.stderr, flush=True)
+            broken, self._writer = self._writer, None
+            self._retry_at = time.monotonic() + min(3600, 60 * 2**self._failures)
+            self._failures += 1
+            if broken is not None:
+                with suppress(OSError):
+                    broken.close()
+
+
+class WandbSink:
+    """Logs records to Weights & Biases with Megatron-LM's names. Raises ValueError if the package is not installed,
+    or the run cannot be started.
+
+    A run that resumes continues the run of Weights & Biases whose id is in `wandb_run_id.txt`.
+    """
+
+    def __init__(self, config: RunConfig, iteration: int) -> None:
+        own, save = config.options(LogsConfig), config.checkpoint.save_folder
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(
+                f"--wandb-project {own.wandb_project} needs the wandb package: pip install wandb"
+            ) from error
+        folder = str(own.wandb_save_dir or os.environ.get("WANDB_DIR") or save or tempfile.mkdtemp(prefix="wandb-"))
+        file, is_given = metrics_file(config), bool(save or config.logging.metrics_file)
+        beside = file.parent if is_given and isinstance(file, Path) else Path(folder)
+        id_file = beside / "wandb_run_id.txt"
+        try:
+            self._run = wandb.init(
+                project=own.wandb_project,
+                name=own.wandb_exp_name,
+                entity=own.wandb_entity,
+                dir=folder,
+                config=flat_values(config),
+                id=id_file.read_text().strip() if iteration and id_file.exists() else None,
+                resume="allow",
+            )
+        except wandb.Error as error:  # no login, no network, no such team
+            rule = f"Weights & Biases cannot be used ({' '.join(str(error).split())})"
+            remedy = "run wandb login or set WANDB_API_KEY, or keep the run's files here with WANDB_MODE=offline"
+            raise ValueError(f"--wandb-project {own.wandb_project}: {rule}; {remedy}") from error
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        id_file.write_text(f"{self._run.id}\n")
+
+    def write(self, record: Record) -> None:
+        found = {tag: value for tag, value, _ in scalars(record) if not tag.endswith(" vs samples")}
+        self._run.log(found, step=record["iteration"])
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,148 @@
+"""Megatron-LM's tags of TensorBoard and Weights & Biases, and its console lines (--log-format megatron), for dashboards
+and programs that are made for them. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from megatron.extensions.observe.logs.flags import LogsConfig
+from megatron.training.hooks import RunView
+from megatron.training.metrics.console import LogLines, mtp_losses
+from megatron.training.metrics.sinks import Record
+
+TAGS = {
+    "lm_loss": "lm loss",
+    "learning_rate": "learning-rate",
+    "decoupled_learning_rate": "decoupled-learning-rate",
+    "global_batch_size": "batch-size",
+    "loss_scale": "loss-scale",
+    "grad_norm": "grad-norm",
+    "num_zeros": "num-zeros",
+    "params_norm": "params-norm",
+    "step_time": "iteration-time",
+    "tflops_per_device": "throughput",
+    "peak_memory_bytes": "mem-max-allocated-bytes",
+    "moe_aux_loss": "load_balancing_loss",
+}
+"""Name in our records -> Megatron-LM's tag."""
+
+OVER_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-norm", "num-zeros", "params-norm")
+"""Tags that have a twin "... vs samples", drawn over the samples consumed. Those of evaluations have one too."""
+
+
+def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
+    """(tag, value, step) of each number of a record. Values that Megatron-LM does not log keep our name; values of a
+    table have that of the table before it and the number of the row behind it."""
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}/{tag}", number, record["iteration"]) for tag, number in _of_table(value))
+        if key in ("iteration", "schema") or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        tag = tag_of(key)
+        yield tag, value, record["iteration"]
+        if "consumed_samples" in record and (tag in OVER_SAMPLES or tag.startswith("lm loss ")):
+            yield f"{tag} vs samples", value, record["consumed_samples"]
+
+
+def _of_table(columns: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """(COLUMN/ROW, value) of a table in a record: lists of equal length, the first of which numbers the rows. For a
+    list the largest value is one; null is none. Nothing of any other mapping."""
+    if not all(isinstance(values, list) for values in columns.values()):
+        return
+    first, *names = columns or [""]
+    for name in names:
+        for row, value in zip(columns[first], columns[name], strict=True):
+            if isinstance(value, list):
+                yield f"{name}_max/{row}", max(value)
+            elif value is not None:
+                yield f"{name}/{row}", value
+
+
+def tag_of(key: str) -> str:
+    """Megatron-LM's tag of a value of our records: "valid_loss" is "lm loss validation"."""
+    if found := re.fullmatch(r"source_(.+)_loss", key):
+        return f"lm loss source {found[1]}"
+    if found := re.fullmatch(r"(valid|test)(?:_(.+))?_(loss|perplexity)", key):
+        split, name, kind = found.groups()
+        parts = ["lm loss", "validation" if split == "valid" else split, name, "ppl" if kind == "perplexity" else None]
+        return " ".join(part for part in parts if part)
+    if found := re.fullmatch(r"mtp_loss_(\d+)", key):
+        return f"mtp_{found[1]} loss"
+    return TAGS.get(key, key)
+
+
+class MegatronLines(LogLines):
+    """Lines with the words and numbers that parsers of Megatron-LM's logs look for."""
+
+    def start(self, run: RunView) -> Iterator[str]:
+        count = sum(parameter.numel() for stage in run.stages.values() for parameter in stage.parameters())
+        yield f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {count}"
+
+    def progress(self, record: Record) -> str:
+        return progress_line(record, self.train_iters, self.config.options(LogsConfig).log_throughput)
+
+    def evaluation(self, iteration: int, split: str, name: str, loss: float) -> Iterator[str]:
+        """The lines of a validation during the training name no split; at its end there are those of "valid" too."""
+        training = self.config.training
+        if split == "test":
+            yield evaluation_lines("test", iteration, loss, name)
+            return
+        if iteration % training.eval_interval == 0 and not training.skip_train:
+            yield evaluation_lines("", iteration, loss, name)
+        if iteration == self.train_iters or training.skip_train:
+            yield evaluation_lines("valid", iteration, loss, name)
+
+    def saving(self, iteration: int, stalled: float) -> str:
+        return f"saving checkpoint at iteration {iteration:7d} to {self.config.checkpoint.save} in torch_dist format"
+
+    def saved(self, iteration: int, seconds: float) -> str:
+        return f"  successfully saved checkpoint from iteration {iteration:7d} to {self.config.checkpoint.save}"
+
+
+def progress_line(record: Record, train_iters: int, throughput: bool, now: datetime | None = None) -> str:
+    """The line of a log interval. A loss that is not above 0, as that of an interval without updates, is left out."""
+    parts = [
+        f"iteration {record['iteration']:8d}/{train_iters:8d}",
+        f"consumed samples: {record['consumed_samples']:12d}",
+        f"elapsed time per iteration (ms): {1e3 * record['step_time']:.1f}",
+    ]
+    if throughput and "tflops_per_device" in record:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {record['tflops_per_device']:.1f}")
+    parts += [f"learning rate: {record['learning_rate']:.6E}", f"global batch size: {record['global_batch_size']:5d}"]
+    loss = record["lm_loss"]
+    if loss is not None and loss > 0:
+        parts.append(f"lm loss: {loss:.6E}")
+    if "moe_aux_loss" in record and record["moe_aux_loss"] > 0:
+        parts.append(f"load_balancing_loss: {record['moe_aux_loss']:.6E}")
+    for key, value in mtp_losses(record):
+        if value > 0:
+            parts.append(f"mtp_{key.removeprefix('mtp_loss_')} loss: {value:.6E}")
+    parts.append(f"loss scale: {record['loss_scale']:.1f}")
+    if record["grad_norm"] is not None:
+        parts.append(f"grad norm: {record['grad_norm']:.3f}")
+    if "num_zeros" in record:
+        parts.append(f"num zeros: {record['num_zeros']:.1f}")
+    if "params_norm" in record:
+        parts.append(f"params norm: {record['params_norm']:.3f}")
+    parts.append(f"number of skipped iterations: {record['skipped_iterations']:3d}")
+    parts.append(f"number of nan iterations: {record['nan_iterations']:3d}")
+    return f" [{(now or datetime.now()):%Y-%m-%d %H:%M:%S}] " + " | ".join(parts) + " |"
+
+
+def evaluation_lines(split: str, iteration: int, loss: float, name: str = "") -> str:
+    """The three lines of an evaluation: the loss between two rulers. `split`: "test", "valid", or "" for that of a
+    validation during the training, whose line names no split. `name`: of one validation set of several."""
+    where = f"iteration {iteration}" + {"test": " on test set", "valid": " on validation set", "": ""}[split]
+    where += f" on {name}" if name else ""
+    line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    ruler = "-" * (len(line) + 1)
+    return f"{ruler}\n{line}\n{ruler}"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), of a loss of at most 20 as Megatron-LM has it."""
+    return math.exp(min(20.0, loss))

@@ -1,0 +1,1 @@
+"""What keeps a long run going: lost hosts, deletion of older checkpoints."""

@@ -1,0 +1,127 @@
+"""Retention of checkpoints: which to keep, decided from integers, and the deletion of the others."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePath
+
+from megatron.core.config.json_text import parse_json
+from megatron.core.dist_checkpointing.file_storage import resolved, storage_of
+from megatron.core.dist_checkpointing.integrity import MANIFEST
+from megatron.core.dist_checkpointing.path_kind import METADATA, saved_folders
+from megatron.extensions.operate.checkpoint_cleanup.flags import RetentionFlags
+from megatron.training.hooks import Callback
+
+BEST = "best"
+"""Link in the --save folder to the checkpoint that --save-retain-best keeps."""
+
+NO_LINKS = (None, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EACCES)
+"""Error numbers of a symbolic link on file systems without links, and on Windows without the privilege."""
+
+
+def to_delete(
+    rules: RetentionFlags, scores: Mapping[int, float | None], newest: int, held: Collection[int]
+) -> list[int]:
+    """Returns the iterations to delete after `newest` was saved: those that no rule keeps. Of equal best ones the
+    earliest is kept.
+
+    `scores` maps every saved iteration to its metric, None if not measured. Iterations in `held` are kept, and so are
+    those above `newest`, which another branch of the run may need.
+    """
+    own = sorted(iteration for iteration in scores if iteration <= newest)
+    keep = {newest, *held, *own[-(rules.keep_last or 1) :]}
+    if rules.keep_every:
+        keep |= {iteration for iteration in own if iteration % rules.keep_every == 0}
+    if rules.save_retain_best and (best := best_of(scores, newest)) is not None:
+        keep.add(best)
+    return [iteration for iteration in own if iteration not in keep]
+
+
+def best_of(scores: Mapping[int, float | None], newest: int) -> int | None:
+    """The earliest iteration up to `newest` with the lowest score; None if no score is finite."""
+    measured = [(score, i) for i, score in scores.items() if i <= newest and score is not None and math.isfinite(score)]
+    return min(measured)[1] if measured else None
+
+
+def retain(rules: RetentionFlags, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
+    """Deletes the checkpoints that no rule keeps, after `newest` is complete. Called on one rank.
+
+    Keeps folders in `held` and anything that is not a complete checkpoint. A folder is hidden before its files are
+    removed. Raises OSError.
+    """
+    storage = storage_of(root)
+    folders = {number: path for number, path in saved_folders(root).items() if storage.exists(path / MANIFEST)}
+    scores = _scores(folders, newest, rules.save_retain_best)
+    stays = {resolved(folder) for folder in held}
+    kept = [number for number, folder in folders.items() if resolved(folder) in stays]
+    for number in to_delete(rules, scores, newest, kept):
+        storage.withdraw(folders[number])
+    if rules.save_retain_best and (best := best_of(scores, newest)) is not None:
+        _link(root / BEST, folders[best].name)
+
+
+class Retention(Callback):
+    """`retain` after each save, by the flags of a run."""
+
+    def clean_checkpoints(self, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
+        retain(self.config.options(RetentionFlags), root, newest, held)
+
+
+def _link(link: PurePath, target: str) -> None:
+    """Makes `link` a link to `target` by one rename, unless it is something else than a link. Writes the name to a text
+    file, `link` with the suffix .txt, where the storage has no links. Raises OSError."""
+    if not isinstance(link, Path):
+        storage_of(link).write(link.with_suffix(".txt"), f"{target}\n".encode())
+        return
+    if link.exists() and not link.is_symlink():
+        return
+    beside = link.with_name(f"{link.name}.tmp")
+    beside.unlink(missing_ok=True)
+    try:
+        beside.symlink_to(target)
+    except (OSError, NotImplementedError) as error:
+        if getattr(error, "errno", None) not in NO_LINKS:
+            raise
+        beside.write_text(f"{target}\n", encoding="utf-8")
+        link = link.with_suffix(".txt")
+    os.replace(beside, link)
+
+
+def _scores(folders: Mapping[int, PurePath], newest: int, metric: str | None) -> dict[int, float | None]:
+    """The metric of each checkpoint; None where it was not measured, or on other validation data than those of the
+    phase of `newest`."""
+    payloads = {number: _payload(folder) if metric else {} for number, folder in folders.items()}
+    data = _validation_data(payloads.get(newest, {}))
+    return {
+        number: _score(payload, metric)
+        if metric and (metric == "lm_loss" or _validation_data(payload) == data)
+        else None
+        for number, payload in payloads.items()
+    }
+
+
+def _payload(folder: PurePath) -> dict[str, object]:
+    """Read the metadata of a checkpoint; empty where it cannot be read."""
+    try:
+        found = parse_json(storage_of(folder).read(folder / METADATA).decode())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _score(payload: Mapping[str, object], metric: str) -> float | None:
+    metrics = payload.get("metrics")
+    value = metrics.get(metric) if isinstance(metrics, dict) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _validation_data(payload: Mapping[str, object]) -> list[object]:
+    """Return the data and the sequence length of a checkpoint's phase, on which its validation losses depend."""
+    phases = payload.get("stages")
+    last = phases[-1] if isinstance(phases, list) and phases else None
+    values = last.get("values") if isinstance(last, dict) else None
+    fields = ("data_path", "valid_data_path", "valid", "split", "seq_length")
+    return [values.get(field) for field in fields] if isinstance(values, dict) else [None] * len(fields)

@@ -1,0 +1,375 @@
+"""Watches the links between hosts from within a rank: starts the host's heartbeat, and ends the rank with a report when
+other hosts are lost. Hosts that are cut off before their heartbeats know of each other notice that the store does not
+answer, and that its host accepts no connection either.
+
+Keys of the store: link/R, what `Link` says of rank R; heartbeats, the token of this start in heartbeats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.extensions.operate.resilience.flags import ResilienceConfig
+from megatron.extensions.operate.resilience.heartbeat import FULL_MESH, Ignored, check_findings, unseal
+from megatron.training.config.run_config import RunConfig
+from megatron.training.reliability.failure_handler import FailureHandler
+from megatron.training.reliability.failure_report import ADVICE, Failure
+from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.rank_status import RankStatus
+from megatron.training.reliability.rank_store import Board
+from megatron.training.reliability.untrusted import parse_record
+from megatron.training.reliability.watchdog import Watch, Watchdog
+
+ADVICE_HOST = (
+    "look at the power, cable and switch of the named host; the latest checkpoint is complete, and the same command "
+    "resumes from it, on the remaining hosts (fewer ranks, if the model-parallel sizes fit them), or with another host "
+    "in its place; scripts/train_gpt_elastic.sh and scripts/train_gpt_slurm.sh do so automatically; if hosts may pause "
+    "for longer, raise --host-heartbeat-timeout-seconds"
+)
+PROGRAM = Path(__file__).with_name("heartbeat.py")
+FEW = 64
+"""Up to this number, ranks are looked up one by one as they arrive; more ranks are looked up once all have arrived."""
+
+PEACE = 60.0
+"""Seconds that a rank may stay at one place of a step after the run has ended without a failure on another host."""
+
+LOOK = 0.5
+"""Seconds between two looks at how long the store has not answered."""
+
+ANSWER = 2.0
+"""Seconds in which the kernel of a host that lives accepts a connection."""
+
+TOKEN_BYTES = 16
+"""Random bytes in the token of a start."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a rank is reached: by the heartbeat of its own host, and, for a first rank, that of other hosts."""
+
+    host: str
+    machine: str
+    """Host and process namespace."""
+
+    ear: int
+    """UDP port on loopback at which the rank listens to its host's heartbeat."""
+
+    first: bool
+    """True if it starts the heartbeat of its host."""
+
+    address: str = ""
+    port: int = 0
+
+
+class AskedStore:
+    """A store that knows since when its answers are waited for."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._since = store, dict[int, float]()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def asked(*args: Any) -> Any:
+            thread = threading.get_ident()
+            self._since[thread] = time.monotonic()
+            try:
+                return call(*args)
+            finally:
+                del self._since[thread]
+
+        return asked
+
+    def waits(self) -> float:
+        """Seconds for which the thread that has waited longest waits for an answer; 0 if none does."""
+        since = list(self._since.values())
+        return time.monotonic() - min(since) if since else 0.0
+
+
+def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
+    """The watch of a rank over other hosts, which begins before the run's folders are looked at."""
+    assert watchdog.board is not None
+    timeout = config.options(ResilienceConfig).host_heartbeat_timeout_seconds
+    watch = HostWatch(watchdog.launch, watchdog.status, watchdog.failures, watchdog.board, timeout)
+    watch.open()
+    return watch
+
+
+class HostWatch(Watch):
+    """`timeout`: seconds without a heartbeat after which a host is lost."""
+
+    def __init__(
+        self, launch: Launch, status: RankStatus, failures: FailureHandler, board: Board, timeout: float
+    ) -> None:
+        self._launch = launch
+        self._status = status
+        self._failures = failures
+        self._board = board
+        self._store = AskedStore(board.store)
+        self._timeout = timeout
+        self._token = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._links, self._told = dict[int, Link](), 0
+        self._excused = dict[int, float]()
+        """Hosts from which no heartbeat has ever arrived, though they live -> the age at which each last answered."""
+
+        self._lost = False
+        """True if this rank ends because hosts are lost."""
+
+        self._place, self._since = "", 0.0
+        """This rank's position after the run has ended on another host, and the time since."""
+
+        self._closed = threading.Event()
+        self._ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._ignored = Ignored(launch.name(socket.gethostname()))
+
+    def open(self) -> None:
+        """Starts to watch."""
+        board = self._board
+        board.store = self._store
+        self._ear.bind(("127.0.0.1", 0))
+        threading.Thread(target=self._ask_after_store, name="store watch", daemon=True).start()
+        self._token = board.claim("heartbeats", secrets.token_hex(TOKEN_BYTES), _parse_token)
+        self._failures.at_exit.append(self.close)
+        self._publish(self._start() if self._launch.local_rank == 0 else 0)
+        threading.Thread(target=self._listen, name="host watch", daemon=True).start()
+
+    def look(self) -> None:
+        """Tells the heartbeat of hosts that have come. Asks the store; the watchdog's thread calls it."""
+        board = self._board
+        if self._process is not None and self._process.poll() is not None and not self._closed.is_set():
+            self._told = 0  # killed by somebody: a host whose heart stands still would be taken for lost
+            self._publish(self._start())
+        world = self._launch.world_size
+        if len(self._links) < world and (world <= FEW or board.complete("link")):
+            # A new one, as the other thread may be looking through the old one.
+            self._links = self._links | board.read_all("link", _parse_link)
+        known = len(self._links) if len(self._links) == world or len(self._hosts()) <= FULL_MESH else 0
+        if self._process is not None and known > self._told:
+            self._told = known
+            found = {rank: _resolved(self._address(rank), link.port) for rank, link in self._hosts().items()}
+            hosts = {rank: address for rank, address in found.items() if address}
+            here = self._links[self._launch.rank].machine
+            ears = [link.ear for link in self._links.values() if link.machine == here]
+            self._order(token=self._token, ears=ears, hosts=hosts)
+
+    def close(self) -> None:
+        """Ends the watch; other hosts hear whether that is without a failure, by one, or because they were lost."""
+        self._closed.set()
+        self._ignored.close()
+        if self._process is not None:
+            with suppress(OSError, subprocess.TimeoutExpired):
+                self._order(end="lost" if self._lost else "failed" if self._failures.ending else "bye")
+                self._process.wait(1.0)
+
+    def _start(self) -> int:
+        """Starts the heartbeat of this host. Returns its port."""
+        family = _way_to(*_store_address())[0]
+        words = [os.getpid(), self._launch.rank, self._launch.world_size, self._timeout, int(family)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(PROGRAM), *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        return int(self._process.stdout.readline() or 0)
+
+    def _publish(self, port: int) -> None:
+        me = self._board.me
+        address, ear = _way_to(*_store_address())[1], self._ear.getsockname()[1]
+        link = Link(me.host, me.host + me.namespace, ear, self._launch.local_rank == 0, address, port)
+        self._links[self._launch.rank] = link
+        self._board.say("link", json.dumps(asdict(link)))
+
+    def _order(self, **order: Any) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        with suppress(OSError):  # it has just died: it is started again at the next look
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _hosts(self) -> dict[int, Link]:
+        """First rank -> link, of the hosts."""
+        return {rank: link for rank, link in self._links.items() if link.first}
+
+    def _address(self, rank: int) -> str:
+        """The address of rank 0's host is the one at which all meet: it knows itself by another name."""
+        return os.environ["MASTER_ADDR"] if rank == 0 else self._links[rank].address
+
+    def ranks_of(self, host: int) -> list[int]:
+        """The ranks of the host whose first rank is `host`."""
+        if host not in self._links:  # its message was faster than the store's
+            return [host]
+        machine, found = self._links[host].machine, list[int]()
+        for rank in sorted(self._links):
+            link = self._links[rank]
+            if link.machine == machine and rank >= host:
+                if link.first and rank != host:
+                    break
+                found.append(rank)
+        return found
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            data, sender = self._ear.recvfrom(65536)
+            try:
+                findings = unseal(self._token, data)
+                check_findings(findings, self._launch.world_size)
+            except ValueError as error:
+                self._ignored.add(sender, error)
+                continue
+            try:
+                if not self._closed.is_set():
+                    self._act(findings)
+            except Exception as error:
+                self._failures.fail(error)  # nobody would watch any more
+
+    def _ask_after_store(self) -> None:
+        """Ends this rank where for the timeout neither the store, which lies with rank 0, nor its host has answered."""
+        address = _store_address()
+        while not self._closed.wait(LOOK):
+            if self._store.waits() > self._timeout / 2 and not _answers(address, self._timeout):
+                silent = self._store.waits()
+                if silent > self._timeout:
+                    self._end_without({(0, "silent"): silent}, [])
+
+    def _end_without(self, lost: dict[tuple[int, str], float], fine: Collection[int]) -> None:
+        self._lost = True
+        self._failures.unreachable(
+            self._failure(lost, fine), [rank for host, _ in lost for rank in self.ranks_of(host)]
+        )
+
+    def _act(self, found: dict[str, Any]) -> None:
+        def ages(kind: str) -> dict[int, float]:
+            return {int(host): float(age) for host, age in found.get(kind, {}).items()}
+
+        lost = {(host, kind): age for kind in ("silent", "deaf") for host, age in ages(kind).items()}
+        unheard = {h: age for h, age in ages("unheard").items() if age - self._excused.get(h, 0.0) > self._timeout}
+        if not lost and unheard:
+            lost |= {(host, "silent"): age for host, age in unheard.items() if not self._lives(host, age)}
+        if lost:
+            self._end_without(lost, [int(host) for host in found["fine"]])
+        for host in found["gone"]:
+            self._failures.report_gone(int(host))
+        ended = ages("failed")
+        if not ended and found["over"] and self._waits():
+            ended = ages("over")
+        if ended:
+            self._failures.unreachable(self._left_behind(ended, bool(found["failed"])), list(ended))
+
+    def _waits(self) -> bool:
+        """Return whether this rank has stood at one place of a step for `PEACE`. The first call starts the count."""
+        place, now = self._status.phase_and_action(), time.monotonic()
+        if place != self._place:
+            self._place, self._since = place, now
+        return place.startswith("step") and now - self._since > PEACE
+
+    def _left_behind(self, ended: dict[int, float], failed: bool) -> Failure:
+        """The report on hosts whose run ended the given seconds ago, while this host still trains."""
+        fine = "without a failure, while this rank is in a step"
+        how = "by a failure whose report has not come here" if failed else fine
+        what = "\n".join(f"the run on {self._named(host)} ended {age:.0f} s ago {how}" for host, age in ended.items())
+        who = ", ".join(map(self._named, ended))
+        phase, advice = self._status.phase_and_action(), ADVICE_HOST if failed else ADVICE["collective"]
+        return Failure(self._launch.rank, who, phase, "ended before this rank", what, advice)
+
+    def _lives(self, host: int, age: float) -> bool:
+        """Whether a host from which no heartbeat ever came answers over TCP: then something keeps its UDP away."""
+        if host not in self._links or not _answers((self._address(host), self._links[host].port), ANSWER):
+            return False
+        first, self._excused[host] = host not in self._excused, age
+        if first and self._launch.local_rank == 0:
+            here = self._links[self._launch.rank]
+            print(
+                f"no heartbeat of {self._named(host)} has arrived on {here.host} in {age:.0f} s, though it is there: "
+                f"does a firewall block UDP to port {here.port}? Without heartbeats, connections that are not answered "
+                "show that a host is lost, and --distributed-timeout-minutes that its ranks are",
+                flush=True,
+            )
+        return True
+
+    def _host_name(self, host: int) -> str:
+        if host in self._links:
+            return self._links[host].host
+        return os.environ["MASTER_ADDR"] if host == 0 else f"the host of rank {host}"
+
+    def _named(self, host: int) -> str:
+        ranks = self.ranks_of(host)
+        numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        return f"{self._host_name(host)} ({numbers} of {self._launch.world_size})"
+
+    def _failure(self, lost: dict[tuple[int, str], float], fine: Collection[int]) -> Failure:
+        """The report on lost hosts. (host, how) -> seconds."""
+        rank = self._launch.rank
+        here = max((first for first in self._hosts() if rank in self.ranks_of(first)), default=rank)
+        me, lines = self._named(here), list[str]()
+        for (host, how), age in lost.items():
+            if how == "silent":
+                lines.append(f"{me} has heard nothing from {self._named(host)} for {age:.1f} s")
+            else:
+                lines.append(
+                    f"{self._named(host)} has heard nothing from {me} for {age:.1f} s, and is heard itself: what "
+                    f"{self._host_name(host)} should receive is lost"
+                )
+        lines += [f"{me} hears {', '.join(map(self._named, fine))}"] if fine else []
+        alone = len(lost) > 1 and not fine
+        if alone:
+            lines.append(f"these are all hosts that it watches: {self._host_name(here)} itself may be cut off")
+        who = me if alone else ", ".join(self._named(host) for host, _ in lost)
+        title = "cut off from other hosts" if alone else "host cannot be reached"
+        phase = f"{self._status.phase_and_action()}, as seen from {self._host_name(here)}"
+        return Failure(rank, who, phase, title, "\n".join(lines), ADVICE_HOST)
+
+
+def _parse_link(text: str) -> Link:
+    link = parse_record(Link, text)
+    if not (0 < link.ear < 1 << 16 and 0 <= link.port < 1 << 16):
+        raise ValueError(f"there is no port {link.ear}, or no port {link.port}")
+    return link
+
+
+def _parse_token(text: str) -> str:
+    if len(text) != 2 * TOKEN_BYTES or not set(text) <= set("0123456789abcdef"):
+        raise ValueError(f"it is no token of {2 * TOKEN_BYTES} hexadecimal digits")
+    return text
+
+
+def _store_address() -> tuple[str, int]:
+    """Address of the store at which all ranks meet."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:
+    """Address family by which this host reaches an address, and its own address on that way."""
+    family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way:
+        way.connect(target)
+        return family, way.getsockname()[0]
+
+
+def _answers(address: tuple[str, int], seconds: float) -> bool:
+    """Return whether the kernel of a host accepts or refuses a connection, which shows that it is alive."""
+    try:
+        with socket.create_connection(address, seconds):
+            return True
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+
+
+def _resolved(address: str, port: int) -> list[Any] | None:
+    """Address for sendto; None where the name has no address."""
+    try:
+        return list(socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][4])
+    except OSError:
+        return None

@@ -1,0 +1,113 @@
+"""The --save folder: whether all ranks see one folder, and files in it that stop or save a run.
+
+Checkpoints hold files of every rank, so that hosts cannot save one on disks of their own. Without the check at start, a
+run on such hosts would train until its first save and then keep nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.latest_checkpoint import REMEDY
+from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, ranks_without
+from megatron.core.parallel_state import Axis
+from megatron.extensions.operate.resilience.flags import StopFileFlags
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback
+from megatron.training.initialize import Runtime
+from megatron.training.reliability.rank_store import Request
+from megatron.training.reliability.visible_text import visible
+from megatron.training.reliability.watchdog import Watch, Watchdog
+
+PATIENCE = 10.0
+"""Seconds in which a file of one host has to be seen on the others: network file systems cache folders for a while."""
+
+
+class SharedFolder(Callback):
+    """Checks the --save folder before the model is built."""
+
+    def on_setup(self, runtime: Runtime) -> None:
+        check_shared(Path(str(self.config.checkpoint.save)), "--save", runtime.state.world)
+
+
+def check_shared(folder: Path, flag: str, world: Axis) -> None:
+    """Raises ValueError, on every rank, if `folder` is not the same one for all ranks. Collective over `world`.
+
+    The first rank creates the folder, and a file in it for the moment. If it cannot, nothing is checked: saves report
+    that by themselves."""
+    if world.size == 1:
+        return
+    try:
+        mark = on_first_rank(lambda: _mark(folder), world)
+    except CheckpointError:
+        return
+    without = ranks_without(_sees(folder / mark), world)
+    on_first_rank(lambda: _forget(folder / mark), world)
+    if without:
+        raise ValueError(
+            f"{flag} {folder} is not one folder for all ranks: what rank 0 writes there, {without} cannot see, and a "
+            f"checkpoint has files of every rank; {REMEDY}"
+        )
+
+
+def _mark(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f".seen-{uuid.uuid4().hex}"
+    (folder / name).touch()
+    return name
+
+
+def _forget(mark: Path) -> None:
+    with suppress(OSError):
+        mark.unlink()
+
+
+def _sees(mark: Path) -> bool:
+    limit = time.monotonic() + PATIENCE
+    while not mark.exists():
+        if time.monotonic() > limit:
+            return False
+        with suppress(OSError):
+            os.listdir(mark.parent)  # has a network file system look again
+        time.sleep(0.1)
+    return True
+
+
+TRIGGERS = {"save": "save", "exit": "stop"}
+"""Name of a file -> kind of the request that it makes."""
+
+
+class StopFiles(Watch):
+    """Rank 0 looks for the files. The kill switch stops the run as long as it exists."""
+
+    def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
+        options, self._requests = config.options(StopFileFlags), watchdog.requests
+        self._files = {folder / name: kind for folder in options.folders(config) for name, kind in TRIGGERS.items()}
+        self._kill_switch = Path(options.kill_switch_path) if options.kill_switch_path else None
+        self._stuck = set[Path]()
+        """Files that could not be removed."""
+
+    def look(self) -> None:
+        if not self._requests.pending:
+            for request in self.due():
+                self._requests.ask(request)
+
+    def due(self) -> Iterator[Request]:
+        """The requests that are due now. The files `save` and `exit` are removed when they are seen."""
+        if self._kill_switch is not None and self._kill_switch.exists() and not self._kill_switch.is_dir():
+            yield Request("stop", f"--kill-switch-path {self._kill_switch} exists")
+        for path, kind in self._files.items():
+            try:
+                if path.is_file():
+                    path.unlink()
+                    yield Request(kind, f"{path} was there")
+            except OSError as error:  # the watchdog's thread has to live on: it also listens to signals
+                if path not in self._stuck:
+                    print(visible(f"{path} is ignored, as it cannot be removed: {error}"), file=sys.stderr, flush=True)
+                self._stuck.add(path)

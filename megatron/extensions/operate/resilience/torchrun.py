@@ -1,0 +1,124 @@
+"""torchrun with the rendezvous backend `c10d-open`: `c10d` for hosts that may be lost.
+
+- torchrun's agent closes the rendezvous for good when it ends by a failure. That of a host whose cable was pulled does
+  so as well: its request waits in the kernel and is delivered when the cable is plugged. After that no host can join.
+  Here, only the end of the run closes it.
+- An agent that writes to the store of a host that is lost waits until TCP gives up, a quarter of an hour. Here, it ends
+  when the store has not answered for some seconds.
+- torchrun restarts ranks whose flags do not fit the hosts that are left. Here, it ends with code 2 if OUTCOME_FILE says
+  that the configuration cannot run.
+- While the agent waits for other hosts, the file that RENDEZVOUS_WAITS names exists. A script around it
+  can see then whether the others have met elsewhere, of which the agent itself would not hear.
+
+    python -m megatron.extensions.operate.resilience.torchrun --rdzv-backend c10d-open TORCHRUN_FLAGS... PROGRAM...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
+from torch.distributed.run import main
+
+from megatron.training.reliability.run_status import VARIABLE, ExitCode
+
+BACKEND = "c10d-open"
+REPLY = 6.0
+"""Seconds that a request to the store waits in its socket."""
+
+ANSWER = 8.0
+"""Seconds in which a store that can be reached answers, on a machine however busy."""
+
+
+def bounded(call: Callable[..., Any], seconds: float = ANSWER) -> Callable[..., Any]:
+    """`call`, but it raises RendezvousConnectionError if it does not return in time, and at once while one hangs."""
+    hanging = list[threading.Thread]()
+
+    def within(*args: Any) -> Any:
+        results, errors = list[Any](), list[BaseException]()
+
+        def run() -> None:
+            try:
+                results.append(call(*args))
+            except BaseException as error:
+                errors.append(error)
+
+        if not any(thread.is_alive() for thread in hanging):
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+            thread.join(seconds)
+            hanging[:] = [thread] if thread.is_alive() else []
+        if errors:
+            raise errors[0]
+        if not results:
+            raise RendezvousConnectionError(f"the rendezvous does not answer: no reply in {seconds:g} s")
+        return results[0]
+
+    return within
+
+
+def _shutdown(handler: DynamicRendezvousHandler) -> bool:
+    """Closes the rendezvous at the end of a run; of a failure, the others notice that this host beats no more."""
+    if sys.exc_info()[0] is not None:
+        return False
+    return DynamicRendezvousHandler.shutdown(handler)
+
+
+def unless_refused(join: Callable[[], RendezvousInfo], outcome: Path) -> Callable[[], RendezvousInfo]:
+    """`join`, which ends the process with code 2 where the file `outcome` says that the configuration cannot run."""
+
+    def joined() -> RendezvousInfo:
+        if outcome.exists() and f"name={ExitCode.BAD_CONFIGURATION.name}\n" in outcome.read_text():
+            sys.exit(ExitCode.BAD_CONFIGURATION)
+        return join()
+
+    return joined
+
+
+def marked(join: Callable[[], RendezvousInfo], file: Path) -> Callable[[], RendezvousInfo]:
+    """`join`, during which `file` exists."""
+
+    def joined() -> RendezvousInfo:
+        file.touch()
+        try:
+            return join()
+        finally:
+            file.unlink(missing_ok=True)
+
+    return joined
+
+
+def create(params: RendezvousParameters) -> RendezvousHandler:
+    """The handler of `c10d-open`."""
+    backend, store = create_backend(params)
+    store.set_timeout(timedelta(seconds=REPLY))  # read_timeout is that of connecting: a host may open its store later
+    backend.get_state = bounded(backend.get_state)  # type: ignore[method-assign]
+    backend.set_state = bounded(backend.set_state)  # type: ignore[method-assign]
+    handler = create_handler(store, backend, params)
+    handler.shutdown = MethodType(_shutdown, handler)  # type: ignore[method-assign]
+    if outcome := os.environ.get(VARIABLE):
+        handler.next_rendezvous = unless_refused(handler.next_rendezvous, Path(outcome))  # type: ignore[method-assign]
+    if waits := os.environ.get("RENDEZVOUS_WAITS"):
+        handler.next_rendezvous = marked(handler.next_rendezvous, Path(waits))  # type: ignore[method-assign]
+    handler.get_backend = lambda: BACKEND  # type: ignore[method-assign]
+    return handler
+
+
+if __name__ == "__main__":
+    rendezvous_handler_registry.register(BACKEND, create)
+    main()

@@ -1,0 +1,1 @@
+"""Optimizers beside Adam and SGD, and averaged weights."""

@@ -1,0 +1,204 @@
+"""Flags of Muon, QK-clip, the precision-aware optimizer and named parameters, and where their parts are. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config.flag_spec import Condition, Section, flag
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.optimizers import OPTIMIZERS, STATE_STORES, StatePlan
+from megatron.core.config.param_groups import PARAMETER_RULES
+from megatron.extensions.optim.optimizers.newton_schulz import COEFFICIENTS
+from megatron.training.extensions import CALLBACKS, extension_flags
+
+HERE = "megatron.extensions.optim.optimizers"
+
+SCALE_BLOCK = 64
+"""Elements of an optimizer state that share a scale; buffers start parameters and shards at multiples of it."""
+
+SWITCH = "--use-precision-aware-optimizer"
+STATE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
+"""Formats of Adam's moments."""
+
+
+@extension_flags("Muon", may_change=True, rules=f"{HERE}.rules:muon")
+@dataclass(frozen=True)
+class MuonFlags:
+    """--optimizer muon: orthogonalized momentum for the matrices of hidden layers, and --muon-scalar-optimizer for
+    embeddings, output layer, norms and biases."""
+
+    NO_EFFECT_WITHOUT: ClassVar = Condition(
+        "--optimizer muon",
+        lambda config: bool(OPTIMIZERS.facts(config.optimizer.optimizer).whole_roles(config.optimizer)),
+    )
+
+    muon_momentum: float = flag(0.9, at_least=0, below=1)
+    """Muon: decay of the momentum, an average of the gradients."""
+
+    muon_nesterov: bool = flag(False, "--muon-use-nesterov")
+    """Muon: orthogonalize Nesterov's look-ahead, the average of momentum and gradient, instead of the momentum."""
+
+    muon_scale_mode: str = flag("spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"))
+    """Muon: factor of the update of a matrix [out, in]: sqrt(max(out, in)), sqrt(out / in), or the larger of this
+    and 1."""
+
+    muon_extra_scale_factor: float = flag(1.0, above=0)
+    """Muon: further factor of the update; 0.2 with spectral scale makes it as large as Adam's (arXiv 2502.16982)."""
+
+    muon_num_ns_steps: int = flag(5, above=0)
+    """Muon: steps of the Newton-Schulz iteration."""
+
+    muon_coefficient_type: str = flag("quintic", choices=tuple(COEFFICIENTS))
+    """Muon: coefficients of the Newton-Schulz iteration."""
+
+    muon_fp32_matmul_prec: str = flag("medium", choices=("medium", "high", "highest"))
+    """Muon: precision of the Newton-Schulz iteration of fp32 momentum: bfloat16, TF32 where there is any, or fp32."""
+
+    muon_tp_mode: str = flag("duplicated", choices=("duplicated", "blockwise"))
+    """Muon: orthogonalize whole matrices, or each tensor-parallel shard by itself. The result of blockwise depends on
+    the tensor-parallel size."""
+
+    muon_split_qkv: bool = flag(True, name="--muon-no-split-qkv")
+    """Muon: orthogonalize queries, keys and values as one matrix."""
+
+    muon_split_gate_up: bool = flag(True, name="--muon-no-split-gate-up")
+    """Muon: orthogonalize gate and up of a gated MLP as one matrix, as Megatron-LM does."""
+
+    muon_scalar_optimizer: str = flag("adam", choices=OPTIMIZERS)
+    """Muon: optimizer of all parameters other than the matrices of hidden layers."""
+
+    moe_router_skip_muon: bool = flag(False, no_effect_without="--num-experts")
+    """Muon: leave the router's weight to --muon-scalar-optimizer."""
+
+
+@extension_flags("QK-clip", may_change=True, rules=f"{HERE}.rules:qk_clip", resolve=f"{HERE}.rules:with_max_logits")
+@dataclass(frozen=True)
+class QKClipFlags:
+    qk_clip: bool = flag(
+        False,
+        excludes=(
+            "--position-embedding-type alibi: its biases are no products of queries and keys",
+            "--attn-logit-softcapping: logits are bounded already",
+            "--clip-qkv: it bounds queries and keys already",
+            "--use-precision-aware-optimizer: main parameters are scaled in fp32",
+            "--cuda-graph-impl local",
+            "--optimizer-cpu-offload: main parameters are scaled on the device, after the update",
+            "--optimizer-post-validation: the largest logits of the step are gone when it is repeated",
+        ),
+    )
+    """QK-clip (MuonClip, Kimi K2): after an update, scale the projections of queries and keys of heads whose largest
+    attention logit in the step was above --qk-clip-threshold. Plain torch then computes attention."""
+
+    qk_clip_threshold: float = flag(100.0, above=0, no_effect_without="--qk-clip")
+    """--qk-clip: the largest logit that a head may have."""
+
+    qk_clip_alpha: float = flag(0.5, at_least=0, at_most=1, no_effect_without="--qk-clip")
+    """--qk-clip: exponent of the factor in the queries; the keys have the rest."""
+
+
+@extension_flags("precision-aware optimizer", may_change=True, rules=f"{HERE}.rules:precision_aware")
+@dataclass(frozen=True)
+class PrecisionAwareFlags:
+    use_precision_aware_optimizer: bool = flag(
+        False, excludes="--optimizer-post-validation: states are copied in the main dtype"
+    )
+    """Adam: store gradients, main parameters and moments in the formats of --main-grads-dtype, --main-params-dtype,
+    --exp-avg-dtype and --exp-avg-sq-dtype."""
+
+    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"), needs=SWITCH)
+    """--use-precision-aware-optimizer: format of gradient sums over micro-batches, with stochastic rounding that is
+    exact on average."""
+
+    main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"), needs=SWITCH)
+    """--use-precision-aware-optimizer: format of main parameters; fp16 has a scale for each block of 64."""
+
+    exp_avg_dtype: str = flag("fp32", choices=STATE_DTYPES, needs=SWITCH)
+    """--use-precision-aware-optimizer: format of Adam's first moment; fp16 and fp8 (e4m3) have a scale for each block
+    of 64."""
+
+    exp_avg_sq_dtype: str = flag("fp32", choices=STATE_DTYPES, needs=SWITCH)
+    """--use-precision-aware-optimizer: format of Adam's second moment; fp16 and fp8 hold its square root, with a scale
+    for each block of 64."""
+
+    store_param_remainders: bool = flag(True, name="--no-store-param-remainders", no_effect_without=SWITCH)
+    """--use-precision-aware-optimizer: store fp32 main parameters whole, not as the 16 bits that bf16 parameters
+    lack."""
+
+
+@extension_flags("named parameters", may_change=True, rules=f"{HERE}.named_parameters:rules", part_of="optimizer")
+@dataclass(frozen=True)
+class NamedParameterFlags:
+    """Settings of parameters by their names."""
+
+    param_group: tuple[str, ...] | None = flag(None, repeats=True)
+    """'REGEX key=value ...': learning rate and weight decay of the parameters whose name matches the regular
+    expression. Keys: lr_mult (factor of the learning rate), wd_mult (factor of the weight decay), weight_decay
+    (replaces it). May be given more than once; the later one wins."""
+
+    freeze: tuple[str, ...] | None = flag(None, repeats=True, chooses_trained=True)
+    """Do not train the parameters whose name matches this regular expression; may be given more than once."""
+
+
+def whole_roles(optimizer: OptimizerConfig) -> frozenset[str]:
+    """Roles of the matrices that Muon and optimizers like it update."""
+    routers = frozenset() if optimizer.options(MuonFlags).moe_router_skip_muon else frozenset({"router"})
+    return frozenset({"hidden", "gate"}) | routers
+
+
+def product_dtypes(optimizer: OptimizerConfig, main_dtype: str) -> tuple[str, ...]:
+    """The dtype in which Muon's matrices travel and are orthogonalized."""
+    medium = optimizer.options(MuonFlags).muon_fp32_matmul_prec == "medium"
+    return ("bfloat16" if main_dtype == "float32" and medium else main_dtype,)
+
+
+class PackedPlan(StatePlan):
+    """States in the formats of the flags above."""
+
+    def holds(self, optimizer: Section) -> bool:
+        return optimizer.options(PrecisionAwareFlags).use_precision_aware_optimizer
+
+    def main_kind(self, optimizer: Section, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
+        """Besides "aliased" and "stored", "remainders" (what parameters in bf16 lack) and "fp16" (with scales). Away
+        from the parameters, `on_host`, there are no other than the last two."""
+        options = optimizer.options(PrecisionAwareFlags)
+        plain = super().main_kind(optimizer, params_dtype, main_dtype, on_host)
+        if plain == "aliased" or options.main_params_dtype == "fp16":
+            return "aliased" if plain == "aliased" else "fp16"
+        remainders = options.store_param_remainders and params_dtype == "bfloat16" and not on_host
+        return "remainders" if remainders else plain
+
+    def main_bytes(self, numel: int, kind: str, main: int) -> int:
+        if kind == "fp16":
+            return numel * 2 + numel // SCALE_BLOCK
+        return numel * 2 if kind == "remainders" else super().main_bytes(numel, kind, main)
+
+    def gradients_dtype(self, optimizer: Section) -> str | None:
+        return "bfloat16" if optimizer.options(PrecisionAwareFlags).main_grads_dtype == "bf16" else None
+
+    def described(self, optimizer: Section, params_dtype: str, main_dtype: str) -> str:
+        kind, options = self.main_kind(optimizer, params_dtype, main_dtype), optimizer.options(PrecisionAwareFlags)
+        moments = f"exp_avg {options.exp_avg_dtype}, exp_avg_sq {options.exp_avg_sq_dtype}"
+        return f"main parameters {kind}, {moments}"
+
+
+OPTIMIZERS.register(
+    "muon",
+    f"{HERE}.muon:muon",
+    whole_roles=whole_roles,
+    others=lambda optimizer: optimizer.options(MuonFlags).muon_scalar_optimizer,
+    fields=("muon_scalar_optimizer", "moe_router_skip_muon"),
+    product_dtypes=product_dtypes,
+)
+OPTIMIZERS.substitute(
+    "adam",
+    f"{HERE}.precision_aware:packed_adam",
+    when=lambda optimizer, meta: optimizer.options(PrecisionAwareFlags).use_precision_aware_optimizer,
+)
+STATE_STORES.register("precision_aware", f"{HERE}.precision_aware:PackedShard", plan=PackedPlan())
+PARAMETER_RULES.register(
+    "by name",
+    f"{HERE}.named_parameters:NamedParameters",
+    when=lambda optimizer: optimizer.options(NamedParameterFlags) != NamedParameterFlags(),
+)
+CALLBACKS.register("qk_clip", f"{HERE}.qk_clip:ClipsLogits", when=lambda c: c.options(QKClipFlags).qk_clip)

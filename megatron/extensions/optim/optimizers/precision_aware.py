@@ -1,0 +1,420 @@
+"""Adam with moments and main parameters in fewer bits than fp32 (--use-precision-aware-optimizer).
+
+Each update reads a part of the states into fp32, makes Adam's step there and rounds the results. With compiled regions
+all of it is a few kernels, which read and write the stored bytes alone.
+
+Main parameters in fp32 beside parameters in bf16 are stored as what is missing from these, 16 bits an element
+(Megatron-LM's --store-param-remainders): no bit is lost.
+
+Rounding is stochastic: up or down with the probability that makes the expected value exact. Rounded to nearest, a
+moment in bf16 or fp8 would stand still, since one update changes it by less than half the distance to its neighbour.
+The random bits are a hash of the element's main parameter and the number of the update, so that a step depends neither
+on the layout nor on a generator's state, and a resumed run makes the same steps.
+
+fp16 and fp8 (e4m3) have a power of two for each block of 64 elements as a scale. Buffers align parameters and shards to
+such blocks, so that no sharding of a buffer cuts one. The second moment is stored as its square root in these formats,
+which needs half the exponents; its rounding makes the expected square exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.compiled_regions import region
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.distributed.param_and_grad_buffer import Bucket
+from megatron.core.distributed.param_layout import BufferLayout, StateRange
+from megatron.core.dropout import mixed, round_to_bf16, uniform_of
+from megatron.core.optimizer.optimizer import MAIN_PARAM, Shard, ShardUpdate, StepValues
+from megatron.core.optimizer.transforms import FusedTransform, StageOfUpdate, State, Transform, elements
+from megatron.core.param_meta import ParamMeta
+from megatron.extensions.optim.optimizers.flags import SCALE_BLOCK, PrecisionAwareFlags
+
+SMALLEST = -126
+"""Exponent of the smallest scale; blocks of smaller numbers are zero to fp32 too."""
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """A number format in which an optimizer state is stored."""
+
+    dtype: torch.dtype
+    mantissa: int
+    """Bits of the mantissa that are stored."""
+
+    least: int = SMALLEST
+    """Exponent of the smallest normal number."""
+
+    largest: float | None = None
+    """Largest number, of formats with scales."""
+
+    exported: torch.dtype | None = None
+    """Dtype that holds every stored value exactly, where the stored one has scales. Checkpoints have it."""
+
+    @property
+    def scaled(self) -> bool:
+        return self.largest is not None
+
+
+FORMATS = {
+    "fp32": StateFormat(torch.float32, 23),
+    "bf16": StateFormat(torch.bfloat16, 7),
+    "fp16": StateFormat(torch.float16, 10, -14, 65504.0, torch.float32),
+    "fp8": StateFormat(torch.float8_e4m3fn, 3, -6, 448.0, torch.bfloat16),
+}
+
+
+class StoredState:
+    """One flat state of a shard, in a format of `FORMATS`. With `squared` it is a second moment, never negative.
+
+    `numel` is a multiple of the block of scales. A format of fp32 becomes `main_dtype`.
+    """
+
+    def __init__(
+        self, numel: int, name: str, main_dtype: torch.dtype, device: torch.device, squared: bool = False
+    ) -> None:
+        self.format, self.squared = FORMATS[name], squared and FORMATS[name].scaled
+        dtype = main_dtype if name == "fp32" else self.format.dtype
+        self.codes = torch.zeros(numel, dtype=dtype, device=device)
+        blocks = numel // SCALE_BLOCK if self.format.scaled else 0
+        self.exponents = torch.full((blocks,), SMALLEST, dtype=torch.int8, device=device)
+        self.rounds = name != "fp32"
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.exponents.nbytes
+
+    def tensors(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """(codes, exponents) of elements [start, stop), which are whole blocks: views."""
+        return self.codes[start:stop], self.exponents[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)]
+
+    def read(self, codes: Tensor, exponents: Tensor) -> Tensor:
+        """Values of `tensors`, in fp32 or the main dtype."""
+        if not self.rounds:
+            return codes
+        if not self.format.scaled:
+            return codes.float()
+        values = (codes.float().view(-1, SCALE_BLOCK) * power_of_two(exponents)[:, None]).view(-1)
+        return values.square() if self.squared else values
+
+    def rounded(self, values: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(codes, exponents) of values, rounded up where `uniform`, in [0, 1), is below the probability; 0.5 rounds
+        to nearest."""
+        if not self.rounds:
+            return values, None
+        values = values.float()
+        if not self.format.scaled:
+            return round_to_bf16(values, uniform), None
+        values = values.sqrt() if self.squared else values
+        blocks = values.view(-1, SCALE_BLOCK)
+        exponents = scale_exponents(blocks.abs().amax(1), self.format)
+        scaled = (blocks / power_of_two(exponents)[:, None]).view(-1)
+        codes = round_scaled(scaled, uniform, self.format, self.squared)
+        return codes.to(self.format.dtype), exponents.to(torch.int8)
+
+    def exported(self) -> Tensor:
+        """Contents of a checkpoint: the memory itself without scales, else a copy on the host, exact."""
+        if not self.format.scaled:
+            return self.codes
+        return on_host(self.codes.numel(), self.format.exported, lambda *part: self.read(*self.tensors(*part)))
+
+    def take_up(self, values: Tensor) -> None:
+        """Stores what a checkpoint held in the tensor of `exported`."""
+        if not self.format.scaled:
+            return
+        for start, stop in chunks(self.codes.numel()):
+            part = values[start:stop].to(self.codes.device).float()
+            codes, exponents = self.rounded(part, torch.full_like(part, 0.5))
+            assert exponents is not None
+            for own, new in zip(self.tensors(start, stop), (codes, exponents), strict=True):
+                own.copy_(new)
+
+
+def chunks(numel: int, size: int = 2**22) -> list[tuple[int, int]]:
+    """[start, stop) of parts of at most `size` elements, which bound the memory of temporary tensors."""
+    return [(start, min(start + size, numel)) for start in range(0, numel, size)]
+
+
+def on_host(numel: int, dtype: torch.dtype | None, read: Callable[[int, int], Tensor]) -> Tensor:
+    """`read` of all elements, part by part, in host memory."""
+    values = torch.empty(numel, dtype=dtype)
+    for start, stop in chunks(numel):
+        values[start:stop].copy_(read(start, stop))
+    return values
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """2^e in fp32, exactly, of integers from -126 to 127."""
+    return ((exponents.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+def scale_exponents(amax: Tensor, number: StateFormat) -> Tensor:
+    """The least e for which amax / 2^e is at most the format's largest number; int32. Values that have been rounded at
+    such a scale are exact at the scale that follows from them."""
+    assert number.largest is not None
+    ratio = (amax / number.largest).view(torch.int32)
+    above = (ratio & 0x7FFFFF) != 0
+    exponents = (ratio >> 23) - 127 + above.to(torch.int32)
+    return exponents.clamp(SMALLEST, 127)
+
+
+def round_scaled(x: Tensor, uniform: Tensor, number: StateFormat, squared: bool) -> Tensor:
+    """Rounds to the format's numbers, which stay in fp32. The expected value, or if `squared` its square, is exact."""
+    assert number.largest is not None
+    magnitude = x.abs()
+    exponent = (magnitude.view(torch.int32) >> 23).clamp(min=number.least + 127)
+    step = ((exponent - number.mantissa) << 23).view(torch.float32)
+    low = torch.floor(magnitude / step) * step
+    share = (magnitude - low) / step
+    if squared:
+        share = share * (magnitude + low) / (2 * low + step)
+    rounded = torch.where(uniform < share, low + step, low).clamp(max=number.largest)
+    return torch.copysign(rounded, x)
+
+
+def split_master(values: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 -> (the nearest bf16, ties away from zero, what is left as int16): 32 bits in all, nothing is lost."""
+    bits = values.view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
+
+
+def join_master(params: Tensor, remainders: Tensor) -> Tensor:
+    """The fp32 numbers that `split_master` made two of."""
+    return ((params.view(torch.int16).to(torch.int32) << 16) + remainders.to(torch.int32)).view(torch.float32)
+
+
+CHUNK = 2**18
+"""Elements of an update that is not compiled: its temporary tensors stay in the cache of a CPU."""
+
+EXP_AVG = 0x3C6EF372
+EXP_AVG_SQ = 0x1B873593
+MAIN = 0x52DCE729
+"""Salts of the random bits of each state."""
+
+
+class PackedShard(Shard):
+    """A shard in the formats of --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype."""
+
+    changes_params_when_loaded = True
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        states: Sequence[State],
+        layout: BufferLayout,
+        place: StateRange,
+        config: OptimizerConfig,
+        main_dtype: torch.dtype,
+    ) -> None:
+        super().__init__(bucket, layout, place, main_dtype)
+        params = self.params
+        numel = self.numel
+        device = self.device
+        names = str(params.dtype).removeprefix("torch."), str(main_dtype).removeprefix("torch.")
+        plan, options = config.state_plan, config.options(PrecisionAwareFlags)
+        self.kind = plan.main_kind(config, *names, on_host=self.on_host)
+        self.as_remainders = plan.main_kind(config, *names) == "remainders"
+        """True if parameters are rounded as beside remainders, ties away from zero, wherever states lie."""
+        self.remainders = torch.zeros(numel if self.kind == "remainders" else 0, dtype=torch.int16, device=device)
+        stored = {"stored": numel, "fp16": numel}.get(self.kind, 0)
+        name = "fp16" if self.kind == "fp16" else "fp32"
+        self.main = StoredState(stored, name, main_dtype, device)
+        self.exp_avg = StoredState(numel, options.exp_avg_dtype, main_dtype, device)
+        self.exp_avg_sq = StoredState(numel, options.exp_avg_sq_dtype, main_dtype, device, squared=True)
+        self.take_up({MAIN_PARAM: params.to(device, main_dtype)})
+
+    def write_params(self) -> None:
+        """Nothing: an update writes them with the main parameters."""
+
+    def read_main(self, start: int, stop: int) -> Tensor:
+        first, last = start // SCALE_BLOCK * SCALE_BLOCK, -(-stop // SCALE_BLOCK) * SCALE_BLOCK
+        return read_main(self.kind, self.part(first, last), self.main)[start - first : stop - first]
+
+    def part(self, start: int, stop: int) -> Part:
+        """Tensors that an update of elements [start, stop), whole blocks of scales, reads and writes."""
+        main = self.main.tensors(start, stop) if self.kind in ("stored", "fp16") else self.main.tensors(0, 0)
+        grads, params, remainders = (x[start:stop] for x in (self.grads, self.params, self.remainders))
+        moments = self.exp_avg.tensors(start, stop), self.exp_avg_sq.tensors(start, stop)
+        return Part(grads, params, remainders, main, *moments)
+
+    def exported(self) -> dict[str, Tensor]:
+        states = {"exp_avg": self.exp_avg.exported(), "exp_avg_sq": self.exp_avg_sq.exported()}
+        if self.params_are_main:
+            return states
+        if self.kind == "stored":
+            return {MAIN_PARAM: self.main.codes} | states
+        return {MAIN_PARAM: on_host(self.numel, torch.float32, self.read_main)} | states
+
+    def take_up(self, loaded: Mapping[str, Tensor]) -> None:
+        for key, state in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
+            if key in loaded:
+                state.take_up(loaded[key])
+        main, params = loaded.get(MAIN_PARAM), self.device_params
+        if self.params_are_main and self.on_host:
+            self.main.codes.copy_(params)
+        if main is None or self.params_are_main:
+            return
+        if self.as_remainders:
+            for start, stop in chunks(len(params)):
+                upper, lower = split_master(main[start:stop].to(params.device))
+                params[start:stop].copy_(upper)
+                if self.kind == "remainders":
+                    self.remainders[start:stop].copy_(lower)
+        if self.kind == "fp16":
+            self.main.take_up(main)
+        elif self.kind == "stored" and main is not self.main.codes:
+            self.main.codes.copy_(main)
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        return self.remainders.nbytes + self.main.nbytes, self.exp_avg.nbytes + self.exp_avg_sq.nbytes
+
+
+class Part(NamedTuple):
+    """Tensors of some elements of a shard, views; empty where the kind of main parameters has none. Stored states are
+    (codes, exponents)."""
+
+    grads: Tensor
+    params: Tensor
+    remainders: Tensor
+    main: tuple[Tensor, Tensor]
+    exp_avg: tuple[Tensor, Tensor]
+    exp_avg_sq: tuple[Tensor, Tensor]
+
+
+class Scalars(NamedTuple):
+    """Inputs of an update beside the states: scalars on the device, so that a change causes no compilation."""
+
+    lr: Tensor
+    weight_decay: Tensor
+    factor: Tensor
+    """Of the gradients."""
+
+    number: Tensor
+    """Of the update, from 1 on."""
+
+    skip: Tensor
+    correction1: Tensor
+    """1 - beta1 ** number, which a kernel would compute in float64 for each element; so the next."""
+
+    correction2: Tensor
+
+
+def read_main(kind: str, part: Part, main: StoredState) -> Tensor:
+    """Main parameters in fp32, or in the main dtype."""
+    if kind == "aliased":
+        return part.params
+    if kind == "remainders":
+        return join_master(part.params, part.remainders)
+    return main.read(*part.main)
+
+
+class PrecisionAwareAdam(FusedTransform):
+    """Adam with decoupled weight decay (arXiv 1711.05101), whose moments are stored in the formats of the flags."""
+
+    def states(self, meta: ParamMeta) -> Sequence[State]:
+        options = self.config.options(PrecisionAwareFlags)
+        formats = {"exp_avg": options.exp_avg_dtype, "exp_avg_sq": options.exp_avg_sq_dtype}
+        return [stored_state(name, meta, FORMATS[chosen]) for name, chosen in formats.items()]
+
+    def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
+        packed = [shard for shard in shards if isinstance(shard, PackedShard)]
+        assert len(packed) == len(shards), "states are stored in other formats"
+        return PackedKernel(self.config, packed, stage.compiled)
+
+
+def stored_state(name: str, meta: ParamMeta, number: StateFormat) -> State:
+    """A moment in a format; fp32 becomes the main dtype."""
+    dtype = None if number.dtype == torch.float32 else str(number.dtype).removeprefix("torch.")
+    return elements(name, meta, dtype, SCALE_BLOCK if number.scaled else 0)
+
+
+def packed_adam(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
+    """--optimizer adam --use-precision-aware-optimizer."""
+    return [PrecisionAwareAdam(config)]
+
+
+class PackedKernel(ShardUpdate):
+    """The update of packed shards."""
+
+    def __init__(self, config: OptimizerConfig, shards: Sequence[PackedShard], compiled: bool) -> None:
+        self.config = config
+        self.shards = shards
+        self._update = region(adam_step_, compiled, static=True)
+        self._chunk = None if compiled else CHUNK
+        self._factor: Tensor | None = None
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        self._factor = factor
+
+    def step(self, values: StepValues) -> None:
+        skip, updates = values.skip, values.updates
+        factor = torch.ones_like(updates) if self._factor is None else self._factor
+        self._factor, number = None, updates + 1.0
+        corrections = [1 - beta**number for beta in (self.config.adam_beta1, self.config.adam_beta2)]
+        for shard in self.shards:
+            rate, decay = values.rates.of(shard.group)
+            on_device = torch.full_like(updates, rate), torch.full_like(updates, decay)
+            scalars = Scalars(on_device[0], on_device[1], factor, number, skip, *corrections)
+            for start, stop in chunks(shard.numel, self._chunk or shard.numel):
+                self._update(shard, shard.part(start, stop), scalars, self.config)
+
+
+def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: OptimizerConfig) -> None:
+    """One update of a part, in place."""
+    kind, skipped = shard.kind, scalars.skip > 0
+    before = read_main(kind, part, shard.main)
+    lr, weight_decay, factor = (value.to(before.dtype) for value in scalars[:3])
+    beta1 = config.adam_beta1
+    beta2 = config.adam_beta2
+    number = scalars.number
+    grad = part.grads.to(before.dtype) * factor
+    exp_avg = shard.exp_avg.read(*part.exp_avg).to(before.dtype)
+    exp_avg = exp_avg.lerp(grad, 1 - beta1)
+    exp_avg_sq = shard.exp_avg_sq.read(*part.exp_avg_sq).to(before.dtype)
+    exp_avg_sq = exp_avg_sq * beta2 + (1 - beta2) * grad * grad
+    correction1, correction2 = (value.to(before.dtype) for value in (scalars.correction1, scalars.correction2))
+    direction = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + config.adam_eps)
+    main = before * (1 - lr * weight_decay) - lr * direction
+
+    key = mixed(_leading_bits(before))
+    if kind == "fp16":  # few values: the gradient tells their elements apart
+        key = mixed(key ^ _leading_bits(grad))
+    key = key ^ mixed(number.to(torch.int32))
+    _store(shard.exp_avg, exp_avg, part.exp_avg, key, EXP_AVG, skipped)
+    _store(shard.exp_avg_sq, exp_avg_sq, part.exp_avg_sq, key, EXP_AVG_SQ, skipped)
+    if kind == "remainders":
+        upper, lower = split_master(main)
+        _keep_or_copy_(part.params, upper, skipped)
+        _keep_or_copy_(part.remainders, lower, skipped)
+        return
+    if kind != "aliased":
+        _store(shard.main, main, part.main, key, MAIN, skipped)
+        main = read_main(kind, part, shard.main)
+    _keep_or_copy_(part.params, split_master(main)[0] if shard.as_remainders else main.to(part.params.dtype), skipped)
+
+
+def _leading_bits(x: Tensor) -> Tensor:
+    """Sign, exponent and 16 bits of the mantissa as int32. To nearest, so that sums in another order seldom differ."""
+    return (x.float().view(torch.int32) + 0x40) >> 7
+
+
+def _store(
+    state: StoredState, values: Tensor, into: tuple[Tensor, Tensor], key: Tensor, salt: int, skipped: Tensor
+) -> None:
+    codes, exponents = state.rounded(values, uniform_of(key, salt))
+    _keep_or_copy_(into[0], codes, skipped)
+    if exponents is not None:
+        _keep_or_copy_(into[1], exponents, skipped)
+
+
+def _keep_or_copy_(into: Tensor, values: Tensor, skipped: Tensor) -> None:
+    if into.dtype == torch.float8_e4m3fn:  # which torch.where does not know
+        into, values = into.view(torch.int8), values.view(torch.int8)
+    into.copy_(torch.where(skipped, into, values))

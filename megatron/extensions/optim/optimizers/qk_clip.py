@@ -1,0 +1,91 @@
+"""QK-clip (MuonClip): bounds attention logits by scaling the projections of queries and keys after an update.
+
+Kimi K2 (arXiv 2507.20534), section 2.1, algorithm 1. The largest logit of each head is that of all samples of a step:
+over micro-batches, data- and context-parallel ranks. A head whose largest logit S exceeds the threshold tau gets the
+factor tau / S, divided between its queries and its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.attention.core_attention import CoreAttention
+from megatron.core.collectives import all_reduce_
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import OptimizerShard
+from megatron.core.parallel_state import ParallelState
+from megatron.extensions.optim.optimizers.flags import QKClipFlags
+from megatron.training.hooks import Callback, Meter
+from megatron.training.run import TrainingRun
+
+
+class QKClip:
+    """The layers with attention of one rank, and what they own of the parameters to scale."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        modules: Iterable[nn.Module],
+        shards: Sequence[OptimizerShard],
+        state: ParallelState,
+    ) -> None:
+        options = config.options(QKClipFlags)
+        self.threshold = options.qk_clip_threshold
+        self.alpha = options.qk_clip_alpha
+        self.shards = shards
+        self.data = state.dp_cp
+        """The ranks that see other tokens of the same heads."""
+        every: dict[int, Any] = {id(layer): layer for module in modules for layer in module.modules()}
+        self.layers = [layer for layer in every.values() if isinstance(getattr(layer, "core", None), CoreAttention)]
+        for layer in self.layers:
+            weight = layer.linear_proj.weight
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            layer.core.record_max_logits(dtype, weight.device)
+
+    def largest(self) -> list[Tensor]:
+        """The largest logits [heads/tp] of each layer since the last call, of all samples. Collective over `data`."""
+        noted = [layer.core.max_logits for layer in self.layers]
+        if not noted:
+            return []
+        joined = all_reduce_(torch.cat(noted), self.data, dist.ReduceOp.MAX)
+        for logits in noted:
+            logits.fill_(float("-inf"))
+        return list(joined.split([len(logits) for logits in noted]))
+
+    def after_update(self, skip: Tensor) -> None:
+        """Scales the main parameters that this rank owns; does nothing where `skip` is 1."""
+        factors: dict[str, Tensor] = {}
+        for layer, largest in zip(self.layers, self.largest(), strict=True):
+            above = (largest > self.threshold) & (skip == 0)
+            eta = torch.where(above, self.threshold / largest, torch.ones_like(largest))
+            for linear, of_rows in layer.clip_factors(eta, self.alpha).items():
+                for param in linear.parameters():
+                    factors[param.meta.name] = of_rows
+        for shard in self.shards:
+            for piece, span in shard.owned_pieces(*shard.range):
+                if (of_rows := factors.get(piece.meta.name)) is not None:
+                    mine = shard.main[span]
+                    columns = piece.meta.global_shape[-1] if piece.meta.name.endswith("weight") else 1
+                    mine.mul_(of_elements(of_rows, columns, piece.start, piece.stop).to(mine.dtype))
+
+
+class ClipsLogits(Callback):
+    """Adds QK-clip to the updates of a run."""
+
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        shards = [shard for shard in run.optimizer.shards if isinstance(shard, OptimizerShard)]
+        clip = QKClip(run.config.optimizer, run.ddp.modules, shards, run.runtime.state)
+        run.optimizer.after_update.append(clip.after_update)
+        return ()
+
+
+def of_elements(of_rows: Tensor, columns: int, start: int, stop: int) -> Tensor:
+    """Factors of elements [start, stop) of a parameter's local tensor, flattened, given those of its rows [groups,
+    rows], which have `columns` elements each."""
+    low, high = start // columns, -(-stop // columns)
+    return of_rows.flatten()[low:high].repeat_interleave(columns)[start - low * columns : stop - low * columns]

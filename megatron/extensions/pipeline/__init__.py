@@ -1,0 +1,1 @@
+"""Pipeline schedules, and how layers are divided among stages."""

@@ -1,0 +1,150 @@
+"""Steps whose passes begin while the step before ends: the loop's step, and the pipeline that keeps what has begun."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatron.core.batch import Batch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.distrib_optimizer import StepResult
+from megatron.core.pipeline_parallel.actions import COMPUTE, Action, Kind
+from megatron.core.pipeline_parallel.executor import Held, PipelineExecutor
+from megatron.extensions.pipeline.pipedream_2bw.lists import lists_of_step
+from megatron.extensions.pipeline.pipedream_2bw.two_versions import LateOptimizer
+from megatron.training.forward_backward import Pipeline, StepInput, Sums
+from megatron.training.progress import Step
+from megatron.training.run import TrainingRun
+from megatron.training.step_parts import StepParts
+from megatron.training.train_step import TrainStep, is_read
+
+
+class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
+    """Keeps messages and graphs of passes that belong to the next step, and chooses the weights of each pass."""
+
+    optimizer: LateOptimizer
+    """Has both versions of the weights."""
+
+    _microbatches = 0
+    """Of the step being run: those from this number on are of the next step."""
+
+    def run_step(
+        self, actions: Sequence[Action], batches: Sequence[Batch], following: Sequence[Batch], seed: float
+    ) -> list[Tensor]:
+        """Runs one step, and the passes of the `following` micro-batches that the list begins: the next call goes on
+        with them. Returns the loss sums of the step's own micro-batches, as `run` does."""
+        self._begin([*batches, *following], seed, training=True)
+        self._microbatches = len(batches)
+        self.run_actions(actions)
+        if not following:
+            return self.end()
+        self._number_from(self._microbatches)
+        return self.losses()
+
+    def handle(self, action: Action) -> None:
+        if action.kind is Kind.VALIDATE:
+            self.optimizer.end_update()
+            return
+        if self.training and action.kind in COMPUTE:
+            self.optimizer.use_for(of_next_step=action.microbatch >= self._microbatches)
+        super().handle(action)
+
+    def _number_from(self, first: int) -> None:
+        """Numbers what is held of micro-batches from `first` on."""
+        later = lambda action: action._replace(microbatch=action.microbatch - first)  # noqa: E731
+        self.held = Held(
+            outbox={later(send): tensor for send, tensor in self.held.outbox.items()},
+            arriving={later(receive): message for receive, message in self.held.arriving.items()},
+            saved={(stage, microbatch - first): kept for (stage, microbatch), kept in self.held.saved.items()},
+        )
+
+
+class ContinuingPipeline(Pipeline):
+    """Runs the lists of steps that follow each other without a gap."""
+
+    executor_type = ContinuingExecutor
+    executor: ContinuingExecutor
+
+    following: Sequence[Batch] = ()
+    """Micro-batches of the next step, whose passes begin in the next call of `train`, and in that one alone."""
+
+    _begun = 0
+    """Micro-batches of the last step, if it has begun passes of the next one."""
+
+    @property
+    def counting_rank(self) -> int | None:
+        return None  # the rank of the loss may still be in the step before
+
+    def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
+        following, self.following = self.following, ()
+        return self._train(batches, following, seed)
+
+    def train_plainly(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
+        return self._train(batches, (), seed)
+
+    def _train(self, batches: Sequence[Batch], following: Sequence[Batch], seed: float) -> list[Tensor]:
+        before, self._begun = self._begun, len(batches) if following else 0
+        lists = lists_of_step(self.schedule, self.pp.size, before, len(batches), len(following))
+        return self.executor.run_step(lists[self.pp.rank], batches, following, seed)
+
+    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
+        self.drop_begun()
+        return super().evaluate(batches)
+
+    def drop_begun(self) -> None:
+        """Forgets the passes of the next step that have begun: the next call of `train` runs all of its passes."""
+        if self._begun:
+            self.executor.drop()
+            self._begun = 0
+
+
+class ContinuedStep(TrainStep):
+    """A step whose passes may have begun in the step before, and that begins those of the next one."""
+
+    begun: StepInput | None = None
+    """Inputs of the next step, if its passes have begun."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        assert isinstance(run.optimizer, LateOptimizer) and isinstance(run.pipeline, ContinuingPipeline)
+        self.optimizer, self.pipeline = run.optimizer, run.pipeline
+        self.pipeline.executor.optimizer = self.optimizer
+        if not self.optimizer.start() and run.progress.loaded_from:
+            run.say(" weights before the last update are not loaded: both versions start from the newest ones")
+
+    def inputs(self, step: Step) -> StepInput:
+        """Those at hand if passes of the step have begun in the step before. Reads those of the next one."""
+        given = self._read(step)
+        self.begun = None if is_read(self.run, step) else self._following(step)
+        return given
+
+    def gradients(self, given: StepInput) -> Sums:
+        self.pipeline.following = self.begun.scaled if self.begun is not None else ()
+        return super().gradients(given)
+
+    def _read(self, step: Step) -> StepInput:
+        return self.begun if self.begun is not None and self.begun.step == step else super().inputs(step)
+
+    def _following(self, step: Step) -> StepInput | None:
+        """Inputs of the next step; None if there is none with the same model, or meters look at it as a whole."""
+        run = self.run
+        number, sample = step.iteration + 1, step.first_sample + step.samples
+        if number in (run.config.checks.iterations_to_skip or ()):
+            return None
+        if run.plan.at(sample) is not run.plan.at(step.first_sample):
+            return None
+        if any(meter.reads_result(number) for meter in run.meters):
+            return None
+        return self._read(Step(number, sample, run.batch_sizes.at(sample)))
+
+    def update(self, step: Step, sums: Sums, factor: Tensor) -> StepResult:
+        self.optimizer.is_read = is_read(self.run, step)
+        return super().update(step, sums, factor)
+
+    def finish(self) -> None:
+        super().finish()
+        self.pipeline.drop_begun()
+
+
+PARTS = StepParts(step=ContinuedStep, pipeline=ContinuingPipeline, optimizer=LateOptimizer)

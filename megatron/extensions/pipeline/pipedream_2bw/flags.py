@@ -1,0 +1,58 @@
+"""The schedule, and where its parts are. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import Section
+from megatron.core.config.optimizers import STATE_STORES, StatePlan
+from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.schedules import Schedule, one_f_one_b
+from megatron.training.step_parts import STEP_PARTS
+
+NAME = "2bw"
+PREVIOUS = "previous_param"
+"""Kind of state, in checkpoints: the parameters before the last update, in their own dtype."""
+
+HERE = "megatron.extensions.pipeline.pipedream_2bw"
+
+
+@dataclass(frozen=True)
+class TwoVersions:
+    """No flags: what `--pipeline-schedule 2bw` asks of other parts of a run."""
+
+    kept: bool = False
+
+
+class StoredMain(StatePlan):
+    """Main parameters beside both versions, also in the precision of the parameters."""
+
+    optional = (PREVIOUS,)
+
+    def holds(self, optimizer: Section) -> bool:
+        return optimizer.options(TwoVersions).kept
+
+    def main_kind(self, optimizer: Section, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
+        return "stored"
+
+
+def two_bw(p: int, m: int) -> Schedule:
+    """PipeDream-2BW (arXiv 2006.09503, section 3.1): 1F1B that continues across steps."""
+    return one_f_one_b(p, m)
+
+
+PIPELINE_SCHEDULES.register(
+    NAME,
+    two_bw,
+    of_step=f"{HERE}.lists:lists_of_step",
+    asks_for=(TwoVersions(kept=True),),
+    rules=f"{HERE}.rules:two_versions",
+)
+STEP_PARTS.register(
+    "two versions of weights",
+    f"{HERE}.continued_steps:PARTS",
+    when=lambda config: config.options(TwoVersions).kept,
+    kept=lambda rank: rank.parameters + rank.gradients,
+    kept_name="the weights before the last update, and gradients that wait for the norm",
+)
+STATE_STORES.register("two versions", f"{HERE}.two_versions:VersionedShard", plan=StoredMain())

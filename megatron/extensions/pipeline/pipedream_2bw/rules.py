@@ -1,0 +1,95 @@
+"""Rules of PipeDream-2BW. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.optimizers import STATE_STORES
+from megatron.core.parts import LINEAR_FORMATS
+from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
+from megatron.extensions.pipeline.pipedream_2bw.flags import NAME
+from megatron.training.config.batch_size import legal_sizes
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.step_parts import STEP_PARTS, launches_once
+
+SCHEDULE = "--pipeline-schedule"
+
+
+def two_versions(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Refuses features that cannot be late, or in two versions."""
+    for other, why in _excluded(c):
+        yield Problem.exclusive(SCHEDULE, NAME, other, why)
+    if size := c.parallel.loss_chunk_tokens:
+        rule = f"adds gradients in forward passes, and with {NAME} a step begins before the one before has ended"
+        yield Problem("--loss-chunk-tokens", size, rule, "remove one of them")
+    yield from _microbatches(c)
+    yield from _no_use(c)
+
+
+def _excluded(c: RunConfig) -> Iterator[tuple[str, str]]:
+    m = c.model
+    p = c.parallel
+    o = c.optimizer
+    if p.fp16:
+        yield "--fp16", "the passes of a step begin before the loss scale that they need is known"
+    if list(LINEAR_FORMATS.wanted(p)):
+        yield "--fp8-format", "casts of weights are of one version"
+    if launches_once(c):
+        yield "--cuda-graph-impl", "graphs hold the weights of one version"
+    if p.activation_store is not None:
+        yield "--cpu-offloading", "it expects each step to end"
+    if c.ddp.shards_gradients:
+        yield f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}", "weights are not kept"
+    if o.host_fraction:
+        yield "--optimizer-cpu-offload", "states in host memory are updated at the end of a step"
+    if o.updates_together:
+        yield f"--optimizer {o.optimizer}", "it is not proved for updates in the midst of the next step"
+    if [name for name in STATE_STORES if STATE_STORES.facts(name).holds(o)][1:-1] or o.state_store != "two versions":
+        yield "--use-precision-aware-optimizer", "main parameters are kept whole"
+    if sum(STEP_PARTS.facts(name).kept is not None for name in STEP_PARTS.wanted(c)) > 1:
+        yield "--optimizer-post-validation", "updates wait for the norm, and are never rolled back"
+    yield from _of_experts(m)
+
+
+def _of_experts(m: TransformerConfig) -> Iterator[tuple[str, str]]:
+    if m.num_experts is None:
+        return
+    if m.moe_router_enable_expert_bias:
+        yield "--moe-router-enable-expert-bias", "biases have one version"
+    if m.moe_balancing_coeff("aux_loss", "global_aux_loss"):
+        kinds = " ".join(m.moe_router_load_balancing_type)
+        yield (
+            f"--moe-router-load-balancing-type {kinds}",
+            "it sums up loads over a step, of which two are under way: use seq_aux_loss",
+        )
+
+
+def _microbatches(c: RunConfig) -> Iterator[Problem]:
+    """Each update is needed by the second step after: a step has no fewer micro-batches than the pipeline has ranks
+    (arXiv 2006.09503, section 3.1)."""
+    pp, sizes = c.parallel.pipeline_model_parallel_size, legal_sizes(c)
+    per_pass = c.training.micro_batch_size * (c.parallel.data_parallel_size or 1)
+    smallest = min([sizes.final, *(size for _, size in sizes.earlier)])
+    if per_pass > 0 and smallest % per_pass == 0 and smallest // per_pass < pp:
+        own = f"makes {smallest // per_pass} micro-batches a step"
+        rule = f"{own}, fewer than the {pp} pipeline ranks, as many as {SCHEDULE} {NAME} needs"
+        yield Problem("--global-batch-size", smallest, rule, f"nearest: {pp * per_pass}")
+
+
+def _no_use(c: RunConfig) -> Iterator[Problem]:
+    """Configurations in which ranks still wait for each other between steps."""
+    if c.parallel.pipeline_model_parallel_size == 1:
+        return
+    if c.logging.log_interval == 1:
+        rule = "empties the pipeline after every step with --log-interval 1, which reads the loss and the norm"
+        yield Problem(SCHEDULE, NAME, rule, "raise --log-interval", harmless=True)
+        return
+    try:
+        tied = tied_stages(c.model, pipeline_layout(c.model, c.parallel))
+    except (ArithmeticError, ValueError):
+        return  # sizes that do not fit: other rules say which
+    if tied:
+        rule = "has a bubble: the embedding on the first and on the last rank sums up its gradients over both"
+        yield Problem(SCHEDULE, NAME, rule, "use --untie-embeddings-and-output-weights", harmless=True)

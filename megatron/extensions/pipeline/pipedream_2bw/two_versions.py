@@ -1,0 +1,168 @@
+"""Two versions of the weights, and updates that wait for the gradient norm while the next step runs.
+
+PipeDream-2BW (arXiv 2006.09503, section 3.1): a step's gradient is that of the weights before the last update,
+
+    W(t+1) = W(t) - lr g(W(t-1)),
+
+so that its passes begin while the step before is not done, and the pipeline never empties. Here an update that clips
+follows exactly: gradients are kept until the norm over all stages is known; no rank waits for it. The update of step t
+is made on each rank before its first pass of step t+2 (VALIDATE), and until then the passes of step t+1 go on.
+
+Parameters have two memories. The one of the newest version is the buffers' own, which is gathered and saved; an update
+writes into the other one, whose passes have all ended, and the two change places. Tensors saved by a forward pass for
+its backward pass therefore stay in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import Pending
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import Bucket
+from megatron.core.distributed.param_layout import BufferLayout, StateRange
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult, Update
+from megatron.core.optimizer.optimizer import OptimizerShard
+from megatron.core.optimizer.planned_states import State
+from megatron.core.parallel_state import ParallelState
+from megatron.core.torch_private import foreach_copy_
+from megatron.extensions.pipeline.pipedream_2bw.flags import PREVIOUS
+
+
+class VersionedShard(OptimizerShard):
+    """A shard whose updates read a copy of the gradients, and whose parameters change memories."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        states: Sequence[State],
+        layout: BufferLayout,
+        place: StateRange,
+        config: OptimizerConfig,
+        main_dtype: torch.dtype,
+    ) -> None:
+        super().__init__(bucket, states, layout, place)
+        if self.aliased:
+            self.aliased, self.main = False, self.params.clone()
+        self.place, self.previous = place, self.device_params
+        """Of this shard: parameters before the last update, a view of the other memory once there is one."""
+        self.attach(torch.zeros_like(self.device_grads), self.device_params)
+
+    def of_bucket(self, params: Tensor) -> Tensor:
+        """Its part of what this rank owns of the bucket's parameters."""
+        return params[self.place.start : self.place.stop]
+
+    def exported(self) -> dict[str, Tensor]:
+        return super().exported() | {PREVIOUS: self.previous}
+
+
+class _Waiting(NamedTuple):
+    """An update whose norm is on its way."""
+
+    update: Update
+    result: StepResult
+    norm: Pending
+
+
+class LateOptimizer(DistributedOptimizer):
+    """Makes updates when they are needed: before the first pass of the second step after."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        ddp: DistributedDataParallel,
+        state: ParallelState,
+        host_threads: int | None = None,
+    ) -> None:
+        super().__init__(config, ddp, state, host_threads)
+        self.versioned = [shard for shard in self.shards if isinstance(shard, VersionedShard)]
+        self.is_read = True
+        """True if the result of the next `step` is read before the step after it."""
+        self.other = [torch.full_like(buffer.param_data, torch.nan) for buffer in self.ddp.buffers]
+        """The memory of parameters before the last update, by buffer. NaN until they are loaded, or `start`."""
+        self._newest = _views(self.ddp)
+        self._exchange()
+        self._previous = _views(self.ddp)
+        self._exchange()
+        self._in_use = self._newest
+        self._waiting: _Waiting | None = None
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        device, host = super().nbytes
+        kept = sum(data.nbytes for data in self.other) + sum(shard.grads.nbytes for shard in self.versioned)
+        return device + kept, host
+
+    def begin_update(self, update: Update, own: Tensor, result: StepResult) -> None:
+        assert self._waiting is None, "the update of the step before is not made"
+        if self.versioned:
+            kept, grads = [shard.grads for shard in self.versioned], [shard.device_grads for shard in self.versioned]
+            foreach_copy_(kept, grads)
+        self._waiting = _Waiting(update, result, self.grad_norm.start(own))
+        if self.is_read:
+            self.end_update()
+
+    @torch.no_grad()
+    def end_update(self) -> None:
+        """Makes the update of the last step, if it is not made, and leaves the newest weights in use."""
+        if self._waiting is not None:
+            (update, result, norm), self._waiting = self._waiting, None
+            verdict = self.verdict(update, norm.wait(), result)
+            self.ddp.wait_param_sync()
+            self._exchange()
+            self._newest, self._previous = self._previous, self._newest
+            self.apply(update, *verdict)
+        self._use(self._newest)
+
+    def use_for(self, of_next_step: bool) -> None:
+        """Before a pass: those before the last update, the newest ones for the step after, and as long as the update of
+        the step before is not made."""
+        self._use(self._newest if of_next_step or self._waiting is not None else self._previous)
+
+    def _use(self, version: list[Tensor]) -> None:
+        if version is self._in_use:
+            return
+        for param, view in zip(self.ddp.params, version, strict=True):
+            param.data = view
+        self._in_use = version
+
+    def _exchange(self) -> None:
+        """The two memories change places."""
+        for number, buffer in enumerate(self.ddp.buffers):
+            buffer.param_data, self.other[number] = self.other[number], buffer.param_data
+            for bucket in buffer.buckets:
+                bucket.use_params_of(buffer)
+        for shard in self.versioned:
+            shard.previous = shard.device_params
+            shard.device_params = shard.of_bucket(shard.bucket.owned_params)
+            shard.attach(shard.grads, shard.device_params)
+
+    @torch.no_grad()
+    def start(self) -> bool:
+        """Makes the weights before the last update whole, of which each rank has loaded its shards; those that were not
+        loaded are the newest ones. Returns whether all of this rank's were loaded. Collective."""
+        complete = True
+        for shard in self.versioned:
+            pieces = shard.pieces({PREVIOUS: shard.previous})
+            complete &= not any(piece.data.isnan().any().item() for piece in pieces)
+            shard.previous.copy_(torch.where(shard.previous.isnan(), shard.device_params, shard.previous))
+        self._exchange()
+        self.ddp.start_param_sync()
+        self.ddp.wait_param_sync()
+        self._exchange()
+        return complete
+
+
+def _views(ddp: DistributedDataParallel) -> list[Tensor]:
+    """The parameters in the buffers' present memory."""
+    views: dict[int, Tensor] = {}
+    for buffer in ddp.buffers:
+        for bucket in buffer.buckets:
+            for place in bucket.layout.params:
+                span = slice(place.start - bucket.layout.start, place.stop - bucket.layout.start)
+                views[place.index] = bucket.params[span].view(ddp.params[place.index].shape)
+    return [views[index] for index in range(len(ddp.params))]

@@ -1,0 +1,58 @@
+"""Rules of optimizer post-validation. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
+from megatron.extensions.pipeline.post_validation.flags import PostValidationFlags
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+
+SWITCH = "--optimizer-post-validation"
+
+WAIT_FOR_RANK_0 = ("gpipe", "1f1b", "interleaved", "zb-h1")
+"""Schedules whose steps end on the rank that begins the next one, with or without --optimizer-post-validation."""
+
+
+def without_use(c: RunConfig) -> RunConfig:
+    """The configuration with the flag turned off where no step can be made ahead: `post_validation` says so."""
+    idle = c.parallel.pipeline_model_parallel_size == 1 or c.logging.log_interval == 1
+    return c.with_options(PostValidationFlags()) if idle else c
+
+
+def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """A step is rolled back from copies of what an update changes, and the forward passes behind it are run again."""
+    if c.parallel.pipeline_model_parallel_size == 1:
+        yield Problem.no_effect(SWITCH, None, "--pipeline-model-parallel-size above 1")
+        return
+    if size := c.parallel.loss_chunk_tokens:
+        rule = (
+            "adds gradients in forward passes, and with post-validation a step begins before the one before has ended"
+        )
+        yield Problem("--loss-chunk-tokens", size, rule, "remove one of them")
+    if c.logging.log_interval == 1:
+        rule = "has no effect with --log-interval 1, which reads the gradient norm after every step"
+        yield Problem(SWITCH, None, rule, "raise --log-interval, or remove it", harmless=True)
+        return
+    strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
+    if c.ddp.shards_gradients:
+        yield Problem.exclusive(SWITCH, None, strategy, "gradients of units are not kept until the norm is known")
+    schedule = c.parallel.schedule
+    if schedule in WAIT_FOR_RANK_0:
+        rule = (
+            f"saves no time with --pipeline-schedule {schedule}, whose steps end on the rank that begins the next one, "
+            "and keeps copies of states"
+        )
+        yield Problem(SWITCH, None, rule, f"use zb-h2 or zb-v, or remove {SWITCH}", harmless=True)
+        return
+    try:
+        tied = tied_stages(c.model, pipeline_layout(c.model, c.parallel))
+    except (ArithmeticError, ValueError):
+        return  # sizes that do not fit: other rules say which
+    if tied:
+        rule = "saves no time: the embedding on the first and on the last rank sums up its gradients over both"
+        remedy = "use --pipeline-schedule zb-v, which has both on one rank"
+        if not c.model.mtp_depths:
+            remedy += ", or --untie-embeddings-and-output-weights"
+        yield Problem(SWITCH, None, rule, remedy, harmless=True)

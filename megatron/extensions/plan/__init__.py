@@ -1,0 +1,1 @@
+"""Memory, time and layout of a run before it starts."""

@@ -1,0 +1,165 @@
+"""Memory of activations per rank, measured: stages run on fake tensors, and every storage they make is counted.
+
+A stage is measured in parts: one layer of each distinct kind, each pair of kinds that follow each other, and the two
+ends of the model. What layers keep adds up, a tensor that two neighbours share counted once, so a deep model costs no
+more than its kinds. Tokens are routed evenly over experts, as there are no values to route by.
+
+What a rank holds at once follows from the list of actions that it runs: a micro-batch's activations are there from F to
+B, or to I, and from there to W what the weight gradients need.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from megatron.core.models.stage import Stage
+from megatron.core.pipeline_parallel.actions import Action, Kind, units
+from megatron.core.pipeline_parallel.layer_split import pipeline_stages
+from megatron.core.pipeline_parallel.stages import pipeline_layout
+from megatron.extensions.plan.planner.fake_stage import Part, PlannerCache, StageParts, Unit
+from megatron.extensions.plan.planner.micro_batch import MicroBatch
+from megatron.extensions.plan.planner.time.events import StageMemory
+from megatron.extensions.plan.planner.time.pipeline import Schedule
+from megatron.extensions.plan.simulator.simulator import StageCosts, held_at_peak
+
+MEASURED_LAYERS = 3
+"""Number of identical layers measured per recomputed group; each further one adds the same."""
+
+
+class ActivationPlan(StageParts):
+    """What stages of one configuration hold of a micro-batch."""
+
+    def stage(self, stage: Stage) -> StageMemory:
+        """The memory of one stage; peaks are to the byte where its layers are of one kind."""
+        units = self.units(stage)
+        if len(units) < 2:
+            return self._part(units, stage.first, stage.last)
+        parts = [self._part(units[:1], stage.first, False)]
+        parts += [self._part(pair, False, False) - self._part(pair[:1], False, False) for pair in pairwise(units)]
+        parts.append(self._part(units[-1:], False, stage.last) - self._part(units[-1:], False, False))
+        return self._with_peaks(sum(parts, StageMemory()), units, stage, parts)
+
+    def _with_peaks(
+        self, total: StageMemory, units: Sequence[Unit], stage: Stage, parts: Sequence[StageMemory]
+    ) -> StageMemory:
+        """`total` with the peaks of a stage that runs its parts one after the other. What the part before has offloaded
+        is on the device too: in the forward pass not yet let go of, in the backward fetched ahead."""
+        forward = [0]
+        backward = [0]
+        weight = [0]
+        kept = 0
+        below = total.for_weights
+        before = 0
+        for number, unit in enumerate(units):
+            kept += parts[number].kept
+            below -= parts[number].for_weights
+            top = number == len(units) - 1
+            alone = self._part([unit], stage.first and not number, stage.last and top)
+            kept += parts[-1].kept if top else 0
+            forward.append(kept + before + alone.forward - alone.kept)
+            backward.append(kept + before + alone.backward - alone.kept + (0 if top else below))
+            weight.append(total.for_weights + alone.weight - alone.for_weights)
+            before = alone.offloaded
+        return replace(total, forward=max(forward), backward=max(backward), weight=max(weight))
+
+    def _part(self, units: Sequence[Unit], first: bool, last: bool) -> StageMemory:
+        """A stage of these units; of a unit of many equal layers by what a few of them take."""
+        for number, unit in enumerate(units):
+            more = len(unit.layers) - MEASURED_LAYERS
+            if more > 0 and len(set(self.kinds(unit))) == 1:
+                shorter = [
+                    unit._replace(layers=unit.layers[:count]) for count in (MEASURED_LAYERS, MEASURED_LAYERS - 1)
+                ]
+                before, after = units[:number], units[number + 1 :]
+                few, fewer = (self._part([*before, part, *after], first, last) for part in shorter)
+                return few + (few - fewer) * more
+        return self.of([Part(tuple(units), first, last)])[0].memory
+
+
+@dataclass(frozen=True)
+class RankActivations:
+    """What each rank at one place of the pipeline holds at most of a step's activations."""
+
+    stages: tuple[StageMemory, ...]
+    """Of one micro-batch, by chunk."""
+
+    in_flight: tuple[int, ...]
+    """Micro-batches whose activations are held at the peak, by chunk."""
+
+    peak: int
+    """Bytes kept at once between two actions."""
+
+    working: int
+    """What the largest action takes beside: gradients and temporary tensors. Buffers of collectives are in it, what a
+    kernel takes and gives back is not."""
+
+    weight_copies: int = 0
+    """Bytes of weights in fp8."""
+
+    host: int = 0
+    """Bytes of the host's buffers for offloaded activations, of all micro-batches that are in flight."""
+
+
+def activations_of_ranks(
+    batch: MicroBatch, microbatches: int, cache: PlannerCache | None = None
+) -> list[RankActivations]:
+    """By pipeline rank, for steps of this number of micro-batches. `cache` keeps what is measured between calls."""
+    model, parallel = batch.model, batch.parallel
+    layout, plan = pipeline_layout(model, parallel), ActivationPlan(batch, cache)
+    stages = [plan.stage(stage) for stage in pipeline_stages(model, parallel)]
+    share = [stage.for_weights / max(1, stage.kept) for stage in stages]
+    costs = StageCosts(activation=[stage.kept for stage in stages], kept_for_weight_grad=share)
+    found = []
+    for rank, actions in enumerate(Schedule.of(parallel, layout).lists(microbatches)):
+        own = layout.stages_of(rank)
+        peak, held = held_at_peak(actions, costs)
+        highest = peak_of_actions(actions, stages)
+        found.append(
+            RankActivations(
+                tuple(stages[stage] for stage in own),
+                tuple(held.get(stage, 0) for stage in own),
+                round(peak),
+                max(0, highest - round(peak)),
+                sum(stages[stage].weight_copies for stage in own),
+                host_of_actions(actions, stages),
+            )
+        )
+    return found
+
+
+def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
+    """The most bytes there are at once while a rank runs its list. Two passes that run in turns may both be at their
+    peaks."""
+    held = highest = 0
+    for unit in units(actions):
+        working = change = 0
+        for kind, stage, _ in unit:
+            if kind is not Kind.FB:
+                memory = stages[stage]
+                before, during, after = {
+                    Kind.F: (0, memory.forward, memory.kept),
+                    Kind.B: (memory.kept, memory.backward, 0),
+                    Kind.I: (memory.kept, memory.backward, memory.for_weights),
+                    Kind.W: (memory.for_weights, memory.weight, 0),
+                }[kind]
+                working += during - before
+                change += after - before
+        highest = max(highest, held + working)
+        held += change
+    return highest
+
+
+def host_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
+    """Bytes of the host's buffers after a rank has run its list: of each size the most that were taken at once. Of two
+    passes that run in turns, the backward is taken to give back none before the forward has taken all."""
+    held, most = Counter[int](), Counter[int]()
+    for unit in units(actions):
+        for _, stage, _ in (action for action in unit if action.kind is Kind.F):
+            held.update(stages[stage].host.of_size)
+        most |= held
+        for _, stage, _ in (action for action in unit if action.kind in (Kind.B, Kind.I)):
+            held.subtract(stages[stage].host.of_size)
+    return sum(size * number for size, number in most.items())

@@ -1,0 +1,389 @@
+"""What runs on GPUs, planned without one: chosen and allocated as there, on tensors without values.
+
+torch runs no backward on fake tensors of a GPU that is not there, so that plans for GPUs are made on tensors of another
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import unwrap
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from megatron.core.attention.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionOperands
+from megatron.core.attention.tile_kernels import (
+    Dropout,
+    Gradients,
+    Kernel,
+    Outputs,
+    Rows,
+    TorchKernel,
+    key_rows,
+    query_rows,
+)
+from megatron.core.attention.tiles import Tile
+from megatron.core.attention.varlen import Lengths, Window
+from megatron.core.compiled_regions import CompiledRegion
+from megatron.core.config.layers import Span
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.moe import experts
+from megatron.core.tensor_parallel import weight_grad
+from megatron.core.tensor_parallel.hardware import Hardware
+from megatron.core.torch_private import AutogradContext, cpu_attention, device_constructors
+from megatron.extensions.plan.planner.live_memory import LiveMemory
+from megatron.extensions.speed.fp8 import casts
+from megatron.extensions.speed.fp8.casts import Scaled
+from megatron.extensions.speed.fusions.attention.flash_dropout import FlashDropoutKernel, fits
+from megatron.extensions.speed.fusions.attention.flash_kernels import FlashCUDAKernel, fits_flash
+
+T = TypeVar("T")
+
+
+class Launches(Protocol):
+    """Told what planned kernels compute, where torch's own operators do not show it."""
+
+    def attention(
+        self, pairs: float, width: int, value_width: int, length: int, backward: bool, dropout: bool = False
+    ) -> None:
+        """A launch of an attention kernel for this number of query-key pairs, of all heads, with values of
+        `value_width`, over `length` keys. With `dropout` both passes of the backward are one launch."""
+
+    def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None:
+        """A product by a kernel that torch does not have on tensors without values. The name ends with _ where it is
+        added to `out`, unless a `beta` of 0 is among the options."""
+
+    def unseen(self) -> AbstractContextManager[None]:
+        """Around operators that are part of a launch."""
+
+    def some_of(self, parts: Sequence[T]) -> Iterable[T]:
+        """The parts of a loop that are run, for all of them."""
+
+
+class Unrecorded:
+    """`Launches` that records nothing, and runs loops whole."""
+
+    def attention(
+        self, pairs: float, width: int, value_width: int, length: int, backward: bool, dropout: bool = False
+    ) -> None:
+        pass
+
+    def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None:
+        pass
+
+    def unseen(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def some_of(self, parts: Sequence[T]) -> Iterable[T]:
+        return parts
+
+
+UNRECORDED = Unrecorded()
+
+
+class PlannedFlash:
+    """FlashAttention of packed sequences: makes what it returns, and nothing of what it takes and gives back."""
+
+    def __init__(self, launches: Launches = UNRECORDED) -> None:
+        self.launches = launches
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, window: Window
+    ) -> tuple[Tensor, Tensor]:
+        self._launch(q, v, lengths, window, False)
+        return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+    def backward(
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths | None, window: Window
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._launch(qkv[0], qkv[2], lengths, window, True)
+        return _gradients_of(*qkv)
+
+    def _launch(self, q: Tensor, v: Tensor, lengths: Lengths | None, window: Window, backward: bool) -> None:
+        """Of whole samples; `FakeKernel` tells those of tiles."""
+        if lengths is not None:
+            (rows, heads, width), longest = q.shape, lengths[2]
+            seen = Span(window[0] + 1 or None).mean(longest)
+            self.launches.attention(rows * heads * seen, width, v.shape[-1], longest, backward)
+
+
+class PlannedFlashKernel(FlashCUDAKernel):
+    """Packs tiles as on GPUs."""
+
+    def __init__(self, launches: Launches = UNRECORDED) -> None:
+        super().__init__(PlannedFlash(launches))
+
+    def lengths(self, tiles: Sequence[Tile], q: Tensor) -> Any:
+        """None: a real one would be kept on the fake device from one plan to the next."""
+        return None
+
+
+def _launch(
+    launches: Launches, q: Tensor, v: Tensor, tiles: Sequence[Tile], backward: bool, dropout: bool = False
+) -> None:
+    """A launch for the queries of tiles."""
+    _, samples, heads, width = q.shape
+    pairs = heads * sum(seen_pairs(tile) * (samples if tile.sample is None else 1) for tile in tiles)
+    keys = max(tile.keys.stop for tile in tiles) - min(tile.keys.start for tile in tiles)
+    length = min(keys, max(tile.window or keys for tile in tiles))
+    launches.attention(pairs, width, v.shape[-1], length, backward, dropout)
+
+
+@lru_cache(maxsize=1024)
+def seen_pairs(tile: Tile) -> float:
+    """Pairs of a query and a key that it sees; within a window, of those that the tile has."""
+    n, m = len(tile.queries), len(tile.keys)
+    if tile.window is not None:
+        return float(
+            sum(max(0, min(m, i + tile.offset + 1) - max(0, i + tile.offset + 1 - tile.window)) for i in range(n))
+        )
+    return n * m / 2 if tile.diagonal else float(n * m)
+
+
+class FakeKernel:
+    """Makes tensors of the shapes that a kernel makes, one launch for each tile. If `parts` is given, it makes those of
+    parts of samples, as context parallelism has them: whole samples need no packing, and have one launch at all
+    widths."""
+
+    needs_places, most_queries = False, None
+
+    def __init__(self, parts: Kernel | None = None, launches: Launches = UNRECORDED) -> None:
+        self.parts, self.launches = parts, launches
+        self.packed = None if parts is None else PlannedFlash(launches)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
+        made = ((tile, _outputs_of(query_rows(q, tile), v)) for tile in tiles)
+        parts = self._parts_of(q, k, tiles)
+        return self._launched(made if parts is None else parts.forward(q, k, v, tiles), q, v, backward=False)
+
+    def backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Tile, Gradients]]:
+        made = ((tile, _gradients_of(query_rows(q, tile), key_rows(k, tile), key_rows(v, tile))) for tile in tiles)
+        parts = self._parts_of(q, k, tiles)
+        return self._launched(made if parts is None else parts.backward(rows, q, k, v, tiles), q, v, backward=True)
+
+    def _parts_of(self, q: Tensor, k: Tensor, tiles: Sequence[Tile]) -> Kernel | None:
+        """The kernel of parts of samples, unless all queries and keys of all samples are one tile."""
+        one = len(tiles) == 1 and tiles[0].sample is None
+        whole = one and len(tiles[0].queries) == q.shape[0] and len(tiles[0].keys) == k.shape[0]
+        return None if whole else self.parts
+
+    def _launched(
+        self, found: Iterator[tuple[Tile, T]], q: Tensor, v: Tensor, backward: bool
+    ) -> Iterator[tuple[Tile, T]]:
+        """Tiles, one launch each. Copies into and out of a launch are not recorded beside it."""
+        while True:
+            with self.launches.unseen():
+                each = next(found, None)
+            if each is None:
+                return
+            _launch(self.launches, query_rows(q, each[0]), v, each[:1], backward)
+            yield each
+
+
+def _outputs_of(q: Tensor, v: Tensor) -> Outputs:
+    """The output, and the log-sum-exp of each row [..., heads]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty(q.shape[:-1], dtype=wide)
+
+
+def _gradients_of(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+class PlannedDropoutKernel(FlashDropoutKernel):
+    """Makes tensors of the shapes that the kernel makes."""
+
+    def __init__(self, launches: Launches, scale: float, dropout: Dropout) -> None:
+        super().__init__(scale, dropout)
+        self.launches = launches
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Outputs:
+        _launch(self.launches, q, v, tiles, False, dropout=True)
+        return _outputs_of(q, v)
+
+    def gradients(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Gradients:
+        of_rows = [torch.empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
+        _launch(self.launches, q, v, tiles, True, dropout=True)
+        grads = _gradients_of(q, k, v)
+        del of_rows
+        return grads
+
+
+class PlannedBackend:
+    """An `AttentionBackend` as on GPUs; the kernels of cuDNN, which need no packing, are planned as FlashAttention."""
+
+    def __init__(self, name: str, hardware: PlannedGPU, operands: AttentionOperands) -> None:
+        self.name = name
+        self.hardware = hardware
+        self.operands = operands
+        self.own: AttentionBackend = ATTENTION_BACKENDS.build(name, operands)
+        self.always_tiles = self.own.always_tiles
+
+    def causal(self) -> nn.Module:
+        return self.own.causal()
+
+    def tiles(self) -> tuple[Kernel, Kernel]:
+        of = self.operands
+        launches, packs = self.hardware.launches, self.hardware.packs
+        if packs and (self.name == "unfused" or not fits_flash(of.dtype, of.head_dim, of.value_head_dim)):
+            return TorchKernel(of.scale), TorchKernel(of.scale)
+        kernel = FakeKernel(PlannedFlashKernel(launches) if packs else None, launches)
+        return kernel, kernel
+
+    def dropout(self, dropout: Dropout) -> Kernel:
+        if self.hardware.fused_dropout:
+            return PlannedDropoutKernel(self.hardware.launches, self.operands.scale, dropout)
+        return self.own.dropout(dropout)
+
+
+@dataclass(frozen=True)
+class PlannedHardware(Hardware):
+    """The CPU of a plan."""
+
+    launches: Launches = UNRECORDED
+
+    def each(self, parts: Sequence[T]) -> Iterable[T]:
+        return self.launches.some_of(parts)
+
+
+@dataclass(frozen=True)
+class PlannedGPU(PlannedHardware):
+    """A GPU that need not be there. FlashAttention takes tiles as GPUs pack them."""
+
+    fused_dropout: bool = False
+    """Whether attention with dropout is one kernel."""
+
+    packs: bool = True
+    """Whether attention to parts of samples packs them. Without it each tile is one launch of the shape that it has,
+    whatever the widths."""
+
+    def host_waits_for(self, x: Tensor) -> bool:
+        return True
+
+    def attention(self, backend: str, operands: AttentionOperands) -> AttentionBackend:
+        return PlannedBackend(backend, self, operands)
+
+
+def plans_fused_dropout(model: TransformerConfig, parallel: ModelParallelConfig) -> bool:
+    """Whether GPUs are expected to compute attention with dropout in one kernel."""
+    dtype = getattr(torch, parallel.params_dtype)
+    return parallel.attention_backend != "unfused" and fits(dtype, model.head_dim, model.value_head_dim)
+
+
+class _NormOfGPUs(torch.autograd.Function):
+    """What the norm kernels of GPUs keep: the input, and fp32 statistics of each row (`native_layer_norm` and
+    `_fused_rms_norm` in torch's derivatives.yaml). On CPUs torch keeps other things."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, x: Tensor, statistics: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        kept = (torch.empty(x.shape[:-1], dtype=wide) for _ in range(statistics))
+        ctx.save_for_backward(x, weight, bias, *kept)
+        return x.clone()  # reads and writes what the kernel does
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors[:3]
+        dw, db = (None if y is None else torch.empty_like(y) for y in (weight, bias))
+        return torch.add(grads[0], x), None, dw, db
+
+
+def _fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's attention by a fused kernel, where it has one: it chooses none for tensors without values."""
+    learned = attn_mask is not None and attn_mask.requires_grad
+    if dropout_p or learned or q.shape[-1] != v.shape[-1]:
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, **options)
+    return cpu_attention(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+class PlannedRegions(TorchFunctionMode):
+    """Has compiled regions run by `live`, each as one kernel."""
+
+    def __init__(self, live: LiveMemory) -> None:
+        super().__init__()
+        self.live = live
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) is CompiledRegion:
+            with self:
+                return self.live.run_region(func.function, args)
+        return func(*args, **(kwargs or {}))
+
+
+class PlannedFunctions(PlannedRegions):
+    """Functions as GPUs compute them: norms, fused attention, products and compiled regions. Tensors are made on
+    `device`, if one is given: that is what `with torch.device(device)` does, which as a second mode takes as long again
+    at every function.
+
+    Products in 16 bits and in fp8 are added to fp32 weight gradients where they are computed, those of all experts by
+    one kernel; of fp8, Triton's kernel is planned, whatever `gemm_choice` finds.
+    """
+
+    def __init__(self, live: LiveMemory, launches: Launches = UNRECORDED, device: str | None = None) -> None:
+        super().__init__(live)
+        self.launches, self.device = launches, device
+        self.own: dict[Callable[..., object], Callable[..., object]] = {
+            unwrap(casts.dequantized_mm): self._dequantized_mm,
+            unwrap(casts.add_fp8_product_): self._add_fp8_product_,
+            unwrap(experts.add_products_grouped_): self._add_products_grouped_,
+            unwrap(weight_grad.add_product_): self._add_product_,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.device is not None and func in device_constructors() and kwargs.get("device") is None:
+            kwargs["device"] = self.device
+        if func in (F.rms_norm, F.layer_norm):
+            statistics = 1 if func is F.rms_norm else 2
+            return _NormOfGPUs.apply(args[0], statistics, kwargs.get("weight"), kwargs.get("bias"))
+        if func is F.scaled_dot_product_attention:
+            return _fused_attention(*args, **kwargs)
+        if (planned := self.own.get(func)) is not None:
+            with self:
+                return planned(*args)
+        out = super().__torch_function__(func, types, args, kwargs)
+        if func is torch.tensor and out.is_meta:  # which no dispatch mode has seen
+            return torch.ops.aten.lift_fresh(out)
+        return out
+
+    def _dequantized_mm(self, a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """a [n, k], b [m, k] -> [n, m]"""
+        out = torch.empty(a.values.shape[0], b.values.shape[0], dtype=out_dtype)
+        self.launches.product("fp8", a.values, b.values.t(), out, {})
+        return out
+
+    def _add_fp8_product_(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
+        """out [o, i] += dy [o, n] x [i, n]^T"""
+        self.launches.product("fp8_", dy.values, x.values.t(), out, {"beta": not overwrite})
+
+    def _add_products_grouped_(self, out: Tensor, dy: Tensor, x: Tensor, segments: experts.Segments) -> None:
+        """out [experts, o, i] += dy_e [n_e, o]^T x_e [n_e, i] for each expert."""
+        for rows in filter(None, segments.sizes_of(x)):
+            self.launches.product("addmm_", dy[:rows].t(), x[:rows], out[0], {})
+
+    def _add_product_(self, out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) -> None:
+        """out [o, i] += dy [n, o]^T x [n, i]"""
+        if out.dtype == torch.float32 and dy.dtype != out.dtype:
+            torch.addmm(out, dy.t(), x, out_dtype=torch.float32, beta=0 if overwrite else 1, out=out)
+        else:
+            unwrap(weight_grad.add_product_)(out, dy, x, overwrite)

@@ -1,0 +1,230 @@
+"""Constants of a device file, fitted to measured times. No torch.
+
+Each model is a line, so that least squares gives it; points count by their relative error, and no constant is negative.
+What only whole steps show, as the time of the host for each operation, is fitted to measured steps (`fit_steps`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megatron.extensions.plan.planner.device_file import AttentionSpeed, DeviceFile, GemmSpeed, Link
+from megatron.extensions.plan.planner.time.events import Attention, Product
+from megatron.extensions.plan.planner.time.replay import ROUNDS
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """Measured: a collective, by the bytes of its whole operand, of a group of `size` ranks on link `link`: all on one
+    node (`node`), or each on a node of its own (`network`)."""
+
+    link: str
+    kind: str
+    size: int
+    moved: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of everything measured on a rank, or the mean of the ranks."""
+
+    products: tuple[tuple[Product, float], ...]
+    attention: tuple[tuple[Attention, float], ...]
+    moves: tuple[tuple[int, float], ...]
+    """Of copies, by the bytes read and written."""
+
+    floor: float
+    """Seconds of an operation on one number."""
+
+
+def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Coefficients c of seconds = sum(c * x), of smallest relative errors: the first is positive, none is negative."""
+    columns = np.asarray(xs, dtype=float) / np.asarray(seconds)[:, None]
+    kept = list(range(columns.shape[1]))
+    while True:
+        found = np.linalg.lstsq(columns[:, kept], np.ones(len(columns)), rcond=None)[0]
+        if len(kept) == 1 or (found[0] > 0 and (found >= 0).all()):
+            break
+        shares = found * columns[:, kept].mean(0)
+        # The most negative goes; in favour of the first one, what has taken its part.
+        kept.pop(1 + int(np.argmin(shares[1:]) if found[0] > 0 else np.argmax(shares[1:])))
+    coefficients = [0.0] * columns.shape[1]
+    for place, value in zip(kept, found, strict=True):
+        coefficients[place] = float(value)
+    return coefficients
+
+
+def growth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(seconds a byte, seconds beside it) of messages of growing sizes. The bytes show in the two largest ones alone:
+    networks pass short bursts faster than their rate."""
+    last = len(sizes) - 1
+    grown = (seconds[last] - seconds[last - 1]) / (sizes[last] - sizes[last - 1]) if last else 0.0
+    per_byte = grown if grown > 0 else seconds[last] / sizes[last]
+    return per_byte, max(0.0, median(took - per_byte * size for size, took in zip(sizes, seconds, strict=True)))
+
+
+def gemm_speed(points: Sequence[tuple[Product, float]], filled: Sequence[float], peak: float = math.inf) -> GemmSpeed:
+    """`filled`: by point, the share of the device that its tiles fill. `peak`: TFLOP/s that the device can reach: a fit
+    above it, to noise or to shares that are too small, is held there."""
+    flops = [2.0 * each.m * each.n * each.k / full for (each, _), full in zip(points, filled, strict=True)]
+    xs = [[flop, flop / each.k] for flop, (each, _) in zip(flops, points, strict=True)]
+    per_flop, per_column = line(xs, [seconds for _, seconds in points])
+    if (least := 1e-12 / peak) > per_flop:
+        depths = [(took / flop / least - 1) * each.k for flop, (each, took) in zip(flops, points, strict=True)]
+        return GemmSpeed(peak, max(0.0, median(depths)))
+    return GemmSpeed(1e-12 / per_flop, per_column / per_flop)
+
+
+def attention_speed(points: Sequence[tuple[Attention, float]]) -> tuple[float, float]:
+    """(TFLOP/s of an endless sequence, length at which half of that is reached)."""
+    xs = [[each.flops, each.flops / each.length] for each, _ in points]
+    per_flop, per_row = line(xs, [seconds for _, seconds in points])
+    return 1e-12 / per_flop, per_row / per_flop
+
+
+def sent(point: CollectiveTime) -> float:
+    """Bytes that a rank sends, by the count of `megatron.extensions.plan.planner.time.replay`."""
+    rounds = ROUNDS.get(point.kind, 1.0)
+    return point.moved if point.kind == "send" else rounds * point.moved * (point.size - 1) / point.size
+
+
+def link(points: Sequence[CollectiveTime], ranks_per_adapter: float) -> Link:
+    """`ranks_per_adapter`: ranks of a node that were at work at once on an adapter; 1 within a node."""
+    rates, starts = dict[str, float](), dict[str, float]()
+    for kind in dict.fromkeys(each.kind for each in points):
+        own = [each for each in points if each.kind == kind]
+        per_byte, starts[kind] = growth([sent(each) for each in own], [each.seconds for each in own])
+        rates[kind] = ranks_per_adapter * 1e-9 / per_byte
+    best = rates["all_reduce"]
+    size = points[0].size
+    # An all-reduce takes twice as many steps as a gather, and both are started once.
+    steps = max(1, size - 1) if ranks_per_adapter == 1 else max(1, int(np.ceil(np.log2(size))))
+    latency = (starts["all_reduce"] - starts["all_gather"]) / steps
+    if latency <= 0:  # too noisy to tell apart: all of it is steps
+        latency = starts["all_reduce"] / 2 / steps
+    launch = max(0.0, starts["all_gather"] - latency * steps)
+    share = {kind: _in_four_digits(rate / best) for kind, rate in rates.items() if kind != "all_reduce"}
+    return Link(_in_four_digits(best), _in_four_digits(1e6 * latency), _in_four_digits(1e6 * launch), share)
+
+
+def links_of(points: Sequence[CollectiveTime], ranks_per_node: int) -> dict[str, Link]:
+    """The links of nodes with one adapter that all ranks share."""
+    found = {}
+    for name in ("node", "network"):
+        if own := [point for point in points if point.link == name]:
+            found[name] = link(own, 1 if name == "node" else ranks_per_node)
+    return found
+
+
+def device_file(measured: Measured, filled: Mapping[tuple[int, int], float], **about: Any) -> DeviceFile:
+    """`filled`: by the (m, n) of products, the share of a GPU that they fill; 1 for those not named. `about`: fields of
+    the device that are known, among them `capability` for a GPU; `peak_tflops` is by default the best rate that was
+    measured or that endless products are fitted to reach."""
+    peaks = about.get("peak_tflops", {})
+    gemm = {}
+    for precision in dict.fromkeys(each.precision for each, _ in measured.products):
+        own = [point for point in measured.products if point[0].precision == precision]
+        shares = [filled.get((each.m, each.n), 1.0) for each, _ in own]
+        gemm[precision] = gemm_speed(own, shares, peaks.get(precision, math.inf))
+    attention: dict[str, dict[int, AttentionSpeed]] = {}
+    for kernel, width in dict.fromkeys((each.backend, each.width) for each, _ in measured.attention):
+        of_kernel = [point for point in measured.attention if (point[0].backend, point[0].width) == (kernel, width)]
+        both = [attention_speed([point for point in of_kernel if point[0].backward is way]) for way in (False, True)]
+        attention.setdefault(kernel, {})[width] = AttentionSpeed(*both)
+    per_byte, start = line([[moved, 1.0] for moved, _ in measured.moves], [seconds for _, seconds in measured.moves])
+    best = {
+        precision: max(
+            speed.tflops, *(2e-12 * p.m * p.n * p.k / took for p, took in measured.products if p.precision == precision)
+        )
+        for precision, speed in gemm.items()
+    }
+    on_gpu = about.get("capability") is not None
+    return DeviceFile(
+        gemm=gemm,
+        attention=attention,
+        copy_tb_per_second=1e-12 / per_byte,
+        kernel_floor_us=1e6 * measured.floor if on_gpu else 0.0,
+        launch_gap_us=1.0 if on_gpu else 1e6 * start,
+        host_launch_us=1e6 * measured.floor if on_gpu else 0.0,
+        epilogue_exposed=0.5 if on_gpu else 1.0,
+        adapters_per_node=1,
+        **{"peak_tflops": best, **about},
+    )
+
+
+def errors(device: DeviceFile, measured: Measured) -> dict[str, float]:
+    """By what was measured, the median relative error of what the device file says of it."""
+    found: dict[str, list[float]] = {}
+
+    def note(what: str, us: float, seconds: float) -> None:
+        found.setdefault(what, []).append(abs(1e-6 * us - seconds) / seconds)
+
+    for p, seconds in measured.products:
+        note(f"products {p.precision}", device.gemm_us(p.precision, p.m, p.n, p.k), seconds)
+    for a, seconds in measured.attention:
+        way = "backward" if a.backward else "forward"
+        us = device.attention_us(a.backend, a.width, a.flops, a.length, a.backward)
+        note(f"attention {a.backend} {way}", us, seconds)
+    if device.capability is not None:  # those of a CPU are fitted to steps, whose caches an operation alone has not
+        for moved, seconds in measured.moves:
+            note("element-wise", device.memory_us(moved), seconds)
+    return {what: median(values) for what, values in found.items()}
+
+
+def text_of(device: DeviceFile, remarks: Iterable[str]) -> str:
+    """The YAML of a device file, with remarks at its head."""
+    entries = {name: _rounded(value) for name, value in asdict(device).items() if value is not None}
+    text: str = yaml.safe_dump(entries, sort_keys=False, default_flow_style=None, width=120)
+    return "".join(f"# {remark}\n" for remark in remarks) + text
+
+
+def _rounded(value: object) -> object:
+    """Numbers to four digits."""
+    if isinstance(value, Mapping):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return [_rounded(each) for each in value]
+    return _in_four_digits(value) if isinstance(value, float) else value
+
+
+def _in_four_digits(number: float) -> float:
+    return float(f"{number:.4g}")
+
+
+Predict = Callable[[DeviceFile], float]
+"""Seconds of a step, predicted for a device."""
+
+
+def fit_steps(device: DeviceFile, steps: Sequence[tuple[Predict, float]]) -> DeviceFile:
+    """The device with the bandwidth, the gap between operations and the overhead of a step that suit best the measured
+    seconds of steps. On GPUs, whose bandwidth a copy shows, the overhead alone."""
+    alone = replace(device, copy_tb_per_second=1e9, launch_gap_us=0.0, step_overhead_ms=0.0, kernel_floor_us=0.0)
+    fixed = [predict(alone) for predict, _ in steps]
+    rows = [
+        [
+            predict(replace(alone, copy_tb_per_second=device.copy_tb_per_second)) - base,
+            predict(replace(alone, launch_gap_us=1.0)) - base,
+            1e-3,
+        ]
+        for (predict, _), base in zip(steps, fixed, strict=True)
+    ]
+    left = [max(1e-9, seconds - base) for (_, seconds), base in zip(steps, fixed, strict=True)]
+    if device.capability is not None:
+        rest = [seconds - predict(replace(device, step_overhead_ms=0.0)) for predict, seconds in steps]
+        return replace(device, step_overhead_ms=max(0.0, 1e3 * min(rest)))
+    moved, gap, overhead = line(rows, left)
+    return replace(
+        device,
+        copy_tb_per_second=device.copy_tb_per_second / moved if moved else device.copy_tb_per_second,
+        launch_gap_us=gap,
+        step_overhead_ms=overhead,
+        kernel_floor_us=0.0,
+    )

@@ -1,0 +1,28 @@
+"""What the planner tells a run: the FLOPs of its model, and the plan of a device that ran out of memory. No torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.config.model import TransformerConfig
+from megatron.training.hooks import Callback
+from megatron.training.reliability.launch import Launch
+
+if TYPE_CHECKING:
+    from megatron.training.run import TrainingRun
+
+
+class PlanOfRun(Callback):
+    """The planner in a run. Its parts are imported when they are asked for."""
+
+    def flops_per_token(self, model: TransformerConfig) -> float:
+        from megatron.extensions.plan.planner.flops import flops_per_token
+
+        return flops_per_token(model)
+
+    def on_failure(self, error: BaseException, launch: Launch, run: TrainingRun | None) -> None:
+        """Adds the plan of the memory to the error of a device that ran out of it."""
+        if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+            from megatron.extensions.plan.planner.out_of_memory import explain
+
+            explain(error, self.config, launch, run)

@@ -1,0 +1,197 @@
+"""--dry-run, --suggest and --rehearse: what they are asked with, and what they run. torch is imported only to run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.extensions.plan.planner.device_file import DeviceError, device_names, read_device
+from megatron.extensions.plan.planner.rehearsal.matching import DISTINCT, chosen_ranks
+from megatron.extensions.plan.planner.terminal import at_interrupt, end_process
+from megatron.training.config.commands import Command, GivenOptions, Prepared
+from megatron.training.config.input_files import absent_checkpoint, missing_inputs
+from megatron.training.config.problem import Problem, path_rule
+
+
+def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
+    """The plan or the rehearsal that options ask for; what is wrong with them becomes a problem."""
+    plans, rehearses = "--dry-run" in given.options, "--rehearse" in given.options
+    to_plan = "replace --rehearse by --dry-run" if rehearses else "add --dry-run"
+    device, gpus_per_node = _device(given, to_plan)
+    suggest = given.last("--suggest")
+    json_file = given.last("--json")
+    memory = _device_memory(given)
+    if suggest not in (None, "", "all"):
+        rule, remedy = "must be all or nothing", "--suggest, or --suggest all to search until none can be faster"
+        given.problems.append(Problem("--suggest", suggest, rule, remedy))
+    if suggest is not None and (device is None or not plans):
+        missing = [] if plans else [to_plan]
+        missing += [] if device else [f"add --device, one of {', '.join(device_names())}"]
+        given.problems.append(Problem("--suggest", None, "searches by predicted times", ", and ".join(missing)))
+    if json_file is not None and not (plans or rehearses):
+        rule = "needs --dry-run, whose plan it writes, or --rehearse"
+        given.problems.append(Problem("--json", json_file or None, rule, "add --dry-run"))
+    elif json_file and not _can_write(Path(json_file)):
+        rule, remedy = "cannot be written", "name a file in an existing folder that can be written"
+        given.problems.append(Problem("--json", json_file, rule, remedy))
+    if gpus_per_node and world_size and world_size > gpus_per_node and world_size % gpus_per_node:
+        rule = f"does not divide the {world_size} ranks: predictions are of nodes that hold as many ranks each"
+        near = next(size for size in range(gpus_per_node, 0, -1) if world_size % size == 0)
+        given.problems.append(Problem("--gpus-per-node", gpus_per_node, rule, f"nearest: {near}"))
+    ranks = given.last("--ranks")
+    if rehearses:
+        return DryRun(device, gpus_per_node, suggest, memory) if plans else Rehearsal(ranks or DISTINCT, memory)
+    if ranks is not None:
+        given.problems.append(Problem("--ranks", ranks, "is about a rehearsal", "add --rehearse"))
+    return DryRun(device, gpus_per_node, suggest, memory) if plans else None
+
+
+def _can_write(path: Path) -> bool:
+    """Return whether a file can be written there, which is seen before a long search."""
+    if path_rule("local", str(path)) is not None:
+        return False
+    return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+
+
+def _device(given: GivenOptions, to_plan: str) -> tuple[str | None, int | None]:
+    """--device and --gpus-per-node; what is wrong with them becomes a problem. `to_plan` makes a command a dry run."""
+    device, gpus_per_node = (
+        given.last("--device"),
+        given.number("--gpus-per-node", "give the number of ranks that share a node"),
+    )
+    if gpus_per_node is not None and device is None:
+        rule, remedy = "needs --device, whose nodes it describes", f"add --device, {', '.join(device_names())}"
+        given.problems.append(Problem("--gpus-per-node", gpus_per_node, rule, remedy))
+    if device is not None and "--dry-run" not in given.options:
+        given.problems.append(Problem("--device", device, "needs --dry-run, which predicts", to_plan))
+    elif device is not None:
+        try:
+            read_device(device)
+        except (ValueError, OSError) as error:
+            remedy = f"use one of {', '.join(device_names())}, or a device file"
+            given.problems.append(Problem("--device", device, str(error), remedy))
+    return device, gpus_per_node
+
+
+def _device_memory(given: GivenOptions) -> float | None:
+    """--device-memory in GiB; what is wrong with it becomes a problem."""
+    name = "--device-memory"
+    if (text := given.last(name)) is None:
+        return None
+    if not {"--rehearse", "--dry-run"} & set(given.options):
+        rule, remedy = "is about a plan or a rehearsal", "add --dry-run or --rehearse"
+        given.problems.append(Problem(name, text, rule, remedy))
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < float("inf"):
+        given.problems.append(Problem(name, text, "must be a number above 0", "give the GiB of a device, such as 80"))
+        return None
+    return size
+
+
+@dataclass(frozen=True)
+class DryRun(Command):
+    """Prints the plan of a run, or the best layouts for it."""
+
+    reads_data: ClassVar[bool] = False
+
+    device: str | None = None
+    """The device that the time of a step is predicted for."""
+
+    gpus_per_node: int | None = None
+    suggest: str | None = None
+    """"" or "all" for a search."""
+
+    device_memory: float | None = None
+    """GiB of a device that the plan is to fit, and that layouts must."""
+
+    def note(self, world_size: int) -> str | None:
+        """A search is of the ranks of a cluster, which a layout does not say."""
+        if self.suggest is None:
+            return super().note(world_size)
+        remedy = "add --world-size, the ranks of the cluster"
+        return f"--suggest searches layouts of {world_size} ranks, those of the flags; {remedy}"
+
+    def run(self, run: Prepared) -> int:
+        """Where only files are missing that a plan does not need, it is printed before the problems."""
+        try:
+            whole = self.suggest is not None and run.config.training.global_batch_size
+            return self._suggest(run) if whole else self._plan(run)
+        except DeviceError as error:
+            run.refuse(Problem.of_errors("--device", self.device, error))
+
+    def _plan(self, run: Prepared) -> int:
+        from megatron.core.pipeline_parallel.stage_parameters import stage_metas
+        from megatron.extensions.plan.planner.dry_run import print_plan
+
+        inputs = [*run.inputs, *missing_inputs(run.config, run.problems)]
+        if run.problems:
+            run.refuse([*run.problems, *inputs])
+        # Only the cluster may have the folder, or an earlier job will make it: the run itself insists on it.
+        absent = [each for each in inputs if each == absent_checkpoint(run.config)]
+        inputs = [each for each in inputs if each not in absent]
+        if run.launch.rank == 0:
+            for each in absent:
+                print(each, file=sys.stderr)
+            if run.config.optimizer.parameter_rules:  # a run finds it out as it builds the model
+                try:
+                    run.config.optimizer.check_rules(stage_metas(run.config.model))
+                except ValueError as error:
+                    run.refuse(Problem.of_errors("--freeze", None, error))
+            print_plan(run, self.device, self.gpus_per_node, self.device_memory, inputs)
+        if inputs:
+            run.refuse(inputs, json=False)
+        return 0
+
+    def _suggest(self, run: Prepared) -> int:
+        """Prints the best layouts of a run. Problems of its own layout are part of its report; where every layout has
+        problems, the run's own are reported as those of a run."""
+        from megatron.extensions.plan.planner.suggest.report import MOST_TIMED, print_suggestions
+
+        assert self.device is not None, "--suggest comes with --device"
+        if run.launch.rank == 0:
+            asked = self.device, self.gpus_per_node, self.device_memory, None if self.suggest == "all" else MOST_TIMED
+            try:
+                if not print_suggestions(run, *asked) and run.problems:
+                    run.refuse(run.problems)
+            except KeyboardInterrupt:
+                return 130
+        return 0
+
+
+@dataclass(frozen=True)
+class Rehearsal(Command):
+    """Rehearses ranks of a world that is not there."""
+
+    reads_data: ClassVar[bool] = False
+
+    ranks: str = DISTINCT
+    device_memory: float | None = None
+    """GiB."""
+
+    def run(self, run: Prepared) -> int:
+        """One process rehearses all ranks."""
+        if run.launch.rank == 0:
+            print(*run.inputs, sep="\n", end="\n" if run.inputs else "", file=sys.stderr)
+        problems = [*run.problems, *self._wrong_ranks(run)]
+        if problems:
+            run.refuse([*problems, *run.inputs])
+        if run.launch.rank > 0:
+            return 0
+        from megatron.extensions.plan.planner.rehearsal.command import rehearse
+
+        with at_interrupt(end_process):
+            return rehearse(run, self.ranks, self.device_memory)
+
+    def _wrong_ranks(self, run: Prepared) -> list[Problem]:
+        try:
+            chosen_ranks(self.ranks, ParallelDims.from_config(run.config.parallel, run.world_size))
+        except ValueError as error:
+            return [Problem.of_message("--ranks", self.ranks, str(error))] if str(error).startswith("--ranks") else []
+        return []

@@ -1,0 +1,310 @@
+"""Prints the plan of a run without starting it: no GPU and no process group. torch is imported only to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron.core.config.mixers import MIXERS
+from megatron.core.config.model import TransformerConfig
+from megatron.core.dist_checkpointing.path_kind import data_kind_of
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.layer_split import stage_costs
+from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
+from megatron.extensions.plan.planner.device_file import read_device
+from megatron.extensions.plan.planner.loss_chunks import chosen_chunk
+from megatron.extensions.plan.planner.memory import GIB, Fit, fullest, memory_of_ranks
+from megatron.extensions.plan.planner.memory_lines import RANKS_SHOWN, memory_lines
+from megatron.extensions.plan.planner.time.pipeline import Schedule
+from megatron.extensions.plan.simulator.simulator import StageCosts
+from megatron.training.config.batch_size import batch_line, batch_schedule, microbatches_of, shape_line
+from megatron.training.config.commands import Prepared
+from megatron.training.config.flags import flat_values, named_value
+from megatron.training.config.output_files import write_json
+from megatron.training.config.problem import Problem
+from megatron.training.config.reading import foreign_programs
+from megatron.training.config.run_config import RunConfig
+from megatron.training.plan import Phase, RunPlan, plan_of
+from megatron.training.step_parts import late_update
+
+if TYPE_CHECKING:
+    from megatron.extensions.plan.planner.fake_stage import PlannerCache
+    from megatron.extensions.plan.planner.time.step_time import StepTime
+
+
+def step_lines(time: StepTime) -> Iterator[str]:
+    """Speed, what bounds it, and what the time is spent on."""
+    yield f"{time.device.name}, {time.gpus_per_node} a node: every figure is predicted, none is measured"
+    mfu = share_text(time.mfu)
+    yield (
+        f"{time.seconds:.4g} s a step, {time.tokens_per_second / time.world_size:,.0f} tokens/s a device, "
+        f"{time.tflops:.4g} TFLOP/s a device (causal), MFU {mfu} (causal), bound by {_title(time.bound_by)}"
+    )
+    if time.parts_of_pp_rank is not None:
+        yield f"bubble {time.bubble:.1%} of the step by these times, the mean of the pipeline ranks"
+        yield f"the time of pp {time.parts_of_pp_rank}, which has most work:"
+    for subject, seconds in sorted(time.parts.items(), key=lambda part: -part[1]):
+        if seconds:
+            yield f"    {_title(subject):<22}{1e3 * seconds:>12,.1f} ms{seconds / time.seconds:>8.1%}"
+
+
+def share_text(share: float | None) -> str:
+    """In percent, or that it is not known."""
+    return "unknown" if share is None else f"{share:.1%}"
+
+
+def _title(subject: str) -> str:
+    return subject.replace("_", " ").replace("tp ", "TP ").replace("cp ", "CP ").replace("ep ", "EP ")
+
+
+def print_plan(
+    asked: Prepared,
+    device: str | None,
+    gpus_per_node: int | None,
+    device_memory: float | None,
+    problems: Sequence[Problem],
+) -> None:
+    """Prints what a validated configuration will build and do on its ranks, and with a `device` the predicted time of a
+    step. Says whether it fits devices of `device_memory` GiB, by default those of `device`, and which differences from
+    other programs it meets with the flags as given.
+
+    Writes the same to the file of --json: "world_size", "config" with every field by its flat name, the lines of the
+    "plan" under their titles, "memory" of each pipeline rank in bytes, "time" (`StepTime`), and of the fit
+    "device_memory" in bytes, "fits", "fullest_pp_rank" and "bytes_over"; also `problems`, those of files that a run
+    misses, which the caller tells. If that is "" the JSON is all that is printed.
+    Raises OutputError if it cannot be written, DeviceError if no step of this kind can be predicted.
+    """
+    from megatron.extensions.plan.planner.fake_stage import PlannerCache
+    from megatron.extensions.plan.planner.time.step_time import predict_step
+
+    config = asked.config
+    world_size = asked.world_size
+    plan_file = asked.json_file
+    dims, cache = ParallelDims.from_config(config.parallel, world_size), PlannerCache()
+    run = plan_of(config)
+    largest = run.longest.config
+    of = f" in phase {run.longest.name}, the largest" if len(run.phases) > 1 else ""
+    speeds = None if device is None else read_device(device)
+    step = None if speeds is None else predict_step(largest, world_size, speeds, gpus_per_node, cache)
+    memory = memory_of_ranks(largest, world_size, cache)
+    size = device_memory or (step.device.memory_gib if step is not None else None)
+    fit = None if size is None else Fit(fullest(memory), int(size * GIB))
+    fits = [] if fit is None else [fit.line]
+    if step is not None and speeds is not None:
+        planned = partial(predict_step, device=speeds, gpus_per_node=gpus_per_node, cache=cache)
+        choice = chosen_chunk(
+            largest,
+            world_size,
+            step,
+            memory,
+            lambda other: planned(other, world_size),
+            lambda other: memory_of_ranks(other, world_size, cache),
+        )
+        fits += [] if choice is None else [choice.line]
+    plan: dict[str, list[str]] = {}
+    for title, lines in (
+        ("Model", model_lines(config, cache)),
+        (f"Groups, world size {world_size}", group_lines(dims)),
+        (
+            f"Pipeline stages and memory of each rank{of}",
+            [*memory_lines(largest, dims, memory), *fits],
+        ),
+        ("Batch and length", batch_lines(run, dims, cache)),
+        ("Data", [line for phase in run.phases for line in data_lines(run, phase)]),
+        (f"Predicted step{of}", step_lines(step) if step is not None else ()),
+        *((f"Different from {name}", of.differences(config, asked.given)) for name, of in foreign_programs().items()),
+    ):
+        if not (found := list(lines)):
+            continue
+        plan[title] = found
+        if plan_file != "":
+            print("\n".join([title, *(f"  {line}" for line in found)]))
+    if plan_file is not None:
+        record: dict[str, object] = {"world_size": world_size, "config": flat_values(config), "plan": plan}
+        record["memory"] = [rank.record for rank in memory]
+        if fit is not None:
+            record |= {"device_memory": fit.limit, **fit.record}
+        if step is not None:
+            record["time"] = step.record
+        if problems:
+            record["problems"] = [each.record for each in problems]
+        write_json(record, plan_file)
+
+
+GROUPS_SHOWN = 4
+
+MOST_LISTED = 2**17
+"""Ranks up to which groups are listed: their lists take seconds."""
+
+
+def group_lines(dims: ParallelDims) -> Iterator[str]:
+    """The groups along each axis that is cut."""
+    axes = [("TP", "tp"), ("CP", "cp"), ("DP", "dp"), ("PP", "pp"), ("EP", "ep")]
+    if dims.ep > 1 or dims.expt_tp != dims.tp:
+        axes += [("ETP", "expt_tp"), ("EDP", "expt_dp")]  # tensor and data parallelism of the experts
+    yield ", ".join(f"{name} {dims.size(axis)}" for name, axis in axes)
+    for name, axis in axes:
+        size = dims.size(axis)
+        if size > 1 and dims.world_size > MOST_LISTED:
+            yield f"{name} {dims.world_size // size} groups of {size}; above {MOST_LISTED:,} ranks they are not listed"
+        elif size > 1:
+            groups = dims.groups(axis)
+            shown = " ".join(_ranks(group) for group in groups[:GROUPS_SHOWN])
+            more = f" ... {_ranks(groups[-1])}" if len(groups) > GROUPS_SHOWN else ""
+            yield f"{name} {len(groups)} groups of {size}: {shown}{more}"
+
+
+def _ranks(group: tuple[int, ...]) -> str:
+    """`[0,1]`, and for many ranks the first few and the last."""
+    if len(group) <= RANKS_SHOWN:
+        return "[" + ",".join(map(str, group)) + "]"
+    return "[" + ",".join(map(str, group[:3])) + f",...,{group[-1]}]"
+
+
+def model_lines(config: RunConfig, cache: PlannerCache) -> Iterator[str]:
+    """Shape, parameters and FLOPs of the model, whose kinds of layers `cache` may know."""
+    from megatron.extensions.plan.planner.flops import model_flops, update_flops
+
+    m = config.model
+    yield shape_line(m)
+    attention = _local_attention(m) + _sinks(m)
+    yield f"sequence length {m.seq_length}, positions {_positions(m)}{attention}, {m.normalization}"
+    if (pattern := named_value(config, "hybrid_layer_pattern")) is not None:
+        attends, dense = sum(kind.attends for kind in m.layers), len(m.dense_layers)
+        yield f"layers of one sublayer, {pattern}: {attends} with attention, {dense} with the MLP"
+    for variant in m.linear_attentions:
+        whole = [name for name in MIXERS if variant in (name, *MIXERS.facts(name).includes)]
+        those = sum(kind.linear in whole for kind in m.layers)
+        yield f"{those} layers with {variant}{MIXERS.facts(variant).described(m)}"
+    tied = "tied to" if m.tied_embeddings else "not tied to"
+    source = "" if config.tokenizer.tokenizer_type else " (no tokenizer is named)"
+    yield f"vocabulary {m.vocab_size:,}{source}, padded to {m.padded_vocab_size:,}, {tied} the output layer"
+    if m.num_experts is not None:
+        yield _experts_line(m)
+    if m.mtp_depths:
+        share = f"their mean loss times {m.mtp_loss_scaling_factor:g}"
+        by_pattern = "/" in (pattern or "")
+        like = "with a layer by the pattern" if by_pattern else "of a layer like the last one"
+        yield f"multi-token prediction: {m.mtp_depths} modules {like} each, {share}"
+    count = count_parameters(m)
+    active = f", active per token {active_parameters(m):,}" if m.num_experts is not None else ""
+    yield f"parameters {count.total:,}{active}"
+    for part, number in vars(count).items():
+        if number or part not in ("router", "experts", "other"):
+            yield f"    {part.replace('_', ' '):<14}{number:>22,}"
+    flops = model_flops(m, kinds=cache.kinds_of(m))
+    counted = "active parameters" if m.num_experts is not None else "parameters"
+    yield (
+        f"FLOPs per token {flops.total:.6g} forward and backward: {flops.matmul:.6g} matrix multiplications "
+        f"(6 x {counted}), {flops.attention:.6g} attention (causal: half of the square), counted on fake tensors"
+    )
+    if update := update_flops(m, config.optimizer):
+        tokens = (config.training.global_batch_size or 1) * m.seq_length
+        of_batch = update / (flops.total * tokens)
+        share = f"{of_batch:.2%} of those of a batch of {tokens:,} tokens"
+        yield f"FLOPs of matrix products in an update {update:.6g}, {share}"
+
+
+def _positions(m: TransformerConfig) -> str:
+    rotated = sum(m.rope_pattern)
+    where = "" if not m.rotary or rotated == m.num_layers else f" in {rotated or 'no'} layers"
+    return m.position_embedding_type + where
+
+
+def _local_attention(m: TransformerConfig) -> str:
+    local = sum(m.local_pattern)
+    kind = f"chunks of {m.attention_chunk_size}" if m.attention_chunk_size else f"window {m.window_size}"
+    where = f" in {local} layers" if local < m.num_layers else ""
+    own = dict(m.local_own)
+    shown = [
+        f"{own['num_attention_heads']} heads" if "num_attention_heads" in own else "",
+        f"{own['num_query_groups']} groups" if "num_query_groups" in own else "",
+        SINKS[str(own["softmax_type"])] or "no sinks" if "softmax_type" in own else "",
+    ]
+    heads = f" ({', '.join(filter(None, shown))})" if any(shown) else ""
+    return f", {kind}{where}{heads}" if local else ""
+
+
+SINKS = {"vanilla": "", "off-by-one": "attention sinks of 0", "learnable": "attention sinks"}
+
+
+def _sinks(m: TransformerConfig) -> str:
+    return f", {SINKS[m.softmax_type]}" if SINKS[m.softmax_type] else ""
+
+
+def _experts_line(m: TransformerConfig) -> str:
+    shared = m.moe_shared_expert_intermediate_size
+    latent = f" behind latents of {m.moe_latent_size}" if m.moe_latent_size else ""
+    beside = f" and a shared one of {shared}" if shared else ""
+    zero = f" and {m.moe_zero_experts} of zero computation" if m.moe_zero_experts else ""
+    groups = f" in {m.moe_router_group_topk} of {m.moe_router_num_groups} groups" if m.moe_router_group_topk else ""
+    return (
+        f"{m.num_experts} experts of {m.moe_ffn_size}{latent}{zero} in {len(m.moe_layers)} layers, each token to "
+        f"{m.moe_router_topk} of them{groups}{beside}; {m.moe_router_scores} scores, balanced by "
+        f"{' and '.join(m.moe_router_load_balancing_type)}"
+    )
+
+
+def _pipeline_line(config: RunConfig, microbatches: int) -> str:
+    """The schedule, and the share of a step that ranks are idle if times follow FLOPs and messages take none: up to the
+    gradient norm, for which all wait without --optimizer-post-validation."""
+    schedule, costs = Schedule.of_run(config), stage_costs(config.model, config.parallel)
+    bubble = schedule.bubble(StageCosts(forward=costs, input_grad=costs, weight_grad=costs), microbatches)
+    layout, ahead = schedule.layout, late_update(config) is not None
+    where = f"{layout.num_stages} stages, {layout.chunks} on each rank" if layout.chunks > 1 else f"{layout.pp} stages"
+    unless = " that is neither clipped nor skipped" if ahead and PIPELINE_SCHEDULES.facts(schedule.name).flushes else ""
+    return f"pipeline {schedule.name}: {where}; bubble {bubble:.1%} of a step{unless}, by the FLOPs of the stages"
+
+
+def batch_lines(plan: RunPlan, dims: ParallelDims, cache: PlannerCache) -> Iterator[str]:
+    """Micro-batches, tokens a step, iterations, tokens and FLOPs of the run. `cache` may know the kinds of layers."""
+    config, sizes = plan.base, plan.sizes
+    for phase in plan.phases:
+        where = f"phase {phase.name}: " if len(plan.phases) > 1 else ""
+        yield f"{where}global batch {batch_line(phase.config, dims)}"
+    if batch_schedule(config):
+        first, (end, _) = sizes.earlier[0][1], sizes.earlier[-1]
+        yield f"batch size from {first} to {sizes.final} in {len(sizes.earlier)} steps over {end:,} samples"
+    if dims.pp > 1:
+        yield _pipeline_line(config, microbatches_of(plan.longest.config, dims))
+    if plan.phases[-1].end is None:
+        yield "length: one epoch of the training data"
+        return
+    from megatron.extensions.plan.planner.flops import model_flops
+
+    iterations = plan.iterations
+    consumed = sizes.samples(iterations)
+    tokens = plan.tokens(consumed)
+    ends = [*(phase.first_token for phase in plan.phases[1:]), tokens]
+    models = [phase.config.model for phase in plan.phases]
+    per_token = [model_flops(model, kinds=cache.kinds_of(model)).total for model in models]
+    flops = sum(each * (end - phase.first_token) for each, phase, end in zip(per_token, plan.phases, ends, strict=True))
+    yield f"{iterations:,} iterations, {consumed:,} samples, {tokens:,} tokens, {flops:.6g} FLOPs in all"
+
+
+def data_lines(plan: RunPlan, phase: Phase) -> Iterator[str]:
+    """The data sets of the training split in a phase as they are on this machine."""
+    from megatron.core.datasets.build import source_lines
+
+    config, data = phase.config, phase.config.data
+    yield from plan.lines(phase)
+    if data.dataset != "gpt":
+        yield "synthetic" if data.dataset == "mock" else f"--dataset-type {data.dataset}"
+        return
+    samples = None
+    if phase.end is not None:
+        end = plan.sizes.samples(plan.iterations) if phase == plan.phases[-1] else phase.end
+        samples = end - phase.first_sample
+    yield from source_lines(data, samples, config.model.seq_length, _other_line)
+
+
+def _other_line(path: str) -> str | None:
+    """Text about files that have no tokens yet; None for an indexed dataset."""
+    if (kind := data_kind_of(path)) is None:
+        return None
+    try:
+        return kind.describe("--data-path", path)
+    except ValueError as error:
+        return str(error)

@@ -1,0 +1,48 @@
+"""The options of plans, searches and rehearsals, and where the planner's parts are. No torch."""
+
+from __future__ import annotations
+
+from megatron.training.config.commands import COMMANDS, Option
+from megatron.training.extensions import CALLBACKS
+
+PLANNER = "megatron.extensions.plan.planner"
+
+COMMANDS.register(
+    "planner",
+    f"{PLANNER}.commands:command_of",
+    options={
+        "--dry-run": Option("Validate, print the plan of the run, and exit.", command=True),
+        "--json": Option(
+            "With --dry-run or --rehearse: write the plan or the report, and the resolved configuration, to FILE as "
+            "well; without FILE to standard output, and nothing else.",
+            "[FILE]",
+            json=True,
+        ),
+        "--device": Option(
+            "With --dry-run: predict the time of a step on a100, h100, h200, b200, rtx4090 or another device of "
+            "extensions/planner/devices, or on that of FILE.yaml.",
+            "NAME",
+        ),
+        "--gpus-per-node": Option(
+            "With --device: ranks of a node, which must divide the ranks; default: as the device file says, or the "
+            "largest smaller number that divides them.",
+            "INT",
+        ),
+        "--suggest": Option(
+            "With --dry-run and --device: judge the layout, and search for the fastest ones that fit; with all, until "
+            "none can be faster.",
+            "[WORD]",
+        ),
+        "--rehearse": Option(
+            "Run one step as ranks of a larger world, on fake tensors, and report what would fail.",
+            command=True,
+        ),
+        "--ranks": Option("With --rehearse: all-distinct (the default), all, or ranks as 0,8,16-23.", "WORD"),
+        "--device-memory": Option(
+            "Memory limit in GiB: ranks of --rehearse run out of memory at it, and the plan of --dry-run and "
+            "layouts of --suggest must fit it; default for the latter: that of the device file.",
+            "FLOAT",
+        ),
+    },
+)
+CALLBACKS.register("plan of the memory", f"{PLANNER}.callback:PlanOfRun")

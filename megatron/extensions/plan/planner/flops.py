@@ -1,0 +1,84 @@
+"""FLOPs of a model per token, counted by torch on a fake forward and backward pass of one layer of each kind.
+
+Recomputation is not counted, nor what attention kernels compute twice. Causal attention counts what a token sees: half
+of the s x s square, less under a sliding window. MFU and TFLOP/s in the log follow this convention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from statistics import fmean
+from typing import NamedTuple
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.optimizer.transforms import chain_of
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
+from megatron.extensions.plan.planner.fake_stage import Part, StageParts, Unit
+from megatron.extensions.plan.planner.micro_batch import MicroBatch
+from megatron.extensions.plan.planner.time.events import Attention, Product
+
+
+class FlopsPerToken(NamedTuple):
+    """Model FLOPs of forward and backward per token. Recomputation is not counted."""
+
+    matmul: float
+    """6 x the parameters of matrix multiplications of a token, the output layer included, and the products of linear
+    attention."""
+
+    attention: float
+    """Scores and weighted values of what a token sees."""
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention
+
+
+@lru_cache(maxsize=16)
+def model_flops(
+    config: TransformerConfig, seq_length: int | None = None, kinds: tuple[int, ...] | None = None
+) -> FlopsPerToken:
+    """Counted on one rank without parallelism, since no layout changes them.
+
+    `kinds` are those of `PlannerCache.kinds_of(config)`: layers that are alike in a plan of the model have equal FLOPs.
+    Without them all layers are built to find which ones are alike.
+    """
+    length = seq_length or config.seq_length
+    seen = [kind.span.mean(length) for kind in config.layers]
+    modules = [kind.span.mean(length) for kind in config.mtp_layers]
+    # Plain causal attention is one kernel; dropout, windows, chunks, caps and ALiBi take others, tile by tile.
+    config = replace(
+        config,
+        seq_length=length,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        window_size=config.window_size and length,
+        attention_chunk_size=config.attention_chunk_size and length,
+        position_embedding_type="none" if config.alibi else config.position_embedding_type,
+        attn_logit_softcapping=None,
+        recompute_granularity="none",
+    )
+    # Only kernels that do not pack tell a launch, and multiply keys and values of their own widths.
+    batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cuda", packs=False)
+    parts = StageParts(batch, kinds=kinds)
+    layers = [Part((Unit((number,)),)) for number in range(config.num_layers)]
+    found = parts.of([Part(first=True, last=True), *layers])
+    products = [each for part in found for each in part.every if isinstance(each, Product) and not each.again]
+    attention = 0.0
+    for part, tokens in zip(found, [fmean(modules or seen), *seen], strict=True):  # modules are at the ends
+        of_square = sum(2 * each.flops for each in part.forward if isinstance(each, Attention))
+        attention += 3 * of_square * tokens / length / length  # twice as many in the backward
+    return FlopsPerToken(sum(2 * each.batches * each.m * each.n * each.k for each in products) / length, attention)
+
+
+def flops_per_token(config: TransformerConfig, seq_length: int | None = None) -> float:
+    """`model_flops` in one number."""
+    return model_flops(config, seq_length).total
+
+
+def update_flops(config: TransformerConfig, optimizer: OptimizerConfig) -> int:
+    """FLOPs of the products of matrices in one update of the whole model, as the links of its chains state them,
+    whatever the layout and the batch. Ranks of a stage share them."""
+    return sum(link.flops(meta) for meta in stage_metas(config) for link in chain_of(optimizer, meta))

@@ -1,0 +1,77 @@
+"""The choice of --loss-chunk-tokens: the chunk of the head and the loss that saves memory and costs almost no time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatron.core.config.losses import LOSSES
+from megatron.extensions.plan.planner.memory import RankMemory, fullest, gib
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import validate
+
+if TYPE_CHECKING:
+    from megatron.extensions.plan.planner.time.step_time import StepTime
+
+SIZES = 8192, 4096, 2048, 1024
+"""Chunks that are tried, in tokens: smaller ones take longer and seldom save more."""
+
+MOST_COST = 0.01
+"""Share of a step that a chosen chunk may cost."""
+
+LEAST_SAVED = 0.01
+"""Share of the fullest rank's memory below which nothing is said of a chunk."""
+
+
+@dataclass(frozen=True)
+class ChunkChoice:
+    """A chunk with what it does to a plan."""
+
+    config: RunConfig
+    step: StepTime
+    memory: tuple[RankMemory, ...]
+    saved: int
+    """Bytes less on the fullest rank."""
+
+    cost: float
+    """Share of the step that it costs."""
+
+    @property
+    def line(self) -> str:
+        """As part of a plan."""
+        size = f"--loss-chunk-tokens {self.config.parallel.loss_chunk_tokens}"
+        longer = f"{self.cost:.1%} of the step" if self.cost >= 0.0005 else "no time"
+        return f"{size} would save {gib(self.saved)} GiB on the fullest rank, and cost {longer}"
+
+
+def chosen_chunk(
+    config: RunConfig,
+    world_size: int,
+    step: StepTime,
+    memory: Sequence[RankMemory],
+    step_of: Callable[[RunConfig], StepTime],
+    memory_of: Callable[[RunConfig], Sequence[RankMemory]],
+) -> ChunkChoice | None:
+    """The largest chunk that saves most of what chunks save, of those that cost at most `MOST_COST` of a step, for a
+    configuration without chunks whose `step` and `memory` are these; None where it saves nothing. `step_of` and
+    `memory_of` plan another configuration."""
+    own = config.parallel
+    tokens = config.training.micro_batch_size * config.model.seq_length // own.context_parallel_size
+    if own.loss_chunk_tokens is not None or config.model.loss_func not in LOSSES:
+        return None
+    best: ChunkChoice | None = None
+    whole = fullest(memory).total
+    for size in (size for size in SIZES if 2 * size <= tokens):
+        chunked = replace(config, parallel=replace(own, loss_chunk_tokens=size))
+        if validate(chunked, world_size):
+            return None
+        timed = step_of(chunked)
+        cost = timed.seconds / step.seconds - 1
+        if cost > MOST_COST:
+            break
+        held = tuple(memory_of(chunked))
+        saved = whole - fullest(held).total
+        if saved >= LEAST_SAVED * whole and (best is None or saved > best.saved + LEAST_SAVED * whole):
+            best = ChunkChoice(chunked, timed, held, saved, max(0.0, cost))
+    return best

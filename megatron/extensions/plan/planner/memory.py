@@ -1,0 +1,386 @@
+"""Memory of each pipeline rank: parameters, gradients and optimizer state, from the shapes of the parameters, and the
+activations beside them. torch is imported only to measure these.
+
+Buffers are planned by the function that lays them out in memory, so the bytes are the allocator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
+from megatron.core.distributed.param_layout import (
+    BucketLayout,
+    BufferLayout,
+    host_slots,
+    place_states,
+    plan_buffers,
+    unit_of,
+)
+from megatron.core.models.stage import Stage
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.param_meta import ParamMeta
+from megatron.core.parts import gathered_format
+from megatron.core.pipeline_parallel.layer_split import pipeline_stages
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
+from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
+from megatron.training.config.batch_size import microbatches_of
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS
+from megatron.training.step_parts import STEP_PARTS, UpdateBytes, late_update
+
+if TYPE_CHECKING:
+    from megatron.extensions.plan.planner.activations import RankActivations
+    from megatron.extensions.plan.planner.fake_stage import PlannerCache
+
+EMBEDDING = "embedding.word_embeddings"
+
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class BufferBytes:
+    """Bytes of one rank's parameters, gradients and optimizer state, padding included: on the device, but for those of
+    `host`."""
+
+    parameters: int
+    gradients: int
+    main_parameters: int
+    """0 if the parameters themselves have the main dtype."""
+
+    moments: int
+
+    host_states: int = 0
+    """Main parameters and moments in host memory."""
+
+    host_slots: int = 0
+    """Gradients and parameters that pass through host memory."""
+
+    rollback: int = 0
+    """What updates ahead of the norm keep."""
+
+    @property
+    def optimizer(self) -> int:
+        """Of the optimizer, on the device."""
+        return self.main_parameters + self.moments + self.rollback
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def host(self) -> int:
+        """In host memory."""
+        return self.host_states + self.host_slots
+
+
+def buffer_bytes(
+    buffers: Sequence[BufferLayout],
+    params_dtype: str,
+    main_dtype: str,
+    optimizer: OptimizerConfig,
+    shards_parameters: bool = False,
+    of_chain: tuple[int, int] = (0, 0),
+) -> BufferBytes:
+    """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per range of states.
+
+    Of buffers `by_unit` what stays counts: whole units come on top. `of_chain` are the bytes of states that chains of
+    transforms keep on the device and on the host beside those in shards, and of states of callbacks.
+    """
+    from megatron.core.optimizer.transforms import states_of_shards  # which imports torch
+
+    main, params = DTYPE_BYTES[main_dtype], DTYPE_BYTES[params_dtype]
+    plan = optimizer.state_plan
+    gradient = DTYPE_BYTES[optimizer.gradients_dtype or main_dtype]
+    ranges, states = place_states(buffers, optimizer), [states_of_shards(optimizer, buffer) for buffer in buffers]
+    mains, moments = {False: 0, True: 0}, {False: 0, True: 0}
+    for place in ranges:
+        kind = plan.main_kind(optimizer, params_dtype, main_dtype, place.on_host)
+        mains[place.on_host] += plan.main_bytes(place.numel, kind, main)
+        moments[place.on_host] += sum(state.nbytes(place.numel, main) for state in states[place.buffer])
+    for on_host, size in enumerate(of_chain):
+        moments[bool(on_host)] += size
+    slots, size = host_slots(ranges)
+    rollback = 0
+    parameters = sum(buffer.kept(shards_parameters) for buffer in buffers) * params
+    if (late := late_update(optimizer)) is not None:
+        aliased = plan.main_kind(optimizer, params_dtype, main_dtype) == "aliased"
+        owned = sum(place.numel for place in ranges)
+        main_bytes = mains[False] + moments[False] + owned * (params if aliased else 0)
+        kept = STEP_PARTS.facts(late).kept
+        assert kept is not None
+        rollback = kept(UpdateBytes(parameters, owned * gradient, main_bytes))
+    return BufferBytes(
+        parameters=parameters,
+        gradients=sum(buffer.kept(True) for buffer in buffers) * gradient,
+        main_parameters=mains[False],
+        moments=moments[False],
+        host_states=mains[True] + moments[True],
+        host_slots=slots * size * (gradient + params),
+        rollback=rollback,
+    )
+
+
+@dataclass(frozen=True)
+class UnitsInFlight:
+    """Bytes of whole parameters (ZeRO-3) and whole gradients (ZeRO-2 and ZeRO-3) of units at their peaks."""
+
+    parameters: int = 0
+    gradients: int = 0
+
+    reductions: int = 0
+    """What reductions take beside whole gradients: the sum that a rank receives, and a copy rounded for it."""
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.reductions
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """What each rank of one pipeline rank holds; ranks that differ in tp, cp and dp hold as much, but for states of a
+    chain of transforms, which are those of the rank with the most."""
+
+    pp_rank: int
+    stages: tuple[Stage, ...]
+    metas: tuple[ParamMeta, ...]
+    parameters: int
+    """Elements of the rank's own shards, padding not included."""
+
+    memory: BufferBytes
+
+    in_flight: UnitsInFlight
+
+
+def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankStates:
+    """Parameters and bytes of states of the ranks at `pp_rank`."""
+    model = config.model
+    parallel = config.parallel
+    optimizer = config.optimizer
+    ddp = config.ddp
+    layout, stages = pipeline_layout(model, parallel), pipeline_stages(model, parallel)
+    mine = [stages[s] for s in layout.stages_of(pp_rank)]
+    metas = _metas_of(model, parallel, mine, tied_stages(model, layout))
+    shapes = [(meta, local_shape(meta, dims)) for meta in metas]
+    buffers = planned_buffers(config, dims, metas)
+    dtypes = parallel.params_dtype, parallel.main_dtype
+    device, host = chain_bytes(buffers, optimizer, dims, pp_rank, DTYPE_BYTES[parallel.main_dtype])
+    device = [size + callback_bytes(config, buffers) for size in device]
+    memory = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters, (max(device), max(host)))
+    frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta))
+    memory = replace(memory, parameters=memory.parameters + frozen * DTYPE_BYTES[parallel.params_dtype])
+    elements = sum(prod(shape) for _, shape in shapes)
+    in_flight = _units_in_flight(buffers, config, mine)
+    return RankStates(pp_rank, tuple(mine), metas, elements, memory, in_flight)
+
+
+def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[ParamMeta]) -> tuple[BufferLayout, ...]:
+    """The buffers of a rank's parameters that are trained."""
+    optimizer, ddp = config.optimizer, config.ddp
+    trained = [(meta, local_shape(meta, dims)) for meta in metas if not optimizer.freezes(meta)]
+    sizes = dims.shards(False), dims.shards(True), ddp.ddp_bucket_size
+    apart = gathered_format(config.parallel) is not None
+    return plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart, ddp.shards_gradients)
+
+
+def callback_bytes(config: RunConfig, buffers: Sequence[BufferLayout]) -> int:
+    """Bytes of the states that callbacks of a run keep on the device of each rank."""
+    states = sum(len(CALLBACKS.facts(name).states_in(config)) for name in CALLBACKS.wanted(config))
+    owned = sum(place.numel for place in place_states(buffers, config.optimizer)) if states else 0
+    return states * owned * DTYPE_BYTES[config.parallel.main_dtype]
+
+
+def chain_bytes(
+    buffers: Sequence[BufferLayout], optimizer: OptimizerConfig, dims: ParallelDims, pp_rank: int, main: int
+) -> tuple[list[int], list[int]]:
+    """Bytes of states that chains of transforms keep beside those in shards, on the device and on the host of each rank
+    at `pp_rank`, in order of rank, where the main dtype has `main` bytes."""
+    from megatron.core.optimizer.transforms import plan_of_chain, states_of_parameter  # which imports torch
+
+    if not any(states_of_parameter(optimizer, param.meta) for buffer in buffers for param in buffer.params):
+        return [0], [0]
+    ranks = next(group for group in dims.groups("dp", "cp", "tp") if dims.coords(group[0])["pp"] == pp_rank)
+    plan = plan_of_chain(optimizer, buffers, dims, ranks)
+    return plan.bytes_by_place(main), plan.bytes_by_place(main, on_host=True)
+
+
+def _units_in_flight(buffers: Sequence[BufferLayout], config: RunConfig, stages: Sequence[Stage]) -> UnitsInFlight:
+    """Two units at a time are whole: the one that is computed and the next one; or, of gradients, the one that is
+    computed and the bucket that is reduced. Exact for one stage a rank without multi-token prediction, one unit too
+    few or too many otherwise."""
+    buckets = _buckets_of_units(buffers)
+    if not buckets:
+        return UnitsInFlight()
+    forward, backward, held = _passes_of_units(list(buckets), config, stages)
+    parallel, ddp = config.parallel, config.ddp
+    main = DTYPE_BYTES[parallel.main_dtype]
+    wholes = {unit: sum(bucket.stop - bucket.start for bucket in own) for unit, own in buckets.items()}
+
+    gathered = [wholes[unit] for unit in forward]
+    gathered += [wholes[unit] + wholes[after] for unit, after in pairwise(forward) if unit != after]
+    if parallel.pipeline_model_parallel_size > 1 and len(forward) > 1:  # one forward pass ends, and the next one begins
+        gathered.append(wholes[forward[-1]] + wholes[forward[0]])
+
+    alone = [(wholes[unit] * main, 0) for unit in backward]
+    reduced = []
+    for computed, before in pairwise(backward):
+        last = buckets[before][-1]
+        size = last.stop - last.start
+        reduced.append(((wholes[computed] + size) * main, _reduction_bytes(size, last.num_shards, parallel, ddp)))
+    gradients = max(whole for whole, _ in [*reduced, *alone])
+    with_reductions = max(whole + beside for whole, beside in [*reduced, *alone])
+
+    return UnitsInFlight(
+        parameters=max(gathered) * DTYPE_BYTES[parallel.params_dtype] if ddp.shards_parameters else 0,
+        gradients=(wholes[EMBEDDING] * main if held else 0) + gradients,
+        reductions=with_reductions - gradients,
+    )
+
+
+def _buckets_of_units(buffers: Sequence[BufferLayout]) -> dict[str, list[BucketLayout]]:
+    """Unit -> its buckets, as the forward pass meets them."""
+    found: dict[str, list[BucketLayout]] = {}
+    buckets = [bucket for buffer in buffers if buffer.by_unit for bucket in buffer.buckets]
+    for bucket in sorted(buckets, key=lambda bucket: min(place.index for place in bucket.params)):
+        found.setdefault(unit_of(bucket.params[0].meta.name), []).append(bucket)
+    return found
+
+
+def _passes_of_units(units: list[str], config: RunConfig, stages: Sequence[Stage]) -> tuple[list[str], list[str], bool]:
+    """(units of a forward pass, units whose gradients a backward pass completes, whether the embedding's gradient is
+    whole from one end of the backward pass to the other)."""
+    if not (config.model.tied_embeddings and stages[-1].last and EMBEDDING in units):
+        return units, units, False
+    inner = [unit for unit in units if unit != EMBEDDING]
+    if stages[0].first:
+        return [*units, EMBEDDING], inner, True
+    forward = [*inner, EMBEDDING]  # the output layer's unit is the embedding
+    return forward, forward, False
+
+
+def _reduction_bytes(size: int, num_shards: int, parallel: ModelParallelConfig, ddp: DDPConfig) -> int:
+    """Bytes that the reduction of `size` elements takes beside them. Blocks that gloo exchanges are not counted: GPUs
+    have none."""
+    dtype = parallel.params_dtype if ddp.grad_reduce_in_bf16 else parallel.main_dtype
+    rounded = size if dtype != parallel.main_dtype else 0
+    return (rounded + size // num_shards) * DTYPE_BYTES[dtype]
+
+
+def _metas_of(
+    model: TransformerConfig, parallel: ModelParallelConfig, stages: Sequence[Stage], tied: tuple[int, ...]
+) -> tuple[ParamMeta, ...]:
+    """The parameters of a rank's stages; a tied embedding that two of them share is held once."""
+    found: dict[str, ParamMeta] = {}
+    for stage in stages:
+        metas = stage_metas(model, stage, sequence_parallel=parallel.sequence_parallel, tied_stages=tied)
+        for meta in metas:
+            found.setdefault(meta.name, meta)
+    return tuple(found.values())
+
+
+def local_shape(meta: ParamMeta, dims: ParallelDims) -> tuple[int, ...]:
+    """Shape of the part of a parameter that each rank holds; all parts are equal."""
+    return meta.box({axis: (0, dims.size(axis)) for axis in meta.sharded})[1]
+
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What a rank at one place of the pipeline holds."""
+
+    plan: RankStates
+    activations: RankActivations
+    working: int
+    """Bytes that come and go."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes on the device by title."""
+        memory = self.plan.memory
+        return {
+            "weights": memory.parameters,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer,
+            "activations": self.activations.peak,
+            "working": self.working,
+        }
+
+    @property
+    def host(self) -> int:
+        return self.plan.memory.host + self.activations.host
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return sum(self.sizes.values())
+
+    @property
+    def record(self) -> dict[str, int]:
+        """As JSON."""
+        return {"pp_rank": self.plan.pp_rank, **self.sizes, "total": self.total, "host": self.host}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether the fullest pipeline rank fits a device."""
+
+    fullest: RankMemory
+    limit: int
+    """Bytes of the device."""
+
+    @property
+    def over(self) -> int:
+        """Bytes that are too much."""
+        return max(0, self.fullest.total - self.limit)
+
+    @property
+    def line(self) -> str:
+        rank = self.fullest
+        where = f"pp {rank.plan.pp_rank} holds most, {gib(rank.total)} of {gib(self.limit)} GiB"
+        return f"does not fit: {where}, {gib(self.over)} too much" if self.over else f"fits: {where}"
+
+    @property
+    def record(self) -> dict[str, object]:
+        """As JSON."""
+        return {"fits": not self.over, "fullest_pp_rank": self.fullest.plan.pp_rank, "bytes_over": self.over}
+
+
+def fullest(memory: Sequence[RankMemory]) -> RankMemory:
+    """The pipeline rank that holds most."""
+    return max(memory, key=lambda rank: rank.total)
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, to a tenth; small sizes to three digits."""
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.3g}"
+
+
+def memory_of_ranks(config: RunConfig, world_size: int, cache: PlannerCache | None = None) -> list[RankMemory]:
+    """By pipeline rank. `cache` keeps between calls what layers of other layouts do."""
+    from megatron.extensions.plan.planner.activations import activations_of_ranks
+    from megatron.extensions.plan.planner.micro_batch import MicroBatch
+
+    dims = ParallelDims.from_config(config.parallel, world_size)
+    plans = [states_of_rank(config, dims, rank) for rank in range(dims.pp)]
+    activations = activations_of_ranks(MicroBatch.of(config), microbatches_of(config, dims), cache)
+    pairs = zip(plans, activations, strict=True)
+    return [RankMemory(plan, held, come_and_go(plan, held, config)) for plan, held in pairs]
+
+
+def come_and_go(plan: RankStates, held: RankActivations, config: RunConfig) -> int:
+    """Bytes that come and go: temporary tensors, whole units, and copies of weights in fp8, of whole units alone where
+    parameters are sharded."""
+    copies = held.weight_copies
+    if config.ddp.shards_parameters and plan.in_flight.parameters:
+        whole = plan.parameters * DTYPE_BYTES[config.parallel.params_dtype]
+        copies = copies * plan.in_flight.parameters // max(whole, plan.in_flight.parameters)
+    return held.working + copies + plan.in_flight.total

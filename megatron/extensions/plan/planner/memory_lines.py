@@ -1,0 +1,131 @@
+"""The lines of a plan about memory: what each pipeline rank holds, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from megatron.core.config.param_groups import lines_of_groups
+from megatron.core.models.gpt.multi_token import MULTI_TOKEN
+from megatron.core.models.stage import Stage
+from megatron.core.parallel_dims import ParallelDims
+from megatron.extensions.plan.planner.memory import RankMemory, RankStates
+from megatron.extensions.speed.fp8.flags import Fp8Flags
+from megatron.training.config.batch_size import byte_text, formats_of_states
+from megatron.training.config.run_config import RunConfig
+from megatron.training.step_parts import STEP_PARTS, late_update
+
+if TYPE_CHECKING:
+    from megatron.extensions.plan.planner.activations import RankActivations
+    from megatron.extensions.plan.planner.micro_batch import MicroBatch
+
+RANKS_SHOWN = 8
+"""Ranks that a line lists at most."""
+
+
+def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemory]) -> Iterator[str]:
+    """One line for each pipeline rank: what it holds, bytes of parameters, gradients and optimizer state, and of
+    activations; then what is counted."""
+    from megatron.extensions.plan.planner.micro_batch import MicroBatch
+
+    plans, activations = [rank.plan for rank in ranks], [rank.activations for rank in ranks]
+    titles = [*ranks[0].sizes, "total"]
+    offloads = any(rank.host for rank in ranks)
+    yield "{:<4}{:<44}{:>18}{:>16}".format("pp", "holds", "stage parameters", "rank parameters") + "".join(
+        f"{title:>12}" for title in ([*titles, "host"] if offloads else titles)
+    )
+    for rank in ranks:
+        plan = rank.plan
+        stage = sum(meta.numel for meta in plan.metas)
+        every = [*rank.sizes.values(), rank.total, *([rank.host] if offloads else [])]
+        shown = "".join(f"{byte_text(size):>12}" for size in every)
+        yield f"{plan.pp_rank:<4}{_holdings(plan):<44}{stage:>18,}{plan.parameters:>16,}{shown}"
+    owned = "on every rank"
+    if config.optimizer.use_distributed_optimizer:
+        experts = f" (of experts over {dims.shards(True)})" if config.model.num_experts is not None else ""
+        copies = f", in {dims.instances} instances" if dims.instances > 1 else ""
+        owned = f"sharded over {dims.shards(False)} ranks{experts}{copies}"
+    yield f"states: {formats_of_states(config)} {owned}; padding of buffers included"
+    if (late := late_update(config)) is not None:
+        most_copies = max(plan.memory.rollback for plan in plans)
+        yield f"{late}: at most {most_copies:,} bytes of the optimizer's are {STEP_PARTS.facts(late).kept_name}"
+    if offloads:
+        most_host = max((plan.memory for plan in plans), key=lambda memory: memory.host)
+        yield (
+            f"{config.optimizer.host_fraction:g} of optimizer states in host memory, not in the total: at most "
+            f"{most_host.host_states:,} bytes of states, {most_host.host_slots:,} that gradients and parameters pass "
+            "through"
+        )
+    if config.ddp.shards_gradients:
+        what = "gradients and parameters" if config.ddp.shards_parameters else "gradients"
+        flying = max((plan.in_flight for plan in plans), key=lambda units: units.total)
+        yield (
+            f"matrices' {what} sharded too; whole units count as working: at most {flying.parameters:,} bytes of "
+            f"parameters, {flying.gradients:,} of gradients"
+        )
+    if config.optimizer.has_own_groups:
+        trained = {meta.name: meta for plan in plans for meta in plan.metas if not config.optimizer.freezes(meta)}
+        groups = {name: (config.optimizer.group_of(meta), meta.numel) for name, meta in trained.items()}
+        yield from lines_of_groups(groups)
+    yield from _activation_lines(MicroBatch.of(config), activations)
+    most = max(ranks, key=lambda rank: rank.total)
+    yield (
+        f"most on pp {most.plan.pp_rank}: {most.plan.memory.total:,} bytes of states, {most.activations.peak:,} of "
+        f"activations, {most.working:,} of working memory"
+    )
+
+
+def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> Iterator[str]:
+    """What is counted as activations, and how much of it a layer has."""
+    model = batch.model
+    even = ", tokens even over the experts" if model.num_experts is not None else ""
+    on_gpus = ", and with those of GPUs for norms and attention"
+    kernels = "" if batch.device == "cpu" else on_gpus
+    yield (
+        f"activations: saved for backward, measured on fake tensors with the kernels of CPUs{kernels}{even}; "
+        "with the logits of the loss, without tokens and labels"
+    )
+    again = model.recompute_granularity
+    if model.recomputed_modules:
+        again += f" ({', '.join(model.recomputed_modules)})"
+    flight = "; ".join(
+        f"pp {rank} " + " + ".join(f"{n} of chunk {c}" if len(held.in_flight) > 1 else str(n) for c, n in numbered)
+        for rank, held in enumerate(ranks[:RANKS_SHOWN])
+        for numbered in [list(enumerate(held.in_flight))]
+    )
+    first = ranks[0].stages[0]
+    kept = f"the first stage saves {first.kept:,} bytes for a micro-batch of {batch.samples}, recomputation {again}"
+    if offloaded := batch.parallel.offloaded_layers:
+        kept += f"; {first.offloaded:,} of {offloaded} layers are offloaded"
+    yield kept
+    if offloaded:
+        yield "on host: pinned buffers of offloaded activations, powers of two; at most two layers' are on the device"
+    yield f"micro-batches in flight at the peak: {flight}{' ...' if len(ranks) > RANKS_SHOWN else ''}"
+    yield from _fp8_line(batch)
+    yield "working: gradients and temporary tensors at the highest point of a step, measured in the same way"
+
+
+def _fp8_line(batch: MicroBatch) -> Iterator[str]:
+    own = batch.parallel.options(Fp8Flags)
+    layers = own.layers(batch.model.num_layers)
+    if layers:
+        experts = " (experts: the two products with tokens)" if batch.model.num_experts is not None else ""
+        yield (
+            f"fp8: the linear layers of layers {layers[0]}-{layers[-1]} multiply in {own.fp8_format}, scaled "
+            f"{own.fp8_recipe}{experts}; two copies of their weights, a byte an element, count as working"
+        )
+
+
+def _holdings(plan: RankStates) -> str:
+    """`embedding, layers 0-7 (8)` and `layers 24-29 (6), norm, head`; several stages on a rank with a bar between."""
+    predicts = any(meta.name.startswith(MULTI_TOKEN) for meta in plan.metas)
+    return " | ".join(_holding(stage, predicts) for stage in plan.stages)
+
+
+def _holding(stage: Stage, predicts: bool) -> str:
+    parts = ["embedding"] if stage.first else []
+    if len(stage.layers):
+        first, last = stage.layers[0], stage.layers[-1]
+        parts.append(f"layer {first}" if first == last else f"layers {first}-{last} ({len(stage.layers)})")
+    parts += ["norm", *(["multi-token"] if predicts else []), "head"] if stage.last else []
+    return ", ".join(parts) or "nothing"

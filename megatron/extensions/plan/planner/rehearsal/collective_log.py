@@ -1,0 +1,191 @@
+"""Records the collectives of a rank as torch dispatches them, in a real world or a fake one.
+
+Whatever calls them is seen: this library, torch's own functions, a user's layer. Collectives of Python objects are
+recorded as one call, as their sizes follow from values.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import cache
+from inspect import signature
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.torch_private import default_group, known_groups, schema_of
+from megatron.extensions.plan.planner.live_memory import tensors_of
+from megatron.extensions.plan.planner.rehearsal.matching import Collective, Group, Splits
+from megatron.training.foreign import replaced
+
+LIBRARY = Path(__file__).resolve().parents[4]
+
+OPS = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"),
+    *("send", "recv", "barrier", "monitored_barrier"),
+)
+"""Names in records. Those of operators begin alike, with other underscores: allreduce_coalesced_, _allgather_base_."""
+
+REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+"""In torch's order of ReduceOp."""
+
+SENT = ("tensors", "input_tensors", "input_tensor", "input", "inputs")
+RECEIVED = ("output_tensors", "output_tensor", "output", "outputs", "tensors", "out")
+
+OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+
+WRAPPERS = ("core/collectives.py", "core/pipeline_parallel/p2p.py")
+"""Library files that call sites leave out, beside those of the planner."""
+
+
+class CollectiveLog:
+    """The collectives of this rank, in order. `phase` returns what it is doing, and the micro-batch or -1."""
+
+    def __init__(self, phase: Callable[[], tuple[str, int]] = lambda: ("", -1)) -> None:
+        self.collectives: list[Collective] = []
+        self.axes: dict[Group, str] = {}
+        self.phase = phase
+        self._groups: dict[str, Group] = {}
+
+    def name_groups(self, axes: dict[str, Any]) -> None:
+        """Names the groups of a layout by its axes, the first one where several have the same ranks, and those of all
+        parameters before those of experts."""
+        for name, axis in sorted(axes.items(), key=lambda item: item[0].startswith("expt_")):
+            if axis.group is not None:
+                self.axes.setdefault(self.group(axis.group), name.partition("_lane")[0])
+
+    def group(self, group: dist.ProcessGroup | str) -> Group:
+        """The identity of a group, or of the one that has this name."""
+        name = group if isinstance(group, str) else group.group_name
+        if name not in self._groups:
+            self._groups.clear()
+            before: Counter[tuple[int, ...]] = Counter()
+            for each, ranks in known_groups().pg_group_ranks.items():
+                members = tuple(sorted(ranks))
+                self._groups[each.group_name] = Group(members, before[members])
+                before[members] += 1
+        return self._groups[name]
+
+    def add(self, op: str, group: Group, **fields: Any) -> None:
+        """Records a call made by what is on the stack now."""
+        phase, microbatch = self.phase()
+        made = Collective(op, group, **{"dtype": "", "sent": 0, "received": 0, **fields})
+        self.collectives.append(made._replace(site=call_site(), phase=phase, microbatch=microbatch))
+
+    def record(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Records an operator if it is a collective."""
+        if func.namespace not in ("c10d", "_c10d_functional"):
+            return
+        schema = schema_of(func)
+        name = schema.name.partition("::")[2].replace("_", "")
+        op = next((op for op in OPS if name.startswith(op.replace("_", ""))), None)
+        if op is None:
+            return
+        op = op.removeprefix("monitored_")
+        given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
+        sent, received = (tensors_of([given.get(name) for name in names]) for names in (SENT, RECEIVED))
+        sizes = [sum(x.numel() for x in tensors) for tensors in (sent, received)]
+        if func.namespace == "c10d":
+            group = self.group(dist.ProcessGroup.unbox(given["process_group"]))
+        else:  # a functional one, which makes its result
+            group, received = self.group(given["group_name"]), []
+            up, down = {"all_gather": (len(group.ranks), 1), "reduce_scatter": (1, len(group.ranks))}.get(op, (1, 1))
+            sizes[1] = sizes[0] * up // down
+        fields: dict[str, Any] = {}
+        if op == "all_to_all":
+            fields["splits"] = _splits(name, given, sent, received, sizes)
+        elif op in ("send", "recv"):
+            peer = given.get("dst", given.get("src", -1))
+            fields |= {"peer": group.ranks[peer] if peer >= 0 else -1, "tag": given["tag"]}
+            sizes[op == "send"] = 0
+        elif "root_rank" in given or "src" in given:
+            fields["peer"] = group.ranks[given.get("root_rank", given.get("src"))]
+        if "reduce_op" in given:
+            fields["reduce"] = _reduction(given["reduce_op"])
+        if op != "barrier":
+            dtype = (sent or received)[0].dtype
+            fields |= {"dtype": str(dtype).removeprefix("torch."), "itemsize": dtype.itemsize}
+            fields |= {"sent": sizes[0], "received": sizes[1]}
+        self.add(op, group, **fields)
+
+    def objects(self) -> AbstractContextManager[None]:
+        """Records collectives of Python objects too, and answers them."""
+
+        def recorded(name: str, real: Callable[..., object]) -> Callable[..., object]:
+            def call(*args: object, **kwargs: object) -> None:
+                given = signature(real).bind(*args, **kwargs).arguments
+                fields = {} if name == "all_gather_object" else {"peer": given.get("src", given.get("dst")) or 0}
+                self.add(name, self.group(given.get("group") or default_group()), **fields)
+                self.answer(real, given)
+
+            return call
+
+        return replaced(*((dist, name, recorded(name, getattr(dist, name))) for name in OBJECTS))
+
+    def answer(self, real: Callable[..., Any], given: Mapping[str, Any]) -> None:
+        """Does what `real`, a collective of Python objects, does with these arguments where each rank's value is this
+        one's."""
+        if "obj" in given and (values := given.get("object_list", given.get("object_gather_list"))) is not None:
+            values[:] = [given["obj"]] * len(values)
+        if given.get("scatter_object_input_list"):
+            given["scatter_object_output_list"][0] = given["scatter_object_input_list"][0]
+
+
+def _splits(name: str, given: dict[str, Any], sent: list[Tensor], received: list[Tensor], sizes: list[int]) -> Splits:
+    if name == "alltoall":
+        return Splits(tuple(x.numel() for x in sent), tuple(x.numel() for x in received))
+    out, into = given.get("input_split_sizes") or (), given.get("output_split_sizes") or ()
+    row = sizes[0] // sum(out) if sum(out) else sizes[1] // sum(into) if sum(into) else 1
+    return Splits(tuple(n * row for n in out), tuple(n * row for n in into))
+
+
+def _reduction(op: object) -> str:
+    if isinstance(op, str):
+        return op
+    number = op.op() if hasattr(op, "op") else -1
+    return REDUCTIONS[number] if isinstance(number, int) and 0 <= number < len(REDUCTIONS) else ""
+
+
+def call_site() -> str:
+    """`FILE:LINE in FUNCTION` of the innermost caller outside of torch and the wrappers of collectives."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if (place := _place(code.co_filename)) is not None:
+            return f"{place}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def places_of(trace: TracebackType | None) -> Iterator[str]:
+    """The places of a traceback outside of torch and the wrappers of collectives, the innermost first."""
+    for frame, line in reversed(list(traceback.walk_tb(trace))):
+        if (place := _place(frame.f_code.co_filename)) is not None:
+            yield f"{place}:{line} in {frame.f_code.co_name}"
+
+
+@cache
+def _place(filename: str) -> str | None:
+    """A file as it is shown; None if it is left out."""
+    path = Path(filename)
+    if "site-packages" in path.parts or filename.startswith("<") or any(path.is_relative_to(each) for each in PASSED):
+        return None
+    if path.is_relative_to(LIBRARY):
+        inside = str(path.relative_to(LIBRARY))
+        return None if inside in WRAPPERS or path.is_relative_to(PLANNER) else f"{LIBRARY.name}/{inside}"
+    return filename
+
+
+PLANNER = Path(__file__).parents[1]
+
+PASSED = (Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib")))
+"""Folders that call sites pass over: torch, and Python's own library."""

@@ -1,0 +1,334 @@
+"""`pretrain_gpt.py --rehearse`: rehearses ranks of a world that is not there, and reports what a run would meet: what
+ended ranks, where their collectives part, memory, and bytes sent."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import PurePath
+
+import torch
+
+from megatron.core.dist_checkpointing.file_storage import located, storage_of
+from megatron.core.dist_checkpointing.path_kind import is_foreign_model
+from megatron.core.dist_checkpointing.storage import CheckpointError
+from megatron.core.parallel_state import Axis
+from megatron.extensions.plan.planner.memory import memory_of_ranks
+from megatron.extensions.plan.planner.rehearsal.fake_rank import (
+    Lost,
+    Rehearsal,
+    device_of,
+    rehearsal_of,
+    rehearse_ranks,
+)
+from megatron.extensions.plan.planner.rehearsal.matching import (
+    Failure,
+    RankRecord,
+    bytes_sent,
+    chosen_ranks,
+    compared,
+    coverage_problems,
+    mismatches,
+    written_bytes,
+)
+from megatron.extensions.plan.planner.terminal import progress
+from megatron.training.checkpoints.checkpoint_fit import check_fits, check_may_start, choose_run_checkpoint, converted
+from megatron.training.config.batch_size import byte_text
+from megatron.training.config.commands import Prepared
+from megatron.training.config.flags import flat_values
+from megatron.training.config.output_files import write_json
+from megatron.training.config.run_config import RunConfig
+from megatron.training.plan import plan_of
+
+
+def rehearse(asked: Prepared, ranks: str, device_memory: float | None) -> int:
+    """Rehearses a validated configuration on its ranks, and prints the report. `ranks` is the value of --ranks,
+    `device_memory` that of --device-memory in GiB. Writes the report to the file of --json ("" is standard output, and
+    then nothing else is printed there). Returns the exit code: 1 if a run would fail, or if ranks could not be
+    rehearsed. Raises OutputError if the file cannot be written."""
+    config = asked.config
+    world_size = asked.world_size
+    json_file = asked.json_file
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    limit = None if device_memory is None else round(device_memory * 2**30)
+    rehearsal = rehearsal_of(config, world_size, limit)
+    chosen = chosen_ranks(ranks, rehearsal.dims)
+    planned, notes = _planned_or_told(rehearsal)  # it also warms the caches of fake tensors, which the ranks inherit
+    starts, problems = start_of_run(config)
+    records, lost = _records(rehearsal, chosen)
+    problems += problem_lines(records, world_size)
+    found = Report(config, rehearsal, records, lost, planned, [*notes, *starts], problems)
+    if json_file != "":
+        print(*found.lines(), sep="\n")
+        print(f"{time.monotonic() - began:.1f} s{_spent()}")
+        print(*found.verdict(), sep="\n")
+    if json_file is not None:
+        write_json(found.as_object(), json_file)
+    return 1 if found.problems or lost else 0
+
+
+def _spent() -> str:
+    """What the processes have taken."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(each.ru_utime + each.ru_stime for each in used)
+    largest = max(each.ru_maxrss for each in used) // 2**10
+    return f", {seconds:.1f} s of processor time, {largest} MiB in the largest process"
+
+
+def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecord], list[Lost]]:
+    """By rank, with progress on standard error."""
+    records = list[RankRecord]()
+    lost = list[Lost]()
+    began = time.monotonic()
+    with progress() as say:
+        try:
+            for found in rehearse_ranks(rehearsal, ranks, len(os.sched_getaffinity(0))):
+                if isinstance(found, Lost):
+                    lost.append(found)
+                else:
+                    records.append(found)
+                done = len(records) + len(lost)
+                say(f"{done} of {len(ranks)} ranks rehearsed, {time.monotonic() - began:.0f} s")
+        except OSError as error:  # no room for one process more
+            ended = {each.rank for each in records} | {each.job for each in lost}
+            lost += [Lost(rank, str(error)) for rank in ranks if rank not in ended]
+    return sorted(records, key=lambda record: record.rank), sorted(lost)
+
+
+def _planned_or_told(rehearsal: Rehearsal) -> tuple[dict[int, int], list[str]]:
+    """The memory of each pipeline rank as `--dry-run` plans it, for as many micro-batches as are rehearsed. A plan runs
+    layers by themselves, which a user's layer may not stand."""
+    try:
+        memory = memory_of_ranks(rehearsal.config, rehearsal.world_size)
+        return {rank.plan.pp_rank: rank.total for rank in memory}, []
+    except Exception as error:
+        return {}, [f"no plan of memory to compare with: {type(error).__name__}: {error}"]
+
+
+def start_of_run(config: RunConfig) -> tuple[list[str], list[str]]:
+    """(where a run would start, problems for which it would not). The metadata of checkpoints are read, and no tensors:
+    a damaged file is not found."""
+    options = config.checkpoint
+    if options.load is None:
+        return ["a run would start at iteration 0, without --load"], []
+    load = located(options.load)
+    if is_foreign_model(load):
+        return [f"a run would start at iteration 0 with the weights of {load}, which were not read"], []
+    try:
+        return _start(config, load)
+    except (ValueError, OSError, CheckpointError) as error:
+        return [], [f"start: {error}"]
+
+
+def _start(config: RunConfig, load: PurePath) -> tuple[list[str], list[str]]:
+    options, lines = config.checkpoint, list[str]()
+    checkpoint = choose_run_checkpoint(load, Axis(), lines.append, verified=False)
+    if checkpoint is None:
+        check_may_start(options)
+        missing = "there is no such folder" if not storage_of(load).exists(load) else "it holds no checkpoint"
+        return [f"a run would start at iteration 0: --load {load}: {missing} on this machine"], []
+    plan, consumed = plan_of(config), int(checkpoint.payload.get("consumed_samples") or 0)
+    there = config if len(plan.phases) < 2 else plan.trained(consumed).config
+    check_fits(checkpoint, there, options.load_optim and not (options.finetune or converted(checkpoint)), None)
+    anew = options.anew or converted(checkpoint)
+    iteration, folder = 0 if anew else checkpoint.payload.get("iteration", 0), checkpoint.folder
+    return [*lines, f"a run would start at iteration {iteration} from {folder}, whose tensors were not read"], []
+
+
+SITES_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rehearsal has found."""
+
+    config: RunConfig
+    """Of the run."""
+
+    rehearsal: Rehearsal
+    records: Sequence[RankRecord]
+    lost: Sequence[Lost]
+    """Ranks whose processes ended without a record: nothing is known of them."""
+
+    planned: Mapping[int, int]
+    """Bytes by pipeline rank, as `--dry-run` plans them."""
+
+    notes: Sequence[str]
+    problems: Sequence[str]
+    """Everything that a run would fail of."""
+
+    def lines(self) -> Iterator[str]:
+        """What was rehearsed, memory by rank, and traffic by axis."""
+        records = self.records
+        rehearsed = self.rehearsal.rehearsed
+        microbatches = self.rehearsal.microbatches
+        shown = f"{rehearsed} of {microbatches}" if rehearsed < microbatches else str(microbatches)
+        ranks = f"{len(records)} of {self.rehearsal.world_size} ranks"
+        yield f"Rehearsal of {ranks}, {shown} micro-batches, on fake tensors"
+        if records:
+            yield f"Memory of a {self._device}"
+            yield from (f"  {line}" for line in self._memory_lines())
+            yield f"Sent in a step of {microbatches} micro-batches"
+            yield from (f"  {line}" for line in self._traffic_lines())
+            yield self._compared_line()
+            yield from self._shard_lines()
+        yield from self.notes
+
+    def _memory_lines(self) -> Iterator[str]:
+        """A line for each rank: memory when it was built, at the peak, and as planned for its pipeline rank."""
+        width = max(len(record.name()) for record in self.records)
+        yield f"{'':<{width}}{'built':>12}{'peak':>12}{'planned':>12}  at the peak"
+        for record in self.records:
+            shown = record.built, record.peak, self._planned(record)
+            text = "".join(f"{'' if size is None else byte_text(size):>12}" for size in shown)
+            host = f"; {byte_text(record.host)} in host memory" if record.host else ""
+            yield f"{record.name():<{width}}{text}  {record.peak_phase}{host}"
+
+    def _planned(self, record: RankRecord) -> int | None:
+        return self.planned.get(record.coords.get("pp", 0))
+
+    def _traffic_lines(self) -> Iterator[str]:
+        """A line for each axis: calls and bytes of the rank that sends most in a step."""
+        most: dict[str, tuple[int, int, RankRecord]] = {}
+        for record in self.records:
+            for axis, (calls, size) in self._sent_by_axis(record).items():
+                if axis not in most or (size, calls) > (most[axis][1], most[axis][0]):
+                    most[axis] = calls, size, record
+        yield f"{'axis':<20}{'calls':>10}{'sent':>14}  by"
+        for axis, (calls, size, record) in sorted(most.items(), key=lambda item: -item[1][1]):
+            yield f"{axis:<20}{calls:>10,}{byte_text(size):>14}  {record.name()}"
+
+    def _sent_by_axis(self, record: RankRecord) -> dict[str, tuple[int, int]]:
+        """(calls, bytes sent) of a whole step by axis. Micro-batches that were not rehearsed send what one in the
+        middle of the rehearsal does."""
+        calls = Counter[str]()
+        sizes = Counter[str]()
+        rehearsed = self.rehearsal.rehearsed
+        for each in record.collectives:
+            axis = record.axes.get(each.group, "user's")
+            times = 1 + (self.rehearsal.microbatches - rehearsed) * (each.microbatch == rehearsed // 2)
+            calls[axis] += times
+            sizes[axis] += times * bytes_sent(each, record.rank)
+        return {axis: (calls[axis], sizes[axis]) for axis in calls}
+
+    def _compared_line(self) -> str:
+        """How many collectives were compared, or why none could be."""
+        groups, calls = compared(self.records)
+        if not groups:
+            alone = "no two of the rehearsed ranks call any together; --ranks all-distinct compares them"
+            why = alone if self.rehearsal.world_size > 1 else "the run has one rank"
+            return f"no collectives could be compared: {why}"
+        return f"collectives of {groups} groups compared, {calls:,} calls; each message with its receive"
+
+    def _shard_lines(self) -> Iterator[str]:
+        """Bytes of a checkpoint that ranks write, and facts about all of it."""
+        sizes = {record.rank: written_bytes(record.boxes) for record in self.records if record.failure is None}
+        if sizes:
+            least, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+            ends = f"rank {most} writes most, {byte_text(sizes[most])}, rank {least} least, {byte_text(sizes[least])}"
+            yield f"checkpoint: {ends}"
+        if self._covered:
+            yield f"checkpoint of all ranks: {byte_text(sum(sizes.values()))}, each element written once"
+        elif sizes and len(sizes) < self.rehearsal.world_size:
+            yield "checkpoint: whether all ranks together leave elements out is not known; --ranks all compares them"
+
+    @property
+    def _covered(self) -> bool | None:
+        """Whether the ranks write each element of a checkpoint once; None where that is not known."""
+        whole = sum(record.failure is None for record in self.records) == self.rehearsal.world_size
+        return not coverage_problems(self.records, True) if whole else None
+
+    @property
+    def _device(self) -> str:
+        return "CPU" if device_of(self.rehearsal.config) == "cpu" else "GPU"
+
+    def verdict(self) -> Iterator[str]:
+        """Problems, ranks of which nothing is known, or that nothing was found."""
+        if self.lost:
+            yield "Not rehearsed:"
+            yield from (f"  {line}" for line in _lost_lines(self.lost))
+        if self.problems:
+            yield "A run would fail:"
+            yield from (f"  {line}" for line in self.problems)
+        elif not self.lost:
+            agree = compared(self.records)[0] > 0
+            yield "No rank fails, and their collectives agree." if agree else "No rank fails; nothing was compared."
+
+    def as_object(self) -> dict[str, object]:
+        """The report for --json."""
+        rehearsal, records = self.rehearsal, self.records
+        groups, calls = compared(records)
+        return {
+            "world_size": rehearsal.world_size,
+            "microbatches": rehearsal.microbatches,
+            "microbatches_rehearsed": rehearsal.rehearsed,
+            "device": self._device,
+            "config": flat_values(self.config),
+            "ranks": [self._rank(record) for record in records],
+            "not_rehearsed": [{"rank": each.job, "ended_by": each.how} for each in self.lost],
+            "compared": {"groups": groups, "calls": calls},
+            "checkpoint_complete": self._covered,
+            "notes": list(self.notes),
+            "problems": list(self.problems),
+            "fails": bool(self.problems),
+        }
+
+    def _rank(self, record: RankRecord) -> dict[str, object]:
+        failure, sent = record.failure, self._sent_by_axis(record)
+        return {
+            "rank": record.rank,
+            "coordinates": record.coords,
+            "built_bytes": record.built,
+            "peak_bytes": record.peak,
+            "peak_at": record.peak_phase,
+            "planned_bytes": self._planned(record),
+            "host_bytes": record.host,
+            "checkpoint_bytes": written_bytes(record.boxes),
+            "sent": {axis: {"calls": calls, "bytes": size} for axis, (calls, size) in sent.items()},
+            "failure": None if failure is None else asdict(failure),
+            "processor_seconds": round(record.seconds, 3),
+        }
+
+
+def _lost_lines(lost: Sequence[Lost]) -> Iterator[str]:
+    by_how: dict[str, list[int]] = defaultdict(list)
+    for each in lost:
+        by_how[each.how].append(each.job)
+    for how, ranks in by_how.items():
+        what = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: "
+        if how.startswith("exit code"):
+            yield f"{what}something ended the process with {how}, without an exception"
+        else:
+            remedy = "use fewer cores (taskset -c 0), or name fewer ranks (--ranks)"
+            yield f"{what}ended by {how}; if this machine has too little memory, {remedy}"
+
+
+def problem_lines(records: Sequence[RankRecord], world_size: int) -> list[str]:
+    """Everything that a run would fail of; empty if nothing was found."""
+    lines: list[str] = []
+    failed: dict[tuple[str, str, tuple[str, ...]], list[RankRecord]] = defaultdict(list)
+    for record in records:
+        if (failure := record.failure) is not None:
+            failed[failure.kind, failure.message, failure.sites[:1]].append(record)
+    for same in failed.values():
+        others = f", and {len(same) - 1} more: {', '.join(str(record.rank) for record in same[1:9])}"
+        failure = same[0].failure
+        assert failure is not None
+        lines += [f"{same[0].name()} failed in {failure.phase}{others if len(same) > 1 else ''}", *_failure(failure)]
+    for mismatch in mismatches(records):
+        lines += mismatch
+    return lines + [f"checkpoint: {line}" for line in coverage_problems(records, len(records) == world_size)]
+
+
+def _failure(failure: Failure) -> Iterator[str]:
+    first, *notes = failure.message.splitlines() or [""]
+    yield f"  {failure.kind}: {first}"
+    yield from (f"  {note}" for note in notes)
+    yield from (f"  {'at' if not number else 'by'} {site}" for number, site in enumerate(failure.sites[:SITES_SHOWN]))
+    for holder in failure.holders:
+        yield f"  {byte_text(holder.nbytes)} in {holder.tensors} tensors made at {holder.site or 'an unknown place'}"

@@ -1,0 +1,371 @@
+"""Time and memory of the layouts of a searched run, and lower bounds on both that cost next to nothing.
+
+Every bound leaves something out and adds nothing, so that none of the best layouts is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
+from math import inf, lcm
+
+import numpy as np
+
+from megatron.core.distributed.param_layout import ALIGNMENT, plan_buffers
+from megatron.core.models.stage import Stage
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.layer_split import pipeline_stages
+from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.schedules import build_schedule, splits_backward
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
+from megatron.core.pipeline_parallel.stages import whole_model
+from megatron.extensions.plan.planner.activations import ActivationPlan, peak_of_actions
+from megatron.extensions.plan.planner.device_file import DeviceFile
+from megatron.extensions.plan.planner.fake_stage import PlannerCache
+from megatron.extensions.plan.planner.loss_chunks import ChunkChoice, chosen_chunk
+from megatron.extensions.plan.planner.memory import (
+    DTYPE_BYTES,
+    RankMemory,
+    buffer_bytes,
+    chain_bytes,
+    memory_of_ranks,
+    states_of_rank,
+)
+from megatron.extensions.plan.planner.micro_batch import MicroBatch
+from megatron.extensions.plan.planner.suggest.space import RECOMPUTATION, Family, Layout, Pipeline, Saving, SearchedRun
+from megatron.extensions.plan.planner.time.events import Kernel, PassEvents, StageMemory
+from megatron.extensions.plan.planner.time.replay import Network, Replay
+from megatron.extensions.plan.planner.time.step_time import (
+    StageTimes,
+    Step,
+    StepTime,
+    predict_step,
+)
+from megatron.training.config.flags import named_value
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import validate
+from megatron.training.step_parts import late_update, runs_passes_in_turns
+
+ELEMENTS = 2**20
+"""Elements of a shard of the matrix that tells what each element of a state takes: so many that padding is none."""
+
+FULLEST = 5
+"""The fullest rank is looked for among this many first ones and the last: the first holds fewer layers than the
+second where the embedding counts as some, and dense layers often come before those with experts."""
+
+SAME_LAYERS = 0.98
+"""Layers that compute more again, or weight gradients apart, take no less than this share of the time of those that do
+not: kernels that are the same may follow each other in another order."""
+
+lists_of = lru_cache(maxsize=4096)(build_schedule)
+
+
+class LayoutCosts:
+    """Prices layouts. What layouts share is measured once."""
+
+    def __init__(self, run: SearchedRun, device: DeviceFile, gpus_per_node: int) -> None:
+        self.run = run
+        self.device = device
+        self.gpus_per_node = gpus_per_node
+        self.cache, self._times = PlannerCache(), dict[Family, list[StageTimes]]()
+
+    # Exact
+
+    def legal(self, config: RunConfig) -> bool:
+        return not validate(config, self.run.world_size)
+
+    def step(self, config: RunConfig) -> StepTime:
+        """The predicted step. Raises ValueError as `predict_step`."""
+        return predict_step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache)
+
+    def memory(self, config: RunConfig) -> list[RankMemory]:
+        """By pipeline rank."""
+        return memory_of_ranks(config, self.run.world_size, self.cache)
+
+    def chunked(self, config: RunConfig, step: StepTime, memory: Sequence[RankMemory]) -> ChunkChoice | None:
+        """The same with the head and the loss in chunks of tokens, where that saves memory."""
+        return chosen_chunk(config, self.run.world_size, step, memory, self.step, self.memory)
+
+    # Bounds on the time
+
+    def family_bound(self, family: Family) -> float:
+        """Seconds of a step below which no layout of the family can go: its products, attention and element-wise bytes
+        at the device's best, shared evenly, and the collectives of layers that nothing hides."""
+        seconds = self._ideal(1, family.recompute, family.split)
+        tp, ep = family.tp, family.ep
+        if family.cp > 1:  # rings of more ranks do no less than one of two
+            seconds += max(0.0, 2 * self._ideal(2, "none", False) - self._ideal(1, "none", False))
+        if tp > 1:  # a rank sends (t - 1) / t of what it sends for t = 2, twice
+            seconds += tp * 2 * (tp - 1) / tp * self._exposed("tp_communication", 2, 1)
+        if ep > 1 and not runs_passes_in_turns(self.run.given):
+            seconds += (ep - 1) / ep * self._exposed("ep_communication", 1, 2)
+        bound = self.run.space.global_batch_size / self.run.world_size * seconds
+        plain = family._replace(recompute=RECOMPUTATION[0], split=False)
+        if plain not in self._times or plain == family:
+            return bound
+        more = self._ideal(1, family.recompute, family.split) - self._ideal(1, plain.recompute, plain.split)
+        more *= self.run.space.global_batch_size / self.run.world_size
+        return max(bound, SAME_LAYERS * (self._mean_work(plain) + max(0.0, more)))
+
+    def _mean_work(self, family: Family) -> float:
+        """Seconds that the layers of a family take of a step of each rank."""
+        samples = self.run.space.global_batch_size / family.micro_batch * family.tp * family.cp
+        return samples / self.run.world_size * sum(part.every.total for part in self.times(family))
+
+    def untimed_bound(self, layout: Layout, seconds: float) -> float:
+        """Seconds below which a layout's step cannot go, before its layers are timed: by what its replicas exchange,
+        beside passes whose bound on a step is `seconds`."""
+        if named_value(self.run.given, "freeze"):  # nothing is said of frozen parameters
+            return seconds
+        each, microbatches = self._elements_of_ranks(layout), self.microbatches(layout)
+        fewest = {expert: min(elements[expert] for elements in each) for expert in (False, True)}
+        step = self._replicas(layout)
+        beside = seconds + step.least_exchanged(fewest, inf, inf, microbatches)
+        return max(beside, step.least_exchanged(fewest, 0.0, 0.0, microbatches)) if self._passes_alone else beside
+
+    @property
+    def _passes_alone(self) -> bool:
+        """True if the passes of a rank follow each other. In turns with others, or across steps, they are longer than
+        what it waits for."""
+        return not runs_passes_in_turns(self.run.given) and late_update(self.run.given) is None
+
+    @cache  # noqa: B019
+    def _ideal(self, cp: int, recompute: str, split: bool) -> float:
+        """Of one sample on one of `cp` ranks; 0 where that layout is illegal."""
+        families = [Family(1, cp, 1, 1, samples, recompute, split) for samples in (1, 2)]
+        if cp > 1 and not self._possible(families[0], cp):
+            return 0.0
+        batches = [MicroBatch.of(self._probe(family)) for family in families]
+        one, two = (self.cache.parts_of(batch, [whole_model(batch.model)])[0] for batch in batches)
+        return ideal_seconds_of_a_sample(one, two, self.device)
+
+    @cache  # noqa: B019
+    def _exposed(self, subject: str, tp: int, ep: int) -> float:
+        """Seconds of a subject in all layers, for one sample on links without latency; 0 where that is illegal."""
+        family, ranks = Family(tp, 1, ep, tp), tp * ep
+        if not self._possible(family, ranks):
+            return 0.0
+        links = {name: replace(link, latency_us=0.0, launch_us=0.0) for name, link in self.device.links.items()}
+        step = Step(self._probe(family), ranks, replace(self.device, links=links), ranks, self.cache)
+        return sum(part.every.get(subject, 0.0) for part in step.part_times())
+
+    @cache  # noqa: B019
+    def divides(self, tp: int, cp: int, ep: int, expert_tp: int) -> bool:
+        """Return whether a model cut so has a legal layout, whatever the batch and the pipeline."""
+        return self._possible(Family(tp, cp, ep, expert_tp), lcm(tp * cp, ep * expert_tp))
+
+    def _possible(self, family: Family, ranks: int) -> bool:
+        """Return whether a family has a legal layout on this number of ranks, whatever the batch."""
+        config = self._probe(family)
+        parallel = replace(config.parallel, data_parallel_size=None)
+        training = replace(config.training, global_batch_size=None, num_microbatches=None)
+        config = replace(config.without("rampup_batch_size"), parallel=parallel, training=training)
+        return not validate(config, ranks)
+
+    def _probe(self, family: Family) -> RunConfig:
+        """A layout of a family without pipeline stages, for its layers alone."""
+        config = self.run.with_layout(Layout(family))
+        schedule = next(filter(splits_backward, self.run.space.schedules)) if family.split else "1f1b"
+        return replace(config, parallel=replace(config.parallel, pipeline_schedule=schedule))
+
+    def times(self, family: Family) -> list[StageTimes]:
+        """Of the embedding, each layer and the head. Raises ValueError as `predict_step`."""
+        if family not in self._times:
+            config = self._probe(family)
+            step = Step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache)
+            self._times[family] = step.part_times()
+        return self._times[family]
+
+    def time_bound(self, layout: Layout) -> float:
+        """Seconds below which a layout's step cannot go, by the times of its layers."""
+        hidden = "ep_communication" if runs_passes_in_turns(self.run.given) else ""
+        parts = np.array(
+            [
+                [spent.total - spent.get(hidden, 0.0) for spent in (part.forward, part.backward, part.weight)]
+                for part in self.times(layout.family)
+            ]
+        )
+        stages = np.array(
+            [
+                parts[[layer + 1 for layer in stage.layers]].sum(0) + parts[0] * stage.first + parts[-1] * stage.last
+                for stage in self.stages(layout.pipeline)
+            ]
+        )
+        more = self._exchanged(layout, stages if self._passes_alone else np.full_like(stages, inf))
+        if late_update(self.run.given) is not None:  # steps overlap
+            stages = np.array([[0.0, 0.0, total] for total in stages.sum(1)])
+        return step_bound(stages, layout.place, self.microbatches(layout), more)
+
+    def _exchanged(self, layout: Layout, stages: np.ndarray) -> list[float]:
+        """Seconds by pipeline rank that gradients and parameters add at least to the passes of its `stages`."""
+        if named_value(self.run.given, "freeze"):  # nothing is said of frozen parameters
+            return [0.0] * layout.pipeline.ranks
+        step = self._replicas(layout)
+        passes = (stages[list(layout.place.stages_of(rank))].sum(0) for rank in range(layout.pipeline.ranks))
+        return [
+            step.least_exchanged(elements, forward, backward + weight, self.microbatches(layout))
+            for elements, (forward, backward, weight) in zip(self._elements_of_ranks(layout), passes, strict=True)
+        ]
+
+    def _replicas(self, layout: Layout) -> Step:
+        """What the replicas of a layout exchange; schedules and micro-batches change none of it."""
+        family, pipeline = Family(*layout.family[:4]), Pipeline(ranks=layout.pipeline.ranks)
+        return self._step(Layout(family, pipeline, layout.dp, Saving(layout.saving.sharding)))
+
+    @cache  # noqa: B019
+    def _step(self, layout: Layout) -> Step:
+        return Step(self.run.with_layout(layout), self.run.world_size, self.device, self.gpus_per_node, self.cache)
+
+    def microbatches(self, layout: Layout) -> int:
+        return self.run.space.global_batch_size // (layout.dp * layout.family.micro_batch)
+
+    # Bounds on the memory
+
+    @cache  # noqa: B019
+    def stages(self, pipeline: Pipeline) -> list[Stage]:
+        """What the stages of a layout hold."""
+        return pipeline_stages(self.run.own.model, self.run.with_layout(Layout(pipeline=pipeline)).parallel)
+
+    def memory_bound(self, layout: Layout) -> int:
+        """Bytes that the fullest rank of a layout has at least: states in shards without padding, and activations of
+        one rank's model divided evenly over TP and CP. It costs next to nothing."""
+        family, saving = layout.family, layout.saving
+        shards = {False: layout.replicas}
+        shards[True] = max(1, layout.replicas * family.tp // (family.ep * family.expert_tp))
+        states = [
+            sum(count * self._bytes_each(saving, shards[expert], expert) for expert, count in elements.items())
+            for elements in self._elements_of_ranks(layout)
+        ]
+        for rank, peak in self._peaks_of(layout).items():
+            states[rank] += peak
+        return int(max(states))
+
+    def close_memory_bound(self, layout: Layout) -> int:
+        """The same with the states as they are planned, and whole units beside them where they are sharded."""
+        family = Family(*layout.family[:4], split=layout.family.split)  # what else it says changes no states
+        alike = layout._replace(family=family)
+        return max(self._states(alike, rank) + peak for rank, peak in self._peaks_of(layout).items())
+
+    @cache  # noqa: B019
+    def _states(self, layout: Layout, rank: int) -> int:
+        config = self.run.with_layout(layout)
+        plan = states_of_rank(config, ParallelDims.from_config(config.parallel, self.run.world_size), rank)
+        return plan.memory.total + plan.in_flight.total
+
+    def _peaks_of(self, layout: Layout) -> dict[int, int]:
+        family, pipeline = layout.family, layout.pipeline
+        microbatches = min(self.microbatches(layout), 2 * pipeline.ranks)
+        alone = Family(family.tp * family.cp, 1, 1, 1, *family[4:])
+        return self._peaks(alone, pipeline, microbatches, layout.saving.offload == "activations")
+
+    def _elements_of_ranks(self, layout: Layout) -> list[dict[bool, float]]:
+        """Parameters of each pipeline rank at least, by whether they are experts': all cut like matrices."""
+        held = [self._elements(stage) for stage in self.stages(layout.pipeline)]
+        cut = {False: layout.family.tp, True: layout.family.ep * layout.family.expert_tp}
+        own = (layout.place.stages_of(rank) for rank in range(layout.pipeline.ranks))
+        return [
+            {expert: sum(held[stage][expert] for stage in stages) / cut[expert] for expert in cut} for stages in own
+        ]
+
+    @cache  # noqa: B019
+    def _peaks(self, alone: Family, pipeline: Pipeline, microbatches: int, offloads: bool) -> dict[int, int]:
+        """Bytes of activations that ranks hold at least which may be the fullest. `alone` is a family with all ranks
+        that share a layer's activations as its TP."""
+        held = [self._activations(alone, stage, offloads) for stage in self.stages(pipeline)]
+        lists = lists_of(pipeline.schedule, pipeline.ranks, microbatches, pipeline.chunks)
+        ranks = {*range(min(pipeline.ranks, FULLEST)), pipeline.ranks - 1}
+        return {rank: peak_of_actions(lists[rank], held) for rank in ranks}
+
+    def _activations(self, alone: Family, stage: Stage, offloads: bool) -> StageMemory:
+        if offloads and len(stage.layers):
+            stage = Stage(stage.layers[:1], stage.first, stage.last)
+        slope = self._slope(alone._replace(tp=1, micro_batch=1), stage)
+        return StageMemory(**{name: max(0, getattr(slope, name)) * alone.micro_batch // alone.tp for name in MEASURED})
+
+    @cache  # noqa: B019
+    def _slope(self, family: Family, stage: Stage) -> StageMemory:
+        """What a further sample of a micro-batch holds."""
+        first, second = (
+            ActivationPlan(MicroBatch.of(self._probe(family._replace(micro_batch=samples))), self.cache).stage(stage)
+            for samples in (1, 2)
+        )
+        return second - first
+
+    @cache  # noqa: B019
+    def _elements(self, stage: Stage) -> dict[bool, int]:
+        metas = stage_metas(self.run.own.model, stage)
+        sums = {expert: sum(meta.numel for meta in metas if meta.expert is expert) for expert in (False, True)}
+        if stage.last and not stage.first and self.run.own.model.tied_embeddings:  # its copy may be the first stage's
+            sums[False] -= sum(meta.numel for meta in metas if meta.role in ("embedding", "output"))
+        return sums
+
+    @cache  # noqa: B019
+    def _bytes_each(self, saving: Saving, shards: int, expert: bool) -> float:
+        """Bytes of states that each element of a large matrix takes on a rank."""
+        config = self.run.with_layout(Layout(saving=saving))
+        found = [meta for meta in stage_metas(self.run.own.model) if meta.expert is expert and meta.matrix]
+        if not found or any(config.optimizer.freezes(meta) for meta in found):
+            return 0.0  # nothing is said of frozen parameters
+        return _state_bytes(found[0], shards, config) / (shards * ELEMENTS)
+
+
+MEASURED = ("kept", "for_weights", "forward", "backward", "weight", "weight_copies")
+
+
+def _state_bytes(meta: ParamMeta, shards: int, config: RunConfig) -> int:
+    """Of a matrix of `ELEMENTS` elements for each of `shards` ranks."""
+    optimizer = config.optimizer
+    ddp = config.ddp
+    parallel = config.parallel
+    shape = (shards * ELEMENTS // ALIGNMENT, ALIGNMENT)
+    buffers = plan_buffers([(meta, shape)], shards, shards, None, optimizer.group_of, (), False, ddp.shards_gradients)
+    dtypes = parallel.params_dtype, parallel.main_dtype
+    of_chain = 0
+    if not optimizer.updates_together:
+        dims = ParallelDims(dp=shards)
+        of_chain = chain_bytes(buffers, optimizer, dims, 0, DTYPE_BYTES[parallel.main_dtype])[0][0]
+    found = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters, (of_chain, 0))
+    if optimizer.whole_roles:  # states lie where the matrix is updated
+        return found.parameters + found.gradients
+    return found.total
+
+
+def step_bound(
+    stages: Sequence[Sequence[float]] | np.ndarray,
+    layout: PipelineLayout,
+    microbatches: int,
+    more: Sequence[float] | None = None,
+) -> float:
+    """Seconds that no schedule of these stages can go below. Of each stage: seconds of a micro-batch in the forward, in
+    the backward (or the gradient of the input alone), and in the deferred weight gradient. `more` is what each rank
+    does beside its passes.
+
+    The first forward of a rank waits for the stages before its own, and after the last backward of its own first stage
+    those before it have theirs to do. Between the two a rank does all its work, except that deferred weight gradients
+    may wait.
+    """
+    longest, times = 0.0, np.asarray(stages)
+    for rank in range(layout.pp):
+        own = layout.stages_of(rank)
+        start, after, _ = times[: own[0]].sum(0)
+        forward, backward, weights = times[list(own)].sum(0)
+        passes = microbatches * (forward + backward)
+        beside = 0.0 if more is None else more[rank]
+        longest = max(longest, start + passes + max(after, microbatches * weights) + beside)
+    return float(longest)
+
+
+def ideal_seconds_of_a_sample(one: Sequence[PassEvents], two: Sequence[PassEvents], device: DeviceFile) -> float:
+    """Seconds that the second sample adds, by what parts of a model do with one and with two samples. What they do once
+    for all samples, as reading weights, is left out: in other layouts more samples share it.
+
+    Products fill every multiprocessor; nothing is launched, no kernel has a shortest time, and collectives take none.
+    """
+    device = replace(device, kernel_floor_us=0.0, launch_gap_us=0.0, sustained=1.0, capability=None)  # without waves
+    replay = Replay(device, Network(device, 1), {}, 0.0)
+    alone, both = (
+        sum(replay.kernel(event)[1] for part in parts for event in part.every if isinstance(event, Kernel))
+        for parts in (one, two)
+    )
+    return max(0.0, both - alone)

@@ -1,0 +1,284 @@
+"""The search for the fastest layouts of a run that fit the memory of its devices. torch is imported only to measure."""
+
+from __future__ import annotations
+
+import gc
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import inf
+from typing import Generic, TypeVar
+
+from megatron.extensions.plan.planner.memory import GIB, RankMemory, fullest
+from megatron.extensions.plan.planner.suggest.costs import LayoutCosts
+from megatron.extensions.plan.planner.suggest.space import OFFLOADING, RECOMPUTATION, SHARDING, Family, Layout, Saving
+from megatron.extensions.plan.planner.time.step_time import StepTime
+from megatron.training.config.run_config import RunConfig
+
+NEAREST_MEASURED = 3
+"""Layouts that are measured to name the nearest one if nothing fits: those with the lowest bounds on memory."""
+
+MOST_PREDICTED = 150
+"""Predictions after which a search that may leave layouts out predicts only what saves memory in those that it has."""
+
+MOST_OF_A_SHAPE = 6
+"""Layouts of one `Layout.shape` that a search that may leave some out predicts: those with the lowest bounds."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Candidate(Generic[T]):
+    """A candidate and a lower bound on its cost. `order` decides between equal bounds."""
+
+    bound: float
+    order: tuple[object, ...]
+    item: T
+    final: bool = False
+    """True if `bound` is the cost."""
+
+
+def best_first(
+    candidates: Iterable[Candidate[T]],
+    refine: Callable[[Candidate[T]], Iterable[Candidate[T]]],
+) -> Iterator[Candidate[T]]:
+    """Yields final candidates by their cost, then their order.
+
+    Candidates wait in a heap, ordered by a lower bound on their cost. What leaves it with its cost is the next best,
+    and nothing whose bound is above the last result's cost is ever refined (A*; Hart, Nilsson and Raphael, 1968).
+
+    `refine` is given the first candidate that is not final, and returns what takes its place; a bound below that of
+    what it refines is raised to it. Equal bounds are refined before a result leaves, so that ties are decided by order.
+    """
+    heap = [(each.bound, each.final, each.order, number, each) for number, each in enumerate(candidates)]
+    heapq.heapify(heap)
+    count = len(heap)
+    while heap:
+        bound, *_, first = heapq.heappop(heap)
+        if first.final:
+            yield first
+            continue
+        for each in refine(first):
+            heapq.heappush(heap, (max(bound, each.bound), each.final, each.order, count, each))
+            count += 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """A legal layout with its predicted step, and its memory by pipeline rank, empty until it is measured."""
+
+    layout: Layout
+    config: RunConfig
+    step: StepTime
+    memory: tuple[RankMemory, ...] = ()
+    given: bool = False
+    """True if it is the run's own."""
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory of the rank that takes most."""
+        return max(rank.host for rank in self.memory)
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank that holds most."""
+        return fullest(self.memory)
+
+
+def ranked_with(own: Found, found: list[Found]) -> list[Found]:
+    """Layouts by time, the fastest first, with a run's own among them. It comes before others that take as long, and
+    stands for those of its shape that are no faster."""
+    faster = [each for each in found if each.step.seconds < own.step.seconds]
+    return [*faster, own, *(each for each in found[len(faster) :] if each.layout.shape != own.layout.shape)]
+
+
+Item = Family | Layout | Found
+
+
+@dataclass
+class Effort:
+    """What a search took."""
+
+    families: int = 0
+    traced: int = 0
+    """Families whose layers were timed."""
+
+    layouts: int = 0
+    """Layouts of those, and their ways of saving memory, whose memory was bounded."""
+
+    predicted: int = 0
+    measured: int = 0
+
+    beyond_host: int = 0
+    """Of those measured, what they offload does not fit the host's memory."""
+
+    bound: float | None = None
+    """Where layouts were left out: a lower bound on the step time of each of them."""
+
+    interrupted: bool = False
+    """True if it was asked to end."""
+
+
+@dataclass
+class LayoutSearch:
+    """Searches the layouts of one run."""
+
+    costs: LayoutCosts
+    limit: int
+    """Bytes of a device."""
+
+    most_timed: int | None = None
+    """Number of families whose layers are timed, those with the lowest bounds; others are left out, and all but
+    `MOST_OF_A_SHAPE` layouts of a shape. With None nothing is left out."""
+
+    progress: Callable[[Effort], None] = lambda effort: None
+    """Is called at every step of the search."""
+
+    effort: Effort = field(default_factory=Effort)
+    _of_shape: Counter[tuple[object, ...]] = field(default_factory=Counter)
+    _found: dict[tuple[object, ...], Found] = field(default_factory=dict)
+    _fitting: dict[Family, list[Layout]] = field(default_factory=dict)
+    """The layouts of a family that may fit, until they are taken."""
+
+    _sizes: dict[Layout, float] = field(default_factory=dict)
+    """Layouts that were tried, with the bytes that they have at least; infinite if the host's memory does not do."""
+
+    def best(self, count: int) -> list[Found]:
+        """The fastest layouts that fit, the fastest first, one of each `Layout.shape`. Raises ValueError where the
+        device file lacks a rate."""
+        families = list(self._families())
+        gc.freeze()  # garbage collection leaves out what there was before, which is most
+        try:
+            for candidate in best_first(families, self._refine):
+                assert isinstance(candidate.item, Found)
+                self._found.setdefault(candidate.item.layout.shape, candidate.item)
+                if len(self._found) == count:
+                    break
+        finally:
+            gc.unfreeze()
+        return list(self._found.values())
+
+    def end_early(self) -> None:
+        """Ends a search that runs, as soon as it can, with the fastest that fit among the predicted layouts and what
+        saves more memory in them."""
+        self.effort.interrupted = True
+
+    def _leave_out(self, bound: float) -> None:
+        self.effort.bound = bound if self.effort.bound is None else min(bound, self.effort.bound)
+
+    def nearest(self) -> Found | None:
+        """The legal layout whose fullest rank exceeds the limit least, for when nothing fits; None if none is legal."""
+        too_large = [layout for layout, size in self._sizes.items() if self.limit < size < inf]
+        too_large.sort(key=lambda layout: (self._sizes[layout], layout.order))
+        legal = (
+            (layout, config) for layout in too_large if self.costs.legal(config := self.costs.run.with_layout(layout))
+        )
+        found = [
+            Found(layout, config, self.costs.step(config), tuple(self.costs.memory(config)))
+            for layout, config in islice(legal, NEAREST_MEASURED)
+        ]
+        return min(found, key=lambda each: each.fullest.total, default=None)
+
+    def _families(self) -> Iterator[Candidate[Item]]:
+        for family in self.costs.run.space.families():
+            if self.costs.divides(family.tp, family.cp, family.ep, family.expert_tp):
+                self.effort.families += 1
+                order = (0, *family._replace(recompute=""), RECOMPUTATION.index(family.recompute))
+                yield Candidate(self.costs.family_bound(family), order, family)
+
+    def _refine(self, candidate: Candidate[Item]) -> Iterator[Candidate[Item]]:
+        item, bound = candidate.item, candidate.bound
+        self.progress(self.effort)
+        if isinstance(item, Found):
+            if item.layout.shape not in self._found:  # of which a faster one stands for it
+                yield from self._measured(item)
+        elif self.effort.interrupted or (self.most_timed is not None and self.effort.predicted >= MOST_PREDICTED):
+            self._leave_out(bound)
+        elif isinstance(item, Family):
+            yield from self._layouts(item, candidate)
+        elif item.shape not in self._found:
+            if self.most_timed is not None and self._of_shape[item.shape] >= MOST_OF_A_SHAPE:
+                self._leave_out(bound)
+            else:
+                yield from self._predicted(item)
+
+    def _layouts(self, family: Family, candidate: Candidate[Item]) -> Iterator[Candidate[Item]]:
+        """The layouts of a family that may fit, each with the least saving that lets it; the family alone if its bound
+        is higher by now."""
+        again = self.costs.family_bound(family)
+        if again <= candidate.bound:
+            if family not in self._fitting:
+                every = self.costs.run.space.layouts(family)
+                self._fitting[family] = [each for layout in every for each in self._may_fit(layout)]
+            again = min((self.costs.untimed_bound(each, again) for each in self._fitting[family]), default=inf)
+        if candidate.bound < again < inf:
+            yield replace(candidate, bound=again)
+        elif self._fitting[family]:
+            if self.effort.traced == self.most_timed:
+                self._leave_out(candidate.bound)
+                return
+            self.effort.traced += 1
+            yield from map(self._bounded, self._fitting.pop(family))
+
+    def _bounded(self, layout: Layout) -> Candidate[Item]:
+        return Candidate(self.costs.time_bound(layout), (1, layout.order), layout)
+
+    def _predicted(self, layout: Layout) -> Iterator[Candidate[Item]]:
+        """The layout with its predicted step if it is legal and its states may fit, otherwise what saves more."""
+        config = self.costs.run.with_layout(layout)
+        if not self.costs.legal(config):
+            return
+        self._sizes[layout] = self.costs.close_memory_bound(layout)
+        if self._sizes[layout] > self.limit:
+            yield from map(self._bounded, self._savings(layout))
+            return
+        self._of_shape[layout.shape] += 1
+        self.effort.predicted += 1
+        timed = Found(layout, config, self.costs.step(config))
+        yield Candidate(timed.step.seconds, (2, layout.order), timed)
+
+    def _may_fit(self, layout: Layout) -> Iterator[Layout]:
+        """The layout if the bound on its memory allows it, otherwise what saves more, in the same way."""
+        if layout in self._sizes:
+            return
+        self.effort.layouts += 1
+        self._sizes[layout] = self.costs.memory_bound(layout)
+        if self._sizes[layout] <= self.limit:
+            yield layout
+        elif layout.saving != Saving() or self._may_fit_at_all(layout):
+            yield from self._savings(layout)
+
+    def _may_fit_at_all(self, layout: Layout) -> bool:
+        """Return whether what saves most memory lets a layout fit."""
+        sharding = SHARDING[-1] if layout.replicas > 1 else SHARDING[0]
+        most = [layout._replace(saving=Saving(sharding, offload)) for offload in OFFLOADING[1:]]
+        sizes = {each: self.costs.memory_bound(each) for each in most}
+        if min(sizes.values()) <= self.limit:
+            return True
+        self._sizes |= sizes
+        return False
+
+    def _savings(self, layout: Layout) -> Iterator[Layout]:
+        for saving in layout.saving.next(layout.replicas):
+            yield from self._may_fit(layout._replace(saving=saving))
+
+    def _measured(self, timed: Found) -> Iterator[Candidate[Item]]:
+        """The layout if it fits, otherwise what saves more memory in it."""
+        self.effort.measured += 1
+        found = replace(timed, memory=tuple(self.costs.memory(timed.config)))
+        host = self.costs.device.host_memory_gib
+        self._sizes[timed.layout] = found.fullest.total
+        if host is not None and found.host > host * GIB:
+            self.effort.beyond_host += 1
+            self._sizes[timed.layout] = inf
+        elif found.fullest.total <= self.limit:
+            yield Candidate(timed.step.seconds, (3, timed.layout.order), found, final=True)
+            return
+        elif (chunked := self.costs.chunked(timed.config, timed.step, found.memory)) is not None:
+            found = replace(found, config=chunked.config, step=chunked.step, memory=chunked.memory)
+            if found.fullest.total <= self.limit:
+                yield Candidate(found.step.seconds, (3, timed.layout.order), found, final=True)
+        for layout in self._savings(timed.layout):
+            yield from self._predicted(layout)

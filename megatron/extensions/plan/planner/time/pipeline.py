@@ -1,0 +1,158 @@
+"""How long a pipeline takes: the schedule's own lists, simulated with the times of each stage. No torch.
+
+After its warm-up a schedule repeats itself every p micro-batches. So long steps are not simulated whole: what a further
+round of micro-batches adds is measured between two short ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.actions import Action, Kind, Lists
+from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
+from megatron.core.pipeline_parallel.walk import TIMED
+from megatron.extensions.plan.simulator.simulator import Simulation, StageCosts, at_stage, lists_of_steps, simulate
+from megatron.training.config.run_config import RunConfig
+from megatron.training.step_parts import late_update, runs_passes_in_turns
+
+ROUNDS = 3
+"""Steps of more rounds of p micro-batches than this are extrapolated."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule by name, as `build_schedule` takes it."""
+
+    name: str
+    layout: PipelineLayout
+    group: int | None = None
+    in_turns: bool = False
+    validates: bool = False
+    """True if no rank waits for the others between two steps: ends are then those of a step behind another one."""
+
+    flows: bool = False
+    """True if a step begins before the one before ends: the same of ends."""
+
+    tied: bool = False
+    """True if the first and the last rank sum up gradients of weights that they share at the end of a step."""
+
+    @classmethod
+    def of(cls, parallel: ModelParallelConfig, layout: PipelineLayout) -> Schedule:
+        """That of a configuration, of a step alone."""
+        group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+        return cls(parallel.schedule, layout, group, runs_passes_in_turns(parallel))
+
+    @classmethod
+    def of_run(cls, config: RunConfig) -> Schedule:
+        """That of a run, whose steps may overlap: where no log line reads the result of each, passes of a schedule that
+        does not flush begin before the step before ends."""
+        alone = cls.of(config.parallel, pipeline_layout(config.model, config.parallel))
+        flushes, tied = PIPELINE_SCHEDULES.facts(alone.name).flushes, bool(tied_stages(config.model, alone.layout))
+        flows = not flushes and config.logging.log_interval > 1
+        validates = late_update(config) is not None and not (tied or flows)
+        return replace(alone, validates=validates, flows=flows, tied=tied)
+
+    def lists(self, microbatches: int, messages: bool = False) -> Lists:
+        """The actions of a step by pipeline rank: with VALIDATE if it `validates`; then, or with `messages`, checked
+        and with messages."""
+        shape = self.name, self.layout.pp, microbatches, self.layout.chunks
+        if messages or self.validates:
+            return pipeline_lists(*shape, False, self.group, self.in_turns, self.validates)
+        return build_schedule(*shape, self.group, self.in_turns)
+
+    def times(self, costs: StageCosts, microbatches: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """By pipeline rank, of a step of this number of micro-batches: when it has computed its last action, and what
+        of that is because messages take time."""
+        ends = self._ends(costs, microbatches)
+        alone = self._ends(replace(costs, comm=0.0), microbatches)
+        return ends, tuple(max(0.0, a - b) for a, b in zip(ends, alone, strict=True))
+
+    def _ends(self, costs: StageCosts, microbatches: int) -> tuple[float, ...]:
+        turn = max(self.layout.pp, self.group or 0)
+        rounds, rest = divmod(microbatches, turn)
+        if rounds <= ROUNDS:
+            return self._simulated(costs, microbatches)
+        few, more = (self._simulated(costs, n * turn + rest) for n in (ROUNDS - 1, ROUNDS))
+        # Where stages are uneven, a round lasts as long as that of the busiest rank once the others wait for it.
+        longest = turn * max(self._work(costs, rank) for rank in range(self.layout.pp))
+        return tuple(b + (rounds - ROUNDS) * max(b - a, longest) for a, b in zip(few, more, strict=True))
+
+    def _work(self, costs: StageCosts, rank: int) -> float:
+        """Time that a rank computes for one micro-batch."""
+        passes = (costs.forward, costs.input_grad, costs.weight_grad)
+        return sum(at_stage(times, stage) for times in passes for stage in self.layout.stages_of(rank))
+
+    def _simulated(self, costs: StageCosts, microbatches: int) -> tuple[float, ...]:
+        if (steady := self._steady(costs, microbatches)) is not None:
+            return (steady[0],) * self.layout.pp
+        found = simulate(self.lists(microbatches), costs)
+        return tuple(max(timed.stop for timed in timeline) for timeline in found.timeline)
+
+    def _steady(self, costs: StageCosts, microbatches: int) -> tuple[float, float] | None:
+        """(time of a step, idle share of it) of a run whose steps overlap; None of others."""
+        if self.flows:
+            return unflushed(self.name, self.layout.pp, microbatches, costs, self.tied)
+        return post_validated(self.lists(microbatches), costs) if self.validates else None
+
+    def bubble(self, costs: StageCosts, microbatches: int) -> float:
+        """Idle share of a step."""
+        steady = self._steady(costs, microbatches)
+        return simulate(self.lists(microbatches), costs).bubble if steady is None else steady[1]
+
+
+STEPS = 4
+"""Steps that are simulated one after the other. Of the last two the differences of their ends count."""
+
+
+def consecutive(lists: Lists, steps: int) -> Lists:
+    """The lists of several steps behind one another, micro-batches numbered on."""
+    m = 1 + max(action.microbatch for actions in lists for action in actions)
+    return [
+        [action._replace(microbatch=action.microbatch + step * m) for step in range(steps) for action in actions]
+        for actions in lists
+    ]
+
+
+def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float, float]:
+    """(time of a step, idle share of it) in a steady run whose updates are ahead of the norm.
+
+    `lists` are of one step, with VALIDATE; there each rank waits for the end of the step before on all ranks. Without
+    VALIDATE no rank waits. arXiv 2401.10241, section 4, and section 5.2 for the bubble. Not for weights that the first
+    and the last rank share: the sum of their gradients makes these two end a step together, and all others wait for the
+    first one's forward passes.
+    """
+    m = 1 + max(action.microbatch for actions in lists for action in actions)
+    return _of_step(simulate(consecutive(lists, STEPS), costs), m, STEPS)
+
+
+def unflushed(
+    schedule: str, p: int, microbatches: int, costs: StageCosts | None = None, tied: bool = False
+) -> tuple[float, float]:
+    """(time of a step, idle share of it) in a steady run of a schedule that does not flush. With `tied` weights, the
+    last rank waits for the end of each step on the first one."""
+    lists = lists_of_steps(schedule, p, [microbatches] * STEPS)
+    if tied and p > 1:
+        last = []
+        for action in lists[-1]:
+            last.append(action)
+            if action.kind is Kind.SEND_B and (action.microbatch + 1) % microbatches == 0:
+                last.append(Action(Kind.VALIDATE, action.stage, action.microbatch + 1))
+        lists[-1] = last
+    return _of_step(simulate(lists, costs), microbatches, STEPS - 1)
+
+
+def _of_step(found: Simulation, microbatches: int, number: int) -> tuple[float, float]:
+    """(time, idle share) of the step of this number, from 1, among `STEPS`."""
+    time = _end(found, number * microbatches) - _end(found, (number - 1) * microbatches)
+    return time, 1 - sum(found.busy) / STEPS / len(found.busy) / time
+
+
+def _end(found: Simulation, microbatches: int) -> float:
+    """When all ranks have done what is below a number of micro-batches."""
+    timed = (entry for timeline in found.timeline for entry in timeline if entry.action.kind in TIMED)
+    return max(entry.stop for entry in timed if entry.action.microbatch < microbatches)

@@ -1,0 +1,374 @@
+"""Time of a training step, predicted: what each rank's kernels and collectives take on a device, stage by stage, put
+together by the pipeline's own schedule, and the work between two steps.
+
+Every number comes from the fake step that gives memory and FLOPs, and from the device file. docs/planner.md says what
+is modelled and how close predictions are to published runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, prod
+from typing import NamedTuple
+
+from megatron.core.distributed.param_layout import default_bucket_size, unit_of
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import gathered_format, linear_format
+from megatron.core.pipeline_parallel.layer_split import pipeline_stages
+from megatron.core.pipeline_parallel.stages import pipeline_layout, whole_model
+from megatron.extensions.plan.planner.device_file import DeviceFile
+from megatron.extensions.plan.planner.fake_stage import PlannerCache
+from megatron.extensions.plan.planner.flops import model_flops
+from megatron.extensions.plan.planner.memory import DTYPE_BYTES, RankStates, local_shape, states_of_rank
+from megatron.extensions.plan.planner.micro_batch import MicroBatch
+from megatron.extensions.plan.planner.time.events import Collective, Event, PassEvents
+from megatron.extensions.plan.planner.time.pipeline import Schedule
+from megatron.extensions.plan.planner.time.replay import Network, Placement, Replay, Times, placement
+from megatron.extensions.plan.simulator.simulator import StageCosts
+from megatron.training.config.run_config import RunConfig
+from megatron.training.step_parts import launches_once, runs_passes_in_turns
+
+SUBJECTS = (
+    *("matmul", "attention", "element_wise", "tp_communication", "cp_communication", "ep_communication", "launch"),
+    *("offload", "pipeline_bubble", "pipeline_messages", "grad_reduce", "param_gather", "optimizer", "overhead"),
+)
+"""What a step's time is spent on. Communication is what is exposed of it, and by what it slows kernels beside it."""
+
+AXES = ("tp", "cp", "ep", "expt_tp")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A predicted step. `parts` are the seconds of the busiest pipeline rank, by `SUBJECTS`; they sum to `seconds`."""
+
+    seconds: float
+    tokens_per_second: float
+    """Of all ranks."""
+
+    tflops: float
+    """Causal model FLOPs per second of a device, in 1e12; recomputation is not counted."""
+
+    mfu: float | None
+    """Of the device's peak in the precision of the linear layers; None if the device file does not name that."""
+
+    parts: dict[str, float]
+    bubble: float
+    """Share of the step that the mean pipeline rank idles or sends while passes run, until the last of them ends."""
+
+    parts_of_pp_rank: int | None
+    """The pipeline rank whose `parts` these are; None without pipeline parallelism."""
+
+    device: DeviceFile
+    world_size: int
+    gpus_per_node: int
+
+    @property
+    def bound_by(self) -> str:
+        """The subject that takes longest."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+    @property
+    def record(self) -> dict[str, object]:
+        """As JSON: seconds and shares."""
+        found = {name: value for name, value in vars(self).items() if name != "world_size"}
+        of_device = self.tokens_per_second / self.world_size
+        own = {"device": self.device.name, "tokens_per_second_per_device": of_device, "bound_by": self.bound_by}
+        return found | own
+
+
+def predict_step(
+    config: RunConfig,
+    world_size: int,
+    device: DeviceFile,
+    gpus_per_node: int | None = None,
+    cache: PlannerCache | None = None,
+) -> StepTime:
+    """Predicts a step of a resolved and validated configuration on `world_size` devices.
+
+    `gpus_per_node` is by default `device.ranks_of_node`. `cache` keeps traces between calls. Raises ValueError where
+    the device file lacks a rate that the step needs.
+    """
+    return Step(
+        config, world_size, device, gpus_per_node or device.ranks_of_node(world_size), cache or PlannerCache()
+    ).predict()
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Of one micro-batch on one stage."""
+
+    forward: Times
+    backward: Times
+    weight: Times
+    once: Times
+    exchanges: int = 0
+    """All-to-alls of experts in the forward, and as many in the backward."""
+
+    exchange: float = 0.0
+    """Time of one of them."""
+
+    @property
+    def every(self) -> Times:
+        return Times().add(self.forward).add(self.backward).add(self.weight)
+
+
+class Exposed(NamedTuple):
+    """Seconds of a step on one rank."""
+
+    grad_reduce: float
+    param_gather: float
+    optimizer: float
+
+
+class Step:
+    """A step of one configuration on one kind of device."""
+
+    def __init__(
+        self, config: RunConfig, world_size: int, device: DeviceFile, gpus_per_node: int, cache: PlannerCache
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.gpus_per_node = gpus_per_node
+        self.cache = cache
+        self.dims = ParallelDims.from_config(config.parallel, world_size)
+        self.network = Network(device, min(gpus_per_node, world_size))
+        groups = {axis: placement(self.dims, (axis,), self.network.ranks_per_node) for axis in AXES}
+        groups["tp_cp"] = placement(self.dims, ("cp", "tp"), self.network.ranks_per_node)
+        groups["expt_tp_ep"] = placement(self.dims, ("ep", "expt_tp"), self.network.ranks_per_node)
+        host_us = 0.0 if launches_once(config) else device.host_launch_us
+        self.replay, self._known_times = Replay(device, self.network, groups, host_us), dict[int, Times]()
+        self.batch = replace(MicroBatch.of(config), device=device.device_type)
+        samples = config.training.global_batch_size or config.training.micro_batch_size * self.dims.dp
+        self.tokens = samples * config.model.seq_length
+        self.microbatches = max(1, samples // (config.training.micro_batch_size * self.dims.dp))
+
+    def part_times(self) -> list[StageTimes]:
+        """What `predict` adds up to stages: a micro-batch in the embedding, in each layer, and in the head. Layouts
+        whose layers do the same have equal times, wherever their stages lie."""
+        (parts,) = self.cache.parts_of(self.batch, [whole_model(self.config.model)])
+        return [self._stage([part]) for part in parts]
+
+    def predict(self) -> StepTime:
+        """Raises ValueError where the device file lacks a rate."""
+        config = self.config
+        self.layout = pipeline_layout(config.model, config.parallel)
+        stages = pipeline_stages(config.model, config.parallel)
+        times = [self._stage(parts) for parts in self.cache.parts_of(self.batch, stages)]
+        costs = self._costs(times)
+        ranks = [Times() for _ in range(self.layout.pp)]
+        for stage, of_stage in enumerate(times):
+            ranks[self.layout.rank_of(stage)].add(of_stage.every)
+        busy = [self.microbatches * each.total for each in ranks]
+        ends, messages = tuple(busy), (0.0,) * len(busy)
+        if self.layout.num_stages > 1:
+            ends, messages = Schedule.of_run(config).times(costs, self.microbatches)
+        between = [self._between(rank, times) for rank in range(self.layout.pp)]
+        reduced = [end + each.grad_reduce for end, each in zip(ends, between, strict=True)]
+        # The rank that ends last may be one that idles for most of the step, and then tells nothing of what bounds it.
+        busiest = max(range(len(ranks)), key=busy.__getitem__)
+        parts = Times(dict.fromkeys(SUBJECTS, 0.0))
+        parts.add(ranks[busiest], self.microbatches)
+        idle = max(reduced) - between[busiest].grad_reduce - busy[busiest]
+        parts.spend("pipeline_messages", min(messages[busiest], max(0.0, idle)))
+        parts.spend("pipeline_bubble", idle - parts["pipeline_messages"])
+        parts.spend("grad_reduce", between[busiest].grad_reduce)
+        parts.spend("param_gather", max(each.param_gather for each in between))
+        parts.spend("optimizer", max(each.optimizer for each in between))
+        once = [sum(times[stage].once.total for stage in self.layout.stages_of(rank)) for rank in range(len(ranks))]
+        parts.spend("element_wise", max(once))
+        parts.spend("overhead", self._overhead())
+        seconds = parts.total
+        per_token = model_flops(config.model, kinds=self.cache.kinds_of(config.model)).total
+        rate = per_token * self.tokens / seconds / self.dims.world_size / 1e12
+        peak = self._peak_tflops()
+        bubble = (max(ends) - sum(busy) / len(busy)) / seconds
+        return StepTime(
+            seconds,
+            self.tokens / seconds,
+            rate,
+            rate / peak if peak else None,
+            dict(parts),
+            bubble,
+            busiest if len(ranks) > 1 else None,
+            self.device,
+            self.dims.world_size,
+            self.gpus_per_node,
+        )
+
+    def _peak_tflops(self) -> float | None:
+        """Of the linear layers' precision, if the device file has it. An fp8 step beside no peak of fp8 is one of 16
+        bits, whose rate products have then."""
+        peaks, parallel = self.device.peak_tflops, self.config.parallel
+        name = linear_format(parallel)
+        if name is not None and name in peaks:
+            return peaks[name]
+        wide = {"float32": "fp32", "float64": "fp64"}
+        return peaks.get(wide.get(parallel.params_dtype, "bf16"))
+
+    def _times(self, events: Sequence[Event]) -> Times:
+        """Of a list of events; those of equal layers are one list."""
+        if id(events) not in self._known_times:
+            self._known_times[id(events)] = self.replay.run(events)
+        return self._known_times[id(events)]
+
+    def _stage(self, parts: Sequence[PassEvents]) -> StageTimes:
+        forward = Times()
+        backward = Times()
+        weight = Times()
+        once = Times()
+        exchanges, exchange = 0, 0.0
+        for part in parts:
+            forward.add(self._times(part.forward))
+            backward.add(self._times(part.backward))
+            weight.add(self._times(part.weight))
+            once.add(self._times(part.once))
+            if part.memory.offloaded:
+                copy = part.memory.offloaded / self.device.host_gb_per_second / 1e9
+                forward.spend("offload", max(0.0, copy - self._times(part.forward).total))
+                backward.spend("offload", max(0.0, copy - self._times(part.backward).total))
+            swaps = [e for e in part.forward if isinstance(e, Collective) and e.kind == "all_to_all"]
+            exchanges += len(swaps)
+            exchange += sum(map(self.replay.collective, swaps))
+        return StageTimes(forward, backward, weight, once, exchanges, exchange / max(1, exchanges))
+
+    def _costs(self, times: Sequence[StageTimes]) -> StageCosts:
+        in_turns = runs_passes_in_turns(self.config)
+
+        def seconds(spent: Times) -> float:
+            return spent.total - (spent.get("ep_communication", 0.0) if in_turns else 0.0)
+
+        return StageCosts(
+            forward=[seconds(stage.forward) for stage in times],
+            input_grad=[seconds(stage.backward) for stage in times],
+            weight_grad=[stage.weight.total for stage in times],
+            comm=self._messages(),
+            exchanges=[stage.exchanges if in_turns else 0 for stage in times],
+            exchange=max(stage.exchange for stage in times) if in_turns else 0.0,
+        )
+
+    def _messages(self) -> list[float]:
+        """By stage, the time of a message between it and the next one."""
+        model, parallel = self.config.model, self.config.parallel
+        if self.layout.num_stages == 1:
+            return [0.0]
+        rows = model.seq_length // self.dims.cp // (self.dims.tp if parallel.sequence_parallel else 1)
+        size = rows * self.config.training.micro_batch_size * model.residual_size
+        size *= DTYPE_BYTES[parallel.params_dtype]
+        nodes = [self.dims.rank(pp=place) // self.network.ranks_per_node for place in range(self.layout.pp)]
+        places = [nodes[self.layout.rank_of(stage)] for stage in range(self.layout.num_stages)]
+        # Of the ranks of a node those send to another one whose pipeline continues there.
+        within, between = Placement(2, 2), placement(self.dims, ("pp",), self.network.ranks_per_node)
+        return [
+            self.network.seconds("send", size, within if here == there else between)
+            for here, there in pairwise([*places, places[-1]])
+        ]
+
+    def _between(self, rank: int, times: Sequence[StageTimes]) -> Exposed:
+        config, own = self.config, self.layout.stages_of(rank)
+        states = states_of_rank(config, self.dims, rank)
+        forward = sum(times[stage].forward.total for stage in own)
+        backward = sum(times[stage].backward.total + times[stage].weight.total for stage in own)
+        numels = {False: 0, True: 0}
+        for meta in states.metas:
+            if not config.optimizer.freezes(meta):
+                numels[meta.expert] += prod(local_shape(meta, self.dims))
+        every_batch = config.ddp.shards_gradients
+        units = len({unit_of(meta.name) for meta in states.metas})
+        reduce = [time for expert, numel in numels.items() for time in self._reductions(numel, expert, units)]
+        gather = [time for expert, numel in numels.items() for time in self._gathers(numel, expert, units)]
+        overlaps = config.ddp.overlap_grad_reduce or every_batch
+        reduced = self._behind(reduce, backward) if overlaps else sum(reduce)
+        reduced *= self.microbatches if every_batch else 1
+        if config.ddp.shards_parameters:  # gathered for the forward and again for the backward of every micro-batch
+            gathered = self.microbatches * (self._behind(gather, forward) + self._behind(gather, backward))
+        elif config.optimizer.use_distributed_optimizer:
+            gathered = self._behind(gather, forward) if config.ddp.overlap_param_gather else sum(gather)
+        else:
+            gathered = 0.0
+        return Exposed(reduced, gathered, self._update(states))
+
+    def least_exchanged(
+        self, elements: Mapping[bool, float], forward: float, backward: float, microbatches: int
+    ) -> float:
+        """Seconds of a step that reducing and gathering these numbers of trained parameters, by whether of experts,
+        adds at least to a rank's passes, if those of a micro-batch take `forward` and `backward`, or to longer ones and
+        what they are longer.
+
+        Of collectives of T seconds behind C of computation at least T - C is exposed, and what is hidden slows the
+        computation.
+        """
+        slowdown = min(1.0, self.device.overlap_slowdown)
+        reduce = sum(time for expert, count in elements.items() for time in self._reductions(count, expert, 1))
+        gather = sum(time for expert, count in elements.items() for time in self._gathers(count, expert, 1))
+
+        def added(time: float, compute: float) -> float:
+            return (1 - slowdown) * max(0.0, time - compute) + slowdown * time
+
+        if self.config.ddp.shards_parameters:  # a longer backward hides more of a reduction and of a gather
+            longer = max(0.0, min(reduce, gather) - backward)
+            both = added(reduce, backward + longer) + added(gather, backward + longer)
+            return microbatches * (longer + both + added(gather, forward))
+        reductions = microbatches if self.config.ddp.shards_gradients else 1
+        return reductions * added(reduce, backward) + added(gather, forward)
+
+    def _overhead(self) -> float:
+        """Fixed time, and the sums over all ranks of a number or two: loss, tokens and gradient norm."""
+        world = Placement(self.dims.world_size, self.network.ranks_per_node)
+        return 1e-3 * self.device.step_overhead_ms + 3 * self.network.seconds("all_reduce", 8, world)
+
+    def _behind(self, times: Sequence[float], compute: float) -> float:
+        """What is exposed of collectives that follow each other, the operands of each ready after an equal share of the
+        computation; what is hidden slows the computation."""
+        clock = 0.0
+        for number, time in enumerate(times, 1):
+            clock = max(clock, compute * number / len(times)) + time
+        exposed = max(0.0, clock - compute) if times else 0.0
+        return exposed + self.device.overlap_slowdown * max(0.0, sum(times) - exposed)
+
+    def _reductions(self, numel: float, expert: bool, units: int) -> list[float]:
+        """Times of the buckets of gradients; of the layers where every micro-batch's gradients are reduced."""
+        main = 2 if self.config.ddp.grad_reduce_in_bf16 or self.config.optimizer.gradients_dtype == "bfloat16" else None
+        size = main or DTYPE_BYTES[self.config.parallel.main_dtype]
+        kind = "reduce_scatter" if self.config.optimizer.use_distributed_optimizer else "all_reduce"
+        return self._buckets(numel, size, expert, kind, units if self.config.ddp.shards_gradients else 1)
+
+    def _gathers(self, numel: float, expert: bool, units: int) -> list[float]:
+        size = DTYPE_BYTES[self.config.parallel.params_dtype] if gathered_format(self.config.parallel) is None else 1
+        return self._buckets(numel, size, expert, "all_gather", units if self.config.ddp.shards_parameters else 1)
+
+    def _buckets(self, numel: float, size: int, expert: bool, kind: str, least: int) -> list[float]:
+        if not numel:
+            return []
+        within, across = self._groups(expert)
+        if within.size * across.size == 1:
+            return []
+        limit = self.config.ddp.ddp_bucket_size or default_bucket_size(within.size)
+        count = max(least, ceil(numel / limit))
+        moved = numel * size / count
+        time = self.network.seconds(kind, moved, within)
+        if across.size > 1 and kind != "all_gather":
+            share = moved / within.size if kind == "reduce_scatter" else moved
+            time += self.network.seconds("all_reduce", share, across)
+        return [time] * count
+
+    def _groups(self, expert: bool) -> tuple[Placement, Placement]:
+        """The ranks that shard states, and those at the same place of each instance."""
+        axes = ("expt_dp",) if expert else ("dp", "cp")
+        whole = placement(self.dims, axes, self.network.ranks_per_node)
+        if self.dims.instances == 1:
+            return whole, Placement(1, 1)
+        size = whole.size // self.dims.instances
+        return Placement(size, min(size, whole.in_node), whole.stride), Placement(
+            self.dims.instances, max(1, whole.in_node // size), whole.stride * size
+        )
+
+    def _update(self, states: RankStates) -> float:
+        """Gradients cleared, read for their norm and for the update; states read and written; parameters written."""
+        memory, device = states.memory, self.device
+        shards = self.dims.shards(False) if self.config.optimizer.use_distributed_optimizer else 1
+        moved = memory.gradients + 2 * memory.gradients / shards + memory.parameters / shards
+        moved += 2 * (memory.main_parameters + memory.moments + memory.rollback)
+        host = 2 * memory.host_states + 2 * memory.host_slots
+        return moved / device.copy_tb_per_second / 1e12 + host / device.host_gb_per_second / 1e9

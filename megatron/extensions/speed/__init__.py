@@ -1,0 +1,1 @@
+"""Faster computation of the same model: fp8, fused kernels, overlap, CUDA graphs."""

@@ -1,0 +1,173 @@
+"""Forward and backward of a micro-batch as one CUDA graph, recorded once and replayed.
+
+Launching a small model's kernels one by one takes longer than running them; a graph is launched at once. It repeats the
+same kernels on the same memory, so what goes in is copied to where the recorded batch lay, and what comes out, the
+loss, is copied away; parameters and gradient sums lie in flat buffers that never move, and dropout is a function of the
+samples' numbers, which go in. `flags.py` says what cannot be recorded.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.batch import Batch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.linear_gemms import MadeCasts, WeightCasts
+from megatron.core.transformer.pass_context import PassContext
+from megatron.extensions.speed.cuda_graphs.flags import CudaGraphFlags
+from megatron.training.config.run_config import RunConfig
+from megatron.training.forward_backward import Pipeline
+from megatron.training.hooks import Callback
+from megatron.training.initialize import Runtime
+from megatron.training.step_parts import StepParts
+
+Replay = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records work on a device, to be replayed."""
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]: ...
+
+
+class CudaRecorder:
+    """torch's CUDA graphs, on the current stream, which must not be the default one.
+
+    Recordings share their memory, but for what is still referenced, so only one may be replayed at a time.
+    Other threads, which read data and pin memory, may go on meanwhile: only what this one does is watched. Garbage is
+    collected before, as what holds device memory must not be freed in a recording.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+        """Calls `run`, whose work on the device is recorded and not done. Its result, whose values are valid after each
+        call of the returned function."""
+        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.collect()
+        gc.disable()
+        try:
+            stream = torch.cuda.current_stream()
+            with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
+                result = run()
+        finally:
+            if collecting:
+                gc.enable()
+        return result, graph.replay
+
+
+class GraphedMicrobatches:
+    """Runs micro-batches one after the other: in the first `warm_up_steps` steps as they come, then from a recording.
+
+    `run(batch, seed)` is the forward and the backward of seed * loss sum, and returns the loss sum. All micro-batches
+    have one shape. The gradients of the batch that is recorded are added by its first replay: recording computes
+    nothing. If weights are cast (fp8), the first micro-batch of a step has a separate recording, which makes the casts
+    that the others read."""
+
+    def __init__(
+        self,
+        run: Callable[[Batch, Tensor], Tensor],
+        recorder: Recorder,
+        warm_up_steps: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        casts: WeightCasts | None = None,
+    ) -> None:
+        self.run = run
+        self.recorder = recorder
+        self.warm_up_steps = warm_up_steps
+        self.casts = casts or WeightCasts()
+        self._made: MadeCasts = {}
+        self._seed = torch.ones((), dtype=dtype, device=device)
+        self._steps = 0
+        self._inputs: Batch | None = None
+        self._recordings: dict[bool, tuple[Tensor, Replay]] = {}
+        """The loss and the replay, by whether weights are cast in it."""
+
+    def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
+        """The loss sum of each micro-batch of a step."""
+        self._seed.fill_(seed)
+        self._steps += 1
+        if self._steps <= self.warm_up_steps:
+            with self.casts.kept():
+                return [self.run(batch, self._seed) for batch in batches]
+        return [self._train_one(batch, first=number == 0) for number, batch in enumerate(batches)]
+
+    def _train_one(self, batch: Batch, first: bool) -> Tensor:
+        if self._inputs is None:
+            copies: dict[str, Any] = {name: tensor.clone() for name, tensor in batch.tensors().items()}
+            self._inputs = replace(batch, **copies)
+        else:
+            _copy_into(self._inputs, batch)
+        makes_casts = first or not self._made
+        if makes_casts not in self._recordings:
+            inputs = self._inputs
+
+            def run() -> Tensor:
+                if makes_casts:
+                    self._made.clear()
+                with self.casts.kept(self._made):
+                    return self.run(inputs, self._seed)
+
+            self._recordings[makes_casts] = self.recorder.record(run)
+        loss, replay = self._recordings[makes_casts]
+        replay()
+        return loss.clone()
+
+
+def _copy_into(inputs: Batch, batch: Batch) -> None:
+    old, new = inputs.tensors(), batch.tensors()
+    assert old.keys() == new.keys(), f"recorded with {sorted(old)}, now {sorted(new)}"
+    assert batch.documents == inputs.documents, "documents are not in a recording"
+    for name, tensor in new.items():
+        assert tensor.shape == old[name].shape, f"{name} is {tuple(tensor.shape)}, recorded {tuple(old[name].shape)}"
+        old[name].copy_(tensor)
+
+
+class GraphedPipeline(Pipeline):
+    """Trains micro-batches from recordings."""
+
+    may_overwrite = False  # a recording is replayed for the first micro-batch and for all others
+
+    def __init__(
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        stages: Mapping[int, GPTModel],
+        passes: PassContext,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(config, runtime, stages, passes)
+        warm_up = config.options(CudaGraphFlags).cuda_graph_warmup_steps
+        main_dtype = getattr(torch, config.parallel.main_dtype)
+        self.graph = GraphedMicrobatches(
+            self._one, recorder or CudaRecorder(), warm_up, runtime.device, main_dtype, passes.casts
+        )
+
+    def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
+        return self.graph.train(batches, seed)
+
+    def _one(self, batch: Batch, seed: Tensor) -> Tensor:
+        (loss,) = self.executor.run(self.lists(1)[self.pp.rank], [batch], loss_scale_seed=seed)
+        return loss
+
+
+class SideStream(Callback):
+    """Leaves the default CUDA stream: that stream cannot be captured, and autograd computes a parameter's gradient on
+    the stream of its first use. Raises ValueError on CPU."""
+
+    def on_setup(self, runtime: Runtime) -> None:
+        if runtime.device.type != "cuda":
+            impl = self.config.options(CudaGraphFlags).cuda_graph_impl
+            raise ValueError(f"--cuda-graph-impl {impl} records the work of a GPU, and this is a CPU; leave it out")
+        torch.cuda.set_stream(torch.cuda.Stream(runtime.device))
+
+
+PARTS = StepParts(pipeline=GraphedPipeline)

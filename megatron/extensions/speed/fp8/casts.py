@@ -1,0 +1,281 @@
+"""Scaled casts to fp8 and GEMMs of their results (Micikevicius et al., "FP8 Formats", arXiv 2209.05433).
+
+A matrix x is held as x8 = round(x * m). The multiplier m brings its largest value to the largest number of the format.
+A GEMM sums in fp32 and multiplies by the scales 1 / m of both operands. Casts saturate, yet NaN and Inf are not lost:
+they make the scale NaN or infinite, and with it the result.
+
+A cast by rows has the matrix's shape [n, k], a cast by columns is its transpose [k, n]: GEMMs in fp8 sum along the last
+dimension of both operands. Both casts are made of one read of the matrix. Collectives run between its amax and them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from megatron.core import torch_private
+from megatron.core.compiled_regions import region, torch_function
+from megatron.core.parts import operation
+from megatron.extensions.speed.fp8.flags import ALIGNMENT, TILE
+
+SMALLEST_AMAX = 2.0**-100
+"""Lower bound on the amax that sets a multiplier, so that multipliers stay finite."""
+
+
+class CastPair(NamedTuple):
+    """fp8 values by rows [n, k] and by columns [k, n], and the fp32 scales that undo their multipliers: [], or [n, 1]
+    and [k, 1]. None where not asked for."""
+
+    rows: Tensor | None
+    row_scale: Tensor | None
+    columns: Tensor | None
+    column_scale: Tensor | None
+
+
+class CastOrder(NamedTuple):
+    """How to cast a matrix by a given multiplier [], as `wanted` by rows and by columns. `noted` [] becomes the larger
+    of it and the matrix's amax."""
+
+    multiplier: Tensor
+    noted: Tensor | None
+    wanted: tuple[bool, bool]
+    dtype: torch.dtype
+
+
+@operation
+def cast_transpose(
+    x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype, compiled: bool
+) -> CastPair:
+    """Casts x [n, k] scaled by an amax: by rows with `row_amax`, [] or [n, 1], by columns with `column_amax`, [] or
+    [1, k]. None asks for no cast. An amax [] is that of the whole tensor, so that both casts have the same values."""
+    return region(cast_transpose_twin, compiled, static=True)(x, row_amax, column_amax, dtype)
+
+
+@operation
+def cast_transpose_noting_amax(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
+    """Casts x [n, k] and notes its amax, which the multiplier ignores. The scales are NaN if the amax is not finite:
+    the cast may have hidden that."""
+    pair: CastPair = noting(cast_transpose_with_amax_twin, compiled, x, cast)
+    return pair
+
+
+def noting(twin: Callable[..., tuple[Any, Any]], compiled: bool, *operands: Any) -> Any:
+    """The result of a twin, as a region, whose last operand is a `CastOrder` or None, and which returns an amax too:
+    notes that."""
+    *others, cast = operands
+    found, amax = region(twin, compiled, static=True)(*others, cast and cast._replace(noted=None))
+    if cast is not None and cast.noted is not None:
+        torch.maximum(cast.noted, amax, out=cast.noted)
+    return found
+
+
+@operation
+def amax_of_rows_and_columns(
+    x: Tensor, wanted: tuple[bool, bool], compiled: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Largest absolute value of each row and of each column, as `wanted`: x [n, k] -> [n, 1] and [1, k], fp32."""
+    return region(amax_of_rows_and_columns_twin, compiled, static=True)(x, wanted)
+
+
+@operation
+def transpose(values: Tensor, compiled: bool) -> Tensor:
+    """The transpose [k, n] of fp8 values [n, k], row-major."""
+    return region(transposed, compiled, static=True)(values)
+
+
+def cast_transpose_twin(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> CastPair:
+    """`cast_transpose` in torch."""
+    largest = torch.finfo(dtype).max
+    rows = columns = row_scale = column_scale = None
+    if row_amax is not None:
+        multiplier = multiplier_of(row_amax, largest)
+        rows, row_scale = round_scaled(x, multiplier, dtype), multiplier.reciprocal()
+    if column_amax is not None and rows is not None and column_amax.ndim == 0:
+        columns, column_scale = transposed(rows), row_scale
+    elif column_amax is not None:
+        multiplier = multiplier_of(column_amax, largest)
+        columns = transposed(round_scaled(x, multiplier, dtype))
+        column_scale = multiplier.reciprocal().view((x.shape[1], 1) if multiplier.ndim else ())
+    return CastPair(rows, row_scale, columns, column_scale)
+
+
+def cast_transpose_with_amax_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
+    """`cast_transpose_noting_amax` in torch, but for the note: also returns the amax."""
+    amax = amax_of(x)
+    scale = cast.multiplier.reciprocal() + 0.0 * amax
+    values = round_scaled(x, cast.multiplier, cast.dtype)
+    by_rows = (values, scale) if cast.wanted[0] else (None, None)
+    by_columns = (transposed(values), scale) if cast.wanted[1] else (None, None)
+    return CastPair(*by_rows, *by_columns), amax
+
+
+def amax_of_rows_and_columns_twin(x: Tensor, wanted: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+    """`amax_of_rows_and_columns` in torch."""
+    rows = _amax_along(x, 1) if wanted[0] else None
+    return rows, _amax_along(x, 0) if wanted[1] else None
+
+
+def _amax_along(x: Tensor, dim: int) -> Tensor:
+    size = x.abs() if x.shape[dim] else x.new_zeros([1 if d == dim else length for d, length in enumerate(x.shape)])
+    return size.amax(dim, keepdim=True).to(torch.float32)
+
+
+def round_scaled(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounds x * multiplier, computed in fp32, to the nearest number of the format, ties to even.
+
+    The clamp makes overflow saturate: what conversions do with it differs between devices. NaN stays NaN.
+    """
+    largest = torch.finfo(dtype).max
+    return (x.to(torch.float32) * multiplier).clamp(-largest, largest).to(dtype).contiguous()
+
+
+def transposed(values: Tensor) -> Tensor:
+    """`transpose` in torch."""
+    return values.view(torch.uint8).t().contiguous().view(values.dtype)
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """Largest absolute value, an fp32 scalar. NaN if any element is NaN."""
+    return (x.abs() if x.numel() else x.new_zeros(1)).amax().to(torch.float32)
+
+
+def multiplier_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Tensor:
+    """Scaling multiplier largest / amax / 2^margin: 1 where amax is 0; 0 or NaN where it is not finite."""
+    return torch.where(amax == 0, 1.0, largest / 2.0**margin / amax.clamp(min=SMALLEST_AMAX))
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+BLOCK_CAPABILITY = 9
+"""Major compute capability of the GPUs whose kernels take scales of tiles (Hopper). Older and newer ones have none."""
+
+BLOCK_CUDA = (12, 9)
+"""First CUDA whose kernels do."""
+
+FIRST_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs with fp8 GEMMs (Ada)."""
+
+
+class Scaled(NamedTuple):
+    """An fp8 matrix: fp8 values [n, k] and an fp32 scale. It stands for values * scale.
+
+    There is one scale for all [], or one for each row [n, 1], tile [n, k / 128] or block [n / 128, k / 128].
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns values * scale, [n, k] in `dtype`."""
+        return self.values.to(dtype) * by_block(self.scale, self.values.shape).to(dtype)
+
+    @property
+    def in_blocks(self) -> bool:
+        """True if there is a scale for each block."""
+        return self.scale.ndim == 2 and self.scale.shape[0] != self.values.shape[0]
+
+    @property
+    def in_tiles(self) -> bool:
+        """True if there are several scales for each row."""
+        return self.scale.ndim == 2 and not self.in_blocks and self.scale.shape[1] > 1
+
+
+def by_block(scale: Tensor, shape: torch.Size) -> Tensor:
+    """A scale or multiplier in a form that broadcasts to the matrix [n, k] whose blocks, rows or whole it is for."""
+    if scale.ndim == 0 or (scale.shape[1] == 1 and scale.shape[0] == shape[0]):
+        return scale
+    rows = 1 if scale.shape[0] == shape[0] else TILE
+    spread = scale[:, None, :, None].expand(-1, rows, -1, TILE)
+    return spread.reshape(rows * scale.shape[0], TILE * scale.shape[1])[: shape[0], : shape[1]]
+
+
+def formats(name: str) -> tuple[torch.dtype, torch.dtype]:
+    """Returns the formats (of inputs and weights, of output gradients) of --fp8-format `name`."""
+    return E4M3, E5M2 if name == "hybrid" else E4M3
+
+
+def multiplies_in_fp8(x: Tensor) -> bool:
+    """Whether operands like `x` go to torch's fp8 GEMM. That of CPUs takes up to a thousand times as long as a product
+    of dequantized operands, which has the same values."""
+    return x.is_cuda
+
+
+def scaled_mm(
+    a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None, fast_accumulation: bool = False
+) -> Tensor:
+    """fp8 GEMM: a [n, k], b [m, k], bias [m] -> a bᵀ + bias [n, m], summed in fp32 and rounded to `out_dtype`.
+
+    With a scale for each row, CUDA returns bf16 whatever `out_dtype`: the one dtype that all of torch's kernels return.
+    The only place that knows kernels. Both operands are row-major, so that b's transpose is column-major, the only
+    arrangement that Hopper takes. CUDA needs multiples of 16 for k and m, and at most one operand in e5m2. On CPUs
+    `dequantized_mm` computes it. With `fast_accumulation`, Hopper's tensor cores keep partial sums to fewer bits.
+    """
+    if b.in_blocks or b.in_tiles:
+        return _block_scaled_mm(a, b, out_dtype, bias)
+    by_row = a.scale.ndim == 2
+    if not multiplies_in_fp8(a.values):
+        return dequantized_mm(a, b, out_dtype, bias)
+    if by_row and a.values.is_cuda:
+        out_dtype = torch.bfloat16
+    scale_b = b.scale.t() if by_row else b.scale
+    return torch_private.scaled_mm(
+        a.values, b.values.t(), a.scale, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accumulation
+    )
+
+
+def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """`scaled_mm` of a in tiles and b in tiles or blocks. The kernel is cuBLAS', which scales after every 128 terms."""
+    if not a.values.is_cuda:
+        return dequantized_mm(a, b, out_dtype, bias)
+    rows = a.values.shape[0]
+    if rows % ALIGNMENT:  # of an expert
+        a = Scaled(_in_whole_tiles(a.values, ALIGNMENT), F.pad(a.scale, (0, 0, 0, -rows % ALIGNMENT)))
+    values, others = _in_whole_tiles(a.values, 1), _in_whole_tiles(b.values, TILE if b.in_blocks else 1).t()
+    scale = _tiles_as_columns(a.scale)
+    if values.dtype == others.dtype == E4M3:
+        kind = ScalingType.BlockWise128x128 if b.in_blocks else ScalingType.BlockWise1x128
+        of_b = _blocks_as_columns(b.scale) if b.in_blocks else _tiles_as_columns(b.scale)
+        y = F.scaled_mm(values, others, scale, ScalingType.BlockWise1x128, of_b, kind, output_dtype=out_dtype)
+    else:  # F.scaled_mm takes e4m3 alone, and the older entry no blocks in general
+        tiles = b.scale.repeat_interleave(TILE, 0) if b.in_blocks else b.scale
+        y = torch_private.scaled_mm(values, others, scale, _tiles_as_columns(tiles).t(), out_dtype=out_dtype)
+    y = y[:rows, : b.values.shape[0]].contiguous()
+    return y if bias is None else y.add_(bias)
+
+
+def _in_whole_tiles(values: Tensor, rows: int) -> Tensor:
+    """fp8 values [n, k] with zeros up to multiples of `rows` and 128: some versions of torch take no smaller tiles."""
+    n, k = values.shape
+    if n % rows == 0 and k % TILE == 0:
+        return values
+    return F.pad(values.view(torch.uint8), (0, -k % TILE, 0, -n % rows)).view(values.dtype)
+
+
+def _tiles_as_columns(scale: Tensor) -> Tensor:
+    """Scales of tiles [n, tiles] with the rows next to each other, as the kernel reads them."""
+    return scale.t().contiguous().t()
+
+
+def _blocks_as_columns(scale: Tensor) -> Tensor:
+    """Scales of blocks [m / 128, k / 128] -> [k / 128 in a multiple of four, m / 128], column-major."""
+    return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
+
+
+@torch_function
+def dequantized_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Computes `scaled_mm` without an fp8 kernel."""
+    out = a.dequantized() @ b.dequantized().t()
+    return (out if bias is None else out + bias.to(torch.float32)).to(out_dtype)
+
+
+@operation
+@torch_function
+def add_fp8_product_(out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
+    """out [o, i] += dy x^T, for dy [o, n] and x [i, n] cast by columns. With `overwrite` out = dy x^T."""
+    product = scaled_mm(dy, x, out.dtype)
+    out.copy_(product) if overwrite else out.add_(product)

@@ -1,0 +1,113 @@
+"""Flags of fp8, and where its parts are. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.parts import LINEAR_FORMATS
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS, extension_flags
+
+HERE = "megatron.extensions.speed.fp8"
+
+ALIGNMENT = 16
+"""The dimensions of matrices in fp8 kernels must be multiples of this."""
+
+TILE = 128
+"""Elements of a tile of --fp8-recipe blockwise; a block has as many rows of tiles."""
+
+
+@extension_flags("fp8", may_change=True, rules=f"{HERE}.rules:fp8")
+@dataclass(frozen=True)
+class Fp8Flags:
+    fp8_format: str | None = flag(
+        None,
+        choices=("e4m3", "hybrid"),
+        excludes="--tp-comm-overlap: overlapped matrix products are computed in bf16",
+    )
+    """Compute the matrix products of linear layers in 8-bit floating point: all in e4m3, or output gradients in e5m2
+    (hybrid). Attention, embedding, head and the weight gradients of experts stay in bf16."""
+
+    fp8_recipe: str = flag("delayed", choices=("tensorwise", "delayed", "rowwise", "blockwise"))
+    """Scaling of fp8 tensors: by the tensor's largest value, that of earlier steps (delayed), each row's, or that of
+    each tile of 128 values and each block of 128 x 128 weights (blockwise)."""
+
+    fp8_margin: int = flag(0, at_least=0, at_most=16, bounds_reason="as e4m3 has 18 powers of two")
+    """Delayed scaling: margin below the format's largest number, in powers of two."""
+
+    fp8_amax_history_len: int = 1
+    """Delayed scaling: number of steps in the history of largest values."""
+
+    fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"))
+    """Delayed scaling: scale by the largest value of the last step, or of the whole history."""
+
+    first_last_layers_bf16: bool = False
+    """Keep the first and last transformer layers in bf16."""
+
+    num_layers_at_start_in_bf16: int = flag(1, at_least=0)
+    """--first-last-layers-bf16: number of first layers in bf16."""
+
+    num_layers_at_end_in_bf16: int = flag(1, at_least=0)
+    """--first-last-layers-bf16: number of last layers in bf16."""
+
+    fp8_param_gather: bool = False
+    """Gather updated weights of fp8 linear layers in fp8 over the data-parallel ranks: half the bytes, same numbers."""
+
+    def layers(self, num_layers: int) -> range:
+        """Numbers of the transformer layers whose linear layers use fp8."""
+        if self.fp8_format is None:
+            return range(0)
+        if not self.first_last_layers_bf16:
+            return range(num_layers)
+        return range(self.num_layers_at_start_in_bf16, num_layers - self.num_layers_at_end_in_bf16)
+
+
+def alignment(parallel: ModelParallelConfig, ranks: int) -> tuple[int, str]:
+    """Number that divides a rank's features in fp8 if `ranks` have a part of them, and the flag that asks for it.
+
+    Kernels want multiples of 16. Blockwise, a tile on two ranks would have two scales."""
+    cut = parallel.options(Fp8Flags).fp8_recipe == "blockwise" and ranks > 1
+    return (TILE, "--fp8-recipe blockwise") if cut else (ALIGNMENT, "--fp8-format")
+
+
+def described(parallel: ModelParallelConfig) -> str:
+    """Format and recipe."""
+    own = parallel.options(Fp8Flags)
+    return f"fp8 {own.fp8_format} {own.fp8_recipe}"
+
+
+def gathers(parallel: ModelParallelConfig) -> bool:
+    """Return whether weights are gathered in fp8. A rule refuses it by rows."""
+    own = parallel.options(Fp8Flags)
+    return own.fp8_param_gather and own.fp8_format is not None and own.fp8_recipe != "rowwise"
+
+
+def delays(config: RunConfig) -> bool:
+    """Return whether scales follow from earlier steps."""
+    own = config.options(Fp8Flags)
+    return own.fp8_format is not None and own.fp8_recipe == "delayed"
+
+
+LINEAR_FORMATS.register(
+    "fp8",
+    f"{HERE}.build:Fp8Format",
+    when=lambda parallel: parallel.options(Fp8Flags).fp8_format is not None,
+    layers=lambda parallel, num_layers: parallel.options(Fp8Flags).layers(num_layers),
+    alignment=alignment,
+    tokens=TILE,
+    described=described,
+    gathers=gathers,
+    peak_tflops={
+        "H100": 1978.9,
+        "H200": 1978.9,
+        "H800": 1978.9,
+        "GH200": 1978.9,
+        "B200": 4500.0,
+        "L40S": 733.0,
+        "GeForce RTX 4090": 330.3,
+        "GeForce RTX 5090": 419.0,
+    },
+)
+CALLBACKS.register("fp8 scales", f"{HERE}.recipes:Fp8Scales", when=delays)

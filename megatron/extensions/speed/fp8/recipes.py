@@ -1,0 +1,409 @@
+"""fp8 scaling recipes: tensorwise, delayed and rowwise GEMMs of a linear layer (arXiv 2209.05433), and the multipliers
+of the delayed one, which follow from the amax history of earlier steps (section 3; as in NVIDIA's TransformerEngine).
+
+Each linear layer has one object. Weights are cast once for all micro-batches of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.collectives import all_reduce_
+from megatron.core.compiled_regions import region
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import Axis
+from megatron.core.param_meta import HISTORY, Init, ParamMeta
+from megatron.core.tensor_parallel.linear_gemms import (
+    Cuts,
+    GradCasts,
+    Operand,
+    Operands,
+    WeightCasts,
+    matrix_of,
+    residual_gemm,
+    rows_of,
+)
+from megatron.extensions.speed.fp8 import casts
+from megatron.extensions.speed.fp8.casts import (
+    E4M3,
+    CastOrder,
+    CastPair,
+    Scaled,
+    amax_of,
+    amax_of_rows_and_columns,
+    cast_transpose,
+    cast_transpose_noting_amax,
+    formats,
+    multiplier_of,
+    scaled_mm,
+    transpose,
+)
+from megatron.extensions.speed.fp8.flags import Fp8Flags
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback, Meter
+from megatron.training.initialize import Runtime
+
+
+@dataclass
+class GatheredWeight:
+    """The cast by rows of a weight, as all-gathers over the data-parallel ranks make it (`weight_gather.py`)."""
+
+    values: Tensor
+    """e4m3 [out, in], in the memory of the gathers"""
+
+    amax: Tensor
+    """fp32 [blocks of rows, blocks of columns]: the largest value of each part that has a scale"""
+
+    valid: bool = False
+    """True if it is the weight's. It is from the first update on; initial weights are cast by each rank."""
+
+
+@dataclass(frozen=True)
+class Fp8Context:
+    """Settings that the fp8 layers of a model share."""
+
+    config: Fp8Flags
+    layers: range
+    """Numbers of the transformer layers whose GEMMs run in fp8."""
+
+    casts: WeightCasts
+
+
+INPUT, WEIGHT, GRAD = range(3)
+
+
+class Wanted(NamedTuple):
+    """Which casts of a tensor [n, k] GEMMs will read: by rows [n, k], by columns [k, n]."""
+
+    rows: bool = True
+    columns: bool = False
+
+
+ROWS = Wanted()
+COLUMNS = Wanted(False, True)
+BOTH = Wanted(True, True)
+
+
+class Fp8Gemms(nn.Module):
+    """Base class of the recipes, which differ in the scales of a cast.
+
+    A tensor is cast at once for all GEMMs that read it: by rows for those that sum over its columns, by columns for
+    those that sum over its rows. Inputs are saved for the backward by columns, one byte an element. An input that is
+    gathered over the ranks is saved as it is sent instead, and cast by columns after the second gather.
+    """
+
+    adds_residual = False
+    """As of `LinearGemms`. cuBLASLt adds to products of operands that have one scale each."""
+
+    gathers_weights = False
+    """True if a weight has the same scales by rows and by columns, so that one cast of it stands for both."""
+
+    def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
+        super().__init__()
+        assert fp8.config.fp8_format is not None
+        self.tp = tp
+        self.cuts = cuts
+        self.casts = fp8.casts
+        self.compiled = compiled
+        self.grad_format = formats(fp8.config.fp8_format)[1]
+
+    @property
+    def grad_casts(self) -> GradCasts | None:
+        return None
+
+    def format_of(self, which: int) -> torch.dtype:
+        """Format of INPUT, WEIGHT or GRAD."""
+        return self.grad_format if which == GRAD else E4M3
+
+    def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
+        """Casts x [n, k], which is an INPUT, WEIGHT or GRAD, as `wanted`: by rows first."""
+        raise NotImplementedError
+
+    def cast_to_gather(self, x: Tensor) -> Operand:
+        """Casts an input [s/t, b, in] that will be gathered, or leaves that for later."""
+        raise NotImplementedError
+
+    def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
+        """Casts what `cast_to_gather` returned and a gather has made whole: by rows or by columns."""
+        raise NotImplementedError
+
+    def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
+        if self.cuts.sequence:
+            local = self.cast_to_gather(x)
+            return Operands(local, local)
+        return self._operands(x, INPUT, needs_dw)
+
+    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
+        rows = self.cast_gathered(x, ROWS) if self.cuts.sequence else _by_rows(x)
+        by, shape = self._weight(weight, "rows"), x[0].shape[:-1]
+        if addend is None:
+            return scaled_mm(rows, by, weight.dtype, bias, fast_accumulation=True).view(*shape, -1)
+        sums = residual_gemm(rows.values, by.values, rows_of(addend), bias, (rows.scale, by.scale))
+        return sums.view(*shape, -1)
+
+    def cast_grad(self, dy: Tensor, needs_dw: bool) -> Operands:
+        return self._operands(dy, GRAD, needs_dw)
+
+    def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
+        dx = scaled_mm(_by_rows(dy), self._weight(weight, "columns"), weight.dtype)
+        return dx.view(*dy[0].shape[:-1], -1)
+
+    def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+        columns = self.cast_gathered(x, COLUMNS) if self.cuts.sequence else Scaled(*x)
+        casts.add_fp8_product_(out, Scaled(*dy), columns, overwrite)
+
+    def _operands(self, x: Tensor, which: int, needs_dw: bool) -> Operands:
+        return _as_operands(self.cast(rows_of(x), which, BOTH if needs_dw else ROWS), x.shape[:-1])
+
+    def _weight(self, weight: Tensor, kind: str) -> Scaled:
+        """The weight cast by "rows" or "columns". Both are made at once where they are kept until a backward."""
+
+        def make() -> Scaled:
+            if self.training and self.casts.keeps:
+                rows, columns = self._cast_weight(weight, BOTH)
+                self.casts.keep(weight, rows=rows, columns=columns)
+                return rows if kind == "rows" else columns
+            return self._cast_weight(weight, ROWS if kind == "rows" else COLUMNS)[0]
+
+        return self.casts.get(weight, kind, make)
+
+    def _cast_weight(self, weight: Tensor, wanted: Wanted) -> list[Scaled]:
+        gathered: GatheredWeight | None = getattr(weight, "gathered_in_fp8", None)
+        if gathered is None or not gathered.valid:
+            return self.cast(matrix_of(weight), WEIGHT, wanted)
+        rows = Scaled(gathered.values, self.scale_of_weight(gathered.amax))
+        if not wanted.columns:
+            return [rows]
+        values, scale = transpose(rows.values, self.compiled), rows.scale
+        columns = Scaled(values, scale if scale.ndim == 0 else scale.t())
+        return [rows, columns] if wanted.rows else [columns]
+
+    def weight_multiplier(self, amax: Tensor) -> Tensor:
+        """The multiplier of each part of a weight by its `amax`. For recipes with `gathers_weights`."""
+        return multiplier_of(amax, torch.finfo(E4M3).max)
+
+    def scale_of_weight(self, amax: Tensor) -> Tensor:
+        """The scale of a gathered weight, as `cast` would have returned it."""
+        return self.weight_multiplier(amax).reciprocal()
+
+    def _amax_over_ranks(self, amax: Tensor | None, cut: bool) -> None:
+        """Reduces, in place, the amax of a tensor that is cut over tensor-parallel ranks: each rank then scales its
+        part as one process scales the whole, so that layouts agree."""
+        if amax is not None and cut:
+            all_reduce_(amax, self.tp, dist.ReduceOp.MAX)
+
+
+def _as_operands(made: list[Scaled], tokens: tuple[int, ...]) -> Operands:
+    """Casts by rows, and by columns where they are wanted, of an activation [s, b, ...]."""
+    rows, *columns = made
+    return Operands((rows.values.view(*tokens, -1), rows.scale), tuple(columns[0]) if columns else ())
+
+
+def given_operands(pair: CastPair, tokens: tuple[int, ...]) -> Operands:
+    """Casts that a kernel made in place of `cast_input` or `cast_grad`, of an activation [*tokens, n]."""
+    return _as_operands(_scaled(pair, Wanted(pair.rows is not None, pair.columns is not None)), tokens)
+
+
+def _by_rows(x: Operand) -> Scaled:
+    return Scaled(rows_of(x[0]), x[1])
+
+
+def _scaled(pair: CastPair, wanted: Wanted) -> list[Scaled]:
+    made = (Scaled(pair.rows, pair.row_scale), Scaled(pair.columns, pair.column_scale))  # type: ignore[arg-type]
+    return [scaled for scaled, wants in zip(made, wanted, strict=True) if wants]
+
+
+class PerTensorGemms(Fp8Gemms):
+    """One scale for each tensor: the cast by columns is the transpose of that by rows. Inputs are gathered in fp8."""
+
+    adds_residual = gathers_weights = True
+
+    def cast_to_gather(self, x: Tensor) -> Operand:
+        values, scale = self.cast(rows_of(x), INPUT, ROWS)[0]
+        return values.view(torch.uint8).view(x.shape), scale  # bytes, as not every backend sends fp8
+
+    def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
+        values = rows_of(x[0]).view(E4M3)
+        if wanted.columns:
+            values = transpose(values, self.compiled)
+        return Scaled(values, x[1])
+
+
+class TensorwiseGemms(PerTensorGemms):
+    """Scales each tensor by its own amax, which costs a pass over it before the cast."""
+
+    def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
+        x = x.detach()  # else one more variant of each region would be compiled
+        amax, cuts = region(amax_of, self.compiled, static=True)(x), self.cuts
+        sequence = cuts.sequence or cuts.tokens
+        cut = (sequence or cuts.inputs, cuts.inputs or cuts.outputs, cuts.outputs or cuts.tokens)[which]
+        self._amax_over_ranks(amax, cut)
+        by_rows, by_columns = (amax if wants else None for wants in wanted)
+        return _scaled(cast_transpose(x, by_rows, by_columns, self.format_of(which), self.compiled), wanted)
+
+    def scale_of_weight(self, amax: Tensor) -> Tensor:
+        return super().scale_of_weight(amax).view(())
+
+
+class DelayedGemms(PerTensorGemms):
+    """Scales each tensor by the amax history of earlier steps, so that a cast needs no pass over the tensor before it.
+
+    In training each rank records its amax of this step. `DelayedScaling` reduces them over the ranks at the end of the
+    step, and sets the multipliers of the next one.
+    """
+
+    def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
+        super().__init__(name, fp8, tp, cuts, device, compiled)
+        shape = (3, fp8.config.fp8_amax_history_len)
+        history = nn.Parameter(torch.zeros(shape, device=device), requires_grad=False)
+        history.meta = ParamMeta(f"{name}{AMAX_HISTORY}", shape, init=Init("zeros"), role="state")  # type: ignore[attr-defined]
+        self.amax_history = history
+        """[3, steps]: amax of input, weight and output gradient, the latest step first; 0 before the first step."""
+        self.amax = torch.zeros(3, device=device)
+        self.multiplier = torch.ones(3, device=device)
+        self._no_value: Tensor | None = None
+
+    @property
+    def grad_casts(self) -> GradCasts:
+        return self
+
+    def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
+        return _scaled(cast_transpose_noting_amax(x.detach(), self._order(which, wanted), self.compiled), wanted)
+
+    def input_order(self, needs_dw: bool) -> CastOrder:
+        """The casts that `cast_input` makes, for a kernel that computes the input."""
+        return self._order(INPUT, BOTH if needs_dw and not self.cuts.sequence else ROWS)
+
+    def given_input(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
+        """`cast_input` by such a kernel, of an input [*tokens, in]."""
+        if not self.cuts.sequence:
+            return given_operands(pair, tokens)
+        assert pair.rows is not None and pair.row_scale is not None
+        local = pair.rows.view(torch.uint8).view(*tokens, -1), pair.row_scale  # as `cast_to_gather`
+        return Operands(local, local)
+
+    def grad_order(self, needs_dw: bool) -> CastOrder:
+        """The casts that `cast_grad` makes, for a kernel that computes the gradient."""
+        return self._order(GRAD, BOTH if needs_dw else ROWS)
+
+    def given_grad(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
+        """`cast_grad` by such a kernel, of a gradient [*tokens, out]."""
+        return given_operands(pair, tokens)
+
+    def no_value(self, dtype: torch.dtype) -> Tensor:
+        """One NaN, made once: what tensors that have casts in place of values consist of."""
+        if self._no_value is None or self._no_value.dtype != dtype:
+            self._no_value = torch.full((), torch.nan, dtype=dtype, device=self.multiplier.device)
+        return self._no_value
+
+    def _order(self, which: int, wanted: Wanted) -> CastOrder:
+        noted = self.amax[which] if self.training else None
+        return CastOrder(self.multiplier[which], noted, wanted, self.format_of(which))
+
+    def weight_multiplier(self, amax: Tensor) -> Tensor:
+        return self.multiplier[WEIGHT].view(1, 1)
+
+    def scale_of_weight(self, amax: Tensor) -> Tensor:
+        amax = amax.view(())
+        if self.training:
+            noted = self.amax[WEIGHT]
+            torch.maximum(noted, amax, out=noted)
+        return self.multiplier[WEIGHT].reciprocal() + 0.0 * amax  # NaN if amax is not finite
+
+
+AMAX_HISTORY = f".amax{HISTORY}"
+"""Suffix of the names of amax histories."""
+
+
+class RowwiseGemms(Fp8Gemms):
+    """One scale for each row of a cast: for each row of the tensor by rows, and for each column by columns. Inputs are
+    gathered uncast."""
+
+    def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
+        x, cuts = x.detach(), self.cuts
+        by_rows, by_columns = amax_of_rows_and_columns(x, wanted, self.compiled)
+        # Weight gradients sum over tokens. Every rank has all of them, but in front of a whole weight.
+        self._amax_over_ranks(by_rows, (cuts.inputs, cuts.inputs, cuts.outputs)[which])
+        self._amax_over_ranks(by_columns, (cuts.tokens, cuts.outputs, cuts.tokens)[which])
+        return _scaled(cast_transpose(x, by_rows, by_columns, self.format_of(which), self.compiled), wanted)
+
+    def cast_to_gather(self, x: Tensor) -> Operand:
+        return (x,)
+
+    def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
+        return self.cast(rows_of(x[0]), INPUT, wanted)[0]
+
+
+class DelayedScaling(Meter):
+    """Amax histories of all fp8 layers of a rank, in one tensor, and the multipliers that follow from them.
+
+    All ranks of a pipeline stage hold the same histories. Each rank sees its part of the sequence, the features and the
+    batch; at the end of a step their amax values are reduced to one maximum. Histories are part of the model's state,
+    and checkpoints hold them.
+    """
+
+    def __init__(self, config: Fp8Flags, modules: Iterable[nn.Module], stage: Axis) -> None:
+        found = (part for module in modules for part in module.modules())
+        self.layers = [part for part in found if isinstance(part, DelayedGemms)]
+        self.stage = stage
+        self.margin = config.fp8_margin
+        self.takes_max = config.fp8_amax_compute_algo == "max"
+        if not self.layers:
+            return
+        self.history = torch.stack([layer.amax_history.data for layer in self.layers])
+        """[layers, 3, steps]"""
+        self.amax = torch.stack([layer.amax for layer in self.layers])
+        self.multiplier = torch.stack([layer.multiplier for layer in self.layers])
+        for row, layer in enumerate(self.layers):
+            layer.amax_history.data, layer.amax = self.history[row], self.amax[row]
+            layer.multiplier = self.multiplier[row]
+        grad_format = formats(config.fp8_format or "")[1]
+        largest = [torch.finfo(each).max for each in (E4M3, E4M3, grad_format)]
+        self.largest = torch.tensor(largest, device=self.history.device)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Recomputes the multipliers from the histories, for example after loading a checkpoint."""
+        if self.layers:
+            amax = self.history.amax(dim=-1) if self.takes_max else self.history[..., 0]
+            self.multiplier.copy_(multiplier_of(amax, self.largest, self.margin))
+
+    @torch.no_grad()
+    def end_step(self, skip: Tensor) -> None:
+        """Appends this step's amax values to the histories, unless the step was skipped (`skip` is 1).
+
+        A history whose value is not finite stays as it is. Collective over the stage: one reduction, 3 numbers a layer.
+        """
+        if not self.layers:
+            return
+        amax = all_reduce_(self.amax.nan_to_num_(nan=torch.inf), self.stage, dist.ReduceOp.MAX).unsqueeze(-1)
+        moved = torch.cat((amax, self.history[..., :-1]), dim=-1)
+        self.history.copy_(torch.where((skip > 0) | amax.isinf(), self.history, moved))
+        self.amax.zero_()
+        self.refresh()
+
+    def step_state(self) -> list[Tensor]:
+        return [self.history, self.amax, self.multiplier] if self.layers else []
+
+    def discard_step(self) -> None:
+        """Drops the amax values of a step that will not reach `end_step`."""
+        if self.layers:
+            self.amax.zero_()
+
+
+class Fp8Scales(Callback):
+    """`DelayedScaling` of a run. Scales follow from the checkpoint's histories once it is loaded."""
+
+    def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
+        self.scaling = DelayedScaling(config.options(Fp8Flags), stages.values(), runtime.state.axis("stage"))
+
+    def meters(self, run: Any) -> Sequence[Meter]:
+        self.scaling.refresh()
+        return [self.scaling]

@@ -1,0 +1,198 @@
+"""The choices of --attention-backend that are not torch's own. On other devices than GPUs they are.
+
+flash3 is FlashAttention-3 for Hopper GPUs (arXiv 2407.08608), where its module `flash_attn_interface` is installed. Its
+public functions have autograd of their own. The two functions below them are called here, as tiles need a backward from
+a merged output and log-sum-exp. The spelling of windows and of causality differs between versions.
+
+cuDNN computes tiles (`megatron.core.attention.tile_kernels`) in 16 bits. It makes a plan for each shape, which takes
+longer than a step. So it computes the tiles of context parallelism, whose shapes are few. Documents and windows, whose
+lengths differ from batch to batch, are left to FlashAttention.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.attention.core_attention import FusedAttention, TorchBackend
+from megatron.core.attention.tile_kernels import Dropout, Gradients, Kernel, Outputs, Rows, TorchKernel
+from megatron.core.attention.tiles import Tile
+from megatron.core.attention.varlen import Lengths, PackedAttention, Window
+from megatron.core.torch_private import cudnn_attention, cudnn_attention_backward
+from megatron.extensions.speed.fusions.attention.flash_dropout import FlashDropoutKernel
+from megatron.extensions.speed.fusions.attention.flash_kernels import by_head, flash_kernel
+
+MODULE = "flash_attn_interface"
+
+CAUSAL: Window = (-1, 0)
+
+
+class Flash3:
+    """Forward and backward of the package. Raises ImportError where it is not installed, or has other functions.
+
+    Operands are packed, q [rows, heads, d] with `lengths`, or else dense, q [b, n, heads, d]. The log-sum-exp is fp32,
+    [heads, rows] or [b, heads, n].
+    """
+
+    def __init__(self, scale: float) -> None:
+        package = importlib.import_module(MODULE)
+        try:
+            self._forward, self._backward = package._flash_attn_forward, package._flash_attn_backward
+        except AttributeError as error:
+            raise ImportError(f"{MODULE} is of a version that is not known here: {error}") from None
+        self.scale = scale
+        self._forward_names, self._backward_names = _parameters(self._forward), _parameters(self._backward)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, window: Window) -> tuple[Tensor, ...]:
+        settings = _mask(window, self._forward_names) | _lengths(lengths)
+        out, lse, *_ = self._forward(q, k, v, softmax_scale=self.scale, **settings)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths | None, window: Window
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse = kept
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in qkv)
+        settings = _mask(window, self._backward_names) | _lengths(lengths)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        self._backward(
+            grad,
+            *qkv,
+            out,
+            lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=self.scale,
+            deterministic=deterministic,
+            **settings,
+        )
+        return dq, dk, dv
+
+
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of a function's parameters; a custom operation of torch keeps its function."""
+    return frozenset(inspect.signature(getattr(function, "_init_fn", function)).parameters)
+
+
+def _mask(window: Window, names: frozenset[str]) -> dict[str, Any]:
+    causal = {"causal" if "causal" in names else "is_causal": window == CAUSAL}
+    if "window_size" in names:
+        return causal | {"window_size": window}
+    return causal | {"window_size_left": window[0], "window_size_right": window[1]}
+
+
+def _lengths(lengths: Lengths | None) -> dict[str, Any]:
+    if lengths is None:
+        return {}
+    return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths, strict=True))
+
+
+class CudnnKernel(TorchKernel):
+    """Tiles without a window, one launch each."""
+
+    needs_places, most_queries = False, None
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(scale)
+        self.packed = CudnnPackedKernel(scale)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Outputs:
+        assert tile.window is None, "windows are left to FlashAttention"
+        out, lse = cudnn_forward((by_head(q), by_head(k), by_head(v)), tile.diagonal, self.scale)
+        return out.permute(2, 0, 1, 3), lse.squeeze(-1).permute(2, 0, 1)
+
+    def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Gradients:
+        kept = by_head(rows.out), rows.lse.permute(1, 2, 0).contiguous()[..., None]
+        qkv = by_head(q), by_head(k), by_head(v)
+        dq, dk, dv = cudnn_backward(by_head(rows.grad), qkv, kept, tile.diagonal, self.scale)
+        return dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
+
+
+class CudnnPackedKernel:
+    """Whole samples of one length, packed one after another."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
+        out, lse = cudnn_forward(tuple(_of_samples(x, lengths, window) for x in (q, k, v)), True, self.scale)
+        return out.transpose(1, 2).flatten(0, 1), lse
+
+    def backward(
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad, out, *rows = (_of_samples(x, lengths, window) for x in (grad, kept[0], *qkv))
+        grads = cudnn_backward(grad, tuple(rows), (out, kept[1]), True, self.scale)
+        dq, dk, dv = (x.transpose(1, 2).flatten(0, 1) for x in grads)
+        return dq, dk, dv
+
+
+def _of_samples(x: Tensor, lengths: Lengths, window: Window) -> Tensor:
+    """[b * s, heads, d] -> [b, heads, s, d]"""
+    samples, longest = len(lengths[0]) - 1, lengths[2]
+    assert window == CAUSAL and samples * longest == len(x), "documents are left to FlashAttention"
+    return x.unflatten(0, (samples, -1)).transpose(1, 2)
+
+
+def cudnn_forward(qkv: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """q [b, heads, n, d], k [b, groups, m, d] and v [b, groups, m, dv] -> output [b, heads, n, dv] and log-sum-exp
+    [b, heads, n, 1] in fp32"""
+    return cudnn_attention(*qkv, None, True, 0.0, causal, False, scale=scale)[:2]
+
+
+def cudnn_backward(
+    grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, Tensor], causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, from grad [b, heads, n, dv] and what the forward returned."""
+    n, m = qkv[0].shape[2], qkv[1].shape[2]
+    unused = torch.zeros((), dtype=torch.int64, device=grad.device)  # the random state of dropout, which is off
+    return cudnn_attention_backward(grad, *qkv, *kept, unused, unused, None, None, None, n, m, 0.0, causal, scale=scale)
+
+
+class Flash3Attention(FusedAttention):
+    """Causal attention by the package of FlashAttention-3, of dense operands."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(scale)
+        self.flash3 = Flash3(scale)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads, dv]"""
+        dense = (x.transpose(0, 1) for x in (q, k, v))
+        return PackedAttention.apply(*dense, None, self.flash3, None, CAUSAL).transpose(0, 1)
+
+
+class FlashBackend(TorchBackend):
+    """The kernels of torch, with tiles by its FlashAttention."""
+
+    def tiles(self) -> tuple[Kernel, Kernel]:
+        kernel = flash_kernel(self.operands)
+        return kernel, kernel
+
+
+class Flash3Backend(TorchBackend):
+    def causal(self) -> nn.Module:
+        return Flash3Attention(self.scale) if self.operands.device.type == "cuda" else FusedAttention(self.scale)
+
+    def tiles(self) -> tuple[Kernel, Kernel]:
+        kernel = flash_kernel(self.operands, Flash3)
+        return kernel, kernel
+
+
+class CudnnBackend(TorchBackend):
+    def tiles(self) -> tuple[Kernel, Kernel]:
+        flash = flash_kernel(self.operands)
+        return CudnnKernel(self.scale) if self.operands.device.type == "cuda" else flash, flash
+
+
+class TritonBackend(FlashBackend):
+    """The fused kernel of attention with dropout, where it has been found to run."""
+
+    def dropout(self, dropout: Dropout) -> Kernel:
+        return FlashDropoutKernel(self.scale, dropout)

@@ -1,0 +1,195 @@
+"""Choose the attention kernel on GPUs, FlashAttention-2 or 3 or cuDNN, by timing them at the model's own shape.
+
+With dropout the fused kernel with dropout (triton) is used wherever it runs: tiles in plain torch, which keep scores in
+memory, take many times as long.
+
+Which one is faster depends on the GPU, the head size and the version, so a fixed rule would be wrong somewhere. Ranks
+compare the slowest time of each kernel, and all use the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.core.attention.backends import ATTENTION_BACKENDS, CONTEXT_PARALLEL, AttentionBackend, AttentionOperands
+from megatron.core.attention.context_parallel import local_attention
+from megatron.core.attention.tile_kernels import Causal, Dropout
+from megatron.core.attention.tiles import Spans, rank_spans
+from megatron.core.parallel_state import Axis
+from megatron.extensions.speed.fusions.kernel_choice import Choice, compare, device_clock
+from megatron.training.config.run_config import RunConfig
+from megatron.training.initialize import Runtime
+
+BACKENDS = ("flash", "flash3", "cudnn")
+
+WITH_DROPOUT = "triton"
+"""The kernel with dropout, which the others have not."""
+
+OF_TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+"""Those that scaled_dot_product_attention has."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Shape of one rank's causal attention in training."""
+
+    length: int
+    """Keys."""
+    samples: int
+    heads: int
+    groups: int
+    head_dim: int
+    value_head_dim: int
+    dtype: torch.dtype
+    queries: Spans | None = None
+    """Positions of this rank's queries under context parallelism by p2p or all_gather; None for all."""
+
+    window: int | None = None
+    """Keys that a query sees in every layer; None for all up to its own."""
+
+    tiles: bool = False
+    """True if kernels of tiles compute it: context parallelism, documents and windows."""
+
+    documents: bool = False
+    """True if samples hold documents."""
+
+    dropout: float = 0.0
+    """Share of the attention weights that is dropped."""
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The kernels to be timed: cuDNN is not used for documents and windows."""
+        if self.dropout:
+            return (WITH_DROPOUT,)
+        varlen = self.tiles and (self.window is not None or self.documents)
+        return tuple(name for name in BACKENDS if not (varlen and name == "cudnn"))
+
+
+def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixed: str | None = None) -> Choice:
+    """Times the kernels, or the `fixed` one alone, and makes torch use the fastest. Collective over the world.
+
+    Raises ValueError if the fixed one does not run on some rank.
+    """
+    names = shape.backends if fixed is None else (fixed,)
+    choice = compare({name: _lazily(shape, device, name) for name in names}, device_clock, device, world)
+    if fixed is not None and choice.winner is None:
+        raise ValueError(
+            f"--attention-backend {fixed}: on some rank this kernel is not installed, or does not support the GPU or "
+            f"the model's attention (head size {shape.head_dim}, {shape.dtype}); use auto"
+        )
+    if choice.winner is not None:
+        use(choice.winner)
+    return choice
+
+
+def _lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
+    """A run whose operands are made when it is first called, so that with `compare` those of one kernel are in memory
+    at a time."""
+    run = cache(lambda: attention_run(shape, device, name))
+    return lambda: run()()
+
+
+def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> Callable[[], object]:
+    """A forward and backward of attention by one kernel, as a layer computes it."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def operand(rows: int, heads: int, width: int) -> Tensor:
+        x = torch.empty(rows, shape.samples, heads, width, dtype=shape.dtype, device=device)
+        return x.normal_(generator=generator).requires_grad_()
+
+    rows = shape.length if shape.queries is None else sum(map(len, shape.queries))
+    q = operand(rows, shape.heads, shape.head_dim)
+    k, v = (operand(shape.length, shape.groups, width) for width in (shape.head_dim, shape.value_head_dim))
+    grad = operand(rows, shape.heads, shape.value_head_dim).detach()
+    scale = shape.head_dim**-0.5
+    operands = AttentionOperands(scale, shape.dtype, device, shape.head_dim, shape.value_head_dim)
+    kernels: AttentionBackend = ATTENTION_BACKENDS.build(backend, operands)
+    fused = kernels.causal()
+    plain, varlen = kernels.tiles()
+    kernel = varlen if shape.documents or shape.window is not None else plain
+    if shape.dropout:
+        numbers = torch.arange(shape.samples, device=device)
+        kernel = kernels.dropout(Dropout(shape.dropout, 0, 0, numbers))
+    causal = Causal(kernel, None, shape.window)
+
+    def run() -> object:
+        if shape.tiles or shape.dropout:
+            out = local_attention(q, k, v, causal, shape.queries)
+        else:
+            with sdpa_kernel(OF_TORCH[backend]) if backend in OF_TORCH else nullcontext():
+                out = fused(q, k, v)
+        return torch.autograd.grad(out, (q, k, v), grad)
+
+    return run
+
+
+def use(winner: str) -> None:
+    """Disables the other kernels in torch. The memory-efficient one goes with cuDNN too, which torch ranks below it."""
+    if winner in OF_TORCH:
+        torch.backends.cuda.enable_cudnn_sdp(winner == "cudnn")
+        torch.backends.cuda.enable_flash_sdp(winner == "flash")
+        torch.backends.cuda.enable_mem_efficient_sdp(winner == "flash")
+
+
+def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | None:
+    """Shape of this rank's attention, if kernels may be compared at it; None if no layer has it, if plain torch
+    computes it, or in 32 bits, or if nothing may depend on timings because the run is deterministic and there is no
+    dropout."""
+    model = config.model
+    parallel = config.parallel
+    dtype = getattr(torch, config.parallel.params_dtype)
+    deterministic = config.training.deterministic and parallel.attention_backend == "auto"
+    in_torch = model.alibi or model.attn_logit_softcapping is not None
+    if in_torch or dtype.itemsize != 2 or (deterministic and not model.attention_dropout):
+        return None
+    length, cp = model.seq_length, parallel.context_parallel_size
+    spans = [kind.span for kind in model.layers if kind.attends]
+    if not spans:
+        return None
+    some_full = any(not span.hides(length) for span in spans)
+    window = None if some_full else max(span.window or span.chunk or length for span in spans)
+    documents = config.data.reset_attention_mask
+    by_heads = cp > 1 and CONTEXT_PARALLEL.facts(parallel.cp_comm_type).by_heads
+    parts = parallel.tensor_model_parallel_size * (cp if by_heads else 1)
+    return AttentionShape(
+        length,
+        config.training.micro_batch_size,
+        model.num_attention_heads // parts,
+        model.query_groups // parts,
+        model.head_dim,
+        model.value_head_dim,
+        dtype,
+        queries=rank_spans(length, cp_rank, cp) if cp > 1 and not by_heads else None,
+        window=window,
+        tiles=cp > 1 or documents or window is not None or model.attends_in_tiles,
+        documents=documents,
+        dropout=model.attention_dropout,
+    )
+
+
+def choose_attention(config: RunConfig, runtime: Runtime) -> str:
+    """The attention kernel of all ranks, as `ModelParallelConfig.attention_backend`. Collective.
+
+    One that does not compute this attention is not taken, as a notice has said. Raises ValueError if it could be taken
+    and does not run here.
+    """
+    asked = config.parallel.attention_backend
+    if asked not in ("auto", "unfused", WITH_DROPOUT, *BACKENDS):
+        return asked
+    chooses = runtime.device.type == "cuda" and asked != "unfused"
+    shape = attention_shape(config, runtime.state.cp.rank) if chooses else None
+    if shape is None:
+        return asked if asked in ("flash", "unfused") else "auto"
+    asked = asked if asked in shape.backends else "auto"
+    choice = choose_kernel(shape, runtime.device, runtime.state.world, None if asked == "auto" else asked)
+    kernel = f"attention kernel: {choice.winner or 'torch default'} (forward and backward of a layer: {choice.times})"
+    runtime.say(f" {kernel}{'' if asked == 'auto' else ', as --attention-backend says'}")
+    # Evaluation has no dropout: torch's default computes it.
+    return choice.winner or "auto"

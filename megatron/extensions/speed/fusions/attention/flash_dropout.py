@@ -1,0 +1,239 @@
+"""Attention with dropout in one fused kernel of GPUs, whose masks are those of `megatron.core.dropout`: the kernel of
+tiles, its operators, and attention of all local queries.
+
+Its twin in torch is `TorchKernel` (`megatron.core.attention.tile_kernels`): the same masks, sums in another order.
+
+Forward as FlashAttention-2 (arXiv 2307.08691). The backward is two passes without atomic sums, one for queries and one
+for keys and values, so its bits are the same in every run. Dropout masks are hashed where the scores are, and never
+stored.
+
+Tiles are taken as bands: for each query the range of keys that it sees, and for each key the queries. Rows are in
+ascending order of positions, and a query sees an interval of positions: from the beginning of its document or window to
+its own. So its keys are adjacent rows, whatever the tiles: documents, windows, and the two chunks of a rank under
+context parallelism. Both ends of the range never decrease from one query to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.core.attention.tile_kernels import Dropout, Gradients, Outputs, Rows, query_rows
+from megatron.core.attention.tiles import Tile
+from megatron.core.attention.varlen import PackedAttention
+from megatron.core.dropout import bits_of_columns
+from megatron.core.host_to_device import integers_on
+from megatron.extensions.speed.fusions.kernel_choice import gpu_operator
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Band:
+    """Ranges of rows that see each other, counted from the first row of `queries` and of `keys`. The samples are one
+    where all are alike."""
+
+    queries: range
+    """Rows of queries that have a key, and those between them."""
+    keys: range
+    of_queries: tuple[Integers, Integers]
+    """For each query [samples, n] its first key, and the one behind its last; equal where it sees none."""
+    of_keys: tuple[Integers, Integers]
+    """For each key [samples, m] its first query, and the one behind its last."""
+    query_places: Integers
+    """Positions [n] in the whole sequence."""
+    key_places: Integers
+    """Positions [m] in the whole sequence."""
+    diagonal: bool
+    """True if each query attends to its own position."""
+
+    @property
+    def tile(self) -> Tile:
+        """The rows of the band."""
+        places = int(self.query_places[0]), int(self.key_places[0])
+        return Tile(None, self.queries, self.keys, *places, diagonal=self.diagonal)
+
+
+@lru_cache(maxsize=64)
+def band_of(tiles: tuple[Tile, ...]) -> Band:
+    """The pairs of tiles that `causal_tiles` makes, as one band."""
+    queries, keys = _covered([tile.queries for tile in tiles]), _covered([tile.keys for tile in tiles])
+    samples = 1 + max(tile.sample or 0 for tile in tiles)
+    first = np.full((samples, len(queries)), len(keys))
+    stop, seen, own = (np.zeros((samples, len(queries)), np.int64) for _ in range(3))
+    query_places, key_places = np.zeros(len(queries), np.int64), np.zeros(len(keys), np.int64)
+    for tile in tiles:
+        sample = 0 if tile.sample is None else tile.sample
+        rows = slice(tile.queries.start - queries.start, tile.queries.stop - queries.start)
+        begin = tile.keys.start - keys.start
+        n = np.arange(len(tile.queries))
+        m = len(tile.keys)
+        low = begin + (0 * n if tile.window is None else np.maximum(0, n + tile.offset - tile.window + 1))
+        high = begin + (np.minimum(m, n + tile.offset + 1) if tile.diagonal else 0 * n + m)
+        first[sample, rows] = np.minimum(first[sample, rows], low)
+        stop[sample, rows] = np.maximum(stop[sample, rows], high)
+        seen[sample, rows] += high - low
+        own[sample, rows] |= tile.diagonal
+        query_places[rows] = tile.first_query + n
+        key_places[begin : begin + m] = tile.first_key + np.arange(m)
+    some = seen > 0
+    assert (np.where(some, stop - first, 0) == seen).all(), "the keys of a query are not adjacent"
+    stop = np.maximum.accumulate(stop, axis=1)
+    first = np.where(some, first, stop)
+    assert (np.diff(first) >= 0).all(), "the keys of a query begin before those of the query before it"
+    key = np.arange(len(keys))
+    first_query = np.stack([np.searchsorted(row, key, side="right") for row in stop])
+    stop_query = np.stack([np.searchsorted(row, key, side="right") for row in first])
+    of_keys = first_query, np.maximum(first_query, stop_query)
+    return Band(queries, keys, (first, stop), of_keys, query_places, key_places, bool(own.all()))
+
+
+def _covered(ranges: Sequence[range]) -> range:
+    return range(min(rows.start for rows in ranges), max(rows.stop for rows in ranges))
+
+
+WIDEST = 256
+"""Channels of the widest heads that the kernel takes."""
+
+
+def fits(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
+    """Return whether the kernel computes heads of these widths in this precision."""
+    widths = head_dim, value_head_dim
+    return dtype in (torch.float16, torch.bfloat16) and max(widths) <= WIDEST and not any(d % 8 for d in widths)
+
+
+class FlashDropoutKernel:
+    """All tiles in one launch. Raises RuntimeError where GPU, precision or widths do not suit the kernel."""
+
+    needs_places = True
+    most_queries = None
+    packed = None
+
+    def __init__(self, scale: float, dropout: Dropout) -> None:
+        self.scale, self.dropout = scale, dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
+        if tiles:
+            tile = band_of(tuple(tiles)).tile
+            yield tile, self.attend(query_rows(q, tile), _keys(k, tile), _keys(v, tile), tuple(tiles))
+
+    def backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Tile, Gradients]]:
+        if tiles:
+            tile = band_of(tuple(tiles)).tile
+            part = Rows(*(query_rows(x, tile) for x in (rows.grad, rows.out, rows.lse)))
+            yield tile, self.gradients(part, query_rows(q, tile), _keys(k, tile), _keys(v, tile), tuple(tiles))
+
+    def at_once(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], sinks: Tensor | None) -> Tensor:
+        """Attention of all queries of a rank, which the tiles hold: q [n, b, heads, d], k [m, b, groups, d],
+        v [m, b, groups, dv], sinks [heads] -> [n, b, heads, dv], by one launch."""
+        return PackedAttention.apply(q, k, v, sinks, _AtOnce(self), tiles)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Outputs:
+        """Outputs of the rows that the tiles cover: q [n, b, heads, d], k [m, b, groups, d], v [m, b, groups, dv]."""
+        return _forward(*map(_dense, (q, k, v)), *_on_device(tiles, q.device), *self._settings())
+
+    def gradients(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Gradients:
+        """The gradients of the same rows."""
+        operands = map(_dense, (rows.grad, rows.out))
+        return _backward(*operands, rows.lse, *map(_dense, (q, k, v)), *_on_device(tiles, q.device), *self._settings())
+
+    def _settings(self) -> tuple[float, float, int, int, Tensor]:
+        d = self.dropout
+        return self.scale, d.p, d.key, d.head_offset, d.sample_index
+
+
+class _AtOnce:
+    """The kernel of all queries of a rank, as `PackedAttention` takes one."""
+
+    def __init__(self, kernel: FlashDropoutKernel) -> None:
+        self.kernel = kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Outputs:
+        ((_, (out, lse)),) = self.kernel.forward(q, k, v, tiles)
+        return out, lse.movedim(-1, 0)
+
+    def backward(
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], tiles: tuple[Tile, ...]
+    ) -> Gradients:
+        q, k, v = qkv
+        rows = Rows(grad, kept[0], kept[1].movedim(0, -1))
+        ((tile, (dq, dk, dv)),) = self.kernel.backward(rows, q, k, v, tiles)
+        return dq, _whole(dk, k, tile), _whole(dv, v, tile)
+
+
+def _whole(part: Tensor, x: Tensor, tile: Tile) -> Tensor:
+    """A gradient of the rows of x that the tile has, with zeros for the others."""
+    if len(part) == len(x):
+        return part
+    whole = torch.zeros(x.shape, dtype=part.dtype, device=part.device)
+    whole[tile.keys.start : tile.keys.stop] = part
+    return whole
+
+
+def _keys(x: Tensor, tile: Tile) -> Tensor:
+    return x[tile.keys.start : tile.keys.stop]
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A tensor whose channels are adjacent."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _BandOnDevice(NamedTuple):
+    """A `Band`, int32."""
+
+    of_queries: Tensor
+    """[2, samples, n]"""
+    of_keys: Tensor
+    """[2, samples, m]"""
+    places: Tensor
+    """[n]"""
+    column_bits: Tensor
+    """Hashes [m] of the keys' positions."""
+
+
+@lru_cache(maxsize=64)
+def _on_device(tiles: tuple[Tile, ...], device: torch.device) -> _BandOnDevice:
+    """All layers and passes of a micro-batch share one copy."""
+    band = band_of(tiles)
+    bits = bits_of_columns(torch.from_numpy(band.key_places)).numpy()
+    arrays = np.stack(band.of_queries), np.stack(band.of_keys), band.query_places, bits
+    flat = integers_on(device, np.concatenate([array.ravel() for array in arrays]), torch.int32)
+    parts = flat.split([array.size for array in arrays])
+    return _BandOnDevice(*(part.view(array.shape) for part, array in zip(parts, arrays, strict=True)))
+
+
+_BAND = (
+    "Tensor of_queries, Tensor of_keys, Tensor places, Tensor column_bits, "
+    "float scale, float p, int key, int head_offset, Tensor sample_index"
+)
+"""A `_BandOnDevice`, and the settings of a kernel."""
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *band: Any) -> tuple[Tensor, Tensor]:
+    n, b, heads, _ = q.shape
+    return q.new_empty(n, b, heads, v.shape[-1]), q.new_empty(b, heads, n, dtype=torch.float32).permute(2, 0, 1)
+
+
+_forward = gpu_operator(
+    "attention.flash_dropout_triton:flash_dropout",
+    f"(Tensor q, Tensor k, Tensor v, {_BAND}) -> (Tensor, Tensor)",
+    _fake_forward,
+)
+"""Output [n, b, heads, dv] and log-sum-exp [n, b, heads] in fp32."""
+
+_backward = gpu_operator(
+    "attention.flash_dropout_triton:flash_dropout_backward",
+    f"(Tensor grad, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {_BAND}) -> (Tensor, Tensor, Tensor)",
+    lambda *operands: tuple(x.new_empty(x.shape) for x in operands[3:6]),
+)
+"""Gradients of q, k and v."""

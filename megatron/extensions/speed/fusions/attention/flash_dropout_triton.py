@@ -1,0 +1,454 @@
+"""Triton kernels of `flash_dropout.py`.
+
+Forward, a program computes a block of queries in one sample and head. Backward, gradients of queries are computed by
+blocks of queries, and those of keys and values by blocks of keys: each computes the scores and masks again, and adds up
+in one order.
+
+A band bounds the loop over the other side: blocks that every row of the program sees whole are taken without a mask,
+those at both ends of the range with one. The mask of dropout costs eight integer operations a score: an addition, two
+shifts, two exclusive ors, two products and a comparison.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.dropout import threshold
+from megatron.extensions.speed.fusions.attention.flash_dropout import fits
+
+LOG2_E = 1.4426950408889634
+
+FORWARD = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)}
+"""Block of queries, block of keys, warps and stages by the width of heads."""
+
+OF_QUERIES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (32, 32, 8, 1)}
+"""The same for the gradients of queries."""
+
+OF_KEYS = {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 64, 8, 1)}
+"""The same for the gradients of keys and values."""
+
+ROWS = 64
+"""Rows of a program that prepares the backward."""
+
+
+class Rows(NamedTuple):
+    """A tensor [n, samples, heads, channels] whose channels are adjacent, and its strides."""
+
+    data: Tensor
+    row: int
+    sample: int
+    head: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Rows:
+        return cls(x, *x.stride()[:3])
+
+
+class Bounds(NamedTuple):
+    """Ranges [2, 1 or samples, n] that rows see, int32."""
+
+    data: Tensor
+    sample: int
+    """Numbers from one sample's bounds to the next one's, 0 where all samples are alike."""
+    stop: int
+    """Numbers from the first rows to those behind the last."""
+
+    @classmethod
+    def of(cls, x: Tensor) -> Bounds:
+        return cls(x, x.shape[2] if x.shape[1] > 1 else 0, x.stride(0))
+
+
+@triton.jit
+def _absorb(state, value):
+    """`megatron.core.dropout._absorb` on uint64."""
+    x = value.to(tl.uint64) * tl.full([], 0x9E3779B97F4A7C15, tl.uint64) + state
+    x = (x ^ (x >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def hash_rows(key, sample_index, sample, head, places, i, in_i):
+    """Hashes of the rows i of a head, uint32."""
+    state = _absorb(key.to(tl.uint64), tl.load(sample_index + sample))
+    rows = _absorb(_absorb(state, head), tl.load(places + i, mask=in_i, other=0))
+    return rows.to(tl.uint32) + tl.full([], 0x80000000, tl.uint32)
+
+
+@triton.jit
+def is_dropped(bits, limit):
+    """Return whether pairs are dropped, by the sums of the hashes of their rows and columns, uint32."""
+    bits = (bits ^ (bits >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
+    bits = (bits ^ (bits >> 15)) * tl.full([], 0x846CA68B, tl.uint32)
+    return bits.to(tl.int32, bitcast=True) < limit
+
+
+@triton.jit
+def load_bits(bits, i, in_i):
+    return tl.load(bits + i, mask=in_i, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def of_head(x, sample, head):
+    """Where a head of x, `Rows`, begins."""
+    return x.data + sample.to(tl.int64) * x.sample + head * x.head
+
+
+@triton.jit
+def load_rows(x, start, stride, i, in_i, d, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Rows start + i of x [., WIDTH]: zeros where in_i is false, and in channels beyond WIDTH."""
+    at = x + tl.full([], 1, tl.int64) * start * stride + i[:, None] * stride + d[None, :]
+    if MASKED or d.shape[0] != WIDTH:
+        return tl.load(at, mask=in_i[:, None] & (d < WIDTH)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def store_rows(x, values, row, inside, WIDTH: tl.constexpr):
+    """Stores `values` in the rows of x [., WIDTH], contiguous, where they are `inside`."""
+    d = tl.arange(0, values.shape[1])
+    at = x + row[:, None] * WIDTH + d[None, :]
+    tl.store(at, values.to(x.dtype.element_ty), mask=inside[:, None] & (d < WIDTH)[None, :])
+
+
+@triton.jit
+def load_bounds(bounds, sample, i, in_i):
+    """The ranges that rows i see: first and stop."""
+    at = bounds.data + sample * bounds.sample + i
+    return tl.load(at, mask=in_i, other=0), tl.load(at + bounds.stop, mask=in_i, other=0)
+
+
+@triton.jit
+def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
+    """For rows that see the ranges [first, stop): where the first block begins, where those begin and end that every
+    row sees whole, and the number of the others before and behind them."""
+    begin = tl.min(tl.where(inside, first, size)) // BLOCK * BLOCK
+    end = tl.maximum(tl.max(tl.where(inside, stop, 0)), begin)
+    end = begin + (end - begin + BLOCK - 1) // BLOCK * BLOCK
+    full = (tl.max(tl.where(inside, first, 0)) + BLOCK - 1) // BLOCK * BLOCK
+    full = tl.minimum(full, end)
+    full_end = tl.maximum(tl.min(tl.where(inside, stop, size)) // BLOCK * BLOCK, full)
+    return begin, full, full_end, (full - begin) // BLOCK, (end - full_end) // BLOCK
+
+
+@triton.jit
+def add_blocks(add_block, sums, own, other, seen, ranges, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds blocks of the `other` side to the `sums` of the program's `own` rows, which have `seen` (first, stop): first
+    those that every row sees whole."""
+    begin, full, full_end, before, behind = ranges
+    for start in range(full, full_end, BLOCK):
+        sums = add_block(sums, own, other, seen, start, numbers, WIDTHS, BLOCK, False)
+    for block in range(0, before + behind):
+        start = tl.where(block < before, begin + block * BLOCK, full_end + (block - before) * BLOCK)
+        sums = add_block(sums, own, other, seen, start, numbers, WIDTHS, BLOCK, True)
+    return sums
+
+
+@triton.jit
+def _is_seen(seen, places):
+    first, stop = seen
+    return (places[None, :] >= first[:, None]) & (places[None, :] < stop[:, None])
+
+
+@triton.jit
+def _add_keys(sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Adds one block of keys to the sums of rows: acc of dropped weights times values, total of weights, and their
+    largest score."""
+    acc, total, top = sums
+    q, row_bits = own
+    k, k_row, v, v_row, column_bits, m = other
+    to_log2, _, limit = numbers
+    j = tl.arange(0, BLOCK)
+    in_j = start + j < m
+    keys = load_rows(k, start, k_row, j, in_j, tl.arange(0, WIDTHS[2]), WIDTHS[0], MASKED)
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * to_log2
+    if MASKED:
+        scores = tl.where(_is_seen(seen, start + j), scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(weights, 1)
+    dropped = is_dropped(row_bits[:, None] + load_bits(column_bits, start + j, in_j)[None, :], limit)
+    values = load_rows(v, start, v_row, j, in_j, tl.arange(0, WIDTHS[3]), WIDTHS[1], MASKED)
+    kept = tl.where(dropped, 0.0, weights).to(values.dtype)
+    acc = tl.dot(kept, values, acc * shrink[:, None], input_precision="ieee")
+    return acc, total, highest
+
+
+@triton.jit
+def _add_keys_to_gradients(
+    sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
+    """Adds one block of keys to the gradients of queries."""
+    (dq,) = sums
+    q, grad, lse, delta, row_bits = own
+    k, k_row, v, v_row, column_bits, m = other
+    to_log2, factor, limit = numbers
+    j = tl.arange(0, BLOCK)
+    in_j = start + j < m
+    keys = load_rows(k, start, k_row, j, in_j, tl.arange(0, WIDTHS[2]), WIDTHS[0], MASKED)
+    values = load_rows(v, start, v_row, j, in_j, tl.arange(0, WIDTHS[3]), WIDTHS[1], MASKED)
+    weights = tl.exp2(tl.dot(q, tl.trans(keys), input_precision="ieee") * to_log2 - lse[:, None])
+    if MASKED:
+        weights = tl.where(_is_seen(seen, start + j), weights, 0.0)
+    dropped = is_dropped(row_bits[:, None] + load_bits(column_bits, start + j, in_j)[None, :], limit)
+    of_weights = tl.dot(grad, tl.trans(values), input_precision="ieee")
+    of_scores = weights * (tl.where(dropped, 0.0, of_weights) * factor - delta[:, None])
+    return (tl.dot(of_scores.to(keys.dtype), keys, dq, input_precision="ieee"),)
+
+
+@triton.jit
+def _add_queries_to_gradients(
+    sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
+    """Adds one block of queries to the gradients of keys and values. Scores are transposed: [keys, queries]."""
+    dk, dv = sums
+    keys, values, column_bits = own
+    q, q_row, grad, grad_row, lse, delta, bits, n = other
+    to_log2, factor, limit = numbers
+    i = tl.arange(0, BLOCK)
+    in_i = start + i < n
+    queries = load_rows(q, start, q_row, i, in_i, tl.arange(0, WIDTHS[2]), WIDTHS[0], MASKED)
+    grads = load_rows(grad, start, grad_row, i, in_i, tl.arange(0, WIDTHS[3]), WIDTHS[1], MASKED)
+    sums_of_rows = tl.load(lse + start + i, mask=in_i, other=float("inf"))
+    deltas = tl.load(delta + start + i, mask=in_i, other=0.0)
+    row_bits = load_bits(bits, start + i, in_i)
+    weights = tl.exp2(tl.dot(keys, tl.trans(queries), input_precision="ieee") * to_log2 - sums_of_rows[None, :])
+    if MASKED:
+        weights = tl.where(_is_seen(seen, start + i), weights, 0.0)
+    dropped = is_dropped(column_bits[:, None] + row_bits[None, :], limit)
+    kept = tl.where(dropped, 0.0, weights).to(grads.dtype)
+    dv = tl.dot(kept, grads, dv, input_precision="ieee")
+    of_weights = tl.dot(values, tl.trans(grads), input_precision="ieee")
+    of_scores = weights * (tl.where(dropped, 0.0, of_weights) * factor - deltas[None, :])
+    dk = tl.dot(of_scores.to(queries.dtype), queries, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["limit", "key", "head_offset"])
+def attention_forward(
+    q, k, v, out, lse, bounds, mask, sizes, factors, limit, key, head_offset, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """q [n, samples, heads, d], k [m, samples, groups, d], v [m, samples, groups, dv] -> out [n, samples, heads, dv],
+    lse [samples, heads, n]. `WIDTHS` are those of `widths_of`."""
+    samples, n, m, heads, of_group = sizes
+    sample_index, places, column_bits = mask
+    start_n = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCKS[0]  # those that see the most come first
+    sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    i = tl.arange(0, BLOCKS[0])
+    in_i = start_n + i < n
+    first, stop = load_bounds(bounds, sample, start_n + i, in_i)
+    row_bits = hash_rows(key, sample_index, sample, head_offset + head, places, start_n + i, in_i)
+    queries = load_rows(of_head(q, sample, head), start_n, q.row, i, in_i, tl.arange(0, WIDTHS[2]), WIDTHS[0], True)
+    acc = tl.full([BLOCKS[0], WIDTHS[3]], 0.0, tl.float32)
+    total = tl.full([BLOCKS[0]], 0.0, tl.float32)
+    top = tl.full([BLOCKS[0]], float("-inf"), tl.float32)
+    other = of_head(k, sample, head // of_group), k.row, of_head(v, sample, head // of_group), v.row, column_bits, m
+    ranges = block_ranges(first, stop, in_i, m, BLOCKS[1])
+    numbers = factors[0], factors[1], limit
+    acc, total, top = add_blocks(
+        _add_keys, (acc, total, top), (queries, row_bits), other, (first, stop), ranges, numbers, WIDTHS, BLOCKS[1]
+    )
+    result = acc * (factors[1] / tl.where(total == 0.0, 1.0, total))[:, None]
+    row = (start_n + i).to(tl.int64) * samples + sample
+    store_rows(out, result, row * heads + head, in_i, WIDTHS[1])
+    found = tl.where(total == 0.0, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
+    tl.store(lse + tl.program_id(1).to(tl.int64) * n + start_n + i, found, mask=in_i)
+
+
+@triton.jit(do_not_specialize=["key", "head_offset"])
+def attention_prepare(
+    grad, out, lse, prepared, mask, n, heads, key, head_offset, WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Values of each row that both passes of the backward read, [samples, heads, n]: log-sum-exp to base 2, infinite
+    for rows without keys; the sum of grad * out; the hash."""
+    sample_index, places, _ = mask
+    scale_log2, delta, bits = prepared
+    start_n = tl.program_id(0) * BLOCK_N
+    sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    i, d = tl.arange(0, BLOCK_N), tl.arange(0, WIDTHS[3])
+    in_i = start_n + i < n
+    g = load_rows(of_head(grad, sample, head), start_n, grad.row, i, in_i, d, WIDTHS[1], True).to(tl.float32)
+    o = load_rows(of_head(out, sample, head), start_n, out.row, i, in_i, d, WIDTHS[1], True).to(tl.float32)
+    sums = of_head(lse, sample, head) + (start_n + i).to(tl.int64) * lse.row
+    sums = tl.load(sums, mask=in_i, other=0.0).to(tl.float32)
+    sums = tl.where(sums == float("-inf"), float("inf"), sums * 1.4426950408889634)
+    at = tl.program_id(1).to(tl.int64) * n + start_n + i
+    tl.store(scale_log2 + at, sums, mask=in_i)
+    tl.store(delta + at, tl.sum(g * o, 1), mask=in_i)
+    row_bits = hash_rows(key, sample_index, sample, head_offset + head, places, start_n + i, in_i)
+    tl.store(bits + at, row_bits.to(tl.int32, bitcast=True), mask=in_i)
+
+
+@triton.jit(do_not_specialize=["limit"])
+def attention_dq(
+    q, k, v, grad, dq, prepared, bounds, column_bits, sizes, factors, limit, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """dq [n, samples, heads, d]"""
+    samples, n, m, heads, of_group = sizes
+    scale_log2, delta, bits = prepared
+    start_n = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCKS[0]
+    sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    i = tl.arange(0, BLOCKS[0])
+    in_i = start_n + i < n
+    first, stop = load_bounds(bounds, sample, start_n + i, in_i)
+    row = tl.program_id(1).to(tl.int64) * n + start_n + i
+    sums = tl.load(scale_log2 + row, mask=in_i, other=float("inf"))
+    deltas = tl.load(delta + row, mask=in_i, other=0.0)
+    row_bits = load_bits(bits, row, in_i)
+    d, dv = tl.arange(0, WIDTHS[2]), tl.arange(0, WIDTHS[3])
+    queries = load_rows(of_head(q, sample, head), start_n, q.row, i, in_i, d, WIDTHS[0], True)
+    grads = load_rows(of_head(grad, sample, head), start_n, grad.row, i, in_i, dv, WIDTHS[1], True)
+    own = queries, grads, sums, deltas, row_bits
+    other = of_head(k, sample, head // of_group), k.row, of_head(v, sample, head // of_group), v.row, column_bits, m
+    ranges = block_ranges(first, stop, in_i, m, BLOCKS[1])
+    numbers = factors[0], factors[1], limit
+    acc = tl.full([BLOCKS[0], WIDTHS[2]], 0.0, tl.float32)
+    (acc,) = add_blocks(_add_keys_to_gradients, (acc,), own, other, (first, stop), ranges, numbers, WIDTHS, BLOCKS[1])
+    at = ((start_n + i).to(tl.int64) * samples + sample) * heads + head
+    store_rows(dq, acc * factors[2], at, in_i, WIDTHS[0])
+
+
+@triton.jit(do_not_specialize=["limit"])
+def attention_dkdv(
+    q,
+    k,
+    v,
+    grad,
+    dk,
+    dv,
+    prepared,
+    bounds,
+    column_bits,
+    sizes,
+    factors,
+    limit,
+    WIDTHS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """dk [m, samples, groups, d] and dv [m, samples, groups, dv], summed over the heads of a group in one order;
+    `bounds` are those of keys."""
+    samples, n, m, groups, of_group = sizes
+    scale_log2, delta, bits = prepared
+    start_m = tl.program_id(0) * BLOCKS[1]
+    sample, group = tl.program_id(1) // groups, tl.program_id(1) % groups
+    j = tl.arange(0, BLOCKS[1])
+    in_j = start_m + j < m
+    first, stop = load_bounds(bounds, sample, start_m + j, in_j)
+    d, c = tl.arange(0, WIDTHS[2]), tl.arange(0, WIDTHS[3])
+    keys = load_rows(of_head(k, sample, group), start_m, k.row, j, in_j, d, WIDTHS[0], True)
+    values = load_rows(of_head(v, sample, group), start_m, v.row, j, in_j, c, WIDTHS[1], True)
+    own = keys, values, load_bits(column_bits, start_m + j, in_j)
+    ranges = block_ranges(first, stop, in_j, n, BLOCKS[0])
+    numbers = factors[0], factors[1], limit
+    of_k = tl.full([BLOCKS[1], WIDTHS[2]], 0.0, tl.float32)
+    of_v = tl.full([BLOCKS[1], WIDTHS[3]], 0.0, tl.float32)
+    for head in range(group * of_group, (group + 1) * of_group):
+        row = (sample * groups * of_group + head).to(tl.int64) * n
+        q_at, grad_at = of_head(q, sample, head), of_head(grad, sample, head)
+        other = q_at, q.row, grad_at, grad.row, scale_log2 + row, delta + row, bits + row, n
+        of_k, of_v = add_blocks(
+            _add_queries_to_gradients, (of_k, of_v), own, other, (first, stop), ranges, numbers, WIDTHS, BLOCKS[0]
+        )
+    at = ((start_m + j).to(tl.int64) * samples + sample) * groups + group
+    store_rows(dk, of_k * factors[2], at, in_j, WIDTHS[0])
+    store_rows(dv, of_v * factors[1], at, in_j, WIDTHS[1])
+
+
+class Settings(NamedTuple):
+    """Arguments of the operators beside their operands."""
+
+    of_queries: Tensor
+    """[2, 1 or b, n] int32: bounds; so `of_keys` [2, 1 or b, m]."""
+    of_keys: Tensor
+    places: Tensor
+    """[n] int32: positions of the queries."""
+    column_bits: Tensor
+    """[m] int32: hashes of the positions of the keys."""
+    scale: float
+    p: float
+    """Share of the weights that is dropped."""
+    key: int
+    head_offset: int
+    sample_index: Tensor
+    """[b] int64"""
+
+    @property
+    def mask(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.sample_index, self.places, self.column_bits
+
+    @property
+    def factors(self) -> tuple[float, float, float]:
+        """Of scores to base 2, of what is kept, and of scores."""
+        return self.scale * LOG2_E, 1 / (1 - self.p), self.scale
+
+    @property
+    def limit(self) -> int:
+        """Hashes below it are dropped."""
+        return threshold(self.p)
+
+
+def check(q: Tensor, v: Tensor) -> None:
+    """Raises RuntimeError for what the kernels do not compute."""
+    if torch.cuda.get_device_capability(q.device) < (8, 0) or not fits(q.dtype, q.shape[-1], v.shape[-1]):
+        raise RuntimeError(f"no kernel for heads of {q.shape[-1]} and {v.shape[-1]} channels in {q.dtype} on this GPU")
+
+
+def flash_dropout(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    """Output [n, b, heads, dv] and log-sum-exp [n, b, heads]."""
+    check(q, v)
+    own = Settings(*settings)
+    (n, b, heads, _), (m, _, groups, width) = q.shape, v.shape
+    out = torch.empty(n, b, heads, width, dtype=q.dtype, device=q.device)
+    lse = torch.empty(b, heads, n, dtype=torch.float32, device=q.device)
+    sizes = b, n, m, heads, heads // groups
+    given = *map(Rows.of, (q, k, v)), out, lse, Bounds.of(own.of_queries), own.mask, sizes, own.factors, own.limit
+    blocks = FORWARD[size_of(widths_of(q, v))]
+    grid = triton.cdiv(n, blocks[0]), b * heads
+    _launch(attention_forward, grid, (*given, own.key, own.head_offset, widths_of(q, v)), blocks)
+    return out, lse.permute(2, 0, 1)
+
+
+def flash_dropout_backward(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, from those of the output, the output and the log-sum-exp."""
+    check(q, v)
+    own, widths = Settings(*settings), widths_of(q, v)
+    (n, b, heads, _), (m, _, groups, _) = q.shape, v.shape
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    scale_log2, delta = (torch.empty(b, heads, n, dtype=torch.float32, device=q.device) for _ in range(2))
+    prepared = scale_log2, delta, torch.empty(b, heads, n, dtype=torch.int32, device=q.device)
+    of_rows = *map(Rows.of, (grad, out, lse)), prepared, own.mask, n, heads, own.key, own.head_offset, widths
+    attention_prepare[(triton.cdiv(n, ROWS), b * heads)](*of_rows, ROWS)
+    given, per = tuple(map(Rows.of, (q, k, v, grad))), heads // groups
+    blocks, rest = OF_KEYS[size_of(widths)], (own.column_bits, (b, n, m, groups, per), own.factors, own.limit, widths)
+    of_keys = *given, dk, dv, prepared, Bounds.of(own.of_keys), *rest
+    _launch(attention_dkdv, (triton.cdiv(m, blocks[1]), b * groups), of_keys, blocks)
+    blocks, rest = OF_QUERIES[size_of(widths)], (own.column_bits, (b, n, m, heads, per), own.factors, own.limit, widths)
+    of_queries = *given, dq, prepared, Bounds.of(own.of_queries), *rest
+    _launch(attention_dq, (triton.cdiv(n, blocks[0]), b * heads), of_queries, blocks)
+    return dq, dk, dv
+
+
+def _launch(kernel: Any, grid: tuple[int, int], operands: tuple[Any, ...], blocks: tuple[int, int, int, int]) -> None:
+    *sizes, warps, stages = blocks
+    kernel[grid](*operands, tuple(sizes), num_warps=warps, num_stages=stages)
+
+
+def widths_of(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+    """Channels of queries and of values, and the powers of two that hold them."""
+    width, value_width = q.shape[-1], v.shape[-1]
+    return width, value_width, max(16, triton.next_power_of_2(width)), max(16, triton.next_power_of_2(value_width))
+
+
+def size_of(widths: tuple[int, int, int, int]) -> int:
+    return max(64, *widths[2:])

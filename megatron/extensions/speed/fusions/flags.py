@@ -1,0 +1,139 @@
+"""The flag of fusions, and the parts that they replace. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.core.attention.backends import ATTENTION_BACKENDS
+from megatron.core.config.flag_spec import Section
+from megatron.core.config.heads import has_even_heads
+from megatron.core.config.mixers import MIXERS
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.norms import NORMALIZATIONS
+from megatron.core.parts import KERNELS, LAYERS
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS, extension_flags
+
+_HERE = "megatron.extensions.speed.fusions"
+
+OWN_BACKENDS = "flash3", "cudnn", "triton"
+"""Choices of --attention-backend beside those of torch."""
+
+
+@extension_flags("fusions", may_change=True)
+@dataclass(frozen=True)
+class Fusions:
+    fusions: bool = True
+    """Use fused layers and kernels if regions are compiled, as on GPUs (see --compile). Each kernel is compared with
+    plain torch at start; one that is wrong, fails or is slower is left out. --no-fusions uses none."""
+
+    def validate(self, c: RunConfig, world_size: int) -> Iterator[Problem]:
+        """Kernels of attention of GPUs, which compute neither everything nor in every precision: other kernels do that
+        then."""
+        m, p = c.model, c.parallel
+        backend, cap = p.attention_backend, m.attn_logit_softcapping
+        if backend not in ("flash", *OWN_BACKENDS):
+            return
+        if not self.fusions and backend in OWN_BACKENDS:
+            rule = "has no effect beside --no-fusions: kernels of torch compute attention"
+            yield Problem("--attention-backend", backend, rule, "remove one of them", harmless=True)
+        widths = m.window_size, m.attention_chunk_size
+        some_local = any(width is not None and width < m.seq_length for width in widths)
+        local = "--window-size" if m.window_size is not None else "--attention-chunk-size"
+        cudnn = backend == "cudnn"
+        triton = backend == "triton"
+        drops = m.attention_dropout > 0
+        wide = not (p.bf16 or p.fp16)
+        with_dropout = "plain torch" if p.cpu or wide else "the kernel triton"
+        for beside, given, why in (
+            # torch has a FlashAttention for CPUs, which computes in all precisions.
+            ("--cpu", p.cpu and backend != "flash", "it is a kernel of GPUs"),
+            ("--fp32 or --fp64", wide and not p.cpu, "it computes in 16 bits"),
+            (f"--attention-dropout {m.attention_dropout}", drops and not triton, f"{with_dropout} computes dropout"),
+            ("--attention-dropout 0", triton and not drops, "other kernels compute attention without dropout"),
+            ("--position-embedding-type alibi", m.alibi, "plain torch computes ALiBi"),
+            (f"--attn-logit-softcapping {cap}", cap is not None, "plain torch computes capped scores"),
+            ("--reset-attention-mask", cudnn and c.data.reset_attention_mask, "FlashAttention computes documents"),
+            (
+                f"{local} in all layers",
+                cudnn and some_local and m.window_attn_skip_freq is None,
+                "FlashAttention does that",
+            ),
+        ):
+            if given:
+                rule = f"has no effect beside {beside}: {why}"
+                yield Problem("--attention-backend", backend, rule, "remove one of them", harmless=True)
+
+
+class Built(Protocol):
+    """The fields that are read of a part's `megatron.core.tensor_parallel.layers.TPContext`."""
+
+    layer: int
+
+    @property
+    def compiled(self) -> bool: ...
+
+
+def fuses(config: Section, ctx: Built) -> bool:
+    """Return whether a part with this configuration and context is built in its fused form."""
+    return ctx.compiled and config.options(Fusions).fusions
+
+
+def splits_at_once(config: TransformerConfig, ctx: Built) -> bool:
+    """Whether self-attention gains by splitting its projection at once: where it rotates or sums up the gradient of a
+    bias, and neither a norm nor a bound comes between."""
+    rotates = config.layer(ctx.layer).rotation is not None
+    sums_bias = ctx.compiled and (config.add_bias_linear or config.add_qkv_bias)
+    normed = config.qk_layernorm or (config.qk_l2_norm and rotates) or config.clip_qkv is not None
+    return (rotates or sums_bias) and not normed and has_even_heads(config)
+
+
+MIXERS.substitute(
+    "self_attention",
+    f"{_HERE}.split_heads:SplitSelfAttention",
+    when=lambda name, config, ctx: splits_at_once(config, ctx),
+)
+LAYERS.substitute(
+    "transformer_layer",
+    f"{_HERE}.layer:FusedTransformerLayer",
+    when=lambda name, config, ctx: fuses(config, ctx) and config.residual is None,
+)
+for _norm in ("LayerNorm", "RMSNorm"):
+    NORMALIZATIONS.substitute(
+        _norm,
+        f"{_HERE}.fused_norm:Fused{_norm}",
+        when=lambda name, size, config, ctx, partial_over: fuses(config, ctx),
+    )
+for _operation, _kernel in {
+    "loss_and_gradient_": "kernels.cross_entropy:LOSS",
+    "scale_rows_": "kernels.cross_entropy:SCALE",
+    "cast_transpose": "kernels.casts:CAST_BY_AMAX",
+    "cast_transpose_noting_amax": "kernels.casts:CAST_NOTING",
+    "amax_of_rows_and_columns": "kernels.casts:AMAX",
+    "transpose": "kernels.casts:TRANSPOSE",
+    "norm_cast": "kernels.norms:NORM_CAST",
+    "norm_gradients": "kernels.norms:NORM_GRADIENTS",
+    "swiglu_cast": "kernels.casts:SWIGLU_CAST",
+    "swiglu_gradient_cast": "kernels.casts:SWIGLU_GRADIENT_CAST",
+    "heads_gradient_cast": "kernels.casts:HEADS_CAST",
+    "add_products_grouped_": "gemm_choice:ADD_PRODUCTS",
+    "clear_rows_behind_": "gemm_choice:CLEAR_ROWS",
+    "add_fp8_product_": "gemm_choice:WEIGHT_GRADS",
+    "residual_gemm": "gemm_choice:RESIDUAL_GEMM",
+    "mlp": "layer:MLP_KERNEL",
+}.items():
+    KERNELS.register(_operation, f"{_HERE}.{_kernel}")
+
+for _backend in ("auto", "flash"):
+    ATTENTION_BACKENDS.substitute(_backend, f"{_HERE}.attention.backends:FlashBackend", when=lambda operands: True)
+for _backend in OWN_BACKENDS:
+    ATTENTION_BACKENDS.register(_backend, f"{_HERE}.attention.backends:{_backend.title()}Backend")
+
+CALLBACKS.register(
+    "kernel choice",
+    f"{_HERE}.hooks:KernelChoice",
+    when=lambda config: not (config.parallel.cpu and config.options(Fusions).fusions),
+)

@@ -1,0 +1,236 @@
+"""RMSNorm and LayerNorm together with the residual stream: x + update and its norm in one kernel, and in the backward
+the gradient of both, with those of weight and bias, in one pass over the operands.
+
+For `--compile`. torch's own norms are kernels of their own: beside them a residual addition reads and writes the stream
+once more forward and backward, and the weight's gradient reads both operands again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.compiled_regions import region
+from megatron.core.dropout import drop_at_once, mask_bits
+from megatron.core.tensor_parallel.layers import observed
+from megatron.core.tensor_parallel.linear_gemms import OutputGradient, gradient_of_output, rows_of
+from megatron.core.transformer.norm import LayerNorm, RMSNorm
+from megatron.extensions.speed.fp8.casts import CastOrder, CastPair
+from megatron.extensions.speed.fp8.recipes import DelayedGemms
+from megatron.extensions.speed.fusions.kernels.norms import Norm, norm_cast, norm_gradients
+from megatron.extensions.speed.fusions.kernels.norms import gradients_of_norm as _backward
+from megatron.extensions.speed.fusions.kernels.norms import normalized as _normalized
+
+
+class InputCast(NamedTuple):
+    """The casts that a layer wants of its input."""
+
+    gemms: DelayedGemms
+    needs_dw: bool
+
+    def order(self) -> CastOrder:
+        return self.gemms.input_order(self.needs_dw)
+
+    def stand_in(self, pair: CastPair, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of NaN [s, b, h], in the memory of one number, that carries the casts to the layer and the gradient
+        back. Only a layer that reads `given_input` may have it as its input."""
+        found = self.gemms.no_value(dtype).expand(shape)
+        found.given_casts = self.gemms.given_input(pair, shape[:-1])  # type: ignore[attr-defined]
+        return found
+
+
+class DropoutMask(NamedTuple):
+    """A mask of hidden states [s, b, h] with probability p, as a compiled kernel that applies it makes it."""
+
+    p: float
+    row_bits: Tensor
+    """[s * b] int32"""
+    column_bits: Tensor
+    """[h] int32"""
+
+    @classmethod
+    def of(cls, x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> DropoutMask:
+        """The mask by which `dropout` of these arguments drops parts of x."""
+        return cls(p, *mask_bits(x, key, sample_index, seq_offset))
+
+    def applied(self, x: Tensor) -> Tensor:
+        """Within a region: x [s, b, h], zeros where it is dropped, else times 1 / (1 - p)."""
+        return drop_at_once(x, *self)
+
+
+def add_update(x: Tensor, update: Tensor, mask: DropoutMask | None) -> Tensor:
+    """x + dropout of `update` by a mask, in one kernel; x + update without a mask."""
+    return x + update if mask is None else _AddDropped.apply(x, update, mask)
+
+
+class _AddDropped(torch.autograd.Function):
+    """x + update with dropout of the update."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, update: Tensor, mask: DropoutMask) -> Tensor:
+        ctx.save_for_backward(*mask[1:])
+        ctx.p = mask.p
+        return region(_added_dropped, True)(x, update, *mask)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, region(drop_at_once, True)(grad, ctx.p, *ctx.saved_tensors), None
+
+
+def _added_dropped(x: Tensor, update: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
+    return x + drop_at_once(update, p, row_bits, column_bits)
+
+
+class ResidualSum(NamedTuple):
+    """The residual stream with an addition that the next norm makes: x + dropout of the update."""
+
+    x: Tensor
+    update: Tensor | None = None
+    mask: DropoutMask | None = None
+
+    def added(self) -> Tensor:
+        return self.x if self.update is None else add_update(self.x, self.update, self.mask)
+
+
+class FusedLayerNorm(LayerNorm):
+    """`LayerNorm` of a stream whose addition it makes in its own kernels, where there will be a backward."""
+
+    centered = True
+
+    def forward(self, x: Tensor | ResidualSum, residual: bool = False, cast: InputCast | None = None) -> Any:
+        """The norm of x [..., h], or with `residual` (the sum, its norm): see `add_and_norm`."""
+        stream = x if isinstance(x, ResidualSum) else ResidualSum(x)
+        if self.fuses():
+            assert self.weight is not None
+            norm = Norm(self.weight, self.bias, self.eps, self.centered, self.one_plus)
+            found = fused_norm(stream.x, stream.update, norm, stream.mask, cast)
+        else:
+            total = stream.added()
+            found = total, super().forward(total)
+        return found if residual else found[1]
+
+    def fuses(self) -> bool:
+        """Kernels have a weight, and a bias where a mean is taken off."""
+        usual = self.weight is not None and (self.bias is not None) == self.centered
+        return usual and torch.is_grad_enabled()
+
+    def takes_pending(self) -> bool:
+        return self.fuses() and not observed(self)
+
+
+class FusedRMSNorm(FusedLayerNorm, RMSNorm):
+    """`RMSNorm` in the same way."""
+
+    centered = False
+
+
+def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = None) -> tuple[Tensor, Tensor]:
+    """(the sum, its norm), of any norm; in one kernel forward and backward by those that can. With a `cast`, of the
+    layer that alone reads the norm, the norm may be a stand-in.
+
+    Use the first result in place of `stream.x`, without an update too: then the backward adds its gradient to the
+    norm's.
+    """
+    if isinstance(norm, FusedLayerNorm):
+        found: tuple[Tensor, Tensor] = norm(stream, residual=True, cast=None if observed(norm) else cast)
+        return found
+    x = stream.added()
+    return x, norm(x)
+
+
+def fused_norm(
+    x: Tensor, update: Tensor | None, norm: Norm, mask: DropoutMask | None = None, cast: InputCast | None = None
+) -> tuple[Tensor, Tensor]:
+    """(x + update, its norm over the last dim): x, update [..., h] -> [..., h] twice, in fp32 for 16-bit operands.
+    Without an update (x, its norm): use that x in place of the given one, so that its gradient is added within the
+    backward of the norm.
+
+    With a `mask` that is x + dropout of the update, for x [s, b, h].
+
+    With a `cast`, and without a mask, the norm is a stand-in that carries its casts. If the update, or x without one,
+    is the output of a linear layer, the backward makes what that has use for of its gradient.
+    """
+    output = x if update is None else update
+    cast, of_update = (cast, gradient_of_output(output)) if mask is None else (None, None)
+    return _FusedNorm.apply(x, update, norm.weight, norm.bias, norm, mask, cast, of_update)
+
+
+class _FusedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        update: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Norm,
+        mask: DropoutMask | None,
+        cast: InputCast | None,
+        of_update: OutputGradient | None,
+    ) -> tuple[Tensor, Tensor]:
+        if cast is not None:
+            made = norm_cast(_rows(x), None if update is None else _rows(update), norm, cast.order())
+            total = x if update is None else made.total.view(x.shape)
+            normed = cast.stand_in(made.pair, x.shape, x.dtype)
+            statistics = [part.view(*x.shape[:-1], 1) for part in made.statistics]
+        elif update is None:
+            total, (normed, *statistics) = x, region(_normalized, True, static=True)(x, norm)
+        else:
+            total, normed, *statistics = region(_added_and_normalized, True, static=True)(x, update, mask, norm)
+        bits = () if mask is None else mask[1:]
+        ctx.save_for_backward(total, weight, *bits, *statistics)
+        ctx.p = None if mask is None else mask.p
+        ctx.of_update = of_update
+        ctx.one_plus = norm.one_plus
+        ctx.adds = update is not None
+        ctx.set_materialize_grads(False)
+        return total, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_total: Tensor | None, of_normed: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight, *kept = ctx.saved_tensors
+        mask = None if ctx.p is None else DropoutMask(ctx.p, *kept[:2])
+        statistics = tuple(kept if mask is None else kept[2:])
+        if of_normed is None:
+            of_normed = torch.zeros_like(total)
+        operands = total, of_total, of_normed, weight, statistics, ctx.one_plus
+        if ctx.of_update is not None and ctx.needs_input_grad[ctx.adds]:
+            dx, of_update, of_weight, *of_bias = _with_casts_and_sum(ctx.of_update, operands)
+        else:
+            dx, of_update, of_weight, *of_bias = region(_backward_of_both, True, static=True)(mask, *operands)
+        of_update = dx if of_update is None else of_update
+        return dx, of_update if ctx.needs_input_grad[1] else None, of_weight, *(of_bias or [None]), *[None] * 4
+
+
+def _rows(x: Tensor) -> Tensor:
+    return rows_of(x).contiguous()
+
+
+def _with_casts_and_sum(of_update: OutputGradient, operands: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """`_backward_of_both` without a mask, that hands the casts and the sum of the update's gradient over."""
+    total, of_total, of_normed, weight, statistics, one_plus = operands
+    of_sum = None if of_total is None else _rows(of_total)
+    of_rows = tuple(part.view(-1, 1) for part in statistics)
+    sums = of_update.needs_sum
+    order = of_update.order()
+    found = norm_gradients(_rows(total), of_sum, _rows(of_normed), weight, of_rows, one_plus, sums, order)
+    dx = found.of_total.view(total.shape)
+    of_update.put(dx, found.pair, found.row_sum)
+    return dx, None, *found.of_parameters
+
+
+def _added_and_normalized(x: Tensor, update: Tensor, mask: DropoutMask | None, norm: Norm) -> tuple[Tensor, ...]:
+    """(x + update, and of it what `_normalized` returns)"""
+    total = x + (update if mask is None else mask.applied(update))
+    return total, *_normalized(total, norm)
+
+
+def _backward_of_both(mask: DropoutMask | None, *args: Any) -> tuple[Tensor | None, ...]:
+    """`_backward`, with the gradient of the update after that of x where dropout makes them differ, else None."""
+    dx, *of_parameters = _backward(*args)
+    return dx, None if mask is None else mask.applied(dx), *of_parameters

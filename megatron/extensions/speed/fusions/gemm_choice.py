@@ -1,0 +1,367 @@
+"""Chooses GEMMs that add to existing values, which torch does not do in one pass, by timing them at the model's shapes.
+
+Weight gradients in fp8: cuBLASLt's product that adds to its output, Triton's, or torch's, which writes a product in
+fp32 that is then added: an addition reads it and both reads and writes the gradient. The other two read and write the
+gradient once.
+
+The residual stream: the GEMM of a row-parallel layer, y = addend + x Wᵀ + bias, reads the stream as its addend, and
+saves the next norm a pass that reads the product and writes the sum. The sum is rounded once, and twice where a product
+is added later. torch's `addmm` would copy the addend into the output before it adds to that; cuBLASLt reads it as the
+product's matrix C and writes another one.
+
+The rows of experts, whose numbers only the device knows: torch's grouped GEMM covers the forward pass and the gradients
+of inputs. Weight gradients are added in fp32 to their sums, which it does not do; and it leaves rows that belong to no
+expert as the memory was.
+
+The fastest kernel depends on the GPU, the shape and the versions of libraries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.moe.experts import Segments, add_products_grouped_, clear_rows_behind_
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.layers import ParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.linear_gemms import matrix_of, residual_gemm
+from megatron.extensions.speed.fp8 import casts
+from megatron.extensions.speed.fp8.casts import E4M3, TILE, Scaled, scaled_mm
+from megatron.extensions.speed.fp8.recipes import Fp8Gemms
+from megatron.extensions.speed.fusions.kernel_choice import (
+    SLOWER,
+    Choice,
+    Clock,
+    FusedKernel,
+    RunShapes,
+    compare,
+    device_clock,
+    gpu_operator,
+    runs_triton,
+)
+from megatron.extensions.speed.fusions.kernels import cublaslt
+
+TORCH = "torch"
+"""The kernel that writes a product, which is then added."""
+
+GEMM, NORM = "GEMM", "norm"
+"""GEMMs that add to the residual stream."""
+
+SIZES = 16
+"""Features of both sides are multiples of this, as fp8 products and aligned rows need it."""
+
+CHECKED = 64
+"""Rows and columns whose sums are compared."""
+
+TOLERANCES = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+"""How far sums may be off, relative to their norm: twice the rounding of one; weight gradients as those in bf16."""
+
+Run = Callable[[], object]
+
+
+_SUM = "(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, bool overwrite) -> ()"
+KERNELS = {
+    "triton": gpu_operator("kernels.products_triton:add_product_triton_", _SUM),
+    "cublaslt": gpu_operator("kernels.cublaslt:add_product_cublaslt_", _SUM),
+}
+"""out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32; with `overwrite` = it.
+
+out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32: [], or for "triton" also [o, 1] and [i, 1], or of tiles of
+128, [o, n / 128] and [i, n / 128]. All are contiguous. Raises RuntimeError where a kernel does not support the
+operands."""
+
+
+@dataclass(frozen=True, order=True)
+class ProductShape:
+    """dW [outputs, inputs] summed over tokens."""
+
+    outputs: int
+    inputs: int
+    tokens: int
+
+
+@dataclass
+class WeightGradKernel:
+    """The kernels of weight gradients by shape, as `choose_weight_grads` found them; Triton's where it has not."""
+
+    chosen: dict[ProductShape, str] = field(default_factory=dict)
+
+    def suits(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> bool:
+        fits = runs_triton(out) and out.dtype == torch.float32 and out.is_contiguous()
+        if self._kernel(out, dy) == "cublaslt":  # was timed on aligned sums; a buffer may hold others
+            fits = fits and out.data_ptr() % cublaslt.ALIGNMENT == 0
+        return fits and self._kernel(out, dy) != TORCH
+
+    def __call__(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
+        add_product_(self._kernel(out, dy), out, dy, x, overwrite)
+
+    def samples(self, shapes: RunShapes) -> tuple[()]:
+        """None: they are compared by layer, once the model is built."""
+        return ()
+
+    def _kernel(self, out: Tensor, dy: Scaled) -> str:
+        return self.chosen.get(ProductShape(out.shape[0], out.shape[1], dy.values.shape[1]), "triton")
+
+
+WEIGHT_GRADS = WeightGradKernel()
+
+
+def add_product_(kernel: str, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool = False) -> None:
+    """out [o, i] += dy x^T by a kernel: "torch" or one of `KERNELS`."""
+    if kernel == TORCH:
+        casts.add_fp8_product_.__wrapped__(out, dy, x, overwrite)  # type: ignore[attr-defined]
+    else:
+        KERNELS[kernel](out, dy.values, x.values, dy.scale, x.scale, overwrite)
+
+
+def choose_weight_grads(
+    modules: Iterable[nn.Module],
+    tokens: int,
+    recipe: str,
+    stage: Axis,
+    device: torch.device,
+    clock: Clock = device_clock,
+) -> Mapping[ProductShape, Choice]:
+    """Times the kernels at each shape of the fp8 linear layers in `modules`, whose micro-batches have `tokens` on a
+    rank, and lets the layers use the fastest ones. Collective over the ranks of a pipeline stage, which have the same
+    shapes: the slowest rank counts, and all use the same kernels, so that replicas stay equal."""
+    linears = [part for module in modules for part in module.modules() if isinstance(part, ParallelLinear)]
+    layers = [(linear.weight, linear.gemms) for linear in linears if isinstance(linear.gemms, Fp8Gemms)]
+    formats = {}
+    WEIGHT_GRADS.chosen.clear()
+    for weight, gemms in layers:
+        outputs, inputs = matrix_of(weight).shape
+        shape = ProductShape(outputs, inputs, tokens // (gemms.tp.size if gemms.cuts.tokens else 1))
+        formats[shape] = gemms.grad_format
+    found = {}
+    for shape in sorted(formats):
+        found[shape] = compare(weight_grad_runs(shape, formats[shape], recipe, device), clock, device, stage)
+        WEIGHT_GRADS.chosen[shape] = found[shape].winner or TORCH
+    return found
+
+
+def weight_grad_runs(
+    shape: ProductShape, grad_format: torch.dtype, recipe: str, device: torch.device
+) -> dict[str, Run]:
+    """A run of each kernel, on random operands as a recipe casts them."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def operand(rows: int, dtype: torch.dtype) -> Scaled:
+        values = torch.randn(rows, shape.tokens, generator=generator, dtype=torch.bfloat16, device=device).to(dtype)
+        size = {"rowwise": (rows, 1), "blockwise": (rows, -(-shape.tokens // TILE))}.get(recipe, ())
+        return Scaled(values, torch.full(size, 0.5, device=device))
+
+    dy, x = operand(shape.outputs, grad_format), operand(shape.inputs, E4M3)
+    out = torch.zeros(shape.outputs, shape.inputs, device=device)
+
+    def twice(kernel: str) -> Tensor:
+        out.zero_()
+        for _ in range(2):
+            add_product_(kernel, out, dy, x)
+        return out
+
+    def expected(part: slice) -> Tensor:
+        return 2 * casts.dequantized_mm(_rows(dy, part), _rows(x, part), torch.float32)
+
+    return {
+        kernel: _checked(partial(add_product_, kernel, out, dy, x), partial(twice, kernel), expected, kernel)
+        for kernel in (*KERNELS, TORCH)
+    }
+
+
+def _checked(run: Run, sums: Callable[[], Tensor], expected: Callable[[slice], Tensor], kernel: str) -> Run:
+    """A run, before whose first call the `sums` are compared: RuntimeError if those in the first or last rows and
+    columns are not what is `expected`."""
+    known = False
+
+    def checked() -> None:
+        nonlocal known
+        if not known:
+            found = sums()
+            for part in (slice(CHECKED), slice(-CHECKED, None)):
+                right = expected(part).float()
+                error = ((found[part, part] - right).norm() / right.norm()).item()
+                if not error < TOLERANCES[found.dtype]:
+                    raise RuntimeError(f"{kernel} adds wrong sums, with a relative error of {error:.1e}")
+            known = True
+        run()
+
+    return checked
+
+
+def _rows(x: Scaled, part: slice) -> Scaled:
+    return Scaled(x.values[part], x.scale[part] if x.scale.ndim else x.scale)
+
+
+def adds_residual(x: Tensor | None, weight: Tensor, *_: Any) -> bool:
+    """Whether products with a `weight` [m, k] in 16 bits or fp8 may be `residual_gemm`, for their operands' device and
+    sizes."""
+    return weight.is_cuda and weight.itemsize <= 2 and weight.shape[0] % SIZES == 0 and weight.shape[-1] % SIZES == 0
+
+
+def _computed(
+    x: Tensor,
+    weight: Tensor,
+    addend: Tensor,
+    bias: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    return _residual_product(x.contiguous(), weight, addend.contiguous(), bias, *(scales or (None, None)))
+
+
+def residual_sum(
+    x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """A product of torch's, rounded, and then the sum."""
+    return _product(x, weight, addend.dtype, bias, scales).add_(addend)
+
+
+def _product(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    if scales is None:
+        return F.linear(x, weight, bias)
+    return scaled_mm(Scaled(x, scales[0]), Scaled(weight, scales[1]), dtype, bias, fast_accumulation=True)
+
+
+def residual_product(
+    x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, x_scale: Tensor | None, weight_scale: Tensor | None
+) -> Tensor:
+    """By cuBLASLt; what that does not support is a product of torch's and an addition."""
+    scales = None if x_scale is None or weight_scale is None else (x_scale, weight_scale)
+    try:
+        return cublaslt.residual_product(x, weight, addend, bias, scales)
+    except RuntimeError:
+        return residual_sum(x, weight, addend, bias, scales)
+
+
+_residual_product = gpu_operator(
+    "gemm_choice:residual_product",
+    "(Tensor x, Tensor weight, Tensor addend, Tensor? bias, Tensor? x_scale, Tensor? weight_scale) -> Tensor",
+    lambda x, weight, addend, *rest: torch.empty_like(addend),
+)
+
+
+RESIDUAL_GEMM = FusedKernel(_computed, residual_gemm, adds_residual, lambda shapes: (), 2.0**-7)
+"""Compared by layer, in `choose_additions`."""
+
+
+@dataclass(frozen=True, order=True)
+class ResidualShape:
+    """The product of a row-parallel layer."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    bias: bool
+    fp8: bool
+
+    def __str__(self) -> str:
+        return f"{'fp8 ' * self.fp8}{self.tokens} x {self.outputs} x {self.inputs}{' with bias' * self.bias}"
+
+
+def choose_additions(
+    modules: Iterable[nn.Module], tokens: int, stage: Axis, device: torch.device, clock: Clock = device_clock
+) -> Mapping[ResidualShape, Choice]:
+    """Times both ways at each shape of the layers in `modules` that take an addend, for micro-batches of `tokens` on a
+    rank, and sets the layers' `adds_residual`. Collective over the ranks of a pipeline stage, whose slowest rank
+    counts."""
+    linears: dict[ResidualShape, list[RowParallelLinear]] = {}
+    for linear in _row_parallel(modules):
+        if linear.takes_addend():
+            outputs, inputs = matrix_of(linear.weight).shape
+            bias, fp8 = linear.bias is not None, isinstance(linear.gemms, Fp8Gemms)
+            linears.setdefault(ResidualShape(tokens, outputs, inputs, bias, fp8), []).append(linear)
+    found = {}
+    for shape in sorted(linears):
+        dtype = linears[shape][0].weight.dtype
+        found[shape] = compare(residual_runs(shape, dtype, device), clock, device, stage)
+        for linear in linears[shape]:
+            linear.adds_residual = place_of(found[shape]) == GEMM
+    return found
+
+
+def place_of(choice: Choice) -> str:
+    """Place of the additions, by the timings."""
+    within, after = (choice.seconds[name] for name in (GEMM, NORM))
+    return GEMM if math.isfinite(within) and within <= SLOWER * after else NORM
+
+
+def keep_additions_in_norms(modules: Iterable[nn.Module]) -> None:
+    """Lets no layer add to the residual stream within its GEMM."""
+    for linear in _row_parallel(modules):
+        linear.adds_residual = False
+
+
+def _row_parallel(modules: Iterable[nn.Module]) -> list[RowParallelLinear]:
+    return [part for module in modules for part in module.modules() if isinstance(part, RowParallelLinear)]
+
+
+def residual_runs(shape: ResidualShape, dtype: torch.dtype, device: torch.device) -> dict[str, Run]:
+    """A run of each way on random operands: the GEMM with its addend, and one without, with the pass that this adds to
+    the norm."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def made(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=dtype, device=device)
+
+    x, weight = made(shape.tokens, shape.inputs), made(shape.outputs, shape.inputs)
+    addend, bias = made(shape.tokens, shape.outputs), made(shape.outputs) if shape.bias else None
+    scales = None
+    if shape.fp8:
+        x, weight = x.to(E4M3), weight.to(E4M3)
+        scales = torch.full((), 0.5, device=device), torch.full((), 0.25, device=device)
+
+    def within() -> Tensor:
+        return cublaslt.residual_product(x, weight, addend, bias, scales)
+
+    def expected(part: slice) -> Tensor:
+        of_bias = None if bias is None else bias[part]
+        of_part = x[part], weight[part], addend[part, part], of_bias, scales
+        return residual_gemm.__wrapped__(*of_part)  # type: ignore[attr-defined]
+
+    def after() -> None:
+        torch.empty_like(addend).copy_(_product(x, weight, dtype, bias, scales))
+
+    return {GEMM: _checked(within, within, expected, "cuBLASLt"), NORM: after}
+
+
+_add_products = gpu_operator(
+    "kernels.products_triton:add_grouped_products_", "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends) -> ()"
+)
+"""out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e, summed in fp32 whatever the operands are.
+
+out [experts, o, i], dy [n, o], x [n, i], contiguous. Expert e has the rows from ends[e - 1] to ends[e] (int32)."""
+
+_clear_rows = gpu_operator("kernels.products_triton:clear_rows_behind_", "(Tensor(a!) x, Tensor ends) -> ()")
+"""Sets the rows of x [n, width], contiguous, from ends[-1] (int32) on to zero. Touches no others."""
+
+
+def _expert_rows(shapes: RunShapes) -> Iterator[tuple[Any, ...]]:
+    if shapes.experts and shapes.dtype == torch.bfloat16:
+        counts = torch.full((shapes.experts,), shapes.tokens // shapes.experts - 1, device=shapes.device)
+        segments = Segments.of_counts(counts, spare=True)
+        out = torch.zeros(shapes.experts, shapes.ffn, shapes.hidden, device=shapes.device)
+        yield out, shapes.random(shapes.tokens, shapes.ffn), shapes.random(shapes.tokens, shapes.hidden), segments
+
+
+ADD_PRODUCTS = FusedKernel(
+    lambda out, dy, x, segments: _add_products(out, dy, x, segments.ends),
+    add_products_grouped_,
+    lambda out, dy, x, segments: runs_triton(x),
+    _expert_rows,
+    2.0**-7,
+)
+CLEAR_ROWS = FusedKernel(
+    _clear_rows,
+    clear_rows_behind_,
+    lambda x, ends: runs_triton(x),
+    lambda shapes: ((x, segments.ends) for _, _, x, segments in _expert_rows(shapes)),
+    0.0,
+)

@@ -1,0 +1,69 @@
+"""Chooses among kernels at the start of a run on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parts import KERNELS, LEFT_OUT
+from megatron.extensions.speed.fp8.flags import Fp8Flags
+from megatron.extensions.speed.fusions.attention.choice import choose_attention
+from megatron.extensions.speed.fusions.flags import Fusions
+from megatron.extensions.speed.fusions.gemm_choice import (
+    choose_additions,
+    choose_weight_grads,
+    keep_additions_in_norms,
+    place_of,
+)
+from megatron.extensions.speed.fusions.kernel_choice import RunShapes, choose_kernels, device_clock
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback
+from megatron.training.initialize import Runtime
+
+
+class KernelChoice(Callback):
+    """Leaves out kernels that lose against torch, and takes the fastest of those that are several. --no-fusions leaves
+    out all."""
+
+    def choose(self, config: RunConfig, parallel: ModelParallelConfig, runtime: Runtime) -> ModelParallelConfig:
+        LEFT_OUT.clear()
+        if not config.options(Fusions).fusions:
+            LEFT_OUT.update(KERNELS)
+            own = parallel.attention_backend in TORCH
+            return parallel if own else replace(parallel, attention_backend="auto")
+        if runtime.device.type == "cuda":
+            clock = None if config.training.deterministic else device_clock
+            choose_kernels(RunShapes.of(config, runtime.device), runtime.state.world, clock, runtime.say)
+        return replace(parallel, attention_backend=choose_attention(config, runtime))
+
+    def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
+        if config.options(Fusions).fusions:
+            choose_gemms(config, runtime, stages)
+
+
+TORCH = "auto", "flash", "unfused"
+"""Kernels of attention that torch has."""
+
+
+def choose_gemms(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel]) -> None:
+    """Chooses the kernels of fp8 weight gradients, and where the residual stream is added to, on GPUs. If nothing may
+    depend on timings, the next norm adds to it. Collective over the ranks of a pipeline stage."""
+    parallel = config.parallel
+    if runtime.device.type != "cuda":
+        return
+    if config.training.deterministic:
+        keep_additions_in_norms(stages.values())
+        return
+    tokens = config.training.micro_batch_size * config.model.seq_length // parallel.context_parallel_size
+    stage, device = runtime.state.axis("stage"), runtime.device
+    for residual, choice in choose_additions(stages.values(), tokens, stage, device).items():
+        runtime.say(f" residual addition after {residual}: in the {place_of(choice)} ({choice.times})")
+    own = parallel.options(Fp8Flags)
+    if own.fp8_format is None:
+        return
+    found = choose_weight_grads(stages.values(), tokens, own.fp8_recipe, stage, device)
+    for shape, choice in found.items():
+        name = f"{shape.outputs} x {shape.inputs}"
+        runtime.say(f" kernel of fp8 weight gradients {name}: {choice.winner or 'torch'} ({choice.times})")

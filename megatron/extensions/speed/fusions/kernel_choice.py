@@ -1,0 +1,271 @@
+"""Compares kernels with plain torch at the start of a run, on its shapes, and leaves out those that lose.
+
+Ranks compare the largest error and the slowest time, so that all use the same kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.collectives import all_reduce_
+from megatron.core.parallel_state import Axis
+from megatron.core.parts import KERNELS, LEFT_OUT
+from megatron.core.transformer.activation_store import tensors_in
+from megatron.extensions.speed.fp8.flags import Fp8Flags
+from megatron.training.config.run_config import RunConfig
+
+WARM_UP, REPEATS = 3, 10
+
+SLOWER = 1.1
+"""How many times as long as torch a kernel may take: runs are not to differ in their last bits because of noise."""
+
+OF_FP8 = 4
+"""How many times as far results in fp8 may be off: torch's compiler leaves out the rounding to 16 bits before that to
+fp8, by which they differ by 1.3 % in e4m3 and 1.6 % in e5m2."""
+
+NOT_A_NUMBER = 1e9
+"""The error of a kernel whose result is NaN where torch's is not."""
+
+Clock = Callable[[Callable[[], object]], float]
+"""Seconds that a call takes."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Seconds of a forward and backward by kernel; infinite for a kernel that does not support the shape, or is not
+    installed. `errors` say why, where this rank knows it."""
+
+    seconds: Mapping[str, float]
+    errors: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def winner(self) -> str | None:
+        """The fastest kernel; None if no kernel supports the shape."""
+        name = min(self.seconds, key=self.seconds.__getitem__)
+        return name if math.isfinite(self.seconds[name]) else None
+
+    @property
+    def times(self) -> str:
+        """All times, for a log."""
+        return ", ".join(
+            f"{name} {1e3 * seconds:.2f} ms" if math.isfinite(seconds) else f"{name} unavailable{self._why(name)}"
+            for name, seconds in self.seconds.items()
+        )
+
+    def _why(self, name: str) -> str:
+        return f": {self.errors[name]}" if name in self.errors else ""
+
+
+@dataclass(frozen=True)
+class RunShapes:
+    """Sizes of one rank's tensors in training, and where they are."""
+
+    tokens: int
+    """Of a micro-batch."""
+    length: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    head_dim: int
+    vocab: int
+    experts: int
+    dtype: torch.dtype
+    device: torch.device
+    fp8: str | None = None
+    """The recipe; None without fp8."""
+
+    @classmethod
+    def of(cls, config: RunConfig, device: torch.device) -> RunShapes:
+        model = config.model
+        parallel = config.parallel
+        own = config.options(Fp8Flags)
+        tp, length = parallel.tensor_model_parallel_size, model.seq_length // parallel.context_parallel_size
+        return cls(
+            tokens=config.training.micro_batch_size * length,
+            length=length,
+            hidden=model.hidden_size,
+            ffn=model.ffn_size // tp,
+            heads=model.num_attention_heads // tp,
+            groups=max(1, model.query_groups // tp),
+            head_dim=model.head_dim,
+            vocab=(model.vocab_size or 0) // tp,
+            experts=(model.num_experts or 0) // parallel.expert_model_parallel_size,
+            dtype=getattr(torch, parallel.params_dtype),
+            device=device,
+            fp8=None if own.fp8_format is None else own.fp8_recipe,
+        )
+
+    def random(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(sum(size))
+        return torch.randn(size, generator=generator, dtype=dtype or self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class FusedKernel:
+    """A kernel in place of an operation, and how it is compared with that."""
+
+    run: Callable[..., Any]
+    plain: Callable[..., Any]
+    """The operation in torch, with the same operands."""
+    suits: Callable[..., bool]
+    """True if it computes with these operands."""
+    samples: Callable[[RunShapes], Iterable[tuple[Any, ...]]]
+    """Operands of a run; none if the run does not perform the operation."""
+    tolerance: float
+    """How far results, and operands that are written, may be off, relative to their norm."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plain", getattr(self.plain, "__wrapped__", self.plain))
+
+    def __call__(self, *operands: Any) -> Any:
+        return self.run(*operands)
+
+
+def choose_kernels(
+    shapes: RunShapes,
+    world: Axis,
+    clock: Clock | None,
+    say: Callable[[str], None],
+    kernels: Mapping[str, Any] | None = None,
+) -> None:
+    """Compares every registered kernel with torch on the operands of a run. Leaves out one that is wrong, raises, or
+    takes longer than torch by the `clock`; None times nothing. Collective over the world."""
+    LEFT_OUT.clear()
+    found: Mapping[str, Any] = {name: KERNELS[name] for name in KERNELS} if kernels is None else kernels
+    for name, kernel in found.items():
+        for operands in kernel.samples(shapes):
+            if (why := _lost(kernel, operands, shapes.device, world, clock)) is not None:
+                LEFT_OUT.add(name)
+                say(f" kernel {name} left out: {why}")
+                break
+
+
+def _lost(
+    kernel: FusedKernel, operands: tuple[Any, ...], device: torch.device, world: Axis, clock: Clock | None
+) -> str | None:
+    """Why a kernel is not used; None if it is."""
+    failed = "raises an error on another rank"
+    try:
+        error = _error(kernel, operands) if kernel.suits(*operands) else 0.0
+    except Exception as raised:
+        error, failed = math.inf, f"raises {type(raised).__name__}: {' '.join(str(raised).split())}"
+    largest = torch.tensor(error, dtype=torch.float64, device=device)
+    all_reduce_(largest, world, dist.ReduceOp.MAX)
+    if (worst := largest.item()) > kernel.tolerance:
+        return failed if math.isinf(worst) else f"differs by {worst:.1e}, and may by {kernel.tolerance:.1e}"
+    if clock is None or not kernel.suits(*operands):
+        return None
+    runs = {"kernel": lambda: kernel(*operands), "torch": lambda: kernel.plain(*operands)}
+    seconds = compare(runs, clock, device, world).seconds
+    ratio = seconds["kernel"] / seconds["torch"]
+    return f"{ratio:.2f} times the time of torch" if ratio > SLOWER else None
+
+
+def _error(kernel: FusedKernel, operands: tuple[Any, ...]) -> float:
+    """The largest difference of a result, or of an operand that is written, relative to the norm of torch's."""
+    mine, theirs = (_copied(operands) for _ in range(2))
+    results, expected = (kernel(*mine), mine), (kernel.plain(*theirs), theirs)
+    pairs = zip(tensors_in(results), tensors_in(expected), strict=True)
+    return max((_relative(*pair) for pair in pairs), default=0.0)
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        raise RuntimeError(f"its result is {list(found.shape)}, and torch's {list(expected.shape)}")
+    wide = torch.float64 if expected.itemsize == 8 else torch.float32
+    allowed = OF_FP8 if expected.is_floating_point() and expected.itemsize == 1 else 1
+    found, expected = found.to(wide), expected.to(wide)
+    error = (found - expected).norm().item() / (expected.norm().item() or 1.0)
+    return NOT_A_NUMBER if math.isnan(error) else error / allowed
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if hasattr(value, "_make"):
+        return value._make(map(_copied, value))
+    return type(value)(map(_copied, value)) if type(value) in (tuple, list) else value
+
+
+def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.device, world: Axis) -> Choice:
+    """Times each run on every rank; the slowest rank counts. Timed kernels are removed from `runs`, so that their
+    operands are freed. Collective over the world."""
+    names, errors = list(runs), dict[str, str]()
+    found = [_time(name, runs.pop(name), clock, errors) for name in names]
+    seconds = torch.tensor(found, dtype=torch.float64, device=device)
+    all_reduce_(seconds, world, dist.ReduceOp.MAX)
+    return Choice(dict(zip(names, seconds.tolist(), strict=True)), errors)
+
+
+LONGEST_ERROR = 120
+"""Characters of a message in a log line."""
+
+
+def _time(name: str, run: Callable[[], object], clock: Clock, errors: dict[str, str]) -> float:
+    """Seconds of a run; infinite if it raises, with the reason in `errors`: torch and Triton do for shapes that they do
+    not support, and a package may be missing or take other arguments."""
+    try:
+        return clock(run)
+    except Exception as raised:
+        errors[name] = f"{type(raised).__name__}: {' '.join(str(raised).split())}"[:LONGEST_ERROR]
+        return math.inf
+
+
+def device_clock(run: Callable[[], object]) -> float:
+    """Median of `REPEATS` runs, in seconds on the GPU."""
+    for _ in range(WARM_UP):
+        run()
+    found = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(found)
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether Triton is installed. Does not import it."""
+    return find_spec("triton") is not None
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few for what is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Return whether kernels on `x` can be Triton's."""
+    return x.is_cuda and has_triton()
+
+
+def gpu_operator(place: str, schema: str, fake: Callable[..., Any] = lambda *operands: None) -> Any:
+    """The operator `megatron::NAME` of GPUs, computed by a function NAME whose `place` is "module:NAME". The module may
+    import Triton, and is imported when the operator first runs. Fake tensors, plans and profilers see one operator."""
+    module, name = place.split(":")
+
+    def run(*operands: Any) -> Any:
+        return getattr(import_module(f"{__package__}.{module}"), name)(*operands)
+
+    written = re.findall(r"\(a!\)\S* (\w+)", schema)
+    operator = torch.library.custom_op(
+        f"megatron::{name}", run, mutates_args=written, device_types="cuda", schema=schema
+    )
+    operator.register_fake(fake)
+    return operator

@@ -1,0 +1,261 @@
+"""Casts to fp8 by rows and by columns, of a matrix that Triton kernels read once, or where they compute it: SwiGLU, its
+gradient, and the gradients of attention heads.
+
+Without the latter a GPU writes the result in 16 bits, and a cast reads it again. Cast values are still rounded to 16
+bits: the results are those of two kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.parts import operation
+from megatron.core.transformer.activations import FUNCTIONS
+from megatron.extensions.speed.fp8.casts import (
+    CastOrder,
+    CastPair,
+    amax_of,
+    amax_of_rows_and_columns,
+    cast_transpose,
+    cast_transpose_noting_amax,
+    cast_transpose_with_amax_twin,
+    noting,
+    transpose,
+)
+from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
+from megatron.extensions.speed.fusions.split_heads import joined_heads
+
+TOLERANCE = 2.0**-7
+"""Numbers at the middle between two of fp8 may be rounded to either: a few of all."""
+
+MODULE = "kernels.casts_triton"
+
+CAST = "Tensor multiplier, Tensor(a!)? noted, bool[] wanted, ScalarType dtype"
+"""The parts of a `CastOrder`, which operators that cast take last. These return the casts that are wanted, by rows
+first, and the scale: each tensor once, as an operator must."""
+
+
+def cast_by(operator: Callable[..., list[Tensor]], cast: CastOrder, *operands: Any) -> CastPair:
+    """The casts that an operator makes."""
+    *values, scale = operator(*operands, *cast)
+    return paired(values, [scale], cast.wanted)
+
+
+def paired(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]) -> CastPair:
+    """Values and scales as `wanted`, by rows first, or one scale for both."""
+    rows, columns = wanted
+    by_rows = (values[0], scales[0]) if rows else (None, None)
+    return CastPair(*by_rows, *((values[-1], scales[-1]) if columns else (None, None)))
+
+
+def made_casts(
+    x: Tensor, size: tuple[int, int], _: Any, noted: Any, wanted: list[bool], dtype: torch.dtype
+) -> list[Tensor]:
+    """Results of an operator that casts a matrix [n, k] computed from x: by rows [n, k] and by columns [k, n], as
+    wanted, and the scale."""
+    sizes = [shape for shape, wants in zip((size, size[::-1]), wanted, strict=True) if wants]
+    return [*(x.new_empty(shape, dtype=dtype) for shape in sizes), x.new_empty((), dtype=torch.float32)]
+
+
+def wide(x: Tensor) -> Tensor:
+    """16 bits in fp32."""
+    return x.float() if x.itemsize == 2 else x
+
+
+def _fake_cast(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    wanted = [(amax, shape) for amax, shape in ((row_amax, x.shape), (column_amax, x.shape[::-1])) if amax is not None]
+    vector = wanted[0][0].ndim > 0
+    sizes = [(shape[0], 1) for _, shape in wanted] if vector else [()]
+    values = [x.new_empty(shape, dtype=dtype) for _, shape in wanted]
+    return values + [x.new_empty(size, dtype=torch.float32) for size in sizes]
+
+
+def _fake_amax(x: Tensor, wanted: list[bool]) -> list[Tensor]:
+    shapes = [shape for shape, wants in zip(((x.shape[0], 1), (1, x.shape[1])), wanted, strict=True) if wants]
+    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+
+_by_amax = gpu_operator(
+    f"{MODULE}:cast_transpose",
+    "(Tensor x, Tensor? row_amax, Tensor? column_amax, ScalarType dtype) -> Tensor[]",
+    _fake_cast,
+)
+_noting_amax = gpu_operator(
+    f"{MODULE}:cast_transpose_noting_amax",
+    f"(Tensor x, {CAST}) -> Tensor[]",
+    lambda x, *cast: made_casts(x, (x.shape[0], x.shape[1]), *cast),
+)
+_amax = gpu_operator(f"{MODULE}:amax_of_rows_and_columns", "(Tensor x, bool[] wanted) -> Tensor[]", _fake_amax)
+_transposed = gpu_operator(f"{MODULE}:transposed_bytes", "(Tensor x) -> Tensor", lambda x: x.new_empty(x.shape[::-1]))
+
+
+def _cast(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype, _: bool) -> CastPair:
+    wanted = row_amax is not None, column_amax is not None
+    made = _by_amax(x, row_amax, column_amax, dtype)
+    return paired(made[: sum(wanted)], made[sum(wanted) :], wanted)
+
+
+def _amax_of_rows_and_columns(x: Tensor, wanted: tuple[bool, bool], _: bool) -> tuple[Tensor | None, Tensor | None]:
+    found = _amax(x, wanted)
+    return found[0] if wanted[0] else None, found[-1] if wanted[1] else None
+
+
+def on_triton(x: Tensor, *_: Any) -> bool:
+    """Return whether a matrix is cast by Triton's kernels, which take none without elements."""
+    return runs_triton(x) and x.numel() > 0
+
+
+def casts_of(shapes: RunShapes) -> Iterator[Tensor]:
+    """Matrices that a run casts."""
+    if shapes.fp8 is not None:
+        yield shapes.random(shapes.tokens, shapes.hidden)
+
+
+def order_of(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> CastOrder:
+    """A cast by rows and by columns with a scale that suits x, and an amax to note."""
+    return CastOrder(torch.finfo(dtype).max / amax_of(x), torch.zeros((), device=x.device), (True, True), dtype)
+
+
+E4M3 = torch.float8_e4m3fn
+CAST_BY_AMAX = FusedKernel(
+    _cast,
+    cast_transpose,
+    on_triton,
+    lambda shapes: ((x, amax_of(x), amax_of(x), E4M3, True) for x in casts_of(shapes)),
+    TOLERANCE,
+)
+CAST_NOTING = FusedKernel(
+    lambda x, cast, compiled: cast_by(_noting_amax, cast, x),
+    cast_transpose_noting_amax,
+    on_triton,
+    lambda shapes: ((x, order_of(x), True) for x in casts_of(shapes)),
+    TOLERANCE,
+)
+AMAX = FusedKernel(
+    _amax_of_rows_and_columns,
+    amax_of_rows_and_columns,
+    on_triton,
+    lambda shapes: ((x, (True, True), True) for x in casts_of(shapes)),
+    0.0,
+)
+TRANSPOSE = FusedKernel(
+    lambda values, compiled: _transposed(values.view(torch.uint8)).view(values.dtype),
+    transpose,
+    on_triton,
+    lambda shapes: ((x.to(E4M3), True) for x in casts_of(shapes)),
+    0.0,
+)
+
+
+SWIGLU = FUNCTIONS["swiglu"]
+
+WIDTHS = 64, 128, 256
+"""Head sizes that are rotated as a whole by Triton's kernel."""
+
+
+@operation
+def swiglu_cast(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
+    """Casts SiLU(gate) * up [n, f] of x [n, 2f], gate before up (arXiv:2002.05202), as `cast_transpose_noting_amax`
+    casts a matrix."""
+    return noting(swiglu_cast_twin, compiled, x, cast)
+
+
+@operation
+def swiglu_gradient_cast(x: Tensor, grad: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
+    """Casts the gradient [n, 2f] of x, from the `grad` [n, f] of SwiGLU's output, in the same way."""
+    return noting(swiglu_gradient_cast_twin, compiled, x, grad, cast)
+
+
+def swiglu_cast_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
+    """`swiglu_cast` in torch, but for the note: also returns the amax."""
+    return cast_transpose_with_amax_twin(SWIGLU[0](wide(x)).to(x.dtype), cast)
+
+
+def swiglu_gradient_cast_twin(x: Tensor, grad: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
+    """`swiglu_gradient_cast` in torch, but for the note: also returns the amax."""
+    return cast_transpose_with_amax_twin(SWIGLU[1](wide(x), wide(grad)).to(x.dtype), cast)
+
+
+def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: Any) -> bool:
+    """Whether `heads_gradient_cast` takes these gradients of heads and tables of a rotation, by distant channels. On a
+    GPU, gradients in 16 bits: Triton 3.6 casts fp32 to e5m2 by columns wrongly there."""
+    if len(grads) != 3 or any(grad.shape[-1] != grads[0].shape[-1] for grad in grads):
+        return False
+    width = grads[0].shape[-1]
+    whole = not tables or 2 * tables[0].shape[-1] == width
+    fits = width in WIDTHS and grads[0].numel() > 0 and grads[0].itemsize == 2
+    return whole and (fits or not runs_triton(grads[0]))
+
+
+def heads_gradient_cast(grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder) -> CastPair:
+    """Casts the gradient [s * b, groups * (heads of a group + 2) * d] of a projection to groups of queries, a key and a
+    value. `grads` are those of queries [s, b, heads, d], keys and values [s, b, groups, d]; with `tables`, cosines and
+    sines [s, 1 or b, 1, d / 2], queries and keys were rotated (arXiv:2104.09864), and their gradients are turned
+    back."""
+    if not runs_triton(grads[0]):
+        return _heads_in_torch(grads, tables, cast)
+    rows = [grad.contiguous() for grad in grads]
+    angles = [table.expand(-1, grads[0].shape[1], -1, -1).contiguous() for table in tables]
+    return cast_by(_heads, cast, *rows, *(angles or (None, None)))
+
+
+def _heads_in_torch(grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder) -> CastPair:
+    return noting(heads_gradient_cast_twin, True, tuple(grads), tuple(tables), cast)
+
+
+def heads_gradient_cast_twin(
+    grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder
+) -> tuple[CastPair, Tensor]:
+    """`heads_gradient_cast` in torch, but for the note: also returns the amax."""
+    joined = joined_heads([wide(grad) for grad in grads], tables, grads[-1].shape[2], False).to(grads[0].dtype)
+    return cast_transpose_with_amax_twin(joined.flatten(0, 1).flatten(1), cast)
+
+
+def _fake_swiglu(x: Tensor, grad: Tensor | None, *cast: Any) -> list[Tensor]:
+    return made_casts(x, (x.shape[0], x.shape[1] // 2 if grad is None else x.shape[1]), *cast)
+
+
+def _fake_heads(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, *cast: Any) -> list[Tensor]:
+    width = sum(grad.shape[2] for grad in (dq, dk, dv)) * dq.shape[3]
+    return made_casts(dq, (dq.shape[0] * dq.shape[1], width), *cast)
+
+
+_swiglu = gpu_operator(f"{MODULE}:swiglu_cast", f"(Tensor x, Tensor? grad, {CAST}) -> Tensor[]", _fake_swiglu)
+_heads = gpu_operator(
+    f"{MODULE}:heads_gradient_cast",
+    f"(Tensor dq, Tensor dk, Tensor dv, Tensor? cos, Tensor? sin, {CAST}) -> Tensor[]",
+    _fake_heads,
+)
+
+
+def _activations(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor]]:
+    if shapes.fp8 == "delayed":
+        yield shapes.random(shapes.tokens, 2 * shapes.ffn), shapes.random(shapes.tokens, shapes.ffn)
+
+
+def _gradients_of_heads(shapes: RunShapes) -> Iterator[tuple[Any, ...]]:
+    if shapes.fp8 == "delayed":
+        samples, angles = shapes.tokens // shapes.length, shapes.random(shapes.length, 1, 1, shapes.head_dim // 2)
+        heads = (shapes.heads, shapes.groups, shapes.groups)
+        grads = tuple(shapes.random(shapes.length, samples, count, shapes.head_dim) for count in heads)
+        yield grads, (angles.cos(), angles.sin()), order_of(grads[0], torch.float8_e5m2)
+
+
+SWIGLU_CAST = FusedKernel(
+    lambda x, cast, compiled: cast_by(_swiglu, cast, x, None),
+    swiglu_cast,
+    on_triton,
+    lambda shapes: ((x, order_of(x), True) for x, _ in _activations(shapes)),
+    TOLERANCE,
+)
+SWIGLU_GRADIENT_CAST = FusedKernel(
+    lambda x, grad, cast, compiled: cast_by(_swiglu, cast, x, grad),
+    swiglu_gradient_cast,
+    on_triton,
+    lambda shapes: ((x, grad, order_of(x, torch.float8_e5m2), True) for x, grad in _activations(shapes)),
+    TOLERANCE,
+)
+HEADS_CAST = FusedKernel(heads_gradient_cast, _heads_in_torch, casts_heads, _gradients_of_heads, TOLERANCE)

@@ -1,0 +1,333 @@
+"""Triton kernels of `casts.py`: each reads its operands once.
+
+A program casts one tile, and stores it as it is and transposed. Sizes are compared as the integers of their bits, whose
+order is that of the numbers, NaN above infinity: a maximum is the same in any order, and keeps NaN.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.extensions.speed.fp8.casts import SMALLEST_AMAX
+
+TILE = 128
+WARPS = 8
+
+SWIGLU_TILE = 128, 64
+"""Tokens and features of a tile: a backward holds three operands and two results of one in registers."""
+
+
+class Casts(NamedTuple):
+    """Where a kernel casts a matrix [n, k] to by a multiplier, and what it notes."""
+
+    rows: Tensor | None
+    """[n, k]; None if it is not wanted."""
+    columns: Tensor | None
+    """[k, n]; None if it is not wanted."""
+    multiplier: Tensor
+    scale: Tensor
+    state: Tensor
+    """[2]: bits of the largest size so far, and the number of programs that have ended; zeros before and after."""
+    noted: Tensor | None
+    """An amax, raised to that of the matrix."""
+
+    @classmethod
+    def of(
+        cls, n: int, k: int, multiplier: Tensor, noted: Tensor | None, wanted: list[bool], dtype: torch.dtype
+    ) -> Casts:
+        """For a matrix [n, k]; the rest are the parts of a `CastOrder`, which operators that cast take last."""
+        device = multiplier.device
+        outputs = outputs_of(n, k, wanted, dtype, device)
+        return cls(*outputs, multiplier, torch.empty((), device=device), state_of(device), noted)
+
+    def made(self) -> list[Tensor]:
+        """The casts that are wanted, and their scale."""
+        return [*(values for values in self[:2] if values is not None), self.scale]
+
+
+def outputs_of(
+    n: int, k: int, wanted: list[bool], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Memory of casts of a matrix [n, k], by rows [n, k] and by columns [k, n], as wanted."""
+    rows, columns = (
+        torch.empty(size, dtype=dtype, device=device) if wants else None
+        for size, wants in zip(((n, k), (k, n)), wanted, strict=True)
+    )
+    return rows, columns
+
+
+_states: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def state_of(device: torch.device) -> Tensor:
+    """The `state` of `Casts`, one for each stream: kernels of one follow each other."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if (device, stream) not in _states:
+        _states[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _states[device, stream]
+
+
+@triton.jit
+def bits_of_size(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _reciprocal(x):
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
+def _multiplier_of(amax, into, SMALLEST: tl.constexpr):
+    largest: tl.constexpr = 448.0 if into.dtype.element_ty == tl.float8e4nv else 57344.0
+    bounded = tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(amax == 0, 1.0, _reciprocal(bounded) * largest)  # as torch divides a number by a tensor
+
+
+@triton.jit
+def _rounded(x, multiplier, into):
+    largest: tl.constexpr = 448.0 if into.dtype.element_ty == tl.float8e4nv else 57344.0
+    scaled = tl.clamp(x * multiplier, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+    return scaled.to(into.dtype.element_ty, fp_downcast_rounding="rtne")
+
+
+@triton.jit
+def store_casts(values, by_rows, by_columns, rows, columns, i, j, in_i, in_j, n, k):
+    """Casts `values` at the rows i and the columns j of a matrix [n, k], where the masks `in_i` and `in_j` hold, and
+    stores them in `rows` [n, k] times `by_rows` and in `columns` [k, n] times `by_columns`, as they are asked for."""
+    if rows is not None:
+        cast = _rounded(values, by_rows, rows)
+        tl.store(rows + i[:, None] * k + j[None, :], cast, mask=in_i[:, None] & in_j[None, :])
+    if columns is not None:
+        cast = _rounded(values, by_columns, columns)
+        at = j.to(tl.int64)[:, None] * n + i[None, :]
+        tl.store(columns + at, tl.trans(cast), mask=in_j[:, None] & in_i[None, :])
+
+
+@triton.jit
+def cast_and_store(values, casts, i, j, in_i, in_j, n, k):
+    """`store_casts` by the multiplier of `casts`."""
+    by = tl.load(casts.multiplier)
+    store_casts(values, by, by, casts.rows, casts.columns, i, j, in_i, in_j, n, k)
+
+
+@triton.jit
+def note_amax(bits, casts):
+    """The end of every program of a cast, which has found the `bits` of a largest size. The last one to get here stores
+    the scale of the tensor, NaN if its amax is not finite, and the larger of the amax and `noted`."""
+    tl.atomic_max(casts.state, bits)
+    if tl.atomic_add(casts.state + 1, 1) == tl.num_programs(0) - 1:
+        largest = tl.atomic_xchg(casts.state, 0)
+        tl.atomic_xchg(casts.state + 1, 0)
+        tl.store(casts.scale, _reciprocal(tl.load(casts.multiplier)) + 0.0 * largest.to(tl.float32, bitcast=True))
+        if casts.noted is not None:
+            before = bits_of_size(tl.load(casts.noted))
+            tl.store(casts.noted, tl.maximum(before, largest).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def tile_places(n, k, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
+    """Rows and columns of the program's tile of a matrix [n, k], and which of them it has."""
+    across = tl.cdiv(k, TILE_K)
+    i = ((tl.program_id(0) // across) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    j = ((tl.program_id(0) % across) * TILE_K + tl.arange(0, TILE_K)).to(tl.int64)
+    return i, j, i < n, j < k
+
+
+@triton.jit
+def load_tile(x, strides, i, j, in_i, in_j):
+    at = x + i[:, None] * strides[0] + j[None, :] * strides[1]
+    return tl.load(at, mask=in_i[:, None] & in_j[None, :], other=0)
+
+
+@triton.jit
+def noting_tiles(x, strides, casts, n, k, TILE: tl.constexpr):
+    """Casts x [n, k] as `casts` says, and notes its amax."""
+    i, j, in_i, in_j = tile_places(n, k, TILE, TILE)
+    values = load_tile(x, strides, i, j, in_i, in_j).to(tl.float32)
+    cast_and_store(values, casts, i, j, in_i, in_j, n, k)
+    note_amax(tl.max(bits_of_size(values)), casts)
+
+
+@triton.jit
+def cast_tiles(
+    x, strides, amax, rows, columns, scales, n, k, BY_VECTOR: tl.constexpr, SMALLEST: tl.constexpr, TILE: tl.constexpr
+):
+    """Casts x [n, k] to `rows` [n, k] and `columns` [k, n], as they are asked for, by an `amax` of each: one for all,
+    or with BY_VECTOR [n] and [k]. `scales` are those of both, the first alone without BY_VECTOR."""
+    i, j, in_i, in_j = tile_places(n, k, TILE, TILE)
+    values = load_tile(x, strides, i, j, in_i, in_j).to(tl.float32)
+    by_row, by_column = 1.0, 1.0
+    if not BY_VECTOR:
+        by_row = _multiplier_of(
+            tl.load(amax[1] if rows is None else amax[0]), columns if rows is None else rows, SMALLEST
+        )
+        if tl.program_id(0) == 0:
+            tl.store(scales[0], _reciprocal(by_row))
+        by_column = by_row
+    if BY_VECTOR and rows is not None:
+        of_rows = _multiplier_of(tl.load(amax[0] + i, mask=in_i, other=0.0), rows, SMALLEST)
+        if tl.program_id(0) % tl.cdiv(k, TILE) == 0:
+            tl.store(scales[0] + i, _reciprocal(of_rows), mask=in_i)
+        by_row = of_rows[:, None]
+    if BY_VECTOR and columns is not None:
+        of_columns = _multiplier_of(tl.load(amax[1] + j, mask=in_j, other=0.0), columns, SMALLEST)
+        if tl.program_id(0) // tl.cdiv(k, TILE) == 0:
+            tl.store(scales[1] + j, _reciprocal(of_columns), mask=in_j)
+        by_column = of_columns[None, :]
+    store_casts(values, by_row, by_column, rows, columns, i, j, in_i, in_j, n, k)
+
+
+@triton.jit
+def amax_tiles(x, strides, row_bits, column_bits, n, k, TILE: tl.constexpr):
+    """Raises `row_bits` [n] and `column_bits` [k], zero before, to the bits of the largest sizes in x [n, k]."""
+    i, j, in_i, in_j = tile_places(n, k, TILE, TILE)
+    bits = bits_of_size(load_tile(x, strides, i, j, in_i, in_j).to(tl.float32))
+    if row_bits is not None:
+        tl.atomic_max(row_bits + i, tl.max(bits, axis=1), mask=in_i, sem="relaxed")
+    if column_bits is not None:
+        tl.atomic_max(column_bits + j, tl.max(bits, axis=0), mask=in_j, sem="relaxed")
+
+
+@triton.jit
+def transpose_tiles(x, strides, out, n, k, TILE: tl.constexpr):
+    """x [n, k] -> out [k, n]"""
+    i, j, in_i, in_j = tile_places(n, k, TILE, TILE)
+    values = load_tile(x, strides, i, j, in_i, in_j)
+    tl.store(out + j[:, None] * n + i[None, :], tl.trans(values), mask=in_j[:, None] & in_i[None, :])
+
+
+@triton.jit
+def swiglu_tiles(x, grad, casts, n, f, TILE_N: tl.constexpr, TILE_F: tl.constexpr):
+    """x [n, 2f] -> SiLU(gate) * up [n, f], or given the gradient of that, the gradient of x, cast. Its amax is
+    noted."""
+    i, j, in_i, in_j = tile_places(n, f, TILE_N, TILE_F)
+    gate = load_tile(x, (2 * f, 1), i, j, in_i, in_j).to(tl.float32)
+    up = load_tile(x + f, (2 * f, 1), i, j, in_i, in_j).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    dtype = x.dtype.element_ty
+    if grad is not None:
+        dy = load_tile(grad, (f, 1), i, j, in_i, in_j).to(tl.float32)
+        of_gate = (dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(dtype).to(tl.float32)
+        of_up = (dy * (gate * sigmoid)).to(dtype).to(tl.float32)
+        cast_and_store(of_gate, casts, i, j, in_i, in_j, n, 2 * f)
+        cast_and_store(of_up, casts, i, j + f, in_i, in_j, n, 2 * f)
+        bits = tl.maximum(bits_of_size(of_gate), bits_of_size(of_up))
+    else:
+        y = (gate * sigmoid * up).to(dtype).to(tl.float32)
+        cast_and_store(y, casts, i, j, in_i, in_j, n, f)
+        bits = bits_of_size(y)
+    note_amax(tl.max(tl.where(in_i[:, None] & in_j[None, :], bits, 0)), casts)
+
+
+@triton.jit
+def head_tiles(dq, dk, dv, cos, sin, casts, n, groups, q_per_group, HALF: tl.constexpr, TILE_N: tl.constexpr):
+    """dq [n, groups * q_per_group, 2 * HALF], dk and dv [n, groups, 2 * HALF] -> casts of them joined by groups: a
+    program turns one head of a tile of tokens. The amax is noted."""
+    slots = groups * (q_per_group + 2)
+    slot, tile = tl.program_id(0) % slots, tl.program_id(0) // slots
+    group, place = slot // (q_per_group + 2), slot % (q_per_group + 2)
+    i = (tile * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    j = tl.arange(0, HALF)
+    in_i, in_j = i < n, j < HALF
+    source = dv
+    heads = groups
+    head = group
+    if place < q_per_group:
+        source = dq
+        heads = groups * q_per_group
+        head = group * q_per_group + place
+    elif place == q_per_group:
+        source = dk
+    at = source + (i[:, None] * heads + head) * (2 * HALF) + j[None, :]
+    first = tl.load(at, mask=in_i[:, None], other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=in_i[:, None], other=0.0).to(tl.float32)
+    dtype = dq.dtype.element_ty
+    if cos is not None:
+        turns = place <= q_per_group
+        angle = i[:, None] * HALF + j[None, :]
+        c = tl.load(cos + angle, mask=in_i[:, None] & turns, other=0.0).to(tl.float32)
+        s = tl.load(sin + angle, mask=in_i[:, None] & turns, other=0.0).to(tl.float32)
+        turned = tl.where(turns, first * c + second * s, first)
+        second = tl.where(turns, second * c - first * s, second)
+        first = turned
+    first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    width, k = slots * (2 * HALF), slot * (2 * HALF) + j
+    cast_and_store(first, casts, i, k, in_i, in_j, n, width)
+    cast_and_store(second, casts, i, k + HALF, in_i, in_j, n, width)
+    note_amax(tl.max(tl.maximum(bits_of_size(first), bits_of_size(second))), casts)
+
+
+def _tiles(n: int, k: int, tile: tuple[int, int] = (TILE, TILE)) -> tuple[int]:
+    return (triton.cdiv(n, tile[0]) * triton.cdiv(k, tile[1]),)
+
+
+def cast_transpose(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    """Returns values by rows and by columns, without those whose amax is None, then their scales: one for both if the
+    amax is []. x must not be empty."""
+    (n, k), amax = x.shape, (row_amax, column_amax)
+    wanted = [one is not None for one in amax]
+    vector = any(one is not None and one.ndim > 0 for one in amax)
+    outputs = outputs_of(n, k, wanted, dtype, x.device)
+    scales = tuple(torch.empty(size, device=x.device) for size in ([(n, 1), (k, 1)] if vector else [()]))
+    operands = x, x.stride(), amax, *outputs, scales, n, k, vector, SMALLEST_AMAX, TILE
+    cast_tiles[_tiles(n, k)](*operands, num_warps=WARPS)
+    found = [scale for scale, wants in zip(scales, wanted, strict=True) if wants] if vector else [*scales]
+    return [values for values in outputs if values is not None] + found
+
+
+def cast_transpose_noting_amax(x: Tensor, *cast: Any) -> list[Tensor]:
+    """Returns the values by rows and by columns, as wanted, and the scale; updates `noted`."""
+    n, k = x.shape
+    casts = Casts.of(n, k, *cast)
+    noting_tiles[_tiles(n, k)](x, x.stride(), casts, n, k, TILE, num_warps=WARPS)
+    return casts.made()
+
+
+def amax_of_rows_and_columns(x: Tensor, wanted: list[bool]) -> list[Tensor]:
+    """Returns the largest sizes of rows [n, 1] and of columns [1, k], as wanted."""
+    n, k = x.shape
+    bits = [
+        torch.zeros(size, dtype=torch.int32, device=x.device) if wants else None
+        for size, wants in zip(((n, 1), (1, k)), wanted, strict=True)
+    ]
+    amax_tiles[_tiles(n, k)](x, x.stride(), *bits, n, k, TILE, num_warps=WARPS)
+    return [found.view(torch.float32) for found in bits if found is not None]
+
+
+def transposed_bytes(x: Tensor) -> Tensor:
+    """The transpose of bytes."""
+    n, k = x.shape
+    out = torch.empty(k, n, dtype=x.dtype, device=x.device)
+    transpose_tiles[_tiles(n, k)](x, x.stride(), out, n, k, TILE, num_warps=WARPS)
+    return out
+
+
+def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: Any) -> list[Tensor]:
+    """Returns the values by rows and by columns, as wanted, of SwiGLU or, given a `grad`, of the gradient of x, and
+    the scale; updates `noted`."""
+    assert x.is_contiguous() and (grad is None or grad.is_contiguous())
+    n, f = x.shape[0], x.shape[1] // 2
+    casts = Casts.of(n, f if grad is None else 2 * f, *cast)
+    swiglu_tiles[_tiles(n, f, SWIGLU_TILE)](x, grad, casts, n, f, *SWIGLU_TILE, num_warps=WARPS)
+    return casts.made()
+
+
+def heads_gradient_cast(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, *cast: Any
+) -> list[Tensor]:
+    """The casts of the joined gradients, as wanted, and the scale; updates `noted`."""
+    assert all(x.is_contiguous() for x in (dq, dk, dv, cos, sin) if x is not None)
+    s, b, groups, width = dv.shape
+    n, slots = s * b, sum(grad.shape[2] for grad in (dq, dk, dv))
+    casts = Casts.of(n, slots * width, *cast)
+    operands = dq, dk, dv, cos, sin, casts, n, groups, slots // groups - 2, width // 2, TILE
+    head_tiles[(triton.cdiv(n, TILE) * slots,)](*operands, num_warps=WARPS)
+    return casts.made()

@@ -1,0 +1,78 @@
+"""Cross entropy with its gradient in place of the logits: memory is read once and written once.
+
+The gradient of the loss of a token needs the sum over the vocabulary first. A program that computes both reads its row
+twice, the second time from the L2 cache; a forward and a backward of their own read all logits twice from memory. The
+backward then only multiplies rows by the gradients of their losses, and skips rows whose gradient is 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.tensor_parallel.cross_entropy import scale_rows_
+from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
+
+ROWS = 4096
+"""Tokens whose losses are compared at most: as many logits fill a GPU."""
+
+
+def makes_gradients(logits: Tensor, *_: Any) -> bool:
+    """Return whether the kernel runs on `logits`. In fp16 it would pay nothing: gradients of losses are the loss
+    scale."""
+    return runs_triton(logits) and logits.dtype in (torch.bfloat16, torch.float32)
+
+
+def loss_and_gradient_twin_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
+    """Losses [n] in fp32 of logits [n, width], whose columns from `vocab_size` on are padding, and labels [n]; the
+    gradients of the losses replace the logits, zero in the padding.
+
+    A loss is -log softmax(logits)[label] + z_loss_coeff * log(sum of exp(logits))^2. Both are computed in fp32.
+    """
+    z, rows = logits[:, :vocab_size].float(), torch.arange(len(labels), device=labels.device)
+    top = z.amax(1)
+    exponentials = (z - top[:, None]).exp_()
+    total = exponentials.sum(1)
+    log_sum = total.log() + top
+    losses, factors = total.log() + (top - z[rows, labels]), 1 / total
+    if z_loss_coeff:
+        losses, factors = losses + z_loss_coeff * log_sum.square(), factors * (1 + 2 * z_loss_coeff * log_sum)
+    gradient = exponentials.mul_(factors[:, None])
+    gradient[rows, labels] -= 1
+    logits[:, :vocab_size] = gradient.to(logits.dtype)
+    logits[:, vocab_size:] = 0
+    return losses
+
+
+_loss_and_gradient_ = gpu_operator(
+    "kernels.cross_entropy_triton:loss_and_gradient_",
+    "(Tensor(a!) logits, Tensor labels, int vocab_size, float z_loss_coeff) -> Tensor",
+    lambda logits, *rest: logits.new_empty(logits.shape[0], dtype=torch.float32),
+)
+_scale_rows_ = gpu_operator("kernels.cross_entropy_triton:scale_rows_", "(Tensor(a!) x, Tensor factors) -> ()")
+
+
+def _logits(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of a chunk of tokens, and their labels."""
+    if shapes.vocab:
+        rows = min(shapes.tokens, ROWS)
+        labels = torch.arange(rows, device=shapes.device) % shapes.vocab
+        yield shapes.random(rows, shapes.vocab), labels
+
+
+LOSS = FusedKernel(
+    _loss_and_gradient_,
+    loss_and_gradient_twin_,
+    makes_gradients,
+    lambda shapes: ((logits, labels, shapes.vocab, 0.0) for logits, labels in _logits(shapes)),
+    2.0**-6,
+)
+SCALE = FusedKernel(
+    lambda x, factors: _scale_rows_(x, factors.contiguous()),
+    scale_rows_,
+    lambda x, factors: runs_triton(x),
+    lambda shapes: ((logits, torch.ones_like(labels, dtype=torch.float32)) for logits, labels in _logits(shapes)),
+    2.0**-7,
+)

@@ -1,0 +1,193 @@
+"""A transformer layer whose additions to the residual stream are made by the norms or GEMMs beside them, and an MLP
+with SwiGLU whose activation is cast to fp8 where it is computed, and its gradient too.
+
+The MLP is for `--compile` with scales that are known before (--fp8-recipe delayed): neither the activation nor the
+gradient of its input is stored in 16 bits. Stand-ins carry the casts to the linear layers before and behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.batch import BatchContext
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    LinearFunction,
+    ParallelLinear,
+    RowParallelLinear,
+    observed,
+)
+from megatron.core.tensor_parallel.linear_gemms import OutputGradient, rows_of
+from megatron.core.tensor_parallel.weight_grad import saved_without_graph
+from megatron.core.torch_private import forward_hooks, is_hooked
+from megatron.core.transformer.activations import FusedActivation
+from megatron.core.transformer.block import Stream, added
+from megatron.core.transformer.layer import HiddenDropout, TransformerLayer
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.recompute import with_recomputed
+from megatron.core.transformer.self_attention import SelfAttention
+from megatron.extensions.speed.fp8.recipes import DelayedGemms
+from megatron.extensions.speed.fusions.fused_norm import (
+    DropoutMask,
+    FusedLayerNorm,
+    InputCast,
+    ResidualSum,
+    add_and_norm,
+)
+from megatron.extensions.speed.fusions.kernel_choice import FusedKernel
+from megatron.extensions.speed.fusions.kernels.casts import swiglu_cast, swiglu_gradient_cast
+from megatron.extensions.speed.fusions.split_heads import SplitSelfAttention
+
+
+def casts_swiglu(fc1: ParallelLinear, activation: object, fc2: ParallelLinear) -> bool:
+    """Return whether `cast_mlp` can replace fc2(activation(fc1(x)))."""
+    swiglu = isinstance(activation, FusedActivation) and activation.compiled and activation.kind == "swiglu"
+    plain = type(fc1) is ColumnParallelLinear and type(fc2) is RowParallelLinear and fc1.bias is fc2.bias is None
+    delayed = swiglu and plain and all(isinstance(linear.gemms, DelayedGemms) for linear in (fc1, fc2))
+    return delayed and torch.is_grad_enabled() and not observed(fc1, fc2)
+
+
+def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor | None = None) -> Tensor:
+    """fc2(SwiGLU(fc1(x))): x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With gradients. Added to
+    an `addend` [s, b, h] where fc2 takes one.
+
+    If the layers are `observed`, their hooks would see stand-ins."""
+    assert isinstance(fc2.gemms, DelayedGemms)
+    of_hidden = OutputGradient(fc1.gemms, fc1.weight.requires_grad, False)
+    settings = fc1.boundary, fc1.axis, fc1.queue, fc1.gemms, True, of_hidden, None
+    hidden = LinearFunction.apply(x, fc1.weight, None, *settings)
+    activated = _CastSwiGLU.apply(hidden, InputCast(fc2.gemms, fc2.weight.requires_grad), of_hidden)
+    y: Tensor = fc2(activated, addend=addend)
+    return y
+
+
+MLP_KERNEL = FusedKernel(cast_mlp, cast_mlp, casts_swiglu, lambda shapes: (), 0.0)
+"""Its parts are compared, `kernels/casts.py`."""
+
+
+class _CastSwiGLU(torch.autograd.Function):
+    """SwiGLU of the output [s, b, 2f] of a layer, cast [s, b, f] as the layer behind it wants its input."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, cast: InputCast, of_hidden: OutputGradient) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.of_hidden, ctx.compiled = of_hidden, cast.gemms.compiled
+        pair = swiglu_cast(rows_of(hidden).detach(), cast.order(), ctx.compiled)
+        return cast.stand_in(pair, (*hidden.shape[:-1], hidden.shape[-1] // 2), hidden.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,) = saved_without_graph(ctx)
+        operands = rows_of(hidden).detach(), rows_of(grad).detach()
+        pair = swiglu_gradient_cast(*operands, ctx.of_hidden.order(), ctx.compiled)
+        return ctx.of_hidden.put_stand_in(pair, hidden.shape, hidden.dtype), None, None
+
+
+class FusedTransformerLayer(TransformerLayer):
+    """`TransformerLayer` that hands its stream to the next one as a `ResidualSum`, whose addition the next norm makes.
+
+    A norm casts its output to fp8 where the sublayer reads that. A sublayer that can adds to the stream in its last
+    GEMM.
+    """
+
+    def forward(self, x: Stream, context: BatchContext, pending: bool = False) -> Stream:  # type: ignore[override]
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With `pending` the last addition is left
+        to what reads the stream."""
+        if self.norms_sums:
+            return super().forward(added(x), context)
+        stream = self._next(x if isinstance(x, ResidualSum) else ResidualSum(added(x)), context)
+        return stream if pending else stream.added()
+
+    def takes_pending(self) -> bool:
+        """Whether a norm adds the update in its kernels. Hooks see the sum, but for those that say that they take a
+        stream."""
+        norm = self.input_layernorm if self.mixes else self.pre_mlp_layernorm
+        observed = is_hooked(self, forward=False) or not all(
+            getattr(hook, "takes_pending", False) for hook in forward_hooks(self)
+        )
+        return isinstance(norm, FusedLayerNorm) and norm.fuses() and not observed
+
+    def _next(self, stream: ResidualSum, context: BatchContext) -> ResidualSum:
+        if self.shares_norm:
+            x, normed = add_and_norm(self.input_layernorm, stream, None)
+            return ResidualSum(x, self._of_normed(self.input_layernorm, x, normed, self._side_by_side, context))
+        if self.mixes:
+            x, normed = add_and_norm(self.input_layernorm, stream, self._cast_of(self.self_attention))
+            stream = self._add_attention(x, normed, context)
+        if not self.has_mlp:
+            return stream
+        cast = self._cast_of(self.mlp)
+        if self.parallel:
+            x, normed = add_and_norm(self.pre_mlp_layernorm, ResidualSum(x), cast)
+            _, update, mask = self._add_mlp(x, normed, context)
+            return ResidualSum(stream._replace(x=x).added(), update, mask)
+        x, normed = add_and_norm(self.pre_mlp_layernorm, stream, cast)
+        return self._add_mlp(x, normed, context)
+
+    def _cast_of(self, sublayer: nn.Module) -> InputCast | None:
+        """The casts that a sublayer wants of its input in place of it. Norms that are computed again make none."""
+        return None if self.recompute_norms and self.training else input_cast_of(sublayer)
+
+    def _add_attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> ResidualSum:
+        if self._adds_within(self.self_attention, self.post_attention_layernorm, self.attention_dropout):
+            return ResidualSum(self.self_attention(normed, context, addend=x))
+        y = self._of_normed(self.input_layernorm, x, normed, self.self_attention, context)
+        return self._sum(x, self.post_attention_layernorm(y), self.attention_dropout, context)
+
+    def _add_mlp(self, x: Tensor, normed: Tensor, context: BatchContext) -> ResidualSum:
+        if self._adds_within(self.mlp, self.post_mlp_layernorm, self.mlp_dropout):
+            return ResidualSum(self.mlp(normed, context, addend=x))
+        y = self._of_normed(self.pre_mlp_layernorm, x, normed, self.mlp, context)
+        return self._sum(x, self.post_mlp_layernorm(y), self.mlp_dropout, context)
+
+    def _adds_within(self, sublayer: nn.Module, post: nn.Module, dropout: HiddenDropout) -> bool:
+        """Whether the last GEMM of a sublayer adds to the residual stream: if nothing comes between the two, and no
+        norm before is computed again."""
+        direct = isinstance(post, nn.Identity) and dropout.p == 0 and self.multiplier == 1
+        return direct and not (self.parallel or self.recompute_norms) and takes_addend(sublayer)
+
+    def _sum(self, x: Tensor, y: Tensor, dropout: HiddenDropout, context: BatchContext) -> ResidualSum:
+        if self.multiplier != 1 or not (dropout.training and dropout.p > 0):
+            return ResidualSum(x, self._scaled(dropout(y, context)))
+        return ResidualSum(x, y, _mask(dropout, y, context))
+
+    def _of_normed(
+        self, norm: nn.Module, x: Tensor, normed: Tensor, sublayer: Callable[..., Tensor], context: BatchContext
+    ) -> Tensor:
+        """The sublayer of normed = norm(x)."""
+        if self.recompute_norms and self.training:
+            return with_recomputed((normed,), norm, x, sublayer, context)
+        return sublayer(normed, context)
+
+
+def input_cast_of(sublayer: nn.Module) -> InputCast | None:
+    """The casts that the first layer of a sublayer, which alone reads its input, can be given in place of that. Hooks
+    see the input."""
+    linear = getattr(sublayer, FIRST.get(type(sublayer), ""), None)
+    if type(linear) is not ColumnParallelLinear or not isinstance(linear.gemms, DelayedGemms) or not linear.compiled:
+        return None
+    again = isinstance(sublayer, MLP) and sublayer.recompute
+    if again or observed(sublayer, linear) or not torch.is_grad_enabled():
+        return None
+    return InputCast(linear.gemms, linear.weight.requires_grad)
+
+
+def takes_addend(sublayer: nn.Module) -> bool:
+    """Return whether a sublayer can add its output to the residual stream in its last layer."""
+    linear = getattr(sublayer, LAST.get(type(sublayer), ""), None)
+    return isinstance(linear, RowParallelLinear) and not observed(sublayer) and linear.takes_addend()
+
+
+FIRST = {SelfAttention: "linear_qkv", SplitSelfAttention: "linear_qkv", MLP: "linear_fc1"}
+LAST = {SelfAttention: "linear_proj", SplitSelfAttention: "linear_proj", MLP: "linear_fc2"}
+
+
+def _mask(dropout: HiddenDropout, x: Tensor, context: BatchContext) -> DropoutMask:
+    places = context.places_of(x, dropout.sequence_rank)
+    return DropoutMask.of(x, dropout.p, dropout.key, context.sample_index, places)

@@ -1,0 +1,185 @@
+"""Chat, and its templates: messages to the text of a prompt, by the Jinja template that comes with a tokenizer.
+
+A template may come with a checkpoint of somebody else: it is run in a sandbox, in a process with limits of time and
+memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.json_text import parse_json
+from megatron.core.tokenizers import Tokenizer
+from megatron.extensions.data.tokenizers.huggingface import tokenizer_file
+from megatron.extensions.data.tokenizers.special_tokens import role_texts
+from megatron.extensions.use.inference.generation import Engine, Generation, Request
+from megatron.extensions.use.inference.model import LoadedModel
+from megatron.extensions.use.inference.template_worker import TemplateWorker
+
+Message = Mapping[str, object]
+"""{"role": "user", "content": "..."} and so on."""
+
+LONGEST_TEXT = 1 << 18
+"""Characters that a template may add to messages. Tokenizing takes seconds a million."""
+
+
+class ChatTemplate:
+    """A template, and the special tokens that it may name."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str], origin: str) -> None:
+        """`origin` names the template in errors. Raises ValueError if it is no template."""
+        self.origin, self.tokens = origin, dict(tokens)
+        self._worker = TemplateWorker(source)
+        try:
+            found = self._worker.compile()
+        except ValueError as error:
+            raise ValueError(f"chat template of {origin} {error}") from None
+        if "wrong" in found:
+            raise ValueError(f"chat template of {origin}: line {found['line']}: {found['wrong']}")
+
+    def __call__(self, messages: Sequence[Message], **more: object) -> str:
+        """The text of a prompt that the assistant is to answer. Raises ValueError if the template refuses it, takes too
+        much time or memory, or makes a text far longer than the messages."""
+        checked_messages(messages)
+        values = {"messages": list(map(dict, messages)), "add_generation_prompt": True, **self.tokens, **more}
+        try:
+            found = self._worker.render(values)
+        except ValueError as error:
+            raise ValueError(f"chat template of {self.origin} {error}") from None
+        if "wrong" in found:
+            raise ValueError(f"chat template of {self.origin} refuses the messages: {found['wrong']}")
+        text, given = str(found["text"]), len(json.dumps(values))
+        if len(text) > LONGEST_TEXT + 4 * given:
+            raise ValueError(
+                f"chat template of {self.origin} makes a text of {len(text):,} characters of messages of {given:,}; at "
+                f"most {LONGEST_TEXT + 4 * given:,} are supported: use another template"
+            )
+        return text
+
+
+def find_chat_template(config: TokenizerConfig, file: Path | None) -> ChatTemplate:
+    """The template in `file`, of --chat-template, or the one that comes with the tokenizer. Raises ValueError if there
+    is none."""
+    settings, folder = _settings(config)
+    known = {} if folder is None else role_texts(folder)
+    if file is not None:
+        return ChatTemplate(_text_of(file, f"--chat-template {file}"), known, str(file))
+    beside = None if folder is None else folder / "chat_template.jinja"
+    source = settings.get("chat_template")
+    if beside is not None and beside.is_file():
+        source = _text_of(beside, f"chat template {beside}")
+    if isinstance(source, list):
+        source = _default_of(source, f"{folder}/tokenizer_config.json")
+    if not isinstance(source, str):
+        where = f"tokenizer in {folder}" if folder else f"--tokenizer-type {config.tokenizer_type}"
+        raise ValueError(
+            f"{where} has no chat template, neither chat_template.jinja nor chat_template in tokenizer_config.json; "
+            "give one with --chat-template FILE, or use prompts in place of messages"
+        )
+    return ChatTemplate(source, known, str(folder))
+
+
+def _text_of(file: Path, named: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{named}: cannot be read ({error})") from None
+
+
+def _default_of(templates: Sequence[object], file: str) -> object:
+    """The template called default of a list of templates with names."""
+    found = {}
+    for number, each in enumerate(templates):
+        if not (isinstance(each, dict) and isinstance(each.get("name"), str) and "template" in each):
+            raise ValueError(
+                f'{file}: chat_template[{number}] must be an object {{"name": ..., "template": ...}}; correct it, or '
+                "give a template with --chat-template FILE"
+            )
+        found[each["name"]] = each["template"]
+    return found.get("default")
+
+
+def chat_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a template's text, in which it has written special tokens itself: none are added."""
+    ids = tokenizer.tokenize(text)
+    around = getattr(tokenizer, "added_around", None)
+    before, behind = around() if around is not None else ([], [])
+    return ids[len(before) : len(ids) - len(behind)]
+
+
+def checked_messages(messages: object) -> Sequence[Message]:
+    """Returns the messages. Raises ValueError if they are no list of messages with roles and contents."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError('messages must be a list of {"role": ..., "content": ...}, at least one')
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{number}] must have a role, such as user")
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        texts = all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts)
+        if not (isinstance(content, str) or (parts and texts)):
+            raise ValueError(f"messages[{number}] must have a content that is a text, or a list of texts")
+    return messages
+
+
+def plain_messages(messages: object) -> list[dict[str, object]]:
+    """The messages with contents that are lists of texts joined."""
+    return [{**message, "content": _joined(message["content"])} for message in checked_messages(messages)]
+
+
+def _joined(content: object) -> object:
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def _settings(config: TokenizerConfig) -> tuple[dict[str, object], Path | None]:
+    """tokenizer_config.json of a Hugging Face tokenizer, and its folder."""
+    if config.tokenizer_type != "HuggingFaceTokenizer" or config.tokenizer_model is None:
+        return {}, None
+    folder = tokenizer_file(config.tokenizer_model).parent
+    file = folder / "tokenizer_config.json"
+    return (parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}), folder
+
+
+def pieces(engine: Engine, generation: Generation) -> Iterator[str]:
+    """The text of a request that was submitted, as it becomes certain."""
+    shown = 0
+    while generation.finish_reason is None:
+        engine.step()
+        yield generation.text[shown:]
+        shown = len(generation.text)
+
+
+def chat(
+    model: LoadedModel,
+    engine: Engine,
+    template: Callable[[Sequence[Message]], str],
+    defaults: Request,
+    system: str | None,
+    ask: Callable[[], str | None],
+    show: Callable[[str], None],
+) -> None:
+    """A conversation: `ask` returns what the user says, None at the end, and `show` gets the answers piece by piece.
+
+    Messages are kept, so the prompt grows; the oldest ones are left out, in pairs, where it would be too long.
+    """
+    first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    messages: list[Message] = []
+    while (said := ask()) is not None:
+        messages.append({"role": "user", "content": said})
+        tokens = chat_tokens(model.tokenizer, template([*first, *messages]))
+        while len(messages) > 2 and len(tokens) >= engine.longest:
+            del messages[:2]
+            tokens = chat_tokens(model.tokenizer, template([*first, *messages]))
+        generation = engine.submit(replace(defaults, prompt=tokens))
+        for piece in pieces(engine, generation):
+            show(piece)
+        if generation.error is not None:
+            show(f"[{generation.error}]")
+            messages.pop()
+        else:
+            messages.append({"role": "assistant", "content": generation.text})
+        show("\n")

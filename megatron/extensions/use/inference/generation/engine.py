@@ -1,0 +1,339 @@
+"""Generation of many texts at once: requests wait for free rows of the cache, and leave them one by one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron.core.init import site_key
+from megatron.core.tokenizers import Tokenizer
+from megatron.extensions.use.inference.generation.runner import Pass, StageRunner, token_logprobs
+from megatron.extensions.use.inference.generation.sampling import Sampling
+from megatron.extensions.use.inference.generation.text import TextStream
+
+MOST_LOGPROBS = 100
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to be continued. Raises ValueError, with every problem, if a field is not legal by itself."""
+
+    prompt: Sequence[int]
+    """Token ids, at least one."""
+
+    max_new_tokens: int = 64
+    """Maximum number of new tokens; the longest text that the model can be run on is a limit too."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+
+    seed: int = 1234
+    """The new text depends on it, on the prompt and on the sampling, and on nothing else."""
+
+    stop: tuple[str, ...] = ()
+    """Texts that end the new text. It does not include them."""
+
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end the new text. It does not include them."""
+
+    eos_ids: frozenset[int] = frozenset()
+    """The same, for tokens by which the model itself ends a text."""
+
+    logprobs: int | None = None
+    """Log-probabilities of the new tokens, and of this many most likely ones in their places, before sampling changes
+    them."""
+
+    prompt_logprobs: bool = False
+    """The same of the prompt's tokens, all but the first."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.prompt:
+            problems.append("has no tokens: a model needs at least one to continue")
+        if self.max_new_tokens < 0:
+            problems.append(f"max_new_tokens {self.max_new_tokens} must not be negative")
+        if any(not text for text in self.stop):
+            problems.append("a stop string must not be empty: it would end every text at its start")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            problems.append(f"logprobs {self.logprobs} must be from 0 to {MOST_LOGPROBS}")
+        if self.prompt_logprobs and self.logprobs is None:
+            problems.append("prompt_logprobs needs logprobs")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probability of a token of a text."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens in its place, best first, with theirs."""
+
+
+WINDOW = 16
+"""Requests for each row that are sorted by length together."""
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request and its new text, which grows."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    """New tokens. Those that a stop string ends with are among them, a token that ended the text is not."""
+
+    text: str = ""
+    """Text of the new tokens as far as it is certain; empty without a tokenizer."""
+
+    logprobs: list[Logprob] = field(default_factory=list)
+    """Log-probabilities of the new tokens, if they were asked for."""
+
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    """Log-probabilities of the prompt's tokens but the first, if they were asked for."""
+
+    finish_reason: str | None = None
+    """None while it grows; "stop" by a stop string or a token of `stop_ids`, "eos" by one of `eos_ids`, "length" at
+    the last token that was asked for or that the model has a position for, "cancelled", or "error"."""
+
+    error: str | None = None
+    """Why there is no text, or no more of it."""
+
+    stream: TextStream | None = field(default=None, repr=False)
+    budget: int = 0
+    generator: torch.Generator = field(default_factory=torch.Generator, repr=False)
+
+
+class Engine:
+    """Runs requests on the leader of a `StageRunner`.
+
+    At most `rows` texts grow at once; a waiting request takes the first row that is free. A forward pass reads at most
+    `prefill_tokens` tokens of prompts, padding included, or one prompt. `detokenize` is needed for text and stop
+    strings.
+    """
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        detokenize: Callable[[Sequence[int]], str] | None = None,
+        rows: int = 8,
+        prefill_tokens: int = 8192,
+    ) -> None:
+        self.runner = runner
+        self.detokenize = detokenize
+        self.rows = rows
+        self.prefill_tokens = prefill_tokens
+        self.longest, self.vocab_size = runner.config.max_positions, runner.config.vocab_size or 0
+        self.waiting: deque[Generation] = deque()
+        self.growing: list[Generation] = []
+        """One for each row of the cache."""
+        self._drop: list[int] = []
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.growing)
+
+    def submit(self, request: Request) -> Generation:
+        """Puts a request behind those that wait. One that cannot be answered has its `finish_reason` at once."""
+        found = Generation(request)
+        if problem := self.why_refused(request):
+            found.finish_reason, found.error = "error", problem
+            return found
+        found.budget = min(request.max_new_tokens, self.longest - len(request.prompt))
+        found.generator.manual_seed(request.seed % 2**64)
+        if self.detokenize is not None:
+            with self._failures_of([found]):
+                found.stream = TextStream(self.detokenize, request.prompt, request.stop)
+            if found.finish_reason is not None:
+                return found
+        if found.budget == 0 and not request.prompt_logprobs:
+            found.finish_reason = "length"
+            return found
+        self.waiting.append(found)
+        return found
+
+    def why_refused(self, request: Request) -> str | None:
+        """Why the model cannot answer a request; None if it can."""
+        if (count := len(request.prompt)) >= self.longest:
+            return (
+                f"has {count} tokens, and the model reads at most {self.longest} (--max-position-embeddings): shorten "
+                f"it to {self.longest - 1} or fewer"
+            )
+        wrong = [token for token in request.prompt if not 0 <= token < self.vocab_size]
+        if wrong:
+            return f"has the token {wrong[0]}; tokens are from 0 to {self.vocab_size - 1} (--vocab-size)"
+        if request.stop and self.detokenize is None:
+            return "has stop strings, which need a tokenizer"
+        return None
+
+    def cancel(self, generation: Generation) -> None:
+        """Ends a request. Its row is free for the next one."""
+        if generation.finish_reason is None:
+            with self._failures_of([generation]):
+                self._end(generation, "cancelled")
+
+    def step(self) -> list[Generation]:
+        """Reads the prompts of waiting requests if rows are free, then adds a token to every growing text. Returns
+        those that changed."""
+        changed = self._admit() if self.waiting and len(self.growing) < self.rows else []
+        if self.growing:
+            tokens = tuple(((each.tokens or each.request.prompt)[-1],) for each in self.growing)
+            changed += self._advance(Pass(0, tokens, self._dropped()), list(self.growing))
+        return list(dict.fromkeys(changed))
+
+    def beat(self) -> None:
+        """Shows the other ranks that this one is alive, and fails if one of them is not."""
+        self.runner.run(Pass(drop=self._dropped()))
+
+    def stop(self) -> None:
+        """Ends `follow` on the other ranks."""
+        self.runner.stop()
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Generation]:
+        """All requests, in their order. Some are read ahead, and shorter prompts are run first, as prompts of about one
+        length waste the least padding."""
+        found: deque[Generation] = deque()
+        source, more = iter(requests), True
+        while more or found:
+            if more and len(self.waiting) < self.rows:
+                taken = [each for _, each in zip(range(WINDOW * self.rows), source, strict=False)]
+                more = len(taken) == WINDOW * self.rows
+                found += [self.submit(each) for each in taken]
+                self.waiting = deque(sorted(self.waiting, key=lambda each: len(each.request.prompt)))
+            while found and found[0].finish_reason is not None:
+                yield found.popleft()
+            if not self.idle:
+                self.step()
+
+    def _dropped(self) -> tuple[int, ...]:
+        dropped = tuple(self._drop)
+        self._drop.clear()
+        return dropped
+
+    def _admit(self) -> list[Generation]:
+        """Prompts at the head of the queue, as many as fit into one pass."""
+        taken = [self.waiting.popleft()]
+        longest, free = len(taken[0].request.prompt), self.rows - len(self.growing)
+        while self.waiting and len(taken) < free and not taken[0].request.prompt_logprobs:
+            following = self.waiting[0].request
+            longest = max(longest, len(following.prompt))
+            if following.prompt_logprobs or longest * (len(taken) + 1) > self.prefill_tokens:
+                break
+            taken.append(self.waiting.popleft())
+        first, tokens = len(self.growing), tuple(tuple(each.request.prompt) for each in taken)
+        request = taken[0].request
+        top = min(request.logprobs or 0, self.vocab_size) if request.prompt_logprobs else None
+        self.growing += taken
+        return self._advance(Pass(first, tokens, self._dropped(), top), taken)
+
+    def _advance(self, step: Pass, rows: list[Generation]) -> list[Generation]:
+        outputs = self.runner.run(step)
+        assert outputs is not None
+        if outputs.prompt is not None:
+            (generation,) = rows
+            prompt = zip(generation.request.prompt[1:], outputs.prompt.tolist(), strict=True)
+            generation.prompt_logprobs = [logprob_of(token, found) for token, found in prompt]
+        finite = outputs.logits.amax(-1).isfinite().tolist()  # the largest of logits with a NaN is NaN
+        live = [row for row, each in enumerate(rows) if finite[row] and each.budget]
+        for row, generation in enumerate(rows):
+            if not finite[row]:
+                place = len(generation.request.prompt) + len(generation.tokens)
+                generation.error = (
+                    f"the model's logits after token {place} are not finite: the checkpoint is damaged, or the run "
+                    "that saved it has diverged"
+                )
+                self._end(generation, "error")
+            elif not generation.budget:
+                self._end(generation, "length")
+        if live:
+            self._sample(outputs.logits[live], [rows[row] for row in live])
+        return rows
+
+    def _sample(self, logits: Tensor, rows: list[Generation]) -> None:
+        """Adds the next token to each text. Texts that are sampled alike are sampled together."""
+        groups: dict[Sampling, list[int]] = {}
+        for row, generation in enumerate(rows):
+            groups.setdefault(generation.request.sampling, []).append(row)
+        for sampling, members in groups.items():
+            some = [rows[row] for row in members]
+            of_group = logits if len(some) == len(rows) else logits[members]
+            tokens: list[int] = []
+            with self._failures_of(some):
+                tokens = _next_tokens(sampling, some, of_group)
+            for generation, token, own in zip(some, tokens, of_group, strict=False):
+                with self._failures_of([generation]):
+                    self._add(generation, token, own)
+
+    @contextmanager
+    def _failures_of(self, rows: list[Generation]) -> Iterator[None]:
+        """Ends these texts that raise an error. The other texts go on."""
+        try:
+            yield
+        except Exception as error:
+            for generation in rows:
+                generation.error = f"its text cannot be continued: {type(error).__name__}: {error}"
+                generation.stream = None  # whose text may be what fails
+                self._end(generation, "error")
+
+    def _add(self, generation: Generation, token: int, logits: Tensor) -> None:
+        request = generation.request
+        if token in request.eos_ids or token in request.stop_ids:
+            self._end(generation, "eos" if token in request.eos_ids else "stop")
+            return
+        generation.tokens.append(token)
+        if request.logprobs is not None:
+            top = min(request.logprobs, self.vocab_size)
+            (found,) = token_logprobs(logits[None], torch.tensor([token], device=logits.device), top).tolist()
+            generation.logprobs.append(logprob_of(token, found))
+        if generation.stream is not None:
+            generation.text += generation.stream.add(token)
+            if generation.stream.stopped:
+                self._end(generation, "stop")
+                return
+        if len(generation.tokens) >= generation.budget:
+            self._end(generation, "length")
+
+    def _end(self, generation: Generation, reason: str) -> None:
+        generation.finish_reason = reason
+        if generation.stream is not None:
+            generation.text += generation.stream.finish()
+            if generation.stream.stopped and reason == "length":
+                generation.finish_reason = "stop"
+            generation.stream = None
+        if generation in self.growing:
+            row = self.growing.index(generation)
+            self.growing[row] = self.growing[-1]
+            self.growing.pop()
+            self._drop.append(row)
+        elif generation in self.waiting:
+            self.waiting.remove(generation)
+
+
+def _next_tokens(sampling: Sampling, rows: Sequence[Generation], logits: Tensor) -> list[int]:
+    """The next token of each of these texts, which are sampled alike."""
+    uniform = [float(torch.rand((), generator=each.generator, dtype=torch.float64)) for each in rows]
+    earlier = [[*each.request.prompt, *each.tokens] for each in rows] if sampling.repetition_penalty != 1 else ()
+    tokens: list[int] = sampling.next_tokens(logits, torch.tensor(uniform, dtype=torch.float64), earlier).tolist()
+    return tokens
+
+
+def logprob_of(token: int, found: Sequence[float]) -> Logprob:
+    """From a row of `token_logprobs`."""
+    count = len(found) // 2
+    best = zip(map(int, found[1 : 1 + count]), found[1 + count :], strict=True)
+    return Logprob(token, found[0], tuple(best))
+
+
+def eos_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens by which the model ends a text."""
+    return frozenset(token for token in (tokenizer.eod, tokenizer.eos) if token is not None)
+
+
+def prompt_seed(seed: int, number: int) -> int:
+    """The seed of the prompt of this number in a list, from that of the list."""
+    return site_key(seed, f"prompt {number}")

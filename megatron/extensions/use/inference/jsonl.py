@@ -1,0 +1,264 @@
+"""Requests in JSON, of files and of the server, and what is wrong with them; prompts in JSON lines, and their texts in
+JSON lines, in the same order."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from typing import TypeGuard, TypeVar
+
+from megatron.core.config.json_text import parse_json
+from megatron.core.tokenizers import Tokenizer
+from megatron.extensions.use.inference.chat_template import Message, chat_tokens, plain_messages
+from megatron.extensions.use.inference.generation import Engine, Generation, Request, Sampling
+from megatron.extensions.use.inference.generation.engine import MOST_LOGPROBS, Logprob, prompt_seed
+from megatron.extensions.use.inference.model import LoadedModel
+
+NAMED, NAME_LENGTH = 5, 60
+"""Number of unknown fields that an error names, and characters of each."""
+
+
+Number = TypeVar("Number", int, float, int | None, float | None)
+
+
+class Fields:
+    """Reads the fields of a JSON object one by one and collects what is wrong."""
+
+    def __init__(self, body: Mapping[str, object]) -> None:
+        self.body = body
+        self.problems: list[tuple[str, str]] = []
+        """(field, what is wrong with it)"""
+
+    def only(self, known: Collection[str]) -> None:
+        """Every other field is a mistake. The first `NAMED` are named, as a search for similar names takes time."""
+        known = frozenset(known)
+        wrong = [name for name in self.body if name not in known]
+        for name in wrong[:NAMED]:
+            near = difflib.get_close_matches(name[:NAME_LENGTH], known, 1)
+            shortened = name if len(name) <= NAME_LENGTH else f"{name[:NAME_LENGTH]}..."
+            self.refuse(shortened, f"is no field of this request{f'; did you mean {near[0]}' if near else ''}")
+        if len(wrong) > NAMED:
+            self.refuse(f"{len(wrong) - NAMED} more", "are no fields of this request")
+
+    def refuse(self, name: str, problem: str) -> None:
+        self.problems.append((name, problem))
+
+    def whole(self, name: str, default: Number, least: int = 0, most: int | None = None) -> int | Number:
+        """A whole number in a range, or null for the default."""
+        value = self.body.get(name)
+        if value is None:
+            return default
+        bound = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        if type(value) is int and value >= least and (most is None or value <= most):
+            return value
+        self.refuse(name, f"must be a whole number {bound}, not {shown(value)}")
+        return default
+
+    def number(self, name: str, default: Number) -> float | Number:
+        value = self.body.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == inf:
+            self.refuse(name, f"must be a number, not {shown(value)}")
+            return default
+        try:
+            return float(value)
+        except OverflowError:
+            self.refuse(name, "is too large")
+            return default
+
+    def switch(self, name: str) -> bool:
+        value = self.body.get(name)
+        if value is not None and not isinstance(value, bool):
+            self.refuse(name, f"must be true or false, not {shown(value)}")
+        return value is True
+
+    def texts(self, name: str, most: int) -> tuple[str, ...]:
+        """A text or a list of texts, none of them empty."""
+        value = self.body.get(name)
+        found = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
+            self.refuse(name, f"must be a text or a list of texts, none of them empty, not {shown(value)}")
+            return ()
+        if len(found) > most:
+            self.refuse(name, f"has {len(found)} texts, and may have {most}")
+        return tuple(found)
+
+    def tokens(self, name: str) -> frozenset[int]:
+        value = self.body.get(name)
+        if value is None:
+            return frozenset()
+        if not isinstance(value, list) or any(type(each) is not int for each in value):
+            self.refuse(name, f"must be a list of token ids, not {shown(value)}")
+            return frozenset()
+        return frozenset(value)
+
+    def sampling(self, default: Sampling) -> Sampling:
+        """Read temperature, top_k, top_p, min_p and repetition_penalty."""
+        top_k = self.whole("top_k", default.top_k, least=-1)
+        try:
+            return Sampling(
+                temperature=self.number("temperature", default.temperature),
+                top_k=None if top_k is not None and top_k < 1 else top_k,  # as elsewhere, for no limit
+                top_p=self.number("top_p", default.top_p),
+                min_p=self.number("min_p", default.min_p),
+                repetition_penalty=self.number("repetition_penalty", default.repetition_penalty),
+            )
+        except ValueError as error:
+            for line in str(error).splitlines():
+                flag, _, problem = line.partition(" ")
+                self.refuse(flag.removeprefix("--").replace("-", "_"), problem)
+            return default
+
+
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def shown(value: object) -> str:
+    """A value as it stands in JSON, cut to a readable length."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."
+
+
+def parsed(data: bytes) -> dict[str, object]:
+    """A JSON object in UTF-8. Raises ValueError that says where it is none."""
+    try:
+        value = parse_json(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8: byte {error.start}") from None
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a JSON object, not {shown(value)}")
+    if b"\\u" in data:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("has an escape such as \\ud83d that is half of a character") from None
+    return value
+
+
+KNOWN = (
+    *("prompt", "messages", "id", "max_new_tokens", "seed", "stop", "stop_token_ids"),
+    *("logprobs", "prompt_logprobs", "token_ids", *SAMPLING_FIELDS),
+)
+MOST_STOPS = 64
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of input: a request, or what is wrong with it."""
+
+    number: int
+    request: Request | None = None
+    problem: str | None = None
+    id: object = None
+    token_ids: bool = False
+
+
+def read_lines(
+    lines: Iterable[bytes], model: LoadedModel, defaults: Request, template: Callable[[Sequence[Message]], str]
+) -> Iterator[Line]:
+    """Requests of lines that are not blank. `defaults` counts for what a line leaves out; its prompt is not used, and a
+    line without a seed has one of its own, made of that seed and the line's number."""
+    for number, data in enumerate(lines, 1):
+        if not data.strip():
+            continue
+        body: dict[str, object] = {}
+        try:
+            body = parsed(data)
+            fields = Fields(body)
+            request_of = _request_of(fields, replace(defaults, seed=prompt_seed(defaults.seed, number - 1)))
+            token_ids = fields.switch("token_ids")
+            if fields.problems:
+                raise ValueError("; ".join(f"{name} {problem}" for name, problem in fields.problems))
+            if is_prompt(prompt := body.get("prompt")):
+                tokens = model.tokenize(prompt)
+            else:
+                tokens = chat_tokens(model.tokenizer, template(plain_messages(body["messages"])))
+            yield Line(number, request_of(tokens), id=body.get("id"), token_ids=token_ids)
+        except ValueError as error:
+            yield Line(number, problem=str(error), id=body.get("id"))
+
+
+def _request_of(fields: Fields, defaults: Request) -> Callable[[Sequence[int]], Request]:
+    """Makes the request of a line from its tokens. Notes what is wrong with any of its fields."""
+    fields.only(KNOWN)
+    prompt = fields.body.get("prompt")
+    if (prompt is None) == (fields.body.get("messages") is None):
+        fields.refuse("prompt", "must be there, or else messages, not both")
+    elif not (prompt is None or is_prompt(prompt)):
+        fields.refuse("prompt", "must be a text or a list of token ids")
+    return partial(
+        Request,
+        sampling=fields.sampling(defaults.sampling),
+        logprobs=fields.whole("logprobs", defaults.logprobs, 0, MOST_LOGPROBS),
+        max_new_tokens=fields.whole("max_new_tokens", defaults.max_new_tokens),
+        seed=fields.whole("seed", defaults.seed),
+        stop=fields.texts("stop", MOST_STOPS) or defaults.stop,
+        stop_ids=fields.tokens("stop_token_ids") or defaults.stop_ids,
+        eos_ids=defaults.eos_ids,
+        prompt_logprobs=fields.switch("prompt_logprobs"),
+    )
+
+
+def is_prompt(value: object) -> TypeGuard[str | list[int]]:
+    """Returns whether it is a text or a list of token ids."""
+    return isinstance(value, str) or (isinstance(value, list) and all(type(each) is int for each in value))
+
+
+def answers(
+    lines: Iterable[Line], engine: Engine, tokenizer: Tokenizer, token_ids: bool
+) -> Iterator[dict[str, object]]:
+    """One object for each line, in their order: text, finish_reason, and on request token ids and log-probabilities; or
+    the line's number and its error."""
+    waiting: deque[Line] = deque()
+
+    def requests() -> Iterator[Request]:
+        for line in lines:
+            waiting.append(line)
+            if line.request is not None:
+                yield line.request
+
+    for found in engine.run(requests()):
+        while waiting[0].request is None:
+            yield answer(waiting.popleft(), None, tokenizer, token_ids)
+        yield answer(waiting.popleft(), found, tokenizer, token_ids)
+    for line in waiting:
+        yield answer(line, None, tokenizer, token_ids)
+
+
+def answer(line: Line, found: Generation | None, tokenizer: Tokenizer, token_ids: bool) -> dict[str, object]:
+    known = {} if line.id is None else {"id": line.id}
+    problem = line.problem if found is None else found.error
+    if found is None or problem is not None:
+        return {**known, "line": line.number, "error": problem}
+    answer: dict[str, object] = {**known, "text": found.text, "finish_reason": found.finish_reason}
+    if token_ids or line.token_ids:
+        answer |= {"prompt_token_ids": list(found.request.prompt), "token_ids": found.tokens}
+    if found.request.logprobs is not None:
+        answer["logprobs"] = [logprob_object(each, tokenizer) for each in found.logprobs]
+    if found.request.prompt_logprobs:
+        answer["prompt_logprobs"] = [logprob_object(each, tokenizer) for each in found.prompt_logprobs]
+    return answer
+
+
+def logprob_object(found: Logprob, tokenizer: Tokenizer) -> dict[str, object]:
+    def entry(id: int, value: float) -> dict[str, object]:
+        return {"token_id": id, "token": tokenizer.detokenize([id]), "logprob": json_logprob(value)}
+
+    top = [entry(id, value) for id, value in found.top]
+    return entry(found.token, found.logprob) | ({"top": top} if top else {})
+
+
+def json_logprob(value: float) -> float:
+    """JSON has no infinity."""
+    return max(value, -9999.0)

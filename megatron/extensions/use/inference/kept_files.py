@@ -1,0 +1,88 @@
+"""The files of a run's tokenizer, kept beside its checkpoints, so that a folder that is moved can be used alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path, PurePath
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.dist_checkpointing.path_kind import TOKENIZER_FOLDER as FOLDER
+from megatron.core.dist_checkpointing.path_kind import saved_folders
+from megatron.core.fsync import whole_file
+from megatron.extensions.data.tokenizers.huggingface import tokenizer_file
+from megatron.extensions.data.tokenizers.special_tokens import FILES
+from megatron.training.hooks import Callback, RunView
+from megatron.training.run import TrainingRun
+
+BESIDE = (*FILES, "chat_template.jinja")
+"""Files beside a tokenizer.json that name its special tokens and have its chat template."""
+
+FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
+
+
+class KeptTokenizer(Callback):
+    """Keeps the files in --save, unless the run only evaluates what another has saved there."""
+
+    def on_start(self, run: RunView) -> None:
+        assert isinstance(run, TrainingRun)
+        save, evaluates = Path(str(self.config.checkpoint.save)), self.config.training.skip_train
+        if run.runtime.is_main and not (evaluates and saved_folders(save)):
+            keep_tokenizer(self.config.tokenizer, save)
+
+
+def keep_tokenizer(config: TokenizerConfig, folder: Path) -> None:
+    """Copies the tokenizer's files into `folder`/tokenizer. Existing equal files stay.
+
+    Raises OSError if that cannot be written."""
+    for file in _files(config):
+        target = folder / FOLDER / file.name
+        content = file.read_bytes()
+        if target.is_file() and target.read_bytes() == content:
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(target) as temporary:
+            temporary.write_bytes(content)
+
+
+def found_tokenizer(config: TokenizerConfig, checkpoints: PurePath) -> TokenizerConfig:
+    """The tokenizer of a run whose checkpoints, or one of them, are in this folder: where the run had it, or as it was
+    kept if its files are no longer there."""
+    if _present(config) or not isinstance(checkpoints, Path):
+        return config
+    for folder in (checkpoints / FOLDER, checkpoints.parent / FOLDER):
+        kept = _kept(config, folder)
+        if folder.is_dir() and _present(kept):
+            return kept
+    return config
+
+
+def _named(config: TokenizerConfig) -> dict[str, str]:
+    """Field -> path of the files that a configuration names."""
+    return {field: path for field in FIELDS if (path := getattr(config, field)) is not None}
+
+
+def _present(config: TokenizerConfig) -> bool:
+    if config.tokenizer_type == "HuggingFaceTokenizer" and config.tokenizer_model is not None:
+        return bool(_files(config))
+    return all(map(os.path.exists, _named(config).values()))
+
+
+def _kept(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
+    if config.tokenizer_type == "HuggingFaceTokenizer":
+        return replace(config, tokenizer_model=str(folder))
+    kept = {field: str(folder / Path(path).name) for field, path in _named(config).items()}
+    change: Callable[..., TokenizerConfig] = replace
+    return change(config, **kept)
+
+
+def _files(config: TokenizerConfig) -> list[Path]:
+    """The existing files."""
+    if config.tokenizer_type == "HuggingFaceTokenizer" and config.tokenizer_model is not None:
+        try:
+            file = tokenizer_file(config.tokenizer_model)
+        except ValueError:
+            return []
+        return [file, *(path for name in BESIDE if (path := file.parent / name).is_file())]
+    return [Path(path) for path in _named(config).values() if os.path.isfile(path)]

@@ -1,0 +1,159 @@
+"""The thread that runs the engine for requests of others."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron.extensions.use.inference.generation import Engine, Generation, Request
+
+HEARTBEAT = 2.0
+"""Seconds after which an idle leader checks that the other ranks are alive."""
+
+
+class Progress(NamedTuple):
+    """A text as it was after a step."""
+
+    choice: int
+    text: str
+    tokens: int
+    finish_reason: str | None
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """Requests that are answered together. `tell` gets the progress of each of them, from the engine's thread."""
+
+    requests: Sequence[Request]
+    deadline: float
+    tell: Callable[[Progress], object]
+    generations: list[Generation] = field(default_factory=list)
+    """Belongs to the thread of the engine until all of them have a finish_reason."""
+
+
+class Busy(Exception):
+    """Too many requests wait."""
+
+
+class EngineLoop:
+    """Submits jobs of other threads, steps the engine, and sends back what comes of it.
+
+    `run` runs in the main thread until `stop`; requests that are growing then have `grace` seconds to end.
+    """
+
+    def __init__(self, engine: Engine, most_waiting: int, grace: float = 5.0) -> None:
+        self.engine = engine
+        self.most_waiting = most_waiting
+        self.grace = grace
+        self._inbox: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
+        self._owner: dict[Generation, tuple[Job, int]] = {}
+        self._pending, self._lock = 0, threading.Lock()
+        """Texts that have been asked for and have not ended."""
+        self.stopping = threading.Event()
+        self.failure: str | None = None
+        """Why the engine has ended."""
+
+    def submit(self, requests: Sequence[Request], seconds: float, tell: Callable[[Progress], object]) -> Job:
+        """From any thread. Raises Busy if too many texts wait, or the server ends."""
+        with self._lock:
+            if self.stopping.is_set():
+                raise Busy("the server is shutting down")
+            if self._pending + len(requests) > self.engine.rows + self.most_waiting:
+                raise Busy(
+                    f"{self._pending} texts are growing or waiting, and {len(requests)} more are too many; try later"
+                )
+            self._pending += len(requests)
+        job = Job(requests, time.monotonic() + seconds, tell)
+        self._inbox.put(("submit", job))
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """From any thread: nobody waits for it any more."""
+        self._inbox.put(("cancel", job))
+
+    def stop(self) -> None:
+        """From any thread, or a signal handler."""
+        self.stopping.set()
+        self._inbox.put(None)
+
+    @property
+    def pending(self) -> int:
+        """Texts that are growing or waiting."""
+        return self._pending
+
+    def run(self) -> None:
+        """Raises the engine's error, after all jobs were informed."""
+        try:
+            while not self.stopping.is_set():
+                self._turn(HEARTBEAT)
+            until = time.monotonic() + self.grace
+            while self._owner and time.monotonic() < until:
+                self._turn(0.1)
+        except Exception as error:
+            self.failure = str(error)
+            raise
+        finally:
+            self.stopping.set()
+            self._take(0)
+            for found in list(self._owner):
+                self._tell(
+                    found, "error", "the server was stopped" if self.failure is None else "the server has failed"
+                )
+
+    def _turn(self, seconds: float) -> None:
+        if not self._take(seconds if self.engine.idle else 0) and self.engine.idle:
+            self.engine.beat()
+        now = time.monotonic()
+        for job in dict.fromkeys(job for job, _ in self._owner.values() if job.deadline < now):
+            self._end(job, "timeout")
+        if not self.engine.idle:
+            for found in self.engine.step():
+                self._tell(found)
+
+    def _take(self, seconds: float) -> bool:
+        """Carries out what other threads ask for, and waits for that so long. False if nothing came."""
+        taken = False
+        while True:
+            try:
+                asked = self._inbox.get(timeout=seconds) if seconds and not taken else self._inbox.get_nowait()
+            except queue.Empty:
+                return taken
+            taken = True
+            if asked is None:
+                continue
+            what, job = asked
+            if what == "submit":
+                self._begin(job)
+            else:
+                self._end(job, "cancelled")
+
+    def _begin(self, job: Job) -> None:
+        job.generations += [self.engine.submit(request) for request in job.requests]
+        for index, found in enumerate(job.generations):
+            self._owner[found] = job, index
+        for found in job.generations:
+            if found.finish_reason is not None:
+                self._tell(found)
+
+    def _tell(self, found: Generation, reason: str | None = None, error: str | None = None) -> None:
+        """Tells who asked for a text how far it is; with a reason, that it has ended."""
+        if found not in self._owner:  # it was cancelled
+            return
+        job, index = self._owner[found]
+        reason = reason or found.finish_reason
+        if reason is not None:  # before its owner hears of it, and asks how many are pending
+            del self._owner[found]
+            with self._lock:
+                self._pending -= 1
+        job.tell(Progress(index, found.text, len(found.tokens), reason, error or found.error))
+
+    def _end(self, job: Job, reason: str) -> None:
+        for found in job.generations:
+            if found in self._owner:
+                self.engine.cancel(found)
+                self._tell(found, reason)
