@@ -26,7 +26,8 @@ def imported(path: Path) -> set[str]:
             modules = [alias.name for alias in node.names]
         else:
             continue
-        found |= {module.split(".")[3] for module in modules if module.startswith("megatron.extensions.")}
+        extensions_of = (re.match(r"megatron\.extensions\.\w+\.(\w+)", module) for module in modules)
+        found |= {match[1] for match in extensions_of if match}
     return found & NEEDS.keys()
 
 
