@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config import TransformerConfig
+from megatron.core.config.activations import ACTIVATIONS
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import ACTIVATIONS
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import Problem, extension_flags

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config import TransformerConfig
+from megatron.core.config.activations import ACTIVATIONS
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.parts import ACTIVATIONS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 
 

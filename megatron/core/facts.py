@@ -8,15 +8,6 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class ActivationFacts:
-    gated: bool = False
-    """Whether it maps [..., 2f], gate before up, to [..., f]; else it keeps the width."""
-
-    bounded: bool = False
-    """Whether --activation-func-clamp-value and --glu-linear-offset apply to it."""
-
-
-@dataclass(frozen=True)
 class BalancingFacts:
     """Of a way to balance the loads of experts."""
 

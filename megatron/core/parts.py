@@ -14,18 +14,6 @@ from typing import Any, Protocol, TypeVar, cast
 from megatron.core import facts
 from megatron.core.registry import NoFacts, Registry
 
-ACTIVATIONS: Registry[Any, facts.ActivationFacts, ...] = Registry(
-    "--activation-func", facts.ActivationFacts, "name, config, ctx"
-)
-"""`Activation(name, config, ctx)`: a function or module between the two linear layers of MLPs and experts. It sees a
-part of the width, so its parameters have `partial_over=("tp",)`."""
-
-_ACTIVATIONS = "megatron.core.transformer.activations"
-for _plain in ("gelu", "gelu_tanh", "relu", "squared_relu"):
-    ACTIVATIONS.register(_plain, f"{_ACTIVATIONS}:build_plain")
-for _gated in ("swiglu", "geglu", "geglu_tanh", "quick_geglu"):
-    ACTIVATIONS.register(_gated, f"{_ACTIVATIONS}:build_gated", gated=True, bounded=True)
-
 LINEARS: Registry[Any, NoFacts, ...] = Registry("linear layer", NoFacts, "linear, ctx")
 """`Linear(linear, ctx)`: a linear layer of transformer layers with sharded features, as a description of
 `megatron.core.tensor_parallel.linear_spec` says. A substitute computes and sends the same in another way.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from megatron.core import parts
+from megatron.core.config.activations import ACTIVATIONS
 from megatron.core.config.losses import LOSSES
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.norms import NORMALIZATIONS
@@ -18,7 +19,7 @@ from megatron.training.initialize import local_runtime, set_determinism
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 
-for _kind in (parts.LAYERS, MIXERS, parts.MLPS, NORMALIZATIONS, parts.ACTIVATIONS, LOSSES):
+for _kind in (parts.LAYERS, MIXERS, parts.MLPS, NORMALIZATIONS, ACTIVATIONS, LOSSES):
     for _name in _kind:
         _kind[_name]
 

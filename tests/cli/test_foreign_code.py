@@ -17,7 +17,7 @@ FLAGS = (
 
 SOURCE = """
 import os
-from megatron.core.parts import ACTIVATIONS
+from megatron.core.config.activations import ACTIVATIONS
 
 open(os.environ["RAN"], "w").close()
 

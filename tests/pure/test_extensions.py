@@ -74,7 +74,7 @@ def test_flags_are_validated(argv: str, problem: str, tmp_path: Path) -> None:
 
 BUGGY = """
 import torch
-from megatron.core.parts import ACTIVATIONS
+from megatron.core.config.activations import ACTIVATIONS
 
 def helper(x):
     {bug}
@@ -94,7 +94,9 @@ WITHOUT_GROUP = "ValueError: Default process group has not been initialized"
 RULE = FLAGS.replace("self.own_share > 1", "self.nope > 1")
 RULE_LINE = 1 + FLAGS[: FLAGS.index("if self.own_share")].count("\n")
 TWICE = "from megatron.core.config.optimizers import OPTIMIZERS\n\nOPTIMIZERS.register('adam', object)\n"
-WRONG_FORM = "from megatron.core.parts import ACTIVATIONS\n\n@ACTIVATIONS.register('mine')\ndef mine(x): ...\n"
+WRONG_FORM = (
+    "from megatron.core.config.activations import ACTIVATIONS\n\n@ACTIVATIONS.register('mine')\ndef mine(x): ...\n"
+)
 UNWRITTEN = {
     "optimizer": (
         "from megatron.core.config.optimizers import OPTIMIZERS\n\n\n"

@@ -11,12 +11,12 @@ from torch import nn
 
 from megatron.core.attention.core_attention import alibi_slopes
 from megatron.core.batch import Batch
+from megatron.core.config.activations import ACTIVATIONS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.embedding import rounded
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.parts import ACTIVATIONS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.transformer.recompute import recompute_segments
 from megatron.core.transformer.rotary import RotaryEmbedding

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from math import log, sqrt
 from typing import TypeVar
 
+from megatron.core.config.activations import ACTIVATIONS
 from megatron.core.config.layers import (
     LayerKind,
     LayerPattern,
@@ -31,7 +32,7 @@ from megatron.core.config.mixers import (
 )
 from megatron.core.config.model_fields import RECOMPUTED_PARTS, ModelFields
 from megatron.core.param_meta import InitPolicy
-from megatron.core.parts import ACTIVATIONS, RESIDUALS
+from megatron.core.parts import RESIDUALS
 
 T = TypeVar("T")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from megatron.core.config.activations import ACTIVATIONS
 from megatron.core.config.attention import LOCAL, RotaryConfig, SelfAttentionConfig
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.losses import LOSSES
@@ -15,7 +16,7 @@ from megatron.core.config.mixers import (
 )
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.norms import NormConfig
-from megatron.core.parts import ACTIVATIONS, LAYERS, MLPS, RESIDUALS
+from megatron.core.parts import LAYERS, MLPS, RESIDUALS
 
 RECOMPUTED_IN_EVERY_MODEL = ("core_attn", "layernorm", "mlp_act", "mlp")
 NEEDED_BY = {

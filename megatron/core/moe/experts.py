@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region, torch_function
+from megatron.core.config.activations import Activation
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import HostCopy, has_values, integers_on
 from megatron.core.param_meta import Fused, ParamMeta
@@ -28,7 +29,7 @@ from megatron.core.tensor_parallel.weight_grad import (
     add_product_,
     saved_without_graph,
 )
-from megatron.core.transformer.activations import Activation, FusedActivation, Kind, build_activation, functions_of
+from megatron.core.transformer.activations import FusedActivation, Kind, build_activation, functions_of
 from megatron.core.transformer.recompute import with_input_recomputed
 
 

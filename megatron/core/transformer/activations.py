@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
+from megatron.core.config.activations import ACTIVATIONS, Activation
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import ACTIVATIONS
 from megatron.core.tensor_parallel.layers import TPContext
-
-Activation = Callable[[Tensor], Tensor]
 
 PARTIAL_SUMS = 32
 """Groups of rows whose gradients of a bias are summed apart: parallel work for a GPU where there are few features."""

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from megatron.core.attention.core_attention import CoreAttention, sinks_metas
 from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
-from megatron.core.config.heads import group_rows, has_even_heads, head_counts
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Fused
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
+from megatron.core.transformer.heads import group_rows, has_even_heads, head_counts
 from megatron.core.transformer.norm import build_query_key_norms
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import (

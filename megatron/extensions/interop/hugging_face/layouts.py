@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, cat, stack
 
-from megatron.core.config.heads import group_rows
 from megatron.core.config.model import TransformerConfig
+from megatron.core.transformer.heads import group_rows
 from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
 
 Box = tuple[slice, ...]

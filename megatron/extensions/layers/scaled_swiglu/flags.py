@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron.core.config.activations import ACTIVATIONS
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import ACTIVATIONS
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.core.parts import ACTIVATIONS
+from megatron.core.config.activations import ACTIVATIONS
 
 ACTIVATIONS.register("xielu", f"{__package__}.xielu:XIELU")

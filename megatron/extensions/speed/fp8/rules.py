@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import gcd, lcm
 from typing import NamedTuple
 
-from megatron.core.config.heads import group_rows
+from megatron.core.transformer.heads import group_rows
 from megatron.extensions.speed.fp8.flags import ALIGNMENT, TILE, Fp8Flags
 from megatron.extensions.speed.fp8.flags import alignment as alignment_of
 from megatron.training.config.flags import field_table

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 
+from megatron.core.config.activations import ACTIVATIONS
 from megatron.core.config.losses import LOSSES
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig, round_up
 from megatron.core.config.norms import NORMALIZATIONS
-from megatron.core.parts import ACTIVATIONS
 from megatron.training.config.flags import dashed, flags_of, value_of
 from megatron.training.config.problem import Problem, divides, multiples, problems_of, unless_multiple
 from megatron.training.config.run_config import RunConfig

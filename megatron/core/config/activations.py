@@ -1,0 +1,55 @@
+"""Activation functions of MLPs and experts: the choices of --activation-func. No torch.
+
+@ACTIVATIONS.register("my_gate", gated=True)
+class MyGate(nn.Module):
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None: ...
+    def forward(self, x: Tensor) -> Tensor: ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from megatron.core.config.flag_spec import Section
+from megatron.core.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ActivationFacts:
+    """Facts about an activation function."""
+
+    gated: bool = False
+    """True if it maps [..., 2f], gates before the values they multiply, to [..., f]; else it keeps the width."""
+
+    bounded: bool = False
+    """True if --activation-func-clamp-value and --glu-linear-offset apply to it."""
+
+
+class Activation(Protocol):
+    """An activation function, which may be an `nn.Module`."""
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """x [..., f], or [..., 2f] if it is gated -> [..., f]. f is this rank's part of the width."""
+
+
+class MakeActivation(Protocol):
+    """Makes the activation function between the two linear layers of one MLP, or of the experts of one layer."""
+
+    def __call__(self, name: str, config: Section, ctx: object) -> Activation:
+        """`name` begins the names of its parameters, which have `partial_over=("tp",)` in their `ParamMeta`: each
+        tensor-parallel rank sees a part of the width. `config` is the layer's `TransformerConfig`, and `ctx` its
+        `megatron.core.tensor_parallel.layers.TPContext`."""
+
+
+ACTIVATIONS = Registry("--activation-func", ActivationFacts, protocol=MakeActivation)
+"""Name -> `MakeActivation`."""
+
+_ACTIVATIONS = "megatron.core.transformer.activations"
+for _plain in ("gelu", "gelu_tanh", "relu", "squared_relu"):
+    ACTIVATIONS.register(_plain, f"{_ACTIVATIONS}:build_plain")
+for _gated in ("swiglu", "geglu", "geglu_tanh", "quick_geglu"):
+    ACTIVATIONS.register(_gated, f"{_ACTIVATIONS}:build_gated", gated=True, bounded=True)
