@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron.core.batch import BatchContext
 from megatron.core.config import TransformerConfig
-from megatron.core.parts import LAYERS
+from megatron.core.config.layers import LAYERS
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.norm import build_norm

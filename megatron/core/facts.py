@@ -28,23 +28,6 @@ class WhenFacts:
 
 
 @dataclass(frozen=True)
-class ResidualFacts(WhenFacts):
-    """Functions are of the model's configuration, as `when` is."""
-
-    width: Callable[[Any], int]
-    """Channels of the stream between layers, which pipeline stages send to each other."""
-
-    recomputed: str = ""
-    """A part of it that --recompute-modules can name."""
-
-    recomputed_with: str = ""
-    """The flag by which a model has this part."""
-
-    experts_apart: bool = False
-    """Whether a layer of experts gives it the outputs of the shared expert and of the chosen ones side by side."""
-
-
-@dataclass(frozen=True)
 class LinearFormatFacts:
     """Functions are of the ModelParallelConfig."""
 

@@ -27,19 +27,6 @@ MLPS: Registry[Any, NoFacts, ...] = Registry("--mlp-module", NoFacts, "name, con
 
 MLPS.register("mlp", "megatron.core.transformer.mlp:MLP")
 
-LAYERS: Registry[Any, NoFacts, ...] = Registry("--layer-module", NoFacts, "name, config, ctx")
-"""`Layer(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]; `ctx.layer` is its number."""
-
-LAYERS.register("transformer_layer", "megatron.core.transformer.layer:TransformerLayer")
-
-RESIDUALS: Registry[Any, facts.ResidualFacts, ...] = Registry(
-    "residual stream", facts.ResidualFacts, "name, config, ctx", attributes=("enter", "leave")
-)
-"""A residual stream other than hidden states to which outputs are added; none of the trunk's. `Residual(name, config,
-ctx)`: a module, (x [s, b, w], sublayer, context) -> [s, b, w], which feeds the sublayer of this name and adds its
-output. `Residual.enter(x, config)` makes a stream of hidden states, the module `Residual.leave(name, config, ctx)`
-hidden states of a stream, `name` being that of the norm behind it. `when` is of the model's configuration."""
-
 ROUTERS: Registry[Any, facts.RouterFacts, ...] = Registry("router", facts.RouterFacts, "name, config, ctx")
 """`Router(name, config, ctx)`: a `megatron.core.moe.router.TopKRouter`. The last one that says so routes a layer."""
 

@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 
 from megatron.core import parts
 from megatron.core.config.activations import ACTIVATIONS
+from megatron.core.config.layers import LAYERS
 from megatron.core.config.losses import LOSSES
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.norms import NORMALIZATIONS
@@ -19,7 +20,7 @@ from megatron.training.initialize import local_runtime, set_determinism
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 
-for _kind in (parts.LAYERS, MIXERS, parts.MLPS, NORMALIZATIONS, ACTIVATIONS, LOSSES):
+for _kind in (LAYERS, MIXERS, parts.MLPS, NORMALIZATIONS, ACTIVATIONS, LOSSES):
     for _name in _kind:
         _kind[_name]
 

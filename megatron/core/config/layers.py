@@ -1,12 +1,97 @@
-"""Differences between the layers of a model, and the patterns of flags that state them. No torch."""
+"""Layers: what a layer and its residual stream are, in what layers of a model differ, and the patterns of flags that
+state it. No torch.
+
+@LAYERS.register("my_layer")
+class MyLayer(TransformerLayer):
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor: ...
+"""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from megatron.core.config.flag_spec import Section
+from megatron.core.registry import NoFacts, Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+ContextT = TypeVar("ContextT")
+
+
+class LayerModule(Protocol):
+    """One layer, an `nn.Module`."""
+
+    def forward(self, x: Tensor, context: object, /) -> Tensor:
+        """x [s, b, w] -> [s, b, w], [s/tp, b, w] under sequence parallelism, and s/cp under context parallelism. w is
+        the residual stream's width, --hidden-size if there is one stream. `context` is the micro-batch's
+        `megatron.core.batch.BatchContext`."""
+
+
+class Layer(Protocol):
+    """Makes one layer. `megatron.core.transformer.layer.TransformerLayer` is a class to derive from: its `build_mlp`
+    makes the MLP of layers without experts."""
+
+    def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
+        """`name` begins the names of its parameters, `config` is the layer's `TransformerConfig`, and `ctx` its
+        `megatron.core.tensor_parallel.layers.TPContext`, with the number of the layer."""
+
+
+LAYERS = Registry("--layer-module", NoFacts, protocol=Layer, makes=LayerModule)
+"""Name -> `Layer`."""
+
+LAYERS.register("transformer_layer", "megatron.core.transformer.layer:TransformerLayer")
+
+
+@dataclass(frozen=True)
+class ResidualFacts:
+    """Facts about a residual stream. Functions are called with the model's configuration, a
+    `megatron.core.config.model.TransformerConfig`."""
+
+    when: Callable[..., bool]
+    """True if the model has this stream. The first one for which it is true is taken."""
+
+    width: Callable[..., int]
+    """Channels of the stream between layers, which pipeline stages send to each other."""
+
+    recomputed: str = ""
+    """A part of it that --recompute-modules can name."""
+
+    recomputed_with: str = ""
+    """The flag by which a model has this part."""
+
+    experts_apart: bool = False
+    """True if a layer of experts gives it the outputs of the shared expert and of the chosen ones side by side."""
+
+
+class ResidualModule(Protocol):
+    """Connects one sublayer to the residual stream, an `nn.Module`."""
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor, ContextT], Tensor], context: ContextT, /) -> Tensor:
+        """Calls the sublayer with hidden states [s, b, h] of the stream x [s, b, w], and adds its output to the
+        stream: -> [s, b, w]. Under sequence parallelism s/tp takes the place of s."""
+
+
+class ResidualClass(Protocol):
+    """A class of residual streams other than hidden states to which outputs are added."""
+
+    def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
+        """Makes the connection of one sublayer. `name` is the sublayer's, `config` the layer's `TransformerConfig`, and
+        `ctx` its `megatron.core.tensor_parallel.layers.TPContext`."""
+
+    def enter(self, x: Tensor, config: Section) -> Tensor:
+        """Makes a stream of hidden states: x [s, b, h] -> [s, b, w]. A static method."""
+
+    def leave(self, name: str, config: Section, ctx: object) -> nn.Module:
+        """Makes the module that turns the stream behind the last layer into hidden states, [s, b, w] -> [s, b, h].
+        `name` is that of the norm behind it. A static method."""
+
+
+RESIDUALS = Registry("residual stream", ResidualFacts, protocol=ResidualClass, makes=ResidualModule)
+"""Name -> `ResidualClass`. The library has none: extensions add them."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from megatron.core.config.activations import ACTIVATIONS
 from megatron.core.config.layers import (
+    RESIDUALS,
     LayerKind,
     LayerPattern,
     Rotation,
@@ -32,7 +33,6 @@ from megatron.core.config.mixers import (
 )
 from megatron.core.config.model_fields import RECOMPUTED_PARTS, ModelFields
 from megatron.core.param_meta import InitPolicy
-from megatron.core.parts import RESIDUALS
 
 T = TypeVar("T")
 

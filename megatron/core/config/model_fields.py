@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron.core.config.activations import ACTIVATIONS
 from megatron.core.config.attention import LOCAL, RotaryConfig, SelfAttentionConfig
 from megatron.core.config.flag_spec import Section, flag
+from megatron.core.config.layers import LAYERS, RESIDUALS
 from megatron.core.config.losses import LOSSES
 from megatron.core.config.mixers import (
     ATTENTION_MODULES,
@@ -16,7 +17,7 @@ from megatron.core.config.mixers import (
 )
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.norms import NormConfig
-from megatron.core.parts import LAYERS, MLPS, RESIDUALS
+from megatron.core.parts import MLPS
 
 RECOMPUTED_IN_EVERY_MODEL = ("core_attn", "layernorm", "mlp_act", "mlp")
 NEEDED_BY = {

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
+from megatron.core.config.layers import LAYERS, RESIDUALS
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import LAYERS, RESIDUALS
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.activation_store import ActivationStore
 from megatron.core.transformer.norm import build_norm

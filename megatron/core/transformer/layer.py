@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
+from megatron.core.config.layers import RESIDUALS
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dropout import dropout
 from megatron.core.init import site_key
 from megatron.core.moe.layer import MoELayer
-from megatron.core.parts import MLPS, RESIDUALS
+from megatron.core.parts import MLPS
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import with_input_recomputed
@@ -36,12 +36,19 @@ class HiddenDropout(nn.Module):
         return dropout(x, self.p, self.key, context.sample_index, places, self.compiled)
 
 
-def add_output(x: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext) -> Tensor:
+Sublayer = Callable[[Tensor, BatchContext], Tensor]
+"""Hidden states [s, b, h] -> [s, b, h]."""
+
+Residual = Callable[[Tensor, Sublayer, BatchContext], Tensor]
+"""A residual stream -> the same with the output of a sublayer (`megatron.core.config.layers.ResidualModule`)."""
+
+
+def add_output(x: Tensor, sublayer: Sublayer, context: BatchContext) -> Tensor:
     """The plain residual stream."""
     return x + sublayer(x, context)
 
 
-def build_residual(sublayer: str, config: TransformerConfig, ctx: TPContext) -> Any:
+def build_residual(sublayer: str, config: TransformerConfig, ctx: TPContext) -> Residual:
     """Adds the output of the sublayer of this name to the residual stream, as an entry of RESIDUALS says."""
     return add_output if config.residual is None else RESIDUALS.build(config.residual, sublayer, config, ctx)
 
@@ -83,7 +90,7 @@ class TransformerLayer(nn.Module):
             return self._with_norms_of_sums(x, context)
         if self.shares_norm:
             return x + self._of_norm(self.input_layernorm, x, self._side_by_side, context)
-        y: Tensor = self.attention_residual(x, self._attention, context) if self.mixes else x
+        y = self.attention_residual(x, self._attention, context) if self.mixes else x
         if self.parallel and self.has_mlp:
             return y + self._mlp(x, context)
         return self.mlp_residual(y, self._mlp, context) if self.has_mlp else y

@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron.core.config.layers import layer_numbers
+from megatron.core.config.layers import RESIDUALS, layer_numbers
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.norms import NORMALIZATIONS
-from megatron.core.parts import RESIDUALS, router_of
+from megatron.core.parts import router_of
 from megatron.extensions.interop.hugging_face.config_json.config_values import (
     Fields,
     Values,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
+from megatron.core.config.layers import RESIDUALS
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import RESIDUALS
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Condition, flag
-from megatron.core.parts import RESIDUALS
+from megatron.core.config.layers import RESIDUALS
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags

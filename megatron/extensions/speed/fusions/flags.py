@@ -8,10 +8,11 @@ from typing import Protocol
 
 from megatron.core.attention.backends import ATTENTION_BACKENDS
 from megatron.core.config.flag_spec import Section
+from megatron.core.config.layers import LAYERS
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.norms import NORMALIZATIONS
-from megatron.core.parts import KERNELS, LAYERS
+from megatron.core.parts import KERNELS
 from megatron.core.transformer.heads import has_even_heads
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
