@@ -22,11 +22,6 @@ LINEARS: Registry[Any, NoFacts, ...] = Registry("linear layer", NoFacts, "linear
 LINEARS.register("column_parallel", "megatron.core.tensor_parallel.layers:ColumnParallelLinear")
 LINEARS.register("row_parallel", "megatron.core.tensor_parallel.layers:RowParallelLinear")
 
-MLPS: Registry[Any, NoFacts, ...] = Registry("--mlp-module", NoFacts, "name, config, ctx")
-"""`MLP(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h], in layers without experts."""
-
-MLPS.register("mlp", "megatron.core.transformer.mlp:MLP")
-
 ROUTERS: Registry[Any, facts.RouterFacts, ...] = Registry("router", facts.RouterFacts, "name, config, ctx")
 """`Router(name, config, ctx)`: a `megatron.core.moe.router.TopKRouter`. The last one that says so routes a layer."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from megatron.core import parts
 from megatron.core.config.activations import ACTIVATIONS
 from megatron.core.config.layers import LAYERS
 from megatron.core.config.losses import LOSSES
@@ -20,7 +19,7 @@ from megatron.training.initialize import local_runtime, set_determinism
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 
-for _kind in (LAYERS, MIXERS, parts.MLPS, NORMALIZATIONS, ACTIVATIONS, LOSSES):
+for _kind in (LAYERS, MIXERS, NORMALIZATIONS, ACTIVATIONS, LOSSES):
     for _name in _kind:
         _kind[_name]
 

@@ -17,9 +17,7 @@ OWN = (
     MODEL + "--no-mock-data --dataset-type own_data --normalization own_norm --activation-func own_activation "
     "--loss-func own_loss --optimizer own_optimizer --lr-decay-style own_schedule --pipeline-schedule own_pipeline "
 )
-MODULES = (
-    MODEL + "--attention-module own_attention --mlp-module own_mlp --layer-module own_layer --normalization RMSNorm "
-)
+MODULES = MODEL + "--attention-module own_attention --layer-module own_layer --normalization RMSNorm "
 EXPERTS = (
     MODEL + "--activation-func own_gated --num-experts 4 --moe-ffn-hidden-size 24 --disable-bias-linear "
     "--moe-shared-expert-intermediate-size 16 --recompute-granularity selective --recompute-modules moe_act "

@@ -11,6 +11,7 @@ import pytest
 from torch import nn
 
 from megatron.core import parts
+from megatron.core.config.layers import LAYERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.norms import NORMALIZATIONS
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
@@ -18,6 +19,7 @@ from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters, model_states, stage_metas
 from megatron.core.registry import NoFacts, Registry
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.mlp import MLP
 from megatron.extensions import load
 from megatron.extensions.interop.hugging_face.write_config import choose_family, config_to_hf
@@ -139,9 +141,14 @@ def test_a_part_counts_by_what_its_constructor_makes(monkeypatch: pytest.MonkeyP
 
 
 def test_parameters_of_a_layer_may_depend_on_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts.MLPS, "_entries", dict(parts.MLPS._entries))
-    parts.MLPS.register("widening", lambda name, config, ctx: MLP(name, config, ctx, ffn_size=8 * (ctx.layer + 1)))
-    own = replace(GPT, mlp_module="widening")
+    monkeypatch.setattr(LAYERS, "_entries", dict(LAYERS._entries))
+
+    @LAYERS.register("widening")
+    class WideningLayer(TransformerLayer):
+        def build_mlp(self, name: str, config: TransformerConfig, ctx: TPContext) -> MLP:
+            return MLP(name, config, ctx, ffn_size=8 * (ctx.layer + 1))
+
+    own = replace(GPT, layer_module="widening")
     widths = {meta.name: meta.global_shape for meta in stage_metas(own)}
     found = [widths[f"decoder.layers.{number}.mlp.linear_fc2.weight"][1] for number in range(own.num_layers)]
     assert found == [8 * (number + 1) for number in range(own.num_layers)]

@@ -17,7 +17,6 @@ from megatron.core.config.mixers import (
 )
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.norms import NormConfig
-from megatron.core.parts import MLPS
 
 RECOMPUTED_IN_EVERY_MODEL = ("core_attn", "layernorm", "mlp_act", "mlp")
 NEEDED_BY = {
@@ -204,9 +203,6 @@ class ModelFields(
     )
     """Layers with linear attention beside layers with --attention-module: N for the latter in layers N - 1, 2N - 1,
     ..., or a list of 1 (linear) and 0 for all layers. Default: every layer has linear attention."""
-
-    mlp_module: str = flag("mlp", choices=MLPS)
-    """MLP sublayer of each layer without experts."""
 
     layer_module: str = flag("transformer_layer", choices=LAYERS)
     """Whole layer: the composition of normalization, attention and MLP."""

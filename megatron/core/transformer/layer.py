@@ -13,8 +13,8 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.dropout import dropout
 from megatron.core.init import site_key
 from megatron.core.moe.layer import MoELayer
-from megatron.core.parts import MLPS
 from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import with_input_recomputed
 
@@ -75,7 +75,7 @@ class TransformerLayer(nn.Module):
         if kind.mlp:
             self.pre_mlp_layernorm = norm("pre_mlp_layernorm", config.norms_apart)
             of_mlp = f"{name}.mlp", config, ctx
-            self.mlp = MoELayer(*of_mlp) if kind.experts else MLPS.build(config.mlp_module, *of_mlp)
+            self.mlp = MoELayer(*of_mlp) if kind.experts else self.build_mlp(*of_mlp)
             self.post_mlp_layernorm = norm("post_mlp_layernorm", config.norms_outputs)
             self.mlp_dropout = HiddenDropout(f"{name}.mlp.dropout", p, ctx)
             self.mlp_residual = build_residual(f"{name}.mlp", config, ctx)
@@ -83,6 +83,11 @@ class TransformerLayer(nn.Module):
         self.parallel, self.multiplier = config.parallel_residual, config.residual_multiplier
         self.shares_norm = config.norms_inputs and not config.norms_apart
         self.norms_sums = config.norms_sums
+
+    def build_mlp(self, name: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
+        """Makes the MLP of a layer without experts: a module that is called with x [s, b, h] and the context, and
+        returns [s, b, h], [s/tp, b, h] under sequence parallelism. A layer of one's own may return another one."""
+        return MLP(name, config, ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, w] -> [s, b, w]; [s/tp, b, w] under sequence parallelism. w is `config.residual_size`."""

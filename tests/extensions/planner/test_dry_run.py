@@ -15,11 +15,12 @@ import pytest
 import yaml
 
 import pretrain_gpt
+from megatron.core.config.layers import LAYERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parts import MLPS
 from megatron.core.pipeline_parallel import stage_parameters
 from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.mlp import MLP
 from megatron.extensions.plan.planner import fake_stage
 from megatron.extensions.plan.planner.device_file import FOLDER
@@ -66,17 +67,17 @@ def test_its_remedies_work() -> None:
     pretrain(f"{fixed} --lr 3e-4 --train-iters 10", code=0)
 
 
-class WideningMLP(MLP):
-    """An MLP whose width grows with the number of its layer: no two layers are alike."""
+class WideningLayer(TransformerLayer):
+    """A layer with an MLP whose width grows with its number: no two layers are alike."""
 
-    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        super().__init__(name, config, ctx, 64 * (1 + ctx.layer))
+    def build_mlp(self, name: str, config: TransformerConfig, ctx: TPContext) -> MLP:
+        return MLP(name, config, ctx, 64 * (1 + ctx.layer))
 
 
 def test_a_plan_builds_all_layers_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Memory, FLOPs and times share the kinds of layers; layers that depend on their number are of different kinds."""
-    monkeypatch.setattr(MLPS, "_entries", dict(MLPS._entries))
-    MLPS.register("widening", WideningMLP)
+    monkeypatch.setattr(LAYERS, "_entries", dict(LAYERS._entries))
+    LAYERS.register("widening", WideningLayer)
     numbers: list[list[int]] = []
 
     class CountedModel(GPTModel):
@@ -88,19 +89,19 @@ def test_a_plan_builds_all_layers_once(monkeypatch: pytest.MonkeyPatch, capsys: 
         monkeypatch.setattr(module, "GPTModel", CountedModel)
     flags = f"{TINY} --num-layers 6"
     plans = {}
-    for part in ("mlp", "widening"):
+    for part in ("transformer_layer", "widening"):
         numbers.clear()
         stage_parameters.built_layers.cache_clear()
         stage_parameters._layers.cache_clear()
         with pytest.raises(SystemExit) as done:
-            pretrain_gpt.main(["--dry-run", "--device", "h100", *flags.split(), "--mlp-module", part])
+            pretrain_gpt.main(["--dry-run", "--device", "h100", *flags.split(), "--layer-module", part])
         assert not done.value.code
         assert sum(each == [*range(6)] for each in numbers) == 1
         (plans[part],) = re.findall(r"(\S+) matrix multiplications", capsys.readouterr().out)
     model = resolve_legal(parse_args(flags.split()), 1).model
     widths = (64 * (1 + number) - model.ffn_size for number in range(6))
     added = 6 * 2 * model.hidden_size * sum(widths)
-    assert float(plans["widening"]) == pytest.approx(float(plans["mlp"]) + added, rel=1e-5)
+    assert float(plans["widening"]) == pytest.approx(float(plans["transformer_layer"]) + added, rel=1e-5)
 
 
 def test_plan() -> None:

@@ -145,7 +145,6 @@ def _unwritten_parts(model: TransformerConfig) -> dict[str, bool]:
     return {
         f"--normalization {model.normalization}": not NORMALIZATIONS.facts(model.normalization).standard,
         f"--attention-module {model.attention}": model.attention != "self_attention",
-        f"--mlp-module {model.mlp_module}": model.mlp_module != "mlp",
         f"residual stream {model.residual}": model.residual is not None,
         **{f"router {name}": name != "top_k" for name in routers},
     }
