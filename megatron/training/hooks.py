@@ -320,9 +320,9 @@ class Callback:
         others. The first callback that has one decides."""
         return None
 
-    def search(self, run: Any, verdict: Verdict) -> StepFinding | None:
+    def search(self, verdict: Verdict) -> StepFinding | None:
         """Looks for the origin of a step whose loss or gradient was not finite. Called on every rank, before the next
-        update of the weights; it may run the step again."""
+        update of the weights; it may run the step again, in the run that `meters` was given."""
         return None
 
     def meters(self, run: Any) -> Sequence[Meter]:

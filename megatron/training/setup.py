@@ -162,6 +162,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         PeakMemory(state.world, runtime.device),
     ]
     judges = (callback.judge(runtime.device, progress.running_means) for callback in parts.callbacks)
+    judge = next(filter(None, judges), None)
     run = TrainingRun(
         config=config,
         plan=plan,
@@ -178,7 +179,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         progress=progress,
         saver=saver,
         lines=lines,
-        guard=StepGuard(config.checks, progress, next(filter(None, judges), None)),
+        guard=StepGuard(config.checks, progress, optimizer, parts.callbacks, judge, runtime.say),
         timers=timers,
         first_iteration=progress.iteration,
         callbacks=parts.callbacks,

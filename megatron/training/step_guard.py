@@ -7,44 +7,108 @@ the bad step, and it can be run again. Every rank reads the same verdict and tak
 
 from __future__ import annotations
 
-from megatron.core.optimizer.distrib_optimizer import StepResult
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
 from megatron.training.config.run_config import ChecksConfig
-from megatron.training.hooks import Judge, Verdict
+from megatron.training.hooks import Callback, Judge, StepFinding, Verdict
 from megatron.training.progress import Progress, Step
+
+ADVICE_NAN = (
+    "to continue without the step, add --iterations-to-skip {iteration}; to skip such steps automatically, "
+    "--max-skipped-iterations"
+)
+ADVICE_SPIKE = "look at the data and the learning rate; a larger --max-skipped-iterations continues from the checkpoint"
+
+
+class BadStepError(Exception):
+    """A step that ends the run. `advice` is for the user."""
+
+    def __init__(self, message: str, advice: str) -> None:
+        super().__init__(message)
+        self.advice = advice
 
 
 class StepGuard:
-    """Judges every step, and counts skipped ones and the samples of the others in the run's progress."""
+    """Judges every step, counts skipped ones and the samples of the others in the run's progress, and ends the run when
+    too many were bad. `say` prints a line on one rank."""
 
-    def __init__(self, checks: ChecksConfig, progress: Progress, judge: Judge | None) -> None:
-        self.checks = checks
-        self._progress = progress
-        self.judge = judge
-        """Called by the optimizer before it updates the weights; None if spikes are not checked for."""
+    def __init__(
+        self,
+        checks: ChecksConfig,
+        progress: Progress,
+        optimizer: DistributedOptimizer,
+        callbacks: Sequence[Callback],
+        judge: Judge | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.checks, self.judge = checks, judge
+        """The judge is called by the optimizer before it updates the weights; None if spikes are not checked for."""
 
+        self._progress, self._optimizer = progress, optimizer
+        self._callbacks, self._say = callbacks, say
         self._pending: tuple[Step, StepResult] | None = None
 
     def watch(self, step: Step, result: StepResult) -> None:
-        """Remembers a step that was just launched, for `verdict`."""
+        """Remembers a step that was just launched, for `settle`."""
         assert self._pending is None, f"the verdict on {self._pending} has not been read"
         self._pending = step, result
 
-    def verdict(self) -> Verdict | None:
-        """The verdict on the last step, once; None if there is none to read. Waits for the device."""
+    def settle(self) -> bool:
+        """Reads the verdict on the last step, once, and acts on it. Waits for the device. Collective if the step was
+        not finite.
+
+        Returns whether a search may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the
+        step ends the run.
+        """
+        self._optimizer.end_update()
         if self._pending is None:
-            return None
+            return False
         (step, result), self._pending = self._pending, None
-        progress = self._progress
-        checks = self.checks
+        verdict = self._verdict(step, result)
+        if verdict.ends_run:
+            self._end_run(verdict)
+        self._count(verdict)
+        if result.spike:
+            self._say(f" {verdict}{': skipped' if result.skipped else ''}")
+        if not (verdict.nan and verdict.refused):
+            return False
+        findings = self._findings(verdict)
+        self._say("; ".join([f" {verdict}: skipped", *(finding.text for finding in findings)]))
+        return bool(findings)
+
+    def _verdict(self, step: Step, result: StepResult) -> Verdict:
         nan = is_nan(result)
-        refused = (nan and checks.check_for_nan_in_loss_and_grad) or (result.spike and result.skipped)
-        ends = refused and progress.nan_iterations + progress.skipped_spikes >= checks.max_skipped_iterations
-        if not ends:
-            progress.skipped_iterations += result.skipped
-            progress.scheduled_samples += 0 if result.skipped else step.samples
-            progress.nan_iterations += nan
-            progress.skipped_spikes += result.spike and result.skipped
-        return Verdict(step, result, nan, refused, ends)
+        refused = (nan and self.checks.check_for_nan_in_loss_and_grad) or (result.spike and result.skipped)
+        skipped_before = self._progress.nan_iterations + self._progress.skipped_spikes
+        return Verdict(step, result, nan, refused, refused and skipped_before >= self.checks.max_skipped_iterations)
+
+    def _count(self, verdict: Verdict) -> None:
+        """Counts a step that does not end the run."""
+        progress, result = self._progress, verdict.result
+        progress.skipped_iterations += result.skipped
+        progress.scheduled_samples += 0 if result.skipped else verdict.step.samples
+        progress.nan_iterations += verdict.nan
+        progress.skipped_spikes += result.spike and result.skipped
+
+    def _findings(self, verdict: Verdict) -> list[StepFinding]:
+        """Findings of callbacks about a step that was not finite."""
+        findings = [callback.search(verdict) for callback in self._callbacks]
+        return [finding for finding in findings if finding is not None]
+
+    def _end_run(self, verdict: Verdict) -> NoReturn:
+        """Raises the error that ends the run, after a search for the origin of a NaN."""
+        limit = self.checks.max_skipped_iterations
+        allowed = f"{limit} iterations were skipped before, as many as --max-skipped-iterations allows; "
+        message = f"{allowed if limit else ''}{verdict}"
+        if not verdict.nan:
+            raise BadStepError(message, ADVICE_SPIKE)
+        findings = self._findings(verdict)
+        message = "; ".join([message, *(finding.text for finding in findings)])
+        own_advice = ADVICE_NAN.format(iteration=verdict.step.iteration)
+        advice = [*(finding.advice for finding in findings if finding.advice), own_advice]
+        raise BadStepError(message, "; ".join(advice))
 
     def store_means(self) -> None:
         """Copies the running means into the progress, to be saved. Waits for the device."""

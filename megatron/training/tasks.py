@@ -20,7 +20,6 @@ from megatron.training.metrics.run_log import RunLog
 from megatron.training.metrics.summary import summarize
 from megatron.training.progress import SAVE, Interval
 from megatron.training.run import TrainingRun
-from megatron.training.train_step import settle
 
 GIVE_BACK_INTERVAL = 100
 """Iterations between two times that free pages go back to the system, on CPU."""
@@ -80,7 +79,7 @@ def _step_end(run: TrainingRun) -> None:
 
 def _report(run: TrainingRun, log: RunLog) -> None:
     """Writes the record of the interval, and begins the next one."""
-    settle(run)
+    run.guard.settle()
     record = summarize(run)
     run.measured["lm_loss"] = record["lm_loss"]
     log.report(record, run.meters)
@@ -91,7 +90,7 @@ def _report(run: TrainingRun, log: RunLog) -> None:
 
 def save(run: TrainingRun) -> None:
     """Starts a checkpoint of the current iteration. Collective."""
-    settle(run)
+    run.guard.settle()
     run.guard.store_means()
     with run.timers(SAVE):
         run.saver.save(run.measured)

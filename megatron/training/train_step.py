@@ -1,8 +1,6 @@
-"""One optimizer step on one global batch, and the reaction to one that is NaN, Inf or a spike."""
+"""One optimizer step on one global batch."""
 
 from __future__ import annotations
-
-from typing import NoReturn
 
 import torch
 
@@ -11,7 +9,7 @@ from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.optimizer.distrib_optimizer import StepResult, Update
 from megatron.core.optimizer.optimizer import Rates
 from megatron.training.forward_backward import StepInput, Sums
-from megatron.training.hooks import StepFinding, StepView, Verdict
+from megatron.training.hooks import StepView
 from megatron.training.progress import GRAD_SYNC, Step
 from megatron.training.run import TrainingRun
 
@@ -41,7 +39,7 @@ class TrainStep:
     def __call__(self, step: Step) -> None:
         run, given = self.run, self.inputs(step)
         sums = self.gradients(given)
-        if settle(run):
+        if run.guard.settle():
             sums = self.gradients(self.prepared(step, given.batches))
         with run.timers(GRAD_SYNC):
             factor = reduce_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
@@ -85,7 +83,7 @@ class TrainStep:
 
     def finish(self) -> None:
         """Ends what is in progress when no further step follows."""
-        settle(self.run)
+        self.run.guard.settle()
         self.run.optimizer.finish_param_sync()  # no collective may be in progress when ranks leave
 
 
@@ -95,57 +93,3 @@ def is_read(run: TrainingRun, step: Step) -> bool:
     iteration, is_last = step.iteration, step.iteration == run.train_iters
     by_task = any(task.reads_result and task.at(iteration, is_last) for task in run.tasks)
     return is_last or by_task or any(meter.reads_result(iteration) for meter in run.meters)
-
-
-ADVICE_NAN = (
-    "to continue without the step, add --iterations-to-skip {iteration}; to skip such steps automatically, "
-    "--max-skipped-iterations"
-)
-ADVICE_SPIKE = "look at the data and the learning rate; a larger --max-skipped-iterations continues from the checkpoint"
-
-
-class BadStepError(Exception):
-    """A step that ends the run. `advice` is for the user."""
-
-    def __init__(self, message: str, advice: str) -> None:
-        super().__init__(message)
-        self.advice = advice
-
-
-def settle(run: TrainingRun) -> bool:
-    """Reads the verdict on the last step and acts on it. Collective if the step was not finite.
-
-    Returns whether a search may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the step
-    ends the run.
-    """
-    run.optimizer.end_update()
-    verdict = run.guard.verdict()
-    if verdict is None:
-        return False
-    if verdict.ends_run:
-        _end(run, verdict)
-    if verdict.result.spike:
-        run.runtime.say(f" {verdict}{': skipped' if verdict.result.skipped else ''}")
-    if not (verdict.nan and verdict.refused):
-        return False
-    findings = _search(run, verdict)
-    run.runtime.say("; ".join([f" {verdict}: skipped", *(finding.text for finding in findings)]))
-    return bool(findings)
-
-
-def _search(run: TrainingRun, verdict: Verdict) -> list[StepFinding]:
-    """Findings of callbacks about a step that was not finite."""
-    findings = [callback.search(run, verdict) for callback in run.callbacks]
-    return [finding for finding in findings if finding is not None]
-
-
-def _end(run: TrainingRun, verdict: Verdict) -> NoReturn:
-    """Raises the error that ends the run, after a search for the origin of a NaN."""
-    limit = run.config.checks.max_skipped_iterations
-    skipped = f"{limit} iterations were skipped before, as many as --max-skipped-iterations allows; " if limit else ""
-    message = f"{skipped}{verdict}"
-    if not verdict.nan:
-        raise BadStepError(message, ADVICE_SPIKE)
-    findings, advice = _search(run, verdict), ADVICE_NAN.format(iteration=verdict.step.iteration)
-    message = "; ".join([message, *(finding.text for finding in findings)])
-    raise BadStepError(message, "; ".join([*(finding.advice for finding in findings if finding.advice), advice]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from megatron.core.optimizer.distrib_optimizer import StepResult, Update
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
-from megatron.training.hooks import Callback, StepFinding, Verdict
+from megatron.training.hooks import Callback, Parts, StepFinding, Verdict
+from megatron.training.initialize import local_runtime
 from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
+from megatron.training.setup import build_run
+from megatron.training.step_guard import BadStepError
 from megatron.training.tasks import save
-from megatron.training.train_step import BadStepError, settle, train_step
+from megatron.training.train_step import train_step
 from tests.extensions import installed
 from tests.harness import local_run, run_world
 
@@ -86,7 +90,7 @@ def skip(rank: int, world_size: int, config: RunConfig, kind: str | None, steps:
             plant(kind, run)
         for _ in range(steps):
             train_step(run)
-        settle(run)
+        run.guard.settle()
         progress = run.progress
         return tensors(run), (progress.consumed_samples, progress.skipped_iterations, progress.nan_iterations)
 
@@ -126,7 +130,7 @@ def rates(
         run.optimizer.step = step  # type: ignore[method-assign]
         for _ in range(steps):
             train_step(run)
-        settle(run)
+        run.guard.settle()
         return found
 
 
@@ -190,7 +194,7 @@ def spiky(
         interval = run.interval = Interval()
         for _ in range(steps):
             train_step(run)
-        settle(run)
+        run.guard.settle()
         run.guard.store_means()
         if run.saver.writer is not None:
             save(run)
@@ -238,16 +242,17 @@ def ends(rank: int, world_size: int, config: RunConfig, searches: list[StepFindi
         def __init__(self, finding: StepFinding | None) -> None:
             self.finding = finding
 
-        def search(self, run: TrainingRun, verdict: Verdict) -> StepFinding | None:
+        def search(self, verdict: Verdict) -> StepFinding | None:
             assert verdict.ends_run and verdict.step.iteration == run.progress.iteration
             return self.finding
 
-    with local_run(config, rank, world_size) as run:
-        run.callbacks = [Searches(finding) for finding in searches]
+    parts = Parts([Searches(finding) for finding in searches])
+    run = build_run(config, local_runtime(config, rank, world_size), parts)
+    with closing(run.data):
         plant("weight gradient", run)
         train_step(run)
         with pytest.raises(BadStepError) as error:
-            settle(run)
+            run.guard.settle()
         return str(error.value).partition(" (")[0] + str(error.value).partition(")")[2], error.value.advice
 
 

@@ -24,7 +24,8 @@ from megatron.training.config.validation import resolve_legal
 from megatron.training.extensions import Problem, extension_flags
 from megatron.training.hooks import CALLBACKS
 from megatron.training.run import TrainingRun
-from megatron.training.train_step import BadStepError, settle, train_step
+from megatron.training.step_guard import BadStepError
+from megatron.training.train_step import train_step
 from tests.extensions.cuda_graphs.test_graphs import FakeRecorder, use_graphs
 from tests.harness import local_run, run_world
 from tests.parity.test_bad_steps import MODEL, SAMPLE, config_of, plant, same, skip, tensors
@@ -77,7 +78,7 @@ def message_of(rank: int, world_size: int, config: RunConfig, plant: Callable[[T
         planted = plant(run)
         train_step(run)
         with pytest.raises(BadStepError) as error:
-            settle(run)
+            run.guard.settle()
         return str(error.value), planted
 
 

@@ -22,8 +22,9 @@ from megatron.core.parallel_state import Axis
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import first_difference
 from megatron.training.run import TrainingRun
+from megatron.training.step_guard import BadStepError
 from megatron.training.tasks import save
-from megatron.training.train_step import BadStepError, train_step
+from megatron.training.train_step import train_step
 from tests.extensions import needs
 from tests.harness import Snapshot, running, train_in_world
 

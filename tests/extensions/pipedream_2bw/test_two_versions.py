@@ -24,7 +24,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
-from megatron.training.train_step import StepInput, TrainStep, settle, train_step
+from megatron.training.train_step import StepInput, TrainStep, train_step
 from tests.extensions import installed
 from tests.harness import local_run, plant_nan, run_world, running
 
@@ -48,7 +48,7 @@ def config_of(flags: str, world_size: int) -> RunConfig:
 
 def results(run: TrainingRun) -> tuple[list[float], list[float], list[bool]]:
     """(losses, gradient norms, which were skipped) of the steps so far; the update of the last one is made."""
-    settle(run)
+    run.guard.settle()
     losses = torch.stack(run.interval.losses)
     if dist.is_initialized():
         dist.all_reduce(losses)
@@ -94,7 +94,7 @@ def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[flo
             torch._foreach_copy_(params, before)
             sums = run.forward_backward.gradients(given)
             torch._foreach_copy_(params, now)
-            settle(run)
+            run.guard.settle()
             factor = reduce_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
             result = TrainStep(run).update(step, sums, factor)
             run.guard.watch(step, result)
@@ -118,7 +118,7 @@ def test_one_process_is_the_formula(model: str) -> None:
 
 def parameters(run: TrainingRun) -> list[Tensor]:
     """The newest weights, all updates made."""
-    settle(run)
+    run.guard.settle()
     run.optimizer.finish_param_sync()
     drop_begun(run)
     return [param.detach().clone() for param in run.ddp.params]
@@ -170,7 +170,7 @@ def goes_on(rank: int, world_size: int, flags: str) -> None:
     with running(flags.split(), rank, world_size) as run:
         assert run.progress.iteration in (4, 5)
         train_step(run)
-        settle(run)
+        run.guard.settle()
         drop_begun(run)
         if run.config.checkpoint.save:
             save(run)
@@ -191,7 +191,7 @@ def evaluated(rank: int, world_size: int, config: RunConfig) -> tuple[list[float
     with local_run(config, rank, world_size) as run:
         for _ in range(3):
             train_step(run)
-        settle(run)
+        run.guard.settle()
         step = run.progress.next_step(run.batch_sizes)
         with run.pipeline.evaluation_mode(), torch.no_grad():
             given: StepInput = run.forward_backward.prepared(step, run.data.read_batches(step), 1.0)

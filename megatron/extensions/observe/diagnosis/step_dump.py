@@ -33,7 +33,7 @@ from megatron.extensions.observe.diagnosis.nonfinite_search import Finding, sear
 from megatron.training.checkpoints.checkpointing import RunCheckpoint
 from megatron.training.config.arguments import save_config
 from megatron.training.config.run_config import RunConfig
-from megatron.training.hooks import Callback, StepFinding, Verdict
+from megatron.training.hooks import Callback, Meter, StepFinding, Verdict
 from megatron.training.progress import Progress, Step
 from megatron.training.reliability.visible_text import visible
 from megatron.training.run import TrainingRun
@@ -78,8 +78,14 @@ class SavedStep:
 class FirstNonFinite(Callback):
     """Says where the first value that is not finite was computed."""
 
-    def search(self, run: TrainingRun, verdict: Verdict) -> StepFinding:
-        return search_and_save(run, verdict)
+    run: TrainingRun
+
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        self.run = run
+        return ()
+
+    def search(self, verdict: Verdict) -> StepFinding:
+        return search_and_save(self.run, verdict)
 
 
 def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
