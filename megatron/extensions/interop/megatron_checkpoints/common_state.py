@@ -6,6 +6,7 @@ import argparse
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from megatron.core.dist_checkpointing.torch_file import load_torch_file
 class _Plain:
     """Stands for a class of another program. Holds its attributes, and has no behaviour."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: object) -> None:
         self.args = args
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
@@ -49,7 +50,7 @@ def load_pickle(path: Path, kind: Any = dict) -> Any:
     """
     import numpy
 
-    names: list[Any] = [argparse.Namespace, (torch.dtype, "torch.dtype"), *_numpy_names(numpy), Path, type(path)]
+    names: list[object] = [argparse.Namespace, (torch.dtype, "torch.dtype"), *_numpy_names(numpy), Path, type(path)]
     names += [(type(name, (_Plain,), {}), f"{module}.{name}") for module, name in HARMLESS]
     names += [(_signal, "signal.Signals")]
     try:
@@ -65,14 +66,14 @@ def load_pickle(path: Path, kind: Any = dict) -> Any:
     return found
 
 
-def _numpy_names(numpy: Any) -> list[Any]:
+def _numpy_names(numpy: ModuleType) -> list[object]:
     """Arrays and scalars of numpy, which states of random generators and arguments consist of."""
     try:
         from numpy._core import multiarray
     except ImportError:  # numpy 1
         from numpy.core import multiarray  # type: ignore[no-redef]
     kinds = [type(numpy.dtype(name)) for name in ("float64", "float32", "int64", "int32", "uint32", "uint8", "bool")]
-    found: list[Any] = [numpy.dtype, numpy.ndarray, *dict.fromkeys(kinds)]
+    found: list[object] = [numpy.dtype, numpy.ndarray, *dict.fromkeys(kinds)]
     for name in ("scalar", "_reconstruct"):
         function = getattr(multiarray, name)
         found += [(function, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")]
@@ -83,7 +84,7 @@ def _signal(number: int) -> int:
     return int(number)
 
 
-def args_of(common: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def args_of(common: Mapping[str, object], path: Path) -> dict[str, Any]:
     """Megatron-LM's arguments in a checkpoint. Raises ValueError without them."""
     args = common.get("args")
     if not isinstance(args, argparse.Namespace):
@@ -93,12 +94,12 @@ def args_of(common: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return vars(args)
 
 
-def update_count(optimizer: Any) -> int | None:
+def update_count(optimizer: object) -> int | None:
     """The optimizer's number of updates: `step` of its parameter groups or `common_step`, wherever they lie. None
     without one. Raises ValueError if they differ."""
     counts: set[int] = set()
 
-    def search(value: Any) -> None:
+    def search(value: object) -> None:
         if isinstance(value, dict):
             for key, inner in value.items():
                 if key in ("step", "common_step") and isinstance(inner, int | float | torch.Tensor):
@@ -115,7 +116,7 @@ def update_count(optimizer: Any) -> int | None:
     return counts.pop() if counts else None
 
 
-def loss_scaler_of(optimizer: Any, samples: int) -> dict[str, float]:
+def loss_scaler_of(optimizer: object, samples: int) -> dict[str, float]:
     """The state of fp16's loss scale under our names; empty without one.
 
     Megatron-LM divides the scaled loss by the `samples` of a replica's batch before the backward pass, and we after it.
@@ -133,10 +134,12 @@ def loss_scaler_of(optimizer: Any, samples: int) -> dict[str, float]:
     return found
 
 
-def scaler_state(state: Mapping[str, float], samples: int) -> dict[str, Any]:
+def scaler_state(state: Mapping[str, float], samples: int) -> dict[str, object]:
     """The opposite of `loss_scaler_of`."""
-    counters = {theirs: int(state[ours]) for ours, theirs in SCALER_COUNTERS.items() if ours in state}
-    return {"scale": torch.tensor([state["scale"] * power_of_two(samples)])} | counters
+    counters: dict[str, object] = {
+        theirs: int(state[ours]) for ours, theirs in SCALER_COUNTERS.items() if ours in state
+    }
+    return {"scale": torch.tensor([state["scale"] * power_of_two(samples)]), **counters}
 
 
 SCALER_COUNTERS = {"good_steps": "growth_tracker", "allowance": "hysteresis_tracker"}

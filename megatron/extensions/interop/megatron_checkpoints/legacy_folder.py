@@ -285,7 +285,7 @@ class LegacyTensors:
                         )
 
 
-def _tensors_of(model: Any, path: Path, prefix: str = "") -> Held:
+def _tensors_of(model: object, path: Path, prefix: str = "") -> Held:
     """The tensors of a chunk by today's names, in the order of its parameters."""
     if not isinstance(model, Mapping):
         raise ValueError(f"{path} holds a {type(model).__name__} instead of a model")

@@ -27,7 +27,7 @@ BUFFER_KINDS = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_
 DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def states_of(chunks: Sequence[Held], optimizer: Any, buffers: Any, args: Mapping[str, Any]) -> dict[str, Held]:
+def states_of(chunks: Sequence[Held], optimizer: object, buffers: object, args: Mapping[str, Any]) -> dict[str, Held]:
     """The optimizer's states of a rank: kind -> name of the parameter -> tensor in its shape.
 
     `chunks`: the rank's parameters; `optimizer`: its entry of the rank's file; `buffers`: the content of
@@ -75,13 +75,13 @@ def _of_groups(chunks: Sequence[Held], state: Any, apart: bool) -> Iterator[tupl
         raise ValueError(f"it is in an unknown format ({type(error).__name__})") from None
 
 
-def _decoupled(group: Mapping[str, Any]) -> bool:
+def _decoupled(group: Mapping[str, object]) -> bool:
     """Whether a group has a learning rate of its own: --decoupled-lr, which is that of embedding and output layer."""
     return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
 
 
 def _members(
-    chunks: Sequence[Held], group: Mapping[str, Any], apart: bool, decoupled: bool
+    chunks: Sequence[Held], group: Mapping[str, object], apart: bool, decoupled: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a group. Experts have groups of their own if EP is above 1."""
     if group.get("lr_mult", 1.0) != 1.0:
@@ -95,7 +95,7 @@ def _members(
                 yield name, weight
 
 
-def _fitting(state: Any, name: str, weight: Tensor) -> Tensor:
+def _fitting(state: object, name: str, weight: Tensor) -> Tensor:
     if not isinstance(state, Tensor) or state.shape != weight.shape or not state.is_floating_point():
         what = f"a tensor {list(state.shape)}" if isinstance(state, Tensor) else f"a {type(state).__name__}"
         raise ValueError(f"{name} of shape {list(weight.shape)} has {what} as a state{FROZEN}")
@@ -105,7 +105,7 @@ def _fitting(state: Any, name: str, weight: Tensor) -> Tensor:
 # Distributed optimizer
 
 
-def _of_buffers(chunks: Sequence[Held], content: Any, apart: bool, args: Mapping[str, Any]) -> dict[str, Held]:
+def _of_buffers(chunks: Sequence[Held], content: object, apart: bool, args: Mapping[str, Any]) -> dict[str, Held]:
     """Dense parameters and, if EP is above 1, experts have buffers of their own: the last entry of a list. An entry is
     None where another rank has saved it."""
     parts = content if isinstance(content, list) else [content]
@@ -126,13 +126,13 @@ def _of_buffers(chunks: Sequence[Held], content: Any, apart: bool, args: Mapping
     return found
 
 
-def _stored(part: Any) -> Iterator[Mapping[str, Any]]:
+def _stored(part: object) -> Iterator[Mapping[str, Tensor]]:
     """The tensors of each buffer of an optimizer."""
     if not isinstance(part, dict) or not part.get("buckets_coalesced"):
         raise ValueError("distrib_optim.pt is in the format of Megatron-LM before core 0.6, bucket by bucket")
     for number in sorted(key for key in part if isinstance(key, int)):
         for stored in part[number].values() if isinstance(part[number], dict) else [None]:
-            tensors: Mapping[str, Any] = stored if isinstance(stored, dict) else {}
+            tensors: Mapping[str, Tensor] = stored if isinstance(stored, dict) else {}
             flat = [tensors.get(kind) for kind in BUFFER_KINDS]
             shapes = {tuple(each.shape) if isinstance(each, Tensor) else () for each in flat}
             if len(shapes) != 1 or len(shapes.pop()) != 1:
@@ -149,7 +149,7 @@ def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tens
     yield from found.values()
 
 
-def _places(buffer: Sequence[tuple[str, Tensor]], tensors: Mapping[str, Any], args: Mapping[str, Any]) -> list[int]:
+def _places(buffer: Sequence[tuple[str, Tensor]], tensors: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[int]:
     """The offset of each parameter in the flat tensors of its buffer.
 
     The size shows whether the buffer is divided into buckets, and whether tied embeddings have a separate one."""

@@ -60,7 +60,7 @@ LACKING = (
 POSITIONS = ("learned_absolute", "rope", "none")
 
 
-def config_of(args: Mapping[str, Any], padding_counts: bool) -> RunConfig:
+def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
     """The configuration of a run with these arguments. Raises ValueError for a model that cannot be expressed.
 
     `padding_counts`: rows of the embedding that only pad the vocabulary count as tokens. Megatron-LM's loss includes
@@ -76,7 +76,7 @@ def config_of(args: Mapping[str, Any], padding_counts: bool) -> RunConfig:
         problems.append("add_bias_linear True: biases of experts, which are not converted")
     if problems:
         raise ValueError("its model cannot be expressed: " + "; ".join(problems))
-    values: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, object]] = {}
     training = (flag for flag in flags_of("training") if flag.field in TRAINING)
     for flag in (*(flag for section in SECTIONS for flag in flags_of(section)), *training):
         if (value := args.get(flag.field)) is not None:
@@ -150,7 +150,7 @@ def _unwritten_parts(model: TransformerConfig) -> dict[str, bool]:
     }
 
 
-def _plain(value: Any, kind: type, field: str) -> Any:
+def _plain(value: object, kind: type, field: str) -> object:
     """A value in the type of our field."""
     if field in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
         return str(value)
@@ -167,14 +167,14 @@ def _plain(value: Any, kind: type, field: str) -> Any:
     return value
 
 
-def _vocabulary(args: Mapping[str, Any], padding_counts: bool) -> dict[str, Any]:
+def _vocabulary(args: Mapping[str, object], padding_counts: bool) -> dict[str, object]:
     padded, size = args.get("padded_vocab_size"), args.get("vocab_size")
     if not isinstance(padded, int):
         raise ValueError("its arguments have no padded_vocab_size")
     return {"vocab_size": padded if padding_counts or not size else size, "pad_vocab_size_to": padded}
 
 
-def progress_of(common: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
+def progress_of(common: Mapping[str, object], args: Mapping[str, object]) -> dict[str, Any]:
     """Iteration and samples that a run has consumed. Raises ValueError if the checkpoint does not state it."""
     found: dict[str, Any] = {
         "iteration": common.get("iteration", args.get("iteration")),

@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +69,7 @@ class TorchDistTensors:
 
     def __init__(self, folder: Path) -> None:
         self.arguments_file = folder / COMMON
-        self.common: Mapping[str, Any] = load_pickle(self.arguments_file)
+        self.common: Mapping[str, object] = load_pickle(self.arguments_file)
         self.checkpoint = Checkpoint(folder)
         if (kind := self.checkpoint.payload.get("sharded_backend")) != "torch_dist":
             raise ValueError(f"{folder} is a checkpoint of format {kind!r:.40}; only torch_dist can be read")
@@ -224,7 +223,7 @@ class MegatronSource(Source):
         return TrainingState(progress, count, kinds, read, lambda kind, name: torch.float32, scaler)
 
 
-def _sharding(common: Mapping[str, Any]) -> str | None:
+def _sharding(common: Mapping[str, object]) -> str | None:
     """The name of the format of the optimizer's state."""
     content = common.get("content_metadata")
     found = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None

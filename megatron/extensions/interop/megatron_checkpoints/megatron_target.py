@@ -130,7 +130,7 @@ class TorchDistTarget(Target):
             checkpoint.rename(folder / RELEASE)
             (folder / LATEST).write_text(RELEASE)
 
-    def common(self) -> dict[str, Any]:
+    def common(self) -> dict[str, object]:
         """Everything of the checkpoint that is not a tensor."""
         content = {
             "distrib_optim_sharding_type": "fully_reshardable",
@@ -155,10 +155,10 @@ class TorchDistTarget(Target):
                 each["grad_scaler"] = state
         return common | {"optimizer": optimizer, "opt_param_scheduler": scheduler_state(self.config, self.training)}
 
-    def _optimizer(self, step_count: int, expert: bool) -> dict[str, Any]:
+    def _optimizer(self, step_count: int, expert: bool) -> dict[str, object]:
         """State of Megatron-LM's optimizer beside tensors: groups of parameters with and without decay."""
         options = self.config.optimizer
-        group: dict[str, Any] = {
+        group: dict[str, object] = {
             "is_expert_parallel": expert,
             "default_config": True,
             "lr_mult": 1.0,
@@ -186,7 +186,7 @@ class TorchDistTarget(Target):
         groups = [each | decay for decay in decays for each in groups]
         return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """The configuration under Megatron-LM's names, with what its loader asks for."""
         model, progress = self.config.model, self.training.progress if self.training else None
         freq = [int(layer in model.moe_layers) for layer in range(model.num_layers)]
@@ -218,10 +218,10 @@ class TorchDistTarget(Target):
         }
 
 
-def scheduler_state(config: RunConfig, training: TrainingState) -> dict[str, Any]:
+def scheduler_state(config: RunConfig, training: TrainingState) -> dict[str, object]:
     """The state of Megatron-LM's scheduler of learning rate and weight decay, in samples."""
     options, run = config.optimizer, config.training
-    state: dict[str, Any] = {"num_steps": training.progress.scheduled_samples}
+    state: dict[str, object] = {"num_steps": training.progress.scheduled_samples}
     if (run.train_iters is None) == (run.train_samples is None) or run.global_batch_size is None:
         return state
     if run.train_samples is not None:

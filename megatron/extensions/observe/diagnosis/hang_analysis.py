@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from megatron.core.parallel_state import ParallelState
 from megatron.core.torch_private import flight_records
@@ -67,14 +67,31 @@ def groups_of(state: ParallelState) -> dict[str, Group]:
     return found
 
 
-def traces() -> list[dict[str, Any]]:
+class FlightEntry(TypedDict):
+    """What torch's flight recorder keeps of one collective, as far as it is read here."""
+
+    is_p2p: bool
+    process_group: list[str]
+    state: str
+    retired: bool
+    collective_seq_id: int
+    profiling_name: str
+    input_sizes: NotRequired[list[list[int]]]
+    input_dtypes: NotRequired[list[str]]
+
+
+class FlightTrace(TypedDict, total=False):
+    """The records of one backend's recorder."""
+
+    entries: list[FlightEntry]
+
+
+def traces() -> list[FlightTrace]:
     """The records of every backend's recorder; empty if this torch has none."""
     return [json.loads(text) if text else {} for text in flight_records()]
 
 
-def last_entered(
-    recorded: list[dict[str, Any]], groups: Mapping[str, Group], last_pending: bool = False
-) -> list[Entered]:
+def last_entered(recorded: list[FlightTrace], groups: Mapping[str, Group], last_pending: bool = False) -> list[Entered]:
     """The last collective of each of `groups`. `last_pending`: the last one of all has failed, so it is not over."""
     found: dict[str, Entered] = {}
     for trace in recorded:
@@ -89,7 +106,7 @@ def last_entered(
     return list(found.values())
 
 
-def _describe(entry: Mapping[str, Any]) -> str:
+def _describe(entry: FlightEntry) -> str:
     operation = entry["profiling_name"].rpartition(":")[2]
     sizes, dtypes = entry.get("input_sizes") or [[]], entry.get("input_dtypes") or [""]
     return f"{operation} {list(sizes[0])} {dtypes[0]}".strip()
@@ -135,7 +152,7 @@ class CollectivesAnalysis(HangAnalysis):
         super().__init__(status)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))  # read by `init_process_group`
 
-    def evidence(self) -> Any:
+    def evidence(self) -> object:
         """[last collective of each group, the rank whose message it waits for]."""
         status, error = self.status, self.status.error
         # The last collective of all has failed, unless the error arose in a message between pipeline stages.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -93,7 +93,7 @@ class Finding:
         )
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Finding:
+    def from_json(cls, values: Mapping[str, object]) -> Finding:
         known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**known)
 
@@ -140,7 +140,7 @@ class _Notes:
         self.found: list[Finding] = []
         self._calls: dict[tuple[int, int], int] = {}
 
-    def look(self, where: str, module: str, results: Any, sources: Any) -> None:
+    def look(self, where: str, module: str, results: object, sources: object) -> None:
         """A module has put out `results` of `sources`, in the action that is being run."""
         action = self.executor.current
         assert action is not None
@@ -171,7 +171,7 @@ class _Notes:
 
 @contextmanager
 def _look_forward(pipeline: Pipeline, notes: _Notes) -> Iterator[None]:
-    def hook(name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def hook(name: str, module: nn.Module, args: object, output: object) -> None:
         notes.look(FORWARD, name, output, args)
 
     with ExitStack() as handles:
@@ -182,7 +182,7 @@ def _look_forward(pipeline: Pipeline, notes: _Notes) -> Iterator[None]:
 
 @contextmanager
 def _look_backward(pipeline: Pipeline, params: Sequence[nn.Parameter], notes: _Notes) -> Iterator[None]:
-    def hook(name: str, module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
+    def hook(name: str, module: nn.Module, grad_inputs: object, grad_outputs: object) -> None:
         notes.look(BACKWARD, name, grad_inputs, grad_outputs)
 
     def look_at_gradients(action: Action) -> None:

@@ -16,7 +16,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron.core.collectives import gather_objects
 from megatron.extensions.observe.diagnosis.flags import DiagnosisConfig
 from megatron.training.hooks import Callback, Meter
+from megatron.training.metrics.sinks import Record
 from megatron.training.progress import GRAD_SYNC, STEP_PARTS, Interval
 from megatron.training.run import TrainingRun
 
@@ -72,11 +73,11 @@ class Stragglers(Callback, Meter):
         table[self.world.rank] = torch.tensor(self.clock.take(), dtype=torch.float64)
         return table.flatten()
 
-    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
         table = summed.view(self.world.size, -1).tolist()
         return straggler_record(table, len(interval.results), self.config.options(DiagnosisConfig))
 
-    def lines(self, record: Mapping[str, Any]) -> list[str]:
+    def lines(self, record: Record) -> list[str]:
         return straggler_line(record, self.hosts)
 
 
@@ -133,9 +134,9 @@ def slowest(seconds: Sequence[float], count: int) -> list[tuple[int, float, floa
     return [(rank, seconds[rank], seconds[rank] / median if median > 0 else 1.0) for rank in ranks]
 
 
-def straggler_record(table: Sequence[Sequence[float]], steps: int, config: DiagnosisConfig) -> dict[str, Any]:
+def straggler_record(table: Sequence[Sequence[float]], steps: int, config: DiagnosisConfig) -> dict[str, object]:
     """The log record of a table [rank][phase] of seconds in an interval of `steps` steps, as seconds per step."""
-    record: dict[str, Any] = {}
+    record: dict[str, object] = {}
     for number, phase in enumerate(STEP_PARTS) if steps else ():
         found = slowest([row[number] / steps for row in table], config.straggler_minmax_count)
         rank, seconds, ratio = found[0]
@@ -146,7 +147,7 @@ def straggler_record(table: Sequence[Sequence[float]], steps: int, config: Diagn
     return record
 
 
-def straggler_line(record: Mapping[str, Any], hosts: Sequence[str]) -> list[str]:
+def straggler_line(record: Record, hosts: Sequence[str]) -> list[str]:
     """The console line with the slowest ranks of each phase, if ranks were compared; else none."""
     if f"straggler_{STEP_PARTS[0]}" not in record:
         return []

@@ -26,7 +26,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +60,11 @@ ENDS = ("", "bye", "failed", "lost", "gone")
 """What a message may say of the end of its host: see `Peer.end`."""
 
 
-def seal(token: str, message: dict[str, Any]) -> bytes:
+Address = tuple[str | int, ...]
+"""Where a datagram comes from or goes to, as sockets have it: host, port, and more for IPv6."""
+
+
+def seal(token: str, message: Mapping[str, object]) -> bytes:
     """The datagram of a message."""
     return token.encode() + json.dumps(message).encode()
 
@@ -79,7 +83,7 @@ def unseal(token: str, data: bytes) -> dict[str, Any]:
     return message
 
 
-def check_beat(message: dict[str, Any], world: int) -> None:
+def check_beat(message: Mapping[str, object], world: int) -> None:
     """Raises ValueError unless a message is one of `Links.message` in a world of this size."""
     sender = message.get("from")
     end = message.get("end")
@@ -88,7 +92,7 @@ def check_beat(message: dict[str, Any], world: int) -> None:
         raise ValueError("its values have wrong types, or name ranks that do not exist")
 
 
-def check_findings(found: dict[str, Any], world: int) -> None:
+def check_findings(found: Mapping[str, object], world: int) -> None:
     """Raises ValueError unless a message holds findings as `Links.findings` returns them."""
     lists = [found.get(name) for name in ("gone", "fine")]
     right = all(isinstance(each, list) and all(_is_rank(host, world) for host in each) for each in lists)
@@ -96,11 +100,11 @@ def check_findings(found: dict[str, Any], world: int) -> None:
         raise ValueError("its values have wrong types, or name ranks that do not exist")
 
 
-def _is_rank(value: Any, world: int) -> bool:
+def _is_rank(value: object, world: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < world
 
 
-def _are_ages(value: Any, world: int) -> bool:
+def _are_ages(value: object, world: int) -> bool:
     """Return whether a value maps ranks, as texts, to seconds."""
     return isinstance(value, dict) and all(
         host.isascii()
@@ -120,7 +124,7 @@ class Ignored:
     def __init__(self, here: str) -> None:
         self.here, self.count = here, 0
 
-    def add(self, sender: tuple[Any, ...], why: ValueError) -> None:
+    def add(self, sender: Address, why: ValueError) -> None:
         """Counts a datagram."""
         self.count += 1
         if self.count == 1:
@@ -151,7 +155,7 @@ def watched(hosts: Iterable[int], here: int) -> set[int]:
 class Peer:
     """Another host, as seen from here. Times are those of this host's clock, in seconds."""
 
-    address: Any
+    address: Address
     since: float
     """When its address became known."""
 
@@ -177,12 +181,12 @@ class Links:
         self.timeout = timeout
         self.peers = dict[int, Peer]()
 
-    def know(self, host: int, address: Any, now: float) -> None:
+    def know(self, host: int, address: Address, now: float) -> None:
         """Learns where a host is."""
         if host != self.here and host not in self.peers:
             self.peers[host] = Peer(address, now)
 
-    def hear(self, message: dict[str, Any], address: Any, now: float) -> None:
+    def hear(self, message: dict[str, Any], address: Address, now: float) -> None:
         """Takes in a message of another host."""
         self.know(message["from"], address, now)
         peer = self.peers[message["from"]]
@@ -191,12 +195,12 @@ class Links:
         peer.address, peer.heard = address, now
         peer.hears = message["ages"].get(str(self.here))
 
-    def message(self, now: float, end: str = "") -> dict[str, Any]:
+    def message(self, now: float, end: str = "") -> dict[str, object]:
         """Message of this host to all others: how long ago it heard each."""
         ages = {str(host): round(now - peer.heard, 2) for host, peer in self.peers.items() if peer.heard is not None}
         return {"from": self.here, "ages": ages, "end": end}
 
-    def targets(self, now: float) -> list[Any]:
+    def targets(self, now: float) -> list[Address]:
         """Addresses to send to: those of the watched hosts and of those that watch this one."""
         own = watched(self.peers, self.here)
         return [
@@ -272,7 +276,7 @@ class Heartbeat:
         """Beats until the first rank of this host orders the end, or has ended."""
         last = time.monotonic()
         while True:
-            inputs: list[Any] = [self._network, *self._doors, 0]
+            inputs: list[socket.socket | int] = [self._network, *self._doors, 0]
             readable = select.select(inputs, [], [], max(0.0, last + BEAT - time.monotonic()))[0]
             now = time.monotonic()
             if now - last > PAUSE:
@@ -328,13 +332,13 @@ class Heartbeat:
                 return str(end)
         return "" if data else "gone"
 
-    def _send(self, message: dict[str, Any], now: float) -> None:
+    def _send(self, message: Mapping[str, object], now: float) -> None:
         data = seal(self.token, message)
         for address in self.links.targets(now):
             with suppress(OSError):  # no carrier, no route: the other side notices that nothing comes
                 self._network.sendto(data, address)
 
-    def _tell(self, findings: dict[str, Any]) -> None:
+    def _tell(self, findings: Mapping[str, object]) -> None:
         if any(findings[kind] for kind in (*KINDS, "gone")):
             data = seal(self.token, findings)
             for port in self.ears:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,13 +76,13 @@ class Link:
 class AskedStore:
     """A store that knows since when its answers are waited for."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: object) -> None:
         self._store, self._since = store, dict[int, float]()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., object]:
         call = getattr(self._store, name)
 
-        def asked(*args: Any) -> Any:
+        def asked(*args: object) -> object:
             thread = threading.get_ident()
             self._since[thread] = time.monotonic()
             try:
@@ -191,7 +191,7 @@ class HostWatch(Watch):
         self._links[self._launch.rank] = link
         self._board.say("link", json.dumps(asdict(link)))
 
-    def _order(self, **order: Any) -> None:
+    def _order(self, **order: object) -> None:
         assert self._process is not None and self._process.stdin is not None
         with suppress(OSError):  # it has just died: it is started again at the next look
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -367,7 +367,7 @@ def _answers(address: tuple[str, int], seconds: float) -> bool:
         return False
 
 
-def _resolved(address: str, port: int) -> list[Any] | None:
+def _resolved(address: str, port: int) -> list[object] | None:
     """Address for sendto; None where the name has no address."""
     try:
         return list(socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][4])

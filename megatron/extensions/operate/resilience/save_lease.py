@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -205,7 +205,7 @@ class SaveLease:
             print(problem or f"--save {self._folder} is there again", file=sys.stderr, flush=True)
         self._told = problem
 
-    def _refuse_unless(self, expected: dict[str, Any] | None) -> None:
+    def _refuse_unless(self, expected: Mapping[str, object] | None) -> None:
         """Raises LeaseError if there is a lease other than the expected one."""
         if (now := self._read()) is not None and now != expected:
             raise LeaseError(self._of(now))
@@ -215,7 +215,7 @@ class SaveLease:
         peer = Peer(found["host"], found["pid"], found["namespace"], found["started"])
         return peer.state() if peer.namespace and peer.namespace == self._owner["namespace"] else None
 
-    def _of(self, found: dict[str, Any]) -> str:
+    def _of(self, found: Mapping[str, object]) -> str:
         who = f"process {found['pid']} on {found['host']}, started {found.get('since', 'at an unknown time')}"
         return f"another run saves to {self._folder}: its rank 0 is {who}"
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -45,16 +45,20 @@ ANSWER = 8.0
 """Seconds in which a store that can be reached answers, on a machine however busy."""
 
 
-def bounded(call: Callable[..., Any], seconds: float = ANSWER) -> Callable[..., Any]:
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def bounded(call: Callable[P, T], seconds: float = ANSWER) -> Callable[P, T]:
     """`call`, but it raises RendezvousConnectionError if it does not return in time, and at once while one hangs."""
     hanging = list[threading.Thread]()
 
-    def within(*args: Any) -> Any:
-        results, errors = list[Any](), list[BaseException]()
+    def within(*args: P.args, **kwargs: P.kwargs) -> T:
+        results, errors = list[T](), list[BaseException]()
 
         def run() -> None:
             try:
-                results.append(call(*args))
+                results.append(call(*args, **kwargs))
             except BaseException as error:
                 errors.append(error)
 

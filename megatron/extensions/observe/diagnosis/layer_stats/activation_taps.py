@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +117,7 @@ class ActivationTaps:
         if self._measures():
             self._add(key, added(stream))
 
-    def _module_output(self, key: Key, module: nn.Module, args: Any, output: Any) -> None:
+    def _module_output(self, key: Key, module: nn.Module, args: object, output: object) -> None:
         if self._measures() and isinstance(output, Tensor) and output.is_floating_point():
             self._add(key, output)
 
@@ -141,7 +140,7 @@ class ActivationTaps:
                 self.sums[LOOKUPS, rank].add_(there.sum())
 
     @torch.no_grad()
-    def _heads(self, keys: tuple[Key, Key], core: nn.Module, args: tuple[Any, ...]) -> None:
+    def _heads(self, keys: tuple[Key, Key], core: nn.Module, args: tuple[Tensor, ...]) -> None:
         """args: q [s, b, heads, d], k [s, b, groups, d], ..."""
         if self._measures():
             assert isinstance(core, CoreAttention)
@@ -150,7 +149,7 @@ class ActivationTaps:
                 torch.maximum(self.maxima[key], largest, out=self.maxima[key])
 
     @torch.no_grad()
-    def _probabilities(self, key: Key, balance: nn.Module, args: tuple[Any, ...]) -> None:
+    def _probabilities(self, key: Key, balance: nn.Module, args: tuple[Tensor, ...]) -> None:
         """args: weights, logits, probabilities [s, b, E], ..."""
         if self._measures():
             p = args[2].detach()

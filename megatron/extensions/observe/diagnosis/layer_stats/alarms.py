@@ -66,7 +66,7 @@ class LayerRecord:
     facts: dict[str, Parameter] = field(default_factory=dict)
     """Of the parameters; not logged."""
 
-    def add_layer(self, statistic: str, number: int, value: Any) -> None:
+    def add_layer(self, statistic: str, number: int, value: float | list[float]) -> None:
         self.layers.setdefault(statistic, {})[number] = value
 
     def add_parameter(self, name: str, parameter: Parameter, quantity: str, squares: Sequence[float]) -> None:
@@ -88,12 +88,12 @@ class LayerRecord:
             if before := outputs.get(number - 1):
                 self.add_layer(GAIN, number, value / before)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """The record of metrics.jsonl: rows of layers are lists in the order of `layer`; null where a layer has no
         such value."""
         numbers = sorted({number for values in self.layers.values() for number in values})
         rows = {name: [values.get(number) for number in numbers] for name, values in sorted(self.layers.items())}
-        found: dict[str, Any] = {"iteration": self.iteration, "layers": {"layer": numbers} | rows}
+        found: dict[str, object] = {"iteration": self.iteration, "layers": {"layer": numbers} | rows}
         found["parameters"] = self.parameters
         return found | ({"tensor_parallel_shards": self.shards} if self.shards else {})
 
@@ -138,7 +138,9 @@ class GrowthRule(Generic[Member]):
     """The rule for one group. Nothing is said of a member before it has `warm_up` earlier windows. Members of one
     `family` are not compared: where one of two grows against the other, the other shrinks."""
 
-    def __init__(self, threshold: float, warm_up: int, family: Callable[[Member], Any] = lambda member: member) -> None:
+    def __init__(
+        self, threshold: float, warm_up: int, family: Callable[[Member], object] = lambda member: member
+    ) -> None:
         self.least = math.log(threshold)
         self.warm_up = warm_up
         self.family = family

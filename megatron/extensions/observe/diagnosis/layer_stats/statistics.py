@@ -136,7 +136,7 @@ class LayerStatistics(Callback, Meter):
         """The sums of the steps measured since the last call, flat."""
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=self.device), *(s for _, s, _ in self._measured)])
 
-    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
         """Nothing: each measured step has a record of its own, which `write` writes. Collective."""
         self.found = self.records(summed)
         return {}
@@ -218,6 +218,6 @@ def _parameters(stages: Mapping[int, GPTModel]) -> dict[str, Parameter]:
     return found
 
 
-def _natural(name: str) -> list[Any]:
+def _natural(name: str) -> list[tuple[int, int, str]]:
     """Key that sorts `layers.10` behind `layers.9`."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

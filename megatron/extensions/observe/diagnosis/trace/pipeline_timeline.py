@@ -187,11 +187,11 @@ def message_arrows(slices: Mapping[Action, Event]) -> list[tuple[str, Event, Eve
     return found
 
 
-def summary(steps: Sequence[MeasuredStep], plan: Simulation | None) -> dict[str, Any]:
+def summary(steps: Sequence[MeasuredStep], plan: Simulation | None) -> dict[str, float]:
     """Figures of the pipeline in the trace: medians over iterations and pipelines."""
     if not steps:
         return {}
-    found: dict[str, Any] = {
+    found = {
         "measured_us": statistics.median(step.makespan for step in steps),
         "measured_bubble": statistics.median(step.bubble for step in steps),
     }
@@ -200,7 +200,7 @@ def summary(steps: Sequence[MeasuredStep], plan: Simulation | None) -> dict[str,
     return found
 
 
-SpanRow = Sequence[Any]
+SpanRow = tuple[str, str, str, int, int, Mapping[str, object]]
 """[track, name, category, start, stop, args], times in nanoseconds of the rank's own clock."""
 
 
@@ -217,7 +217,7 @@ class RankTrace:
     """Maps nanoseconds of the rank's clock to those of rank 0's."""
 
 
-def assemble(ranks: Sequence[RankTrace], other: Mapping[str, Any], lists_of: Callable[[int], Lists] | None) -> Trace:
+def assemble(ranks: Sequence[RankTrace], other: Mapping[str, object], lists_of: Callable[[int], Lists] | None) -> Trace:
     """The trace of all ranks, in order. `other` is copied to `otherData`, and has `pipelines` and `device`;
     `lists_of(microbatches)` are the action lists of a step, for the plan."""
     origin = min((rank.to_common(row[3]) for rank in ranks for row in (*rank.spans, *rank.in_flight)), default=0)

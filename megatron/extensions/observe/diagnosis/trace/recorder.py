@@ -12,10 +12,10 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,12 @@ from megatron.training.foreign import replaced
 
 MAIN_TRACK = "training thread"
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Batch = Callable[[list[dist.P2POp]], list[dist.Work]]
+Wait = Callable[Concatenate[dist.Work, P], bool]
+
 
 class Span(NamedTuple):
     """Something that took time. Times are nanoseconds of `time.perf_counter_ns`, which processes of one host share."""
@@ -35,7 +41,7 @@ class Span(NamedTuple):
     category: str
     start: int
     stop: int
-    args: Mapping[str, Any]
+    args: Mapping[str, object]
 
 
 class Recorder:
@@ -58,7 +64,7 @@ class Recorder:
             self._origin.synchronize()
             self._origin_ns = time.perf_counter_ns()
 
-    def span(self, name: str, category: str, args: Mapping[str, Any] | None = None) -> _OpenSpan:
+    def span(self, name: str, category: str, args: Mapping[str, object] | None = None) -> _OpenSpan:
         """A context manager that records the time of its block."""
         return _OpenSpan(self, name, category, args or {})
 
@@ -103,7 +109,7 @@ class _OpenSpan:
 
     __slots__ = ("args", "category", "event", "name", "recorder", "start")
 
-    def __init__(self, recorder: Recorder, name: str, category: str, args: Mapping[str, Any]) -> None:
+    def __init__(self, recorder: Recorder, name: str, category: str, args: Mapping[str, object]) -> None:
         self.recorder = recorder
         self.name = name
         self.category = category
@@ -182,9 +188,9 @@ class CollectiveTaps:
             yield
         self._launched.clear()
 
-    def _collective(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
+    def _collective(self, function: Callable[P, T], label: str) -> Callable[P, T]:
         @functools.wraps(function)
-        def tap(*args: Any, **kwargs: Any) -> Any:
+        def tap(*args: P.args, **kwargs: P.kwargs) -> T:
             name, facts = self._describe(label, args, kwargs)
             recorder = self.recorder
             start_event = self.recorder.event()
@@ -199,9 +205,9 @@ class CollectiveTaps:
 
         return tap
 
-    def _batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _batch(self, function: Batch) -> Batch:
         @functools.wraps(function)
-        def tap(operations: list[Any]) -> Any:
+        def tap(operations: list[dist.P2POp]) -> list[dist.Work]:
             tensors, group = [op.tensor for op in operations], operations[0].group
             name, facts = self._describe("ring exchange", tensors, {"group": group})
             start = time.perf_counter_ns()
@@ -213,9 +219,9 @@ class CollectiveTaps:
 
         return tap
 
-    def _wait(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _wait(self, function: Wait[P]) -> Wait[P]:
         @functools.wraps(function)
-        def tap(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        def tap(work: dist.Work, *args: P.args, **kwargs: P.kwargs) -> bool:
             if id(work) not in self._launched:
                 return function(work, *args, **kwargs)
             (_, launched), recorder = self._launched.pop(id(work)), self.recorder
@@ -230,7 +236,7 @@ class CollectiveTaps:
 
         return tap
 
-    def _describe(self, label: str, args: Any, kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def _describe(self, label: str, args: Iterable[object], kwargs: Mapping[str, Any]) -> tuple[str, dict[str, object]]:
         """The name of a call, as "all-reduce dp: gradient reduction", and what else is known of it."""
         group = kwargs.get("group")
         module, function = caller(sys._getframe(2))
@@ -238,7 +244,7 @@ class CollectiveTaps:
         axis = axis_of(axes, module)
         purpose = PURPOSES.get(function, "")
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        facts: dict[str, Any] = {"axis": axis, "caller": f"{module.removeprefix('megatron.')}.{function}"}
+        facts: dict[str, object] = {"axis": axis, "caller": f"{module.removeprefix('megatron.')}.{function}"}
         if tensors:
             facts["bytes"] = max(x.numel() * x.element_size() for x in tensors)
         if group is not None:

@@ -50,7 +50,9 @@ def process_events(rank: int, name: str, tracks: Iterable[str]) -> Iterator[Even
         yield {"ph": "M", "pid": rank, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}}
 
 
-def slice_event(rank: int, track: int, name: str, category: str, start: float, stop: float, args: Event) -> Event:
+def slice_event(
+    rank: int, track: int, name: str, category: str, start: float, stop: float, args: Mapping[str, object]
+) -> Event:
     """A span of a track, in microseconds. Both ends are rounded, so that what touches does not overlap."""
     begin, end = round(start, 3), round(stop, 3)
     place = {"ph": "X", "pid": rank, "tid": track, "ts": begin, "dur": round(end - begin, 3)}
@@ -58,7 +60,7 @@ def slice_event(rank: int, track: int, name: str, category: str, start: float, s
 
 
 def async_events(
-    rank: int, number: int, name: str, category: str, start: float, stop: float, args: Event
+    rank: int, number: int, name: str, category: str, start: float, stop: float, args: Mapping[str, object]
 ) -> list[Event]:
     """Both ends of a span that may overlap others of its rank, such as a collective in flight."""
     common = {"pid": rank, "tid": 0, "id": f"{rank}.{number}", "name": name, "cat": category}
@@ -93,10 +95,12 @@ MOST = 2.0**53
 ACTION_CATEGORIES = ("pipeline", PLANNED_TRACK)
 
 
-def why_unreadable(trace: Any) -> str | None:
+def why_unreadable(trace: object) -> str | None:
     """Why something is not a trace that readers can rely on: what `otherData` says of the ranks, and the fields of each
     event. None if it is one."""
-    other = trace.get("otherData") if isinstance(trace, dict) else None
+    if not isinstance(trace, dict):
+        return "otherData has no ranks"
+    other = trace.get("otherData")
     if not isinstance(other, dict) or not isinstance(other.get("ranks"), list):
         return "otherData has no ranks"
     ranks, events = other["ranks"], trace.get("traceEvents")
@@ -119,7 +123,7 @@ def why_unreadable(trace: Any) -> str | None:
     return None
 
 
-def _wrong_layout(other: Mapping[str, Any], count: int) -> str | None:
+def _wrong_layout(other: Mapping[str, object], count: int) -> str | None:
     """Whether sizes and pipelines are those of `count` ranks."""
     layout, pipelines = other.get("layout"), other.get("pipelines")
     axes = ("tp", "cp", "dp", "pp", "ep", "expt_tp")
@@ -134,11 +138,11 @@ def _wrong_layout(other: Mapping[str, Any], count: int) -> str | None:
     return None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST
 
 
-def malformed(number: int, event: Any) -> str | None:
+def malformed(number: int, event: object) -> str | None:
     """Problems of a single event; None for nothing."""
     if not isinstance(event, dict):
         return f"event {number} is no object"
