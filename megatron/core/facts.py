@@ -8,20 +8,6 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class BalancingFacts:
-    """Of a way to balance the loads of experts."""
-
-    loss: bool = True
-    """Whether it is an auxiliary loss, to which others can be added."""
-
-
-@dataclass(frozen=True)
-class RouterFacts:
-    when: Callable[[Any, int], bool] = lambda config, number: True
-    """(model's configuration, layer) -> whether it routes the layer's tokens."""
-
-
-@dataclass(frozen=True)
 class WhenFacts:
     when: Callable[[Any], bool]
     """Section of the configuration -> whether it asks for the part."""

@@ -22,32 +22,6 @@ LINEARS: Registry[Any, NoFacts, ...] = Registry("linear layer", NoFacts, "linear
 LINEARS.register("column_parallel", "megatron.core.tensor_parallel.layers:ColumnParallelLinear")
 LINEARS.register("row_parallel", "megatron.core.tensor_parallel.layers:RowParallelLinear")
 
-ROUTERS: Registry[Any, facts.RouterFacts, ...] = Registry("router", facts.RouterFacts, "name, config, ctx")
-"""`Router(name, config, ctx)`: a `megatron.core.moe.router.TopKRouter`. The last one that says so routes a layer."""
-
-ROUTERS.register("top_k", "megatron.core.moe.router:TopKRouter")
-
-
-def router_of(config: Any, number: int) -> str:
-    """The router of layer `number` of a model."""
-    return [name for name in ROUTERS if ROUTERS.facts(name).when(config, number)][-1]
-
-
-ROUTER_SCORES: Registry[Any, NoFacts, ...] = Registry("--moe-router-score-function", NoFacts, "config")
-"""`build(config)`: functions of the router's logits, as `megatron.core.moe.router.SoftmaxScores` has them."""
-
-for _scores in ("softmax", "sigmoid", "sqrtsoftplus"):
-    ROUTER_SCORES.register(_scores, f"megatron.core.moe.router:{_scores}_scores")
-
-BALANCINGS: Registry[Any, facts.BalancingFacts, ...] = Registry(
-    "--moe-router-load-balancing-type", facts.BalancingFacts, "config"
-)
-"""`scores(config)`: the kind of scores (`MoEConfig.moe_router_scores`) that a way to balance experts' loads fixes, or
-None."""
-
-for _balancing in ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"):
-    BALANCINGS.register(_balancing, lambda config: None, loss=_balancing != "none")
-
 LINEAR_FORMATS: Registry[Any, facts.LinearFormatFacts, ...] = Registry(
     "format of products", facts.LinearFormatFacts, attributes=("build", "check", "gather")
 )

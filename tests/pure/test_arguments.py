@@ -12,6 +12,7 @@ import yaml
 from megatron import extensions
 from megatron.core.config.mixers import ATTENTION_MODULES, MIXERS, MixerNames
 from megatron.core.config.model_fields import RecomputedParts
+from megatron.core.config.moe import RouterValues
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.registry import Registry
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
@@ -59,7 +60,7 @@ def index() -> str:
         if extension := _extension_of(COMMANDS.where(name)):
             spellings.setdefault(extension, []).extend(COMMANDS.facts(name).options)
     for flag in all_flags():
-        if isinstance(choices := flag.spec.choices, Registry | MixerNames | RecomputedParts):
+        if isinstance(choices := flag.spec.choices, Registry | MixerNames | RecomputedParts | RouterValues):
             for name in choices:
                 extension = _extension_of(choices.where(name))
                 own = spellings.setdefault(extension, []) if extension else [flag.name]

@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import pytest
+import torch
 from torch import nn
 
-from megatron.core import parts
 from megatron.core.config.layers import LAYERS
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.moe import BALANCING_LOSSES, BALANCINGS, ROUTERS, SCORE_FUNCTIONS, Scores, router_of
 from megatron.core.config.norms import NORMALIZATIONS
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
+from megatron.core.moe.router import OwnScores, TopKRouter
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters, model_states, stage_metas
 from megatron.core.registry import NoFacts, Registry
@@ -163,8 +165,8 @@ def test_states_that_are_not_trained_are_no_parameters() -> None:
 
 
 def test_a_router_that_no_flag_chooses_has_no_name_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts.ROUTERS, "_entries", dict(parts.ROUTERS._entries))
-    parts.ROUTERS.register("own", "megatron.core.moe.router:TopKRouter", when=lambda config, number: True)
+    monkeypatch.setattr(ROUTERS, "_entries", dict(ROUTERS._entries))
+    ROUTERS.register("own", "megatron.core.moe.router:TopKRouter", when=lambda config, number: True)
     with pytest.raises(ValueError, match="router own"):
         config_to_hf(EXPERTS, "mixtral")
     with pytest.raises(ValueError, match="router own"):
@@ -222,3 +224,26 @@ def test_a_protocol_states_the_form_of_the_parts() -> None:
         stores.register("lossy", lossy)
     with pytest.raises(ValueError, match=r"--store nameless: must take \(config, name=\)"):
         stores.register("nameless", lambda config: kept(config, name=""))
+
+
+def test_a_router_states_its_scores_and_its_way_to_balance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ROUTERS, "_entries", dict(ROUTERS._entries))
+
+    @ROUTERS.register("own", when=lambda config, number: number > 0, scores=("own_scores",), balancings=("own_way",))
+    class OwnRouter(TopKRouter):
+        @staticmethod
+        def make_scores(config: TransformerConfig) -> Scores:
+            return OwnScores(torch.exp)
+
+    assert "own_scores" in SCORE_FUNCTIONS and "own_way" in BALANCINGS and "own_way" not in BALANCING_LOSSES
+    assert [router_of(EXPERTS, number) for number in range(2)] == ["top_k", "own"]
+    model = replace(EXPERTS, moe_router_score_function="own_scores")
+    built = GPTModel(model, weights=WeightSetup("meta", initialize=False))
+    routers = [layer.mlp.router for layer in built.decoder.layers]
+    assert [type(router) for router in routers] == [TopKRouter] + [OwnRouter] * (model.num_layers - 1)
+    assert all(router.scores == OwnScores(torch.exp) for router in routers)
+    with pytest.raises(ValueError, match="router nameless: must take \\(name, config, ctx\\)"):
+        ROUTERS.register("nameless", type("Nameless", (OwnRouter,), {"__init__": lambda self, config, ctx: None}))
+    ROUTERS.register("twin", OwnRouter, scores=("own_scores",))
+    with pytest.raises(ValueError, match="own_scores must be stated by one router, and is by own and twin"):
+        SCORE_FUNCTIONS.router("own_scores")

@@ -1,12 +1,139 @@
-"""Configuration of mixture of experts: fields that `TransformerConfig` inherits. No torch."""
+"""Mixture of experts: the routers, and the fields that `TransformerConfig` inherits. No torch.
+
+@ROUTERS.register("my_router", when=lambda config, number: config.options(MyFlags).my_router)
+class MyRouter(TopKRouter):
+    def ranked(self, logits: Tensor, context: BatchContext) -> Tensor: ...
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from megatron.core.config.flag_spec import Condition, flag
-from megatron.core.parts import BALANCINGS, ROUTER_SCORES
+from megatron.core.config.flag_spec import Condition, Section, flag
+from megatron.core.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class RouterFacts:
+    """Facts about a router. Functions are called with the model's configuration."""
+
+    when: Callable[..., bool] = lambda config, number: True
+    """(configuration, layer) -> True if it routes the layer's tokens. The last one for which it is true is taken."""
+
+    scores: tuple[str, ...] = ()
+    """Values of --moe-router-score-function. Its `make_scores` makes these scores, for other routers too."""
+
+    losses: tuple[str, ...] = ()
+    """Values of --moe-router-load-balancing-type that are auxiliary losses. Several can be added."""
+
+    balancings: tuple[str, ...] = ()
+    """Other values of --moe-router-load-balancing-type, each of which is given alone."""
+
+    fixed_scores: Callable[..., str | None] = lambda config: None
+    """The kind of scores (`MoEConfig.moe_router_scores`) that it has whatever --moe-router-score-function is; None if
+    it has those of the flag."""
+
+    training_only: bool = False
+    """True if it chooses as the router before it does except in training, so that a trained model has no trace of it.
+    """
+
+
+class Scores(Protocol):
+    """Functions of a router's logits [..., E]."""
+
+    def ranked(self, logits: Tensor) -> Tensor:
+        """Scores [..., E] that rank the experts: the k largest are chosen."""
+
+    def summed(self, logits: Tensor) -> Tensor:
+        """Scores [..., E] whose sums rank groups of experts."""
+
+    def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        """Weights [..., k] of the experts `chosen` [..., k]."""
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Probabilities [..., E], which sum to 1, for the balancing losses."""
+
+    def positive(self, logits: Tensor) -> Tensor:
+        """Scores [..., E] to which the expert bias is added."""
+
+
+class RouterModule(Protocol):
+    """The `nn.Module` that chooses the experts of one layer's tokens."""
+
+    def forward(self, x: Tensor, context: object, /) -> object:
+        """x [s, b, h], [s/tp, b, h] under sequence parallelism -> the `megatron.core.moe.router.Choice` of these
+        tokens. `context` is the micro-batch's `megatron.core.batch.BatchContext`."""
+
+
+class RouterClass(Protocol):
+    """A class of routers, such as those derived from `megatron.core.moe.router.TopKRouter`."""
+
+    def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
+        """`name` begins the names of its parameters, `config` is the layer's `TransformerConfig`, and `ctx` its
+        `megatron.core.tensor_parallel.layers.TPContext`."""
+
+    def make_scores(self, config: Section) -> Scores:
+        """Makes the scores that `config.moe_router_scores` names, one of those of its facts. A static method."""
+
+
+ROUTERS = Registry("router", RouterFacts, protocol=RouterClass, makes=RouterModule)
+"""Name -> `RouterClass`."""
+
+ROUTERS.register(
+    "top_k",
+    "megatron.core.moe.router:TopKRouter",
+    scores=("softmax", "sigmoid", "sqrtsoftplus"),
+    losses=("aux_loss", "seq_aux_loss", "global_aux_loss"),
+    balancings=("none",),
+)
+
+
+def router_of(config: Section, number: int, in_training: bool = True) -> str:
+    """The router of layer `number` of a model, or of the trained model if it is not `in_training`."""
+    wanted = ROUTERS.wanted(config, number)
+    return [name for name in wanted if in_training or not ROUTERS.facts(name).training_only][-1]
+
+
+@dataclass(frozen=True)
+class RouterValues(Collection[str]):
+    """The values of one flag, which routers state among their facts."""
+
+    stated: Callable[[RouterFacts], tuple[str, ...]]
+
+    def __iter__(self) -> Iterator[str]:
+        return (value for name in ROUTERS for value in self.stated(ROUTERS.facts(name)))
+
+    def __contains__(self, value: object) -> bool:
+        return any(value == each for each in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def router(self, value: str) -> str:
+        """The router that states a value. Raises ValueError unless exactly one does."""
+        stating = [name for name in ROUTERS if value in self.stated(ROUTERS.facts(name))]
+        if len(stating) != 1:
+            raise ValueError(f"{value} must be stated by one router, and is by {' and '.join(stating) or 'none'}")
+        return stating[0]
+
+    def where(self, value: str) -> str:
+        """File and line where the router that states a value is registered."""
+        return ROUTERS.where(self.router(value))
+
+
+SCORE_FUNCTIONS = RouterValues(lambda facts: facts.scores)
+"""Choices of --moe-router-score-function."""
+
+BALANCING_LOSSES = RouterValues(lambda facts: facts.losses)
+"""Choices of --moe-router-load-balancing-type that can be added."""
+
+BALANCINGS = RouterValues(lambda facts: (*facts.losses, *facts.balancings))
+"""Choices of --moe-router-load-balancing-type."""
 
 CAPACITY = Condition("--moe-expert-capacity-factor", lambda config: config.model.moe_drops_tokens)
 OWN_SCORES = "--moe-router-score-function sigmoid or --moe-router-score-function sqrtsoftplus"
@@ -67,7 +194,7 @@ class MoEConfig:
     """Best experts of a group whose scores are summed for the group's: 1 in DeepSeek-V2, 2 in DeepSeek-V3. Default:
     --moe-router-topk / --moe-router-group-topk."""
 
-    moe_router_score_function: str = flag("softmax", choices=ROUTER_SCORES)
+    moe_router_score_function: str = flag("softmax", choices=SCORE_FUNCTIONS)
     """Score function of experts. Scores of sigmoid (DeepSeek-V3) and of sqrtsoftplus, the square root of the softplus
     (DeepSeek-V4), are divided by the sum of the chosen ones. sparsemixer (Phi-3.5-MoE) chooses one expert after the
     other, each weighted by a softmax over the experts that are not chosen yet and whose logits are near the largest."""
@@ -167,9 +294,9 @@ class MoEConfig:
 
     @property
     def moe_router_scores(self) -> str:
-        """Kind of scores: softmax (over the chosen experts), pre_softmax (over all), or another entry of
-        ROUTER_SCORES."""
-        fixed = [scores for kind in self.moe_router_load_balancing_type if (scores := BALANCINGS[kind](self))]
+        """Kind of scores: softmax (over the chosen experts), pre_softmax (over all), or another one of
+        SCORE_FUNCTIONS."""
+        fixed = [scores for name in ROUTERS if (scores := ROUTERS.facts(name).fixed_scores(self)) is not None]
         softmax = "pre_softmax" if self.moe_router_pre_softmax else "softmax"
         own = softmax if self.moe_router_score_function == "softmax" else self.moe_router_score_function
         return [*fixed, own][0]

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from megatron.core.batch import BatchContext
 from megatron.core.config.layers import RESIDUALS
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.moe import ROUTERS, router_of
 from megatron.core.moe.dispatcher import DISPATCHERS
 from megatron.core.moe.experts import Experts
 from megatron.core.moe.router import RouterFunction
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import ROUTERS, router_of
 from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_spec import ReplicatedLinear, sequence_partial
 from megatron.core.transformer.mlp import SharedExpert

@@ -20,10 +20,10 @@ from torch.autograd.function import once_differentiable
 from megatron.core.batch import BatchContext
 from megatron.core.collectives import all_gather
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.moe import ROUTERS, SCORE_FUNCTIONS, Scores
 from megatron.core.moe.load_balancing import Balance
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.parts import ROUTER_SCORES
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_gemms import rows_of
 from megatron.core.tensor_parallel.linear_spec import sequence_partial
@@ -61,31 +61,25 @@ class RouterFunction(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SoftmaxScores:
-    """Softmax over the chosen experts (Mixtral, arXiv 2401.04088, section 2.1), or over all before the choice. All are
-    functions of logits [..., E]."""
+    """Softmax over the chosen experts (Mixtral, arXiv 2401.04088, section 2.1), or over all before the choice."""
 
     before_choice: bool
 
     def ranked(self, logits: Tensor) -> Tensor:
-        """Scores [..., E] that rank the experts: the k largest are chosen."""
         return logits
 
     def summed(self, logits: Tensor) -> Tensor:
-        """Scores [..., E] whose sums rank groups of experts."""
         return logits.softmax(-1) if self.before_choice else logits
 
     def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """Weights [..., k] of the experts `chosen` [..., k]."""
         if self.before_choice:
             return logits.softmax(-1).gather(-1, chosen)
         return logits.gather(-1, chosen).softmax(-1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Probabilities [..., E], which sum to 1, for the balancing losses."""
         return logits.softmax(-1)
 
     positive = probabilities
-    """Scores [..., E] to which the expert bias is added."""
 
 
 @dataclass(frozen=True)
@@ -114,20 +108,10 @@ class OwnScores:
         return scores / (scores.sum(-1, keepdim=True) + epsilon)
 
 
-Scores = SoftmaxScores | OwnScores
-
-
-def softmax_scores(config: TransformerConfig) -> Scores:
-    return SoftmaxScores(before_choice=config.moe_router_scores == "pre_softmax")
-
-
-def sigmoid_scores(config: TransformerConfig) -> Scores:
-    return OwnScores(torch.sigmoid, config.moe_router_topk_normalization, config.moe_router_topk_epsilon)
-
-
-def sqrtsoftplus_scores(config: TransformerConfig) -> Scores:
-    normalized, epsilon = config.moe_router_topk_normalization, config.moe_router_topk_epsilon
-    return OwnScores(lambda logits: F.softplus(logits).sqrt(), normalized, epsilon)
+def scores_of(config: TransformerConfig) -> Scores:
+    """The scores of a model, which the router that states them makes."""
+    name = SCORE_FUNCTIONS.router(config.moe_router_scores.removeprefix("pre_"))
+    return ROUTERS[name].make_scores(config)
 
 
 @dataclass(frozen=True)
@@ -164,7 +148,7 @@ class TopKRouter(nn.Module):
         self.bias = make_parameter(bias, ctx) if config.add_bias_linear else None
         """As in Megatron-LM, the bias is random too."""
         self.balance = Balance(name, config, ctx, self.weight)
-        self.scores: Scores = ROUTER_SCORES[config.moe_router_scores.removeprefix("pre_")](config)
+        self.scores = scores_of(config)
         self.groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
         self.group_score_topk = config.moe_router_group_score_topk or self.topk // (self.group_topk or 1)
         self.biased_logits, self.scaling = config.moe_expert_bias_on_logits, config.moe_router_topk_scaling_factor
@@ -176,6 +160,19 @@ class TopKRouter(nn.Module):
         self.eval_capacity_factor = self.capacity_factor if in_evaluation is None else in_evaluation
         self.min_capacity = config.moe_min_capacity
         self.keep_first = config.moe_token_drop_policy == "position"
+
+    @staticmethod
+    def make_scores(config: TransformerConfig) -> Scores:
+        """The scores of softmax, sigmoid or sqrtsoftplus. A router of one's own that states others makes those.
+
+        Raises NotImplementedError for others."""
+        kind = config.moe_router_scores
+        if kind in ("softmax", "pre_softmax"):
+            return SoftmaxScores(before_choice=kind == "pre_softmax")
+        functions: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "sqrtsoftplus": sqrt_softplus}
+        if kind not in functions:
+            raise NotImplementedError(f"a router that states the scores {kind} must make them in make_scores()")
+        return OwnScores(functions[kind], config.moe_router_topk_normalization, config.moe_router_topk_epsilon)
 
     def forward(self, x: Tensor, context: BatchContext) -> Choice:
         """x [s, b, h] -> experts and weights [s, b, k] of this rank's own tokens"""
@@ -237,6 +234,11 @@ class TopKRouter(nn.Module):
         places = context.places_of(chosen, self.shard)
         priorities = torch.zeros_like(weights) if self.keep_first else without_rounding(weights)
         return within_capacity(chosen, priorities, places, capacity, self.num_experts, self.sequence)
+
+
+def sqrt_softplus(logits: Tensor) -> Tensor:
+    """sqrt(log(1 + e^x)), the scores of DeepSeek-V4."""
+    return F.softplus(logits).sqrt()
 
 
 def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int) -> Tensor:

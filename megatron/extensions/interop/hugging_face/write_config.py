@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from megatron.core.config.layers import RESIDUALS, layer_numbers
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.moe import router_of
 from megatron.core.config.norms import NORMALIZATIONS
-from megatron.core.parts import router_of
 from megatron.extensions.interop.hugging_face.config_json.config_values import (
     Fields,
     Values,
@@ -178,8 +178,9 @@ def _lost(config: TransformerConfig, hf: Values) -> list[str]:
 def _unconditional_parts(config: TransformerConfig) -> list[str]:
     """Routers and residual streams that extensions give every model, whatever its flags say. No key stands for them."""
     plain = replace(config, extension_options=())
-    routers = {router_of(plain, number) for number, kind in enumerate(plain.layers) if kind.experts} - {"top_k"}
-    return [f"router {name}" for name in sorted(routers)] + [
+    of_experts = (number for number, kind in enumerate(plain.layers) if kind.experts)
+    routers = {router_of(plain, number, in_training=False) for number in of_experts}
+    return [f"router {name}" for name in sorted(routers - {"top_k"})] + [
         f"residual stream {name}" for name in RESIDUALS.wanted(plain)
     ]
 

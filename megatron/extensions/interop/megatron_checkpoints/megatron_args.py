@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.moe import ROUTERS, router_of
 from megatron.core.config.norms import NORMALIZATIONS
-from megatron.core.parts import router_of
 from megatron.training.config.flags import config_of_sections, flags_of, named_value, spelling_table, value_of
 from megatron.training.config.run_config import RunConfig
 
@@ -112,7 +112,8 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--norm-placement": not model.norms_inputs or model.norms_outputs,
         f"--qk-layernorm-scope {model.qk_layernorm_scope}": model.qk_layernorm and model.qk_layernorm_scope != "head",
         f"--position-embedding-type {model.position_embedding_type}": model.position_embedding_type not in POSITIONS,
-        "--moe-router-score-function sparsemixer": model.moe_router_score_function == "sparsemixer",
+        f"--moe-router-score-function {model.moe_router_score_function}": model.moe_router_score_function
+        not in ROUTERS.facts("top_k").scores,
         "--moe-router-enable-expert-bias with scores of softmax": model.moe_router_enable_expert_bias
         and model.moe_router_score_function == "softmax",
         "--activation-func": model.activation_func not in (None, "gelu", "squared_relu", "swiglu", "quick_geglu"),
@@ -141,7 +142,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
 def _unwritten_parts(model: TransformerConfig) -> dict[str, bool]:
     """The parts of a model's function that the format has no names for, by flag."""
     kinds = (*model.layers, *model.mtp_layers)
-    routers = {router_of(model, number) for number, kind in enumerate(kinds) if kind.experts}
+    routers = {router_of(model, number, in_training=False) for number, kind in enumerate(kinds) if kind.experts}
     return {
         f"--normalization {model.normalization}": not NORMALIZATIONS.facts(model.normalization).standard,
         f"--attention-module {model.attention}": model.attention != "self_attention",

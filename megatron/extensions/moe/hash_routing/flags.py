@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import ROUTERS
+from megatron.core.config.moe import ROUTERS
 from megatron.training.config.problem import Problem, unless_at_most
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags

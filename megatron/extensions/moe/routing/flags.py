@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.config.moe import MoEConfig
-from megatron.core.parts import BALANCINGS, ROUTER_SCORES, ROUTERS
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.moe import ROUTERS, MoEConfig
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
@@ -41,8 +41,10 @@ def balances_choices(config: MoEConfig) -> bool:
     return "sinkhorn" in config.moe_router_load_balancing_type
 
 
-def sinkhorn_scores(config: MoEConfig) -> str:
-    """Sinkhorn routing fixes the scores."""
+def sinkhorn_scores(config: MoEConfig) -> str | None:
+    """Return the kind of scores that Sinkhorn routing fixes; None without it."""
+    if not balances_choices(config):
+        return None
     return "sigmoid" if config.moe_router_topk == 1 else "pre_softmax"
 
 
@@ -73,10 +75,16 @@ def _sparsemixer(m: MoEConfig) -> Iterator[Problem]:
         yield Problem.exclusive("--moe-router-group-topk", m.moe_router_group_topk, scores, why)
 
 
-def _is_special(name: str, config: Any, ctx: Any) -> bool:
+def _is_special(config: TransformerConfig, number: int) -> bool:
     return balances_choices(config) or config.options(RoutingFlags).moe_router_force_load_balancing
 
 
-BALANCINGS.register("sinkhorn", sinkhorn_scores, loss=False)
-ROUTER_SCORES.register("sparsemixer", f"{__package__}.routers:sparsemixer_scores")
-ROUTERS.substitute("top_k", f"{__package__}.routers:SpecialRouter", when=_is_special)
+ROUTERS.register(
+    "special",
+    f"{__package__}.routers:SpecialRouter",
+    when=_is_special,
+    scores=("sparsemixer",),
+    balancings=("sinkhorn",),
+    fixed_scores=sinkhorn_scores,
+    training_only=True,
+)

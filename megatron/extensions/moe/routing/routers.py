@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.batch import BatchContext
 from megatron.core.collectives import all_gather
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.moe import Scores
 from megatron.core.dropout import random_bits
 from megatron.core.init import site_key
 from megatron.core.moe.router import SoftmaxScores, TopKRouter, without_rounding
@@ -29,6 +30,11 @@ class SpecialRouter(TopKRouter):
         forced = own.moe_router_force_load_balancing
         self.random_logits = RandomLogits(f"{name}.random_logits", ctx.seed) if forced else None
 
+    @staticmethod
+    def make_scores(config: TransformerConfig) -> Scores:
+        """The scores of sparsemixer."""
+        return SparseMixerScores(before_choice=False, eps=config.options(RoutingFlags).moe_sparsemixer_eps)
+
     def logits_of(self, x: Tensor, context: BatchContext) -> Tensor:
         logits = super().logits_of(x, context)
         if self.random_logits is None or not self.training:
@@ -41,10 +47,6 @@ class SpecialRouter(TopKRouter):
             return super().ranked(logits, context)
         even = sinkhorn_bias(logits, context.places_of(logits, self.shard), self.sequence)
         return without_rounding(logits.detach() + even)
-
-
-def sparsemixer_scores(config: TransformerConfig) -> SoftmaxScores:
-    return SparseMixerScores(before_choice=False, eps=config.options(RoutingFlags).moe_sparsemixer_eps)
 
 
 @dataclass(frozen=True)

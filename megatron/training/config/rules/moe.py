@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.moe import MoEConfig
-from megatron.core.parts import BALANCINGS
+from megatron.core.config.moe import BALANCING_LOSSES, MoEConfig
 from megatron.training.config.problem import (
     Problem,
     divides,
@@ -102,7 +101,7 @@ def _router(c: RunConfig) -> Iterator[Problem]:
     if any(coefficients) and types == ("none",):
         none = "--moe-router-load-balancing-type none"
         yield Problem.exclusive("--moe-aux-loss-coeff", coefficients, none)
-    if len(types) > 1 and (alone := [kind for kind in types if not BALANCINGS.facts(kind).loss]):
+    if len(types) > 1 and (alone := [kind for kind in types if kind not in BALANCING_LOSSES]):
         yield Problem("--moe-router-load-balancing-type", types, f"{alone[0]} is no loss to add", "give it alone")
     elif len(types) != len(coefficients):
         rule = f"must be as many as the {len(types)} of --moe-router-load-balancing-type {' '.join(types)}"
