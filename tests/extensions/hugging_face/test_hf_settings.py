@@ -19,7 +19,7 @@ from megatron.extensions.interop.hugging_face import family_files
 from megatron.extensions.interop.hugging_face.families import FAMILIES
 from megatron.extensions.interop.hugging_face.family_files import add_families, misspelled_names
 from megatron.extensions.interop.hugging_face.folder import HFFolder
-from megatron.extensions.interop.hugging_face.layouts import LAYOUTS
+from megatron.extensions.interop.hugging_face.named_layouts import LAYOUTS
 from megatron.extensions.interop.hugging_face.read_config import config_from_hf, text_model
 from megatron.extensions.interop.hugging_face.weights import HFWeights, placements
 from megatron.extensions.interop.hugging_face.write_config import config_to_hf

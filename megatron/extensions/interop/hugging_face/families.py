@@ -29,7 +29,7 @@ class Rule:
     ours: str
     theirs: tuple[str, ...]
     layout: str | Layout = "Same"
-    """How they make up ours: the name of a class in `layouts`, or a `Layout` of your own."""
+    """How they make up ours: the name of one in `named_layouts`, or a `Layout` of your own."""
 
 
 class Adapter(ABC):

@@ -1,4 +1,7 @@
-"""How our parameters are made of Hugging Face's tensors, and the other way round, bit for bit."""
+"""How our parameters are made of Hugging Face's tensors, and the other way round, bit for bit.
+
+The classes of layouts are here; `named_layouts` has those that the files of families name.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor, cat, stack
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.transformer.heads import group_rows
+from megatron.core.transformer.heads import has_even_heads
 from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
 
 Box = tuple[slice, ...]
@@ -164,6 +166,24 @@ def _axis_sizes(size: int, names: Sequence[str], sizes: Mapping[str, int]) -> di
     return {name: sizes.get(name, rest) for name in names}
 
 
+@dataclass(frozen=True)
+class HeadsOfGroups(Layout):
+    """linear_qkv, which holds the heads of each query group as [groups, heads, channels of a head, ...] if all of them
+    have one width, and as [groups, rows, ...] otherwise."""
+
+    even: Layout
+    uneven: Layout
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return self._of(config).theirs(config, parameter)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        return self._of(config).part(config, tensors, box)
+
+    def _of(self, config: TransformerConfig) -> Layout:
+        return self.even if has_even_heads(config) else self.uneven
+
+
 class VocabularyRows(Layout):
     """Rows of the vocabulary: ours are padded with zeros to the padded vocabulary."""
 
@@ -247,191 +267,3 @@ class Reordered(Layout):
         if self.but_values and (last := config.queries_per_group + 1) in rows:
             moved[:, rows.index(last)] = x[:, rows.index(last)]
         return moved
-
-
-def _pairs_of_halves(first: int, rotated: int) -> list[int]:
-    """`first` channels as they are, then those of two halves as the pairs that rotate together."""
-    return [*range(first), *(first + half + at for at in range(rotated // 2) for half in (0, rotated // 2))]
-
-
-def _indexer_channels(config: TransformerConfig, heads: bool) -> list[int]:
-    """Those of the heads of a sparse attention's indexer, or of its key. The first ones of each rotate."""
-    width, rotated = _option(config, "dsa_indexer_head_dim"), config.rotary_dim
-    of_head = [*_pairs_of_halves(0, rotated), *range(rotated, width)]
-    return [
-        width * head + at for head in range(_option(config, "dsa_indexer_n_heads") if heads else 1) for at in of_head
-    ]
-
-
-class DeltaNets(Protocol):
-    """The shape of gated delta nets."""
-
-    linear_num_key_heads: int
-    linear_num_value_heads: int
-    linear_channels: tuple[int, ...]
-
-
-def delta_nets(config: TransformerConfig) -> DeltaNets:
-    """The shape of gated delta nets: options of whichever extension states their heads."""
-    found: DeltaNets = next(each for each in config.extension_options if hasattr(each, "linear_num_key_heads"))
-    return found
-
-
-def mamba_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
-    """Rows of a group in the projection of Mamba-2: gates, inputs, B, C and step sizes. Its shape is options of
-    whichever extension states it."""
-    channels, states = _option(config, "mamba_head_dim"), _option(config, "mamba_state_dim")
-    all_heads = _option(config, "mamba_num_heads") or 2 * config.hidden_size // channels
-    heads = all_heads // _option(config, "mamba_num_groups")
-    width = heads * channels
-    return width, width, states, states, heads
-
-
-def _option(config: TransformerConfig, name: str) -> int:
-    """The value of a flag of whichever extension states it."""
-    return next(getattr(each, name) for each in config.extension_options if hasattr(each, name))
-
-
-def _mamba_groups(config: TransformerConfig) -> dict[str, int]:
-    return {"g": _option(config, "mamba_num_groups")}
-
-
-def _kimi_heads(config: TransformerConfig) -> dict[str, int]:
-    return {"g": _option(config, "kda_num_heads")}
-
-
-def _query_groups(config: TransformerConfig) -> dict[str, int]:
-    return {"g": config.query_groups, "d": config.head_dim, "pair": 2}
-
-
-def _key_heads(config: TransformerConfig) -> dict[str, int]:
-    return {"g": delta_nets(config).linear_num_key_heads}
-
-
-def _of_key_heads(config: TransformerConfig) -> tuple[int, int]:
-    """Rows of a key head in the two projections of a gated delta net."""
-    *projected, beta, decay = delta_nets(config).linear_channels
-    return sum(projected), beta + decay
-
-
-def _of_group(*heads: str) -> Callable[[TransformerConfig], list[int]]:
-    """Heads of a query group in each of their tensors: "q" for one a query, "pairs" for two."""
-    numbers = {"q": 1, "pairs": 2}
-    return lambda config: [numbers.get(each, 0) * config.queries_per_group or 1 for each in heads]
-
-
-_GROUPS = "(g n d) ... -> g n d ..."
-
-LAYOUTS: dict[str, Layout] = {
-    "Same": Pieces(),
-    # GPT-2 stores [in, out], we store [out, in]. A bias is the same on both sides.
-    "Transposed": Pieces("... o -> o ..."),
-    "VocabularyRows": VocabularyRows(),
-    # Several tensors of one shape along a new first dim, such as gate and up of a gated MLP, or all experts.
-    "Stacked": Pieces("... -> 1 ...", joined=0),
-    "StackedExperts": StackedExperts(),
-    # Gate and up of all experts as [E, 2, ffn, h], biases [E, 2, ffn]: all gates and all ups, [E, ffn, h] each.
-    "StackedHalves": Pieces("e ... -> e 1 ...", joined=1),
-    # [E, h, 2 * ffn] and [E, 2 * ffn], all gates before all ups (Llama 4); or each gate followed by its up (gpt-oss).
-    "GateUpColumns": Pieces("e ... o -> e 1 o ...", joined=1, counts=lambda config: (1, 1), section=-1),
-    "InterleavedGateUpColumns": Pieces("e ... (o pair) -> e pair o ...", lambda config: {"pair": 2}),
-    # [2 * ffn, h], all gates before all ups (Phi 3, GLM), and the same of all experts (Granite).
-    "GateUpRows": Pieces("(pair o) ... -> pair o ...", lambda config: {"pair": 2}),
-    "ExpertGateUpRows": Pieces("e (pair o) ... -> e pair o ...", lambda config: {"pair": 2}),
-    "RowOfExperts": Pieces("1 e -> e"),
-    "TransposedExperts": Pieces("e i o -> e o i"),
-    # q [heads * d, ...], k and v [groups * d, ...] as [groups, q_per_group + 2, d, ...]; with gates of the output as q.
-    "QueryGroups": Pieces(_GROUPS, _query_groups, 1, _of_group("q", "k", "v")),
-    "GatedQueryGroups": Pieces(_GROUPS, _query_groups, 1, _of_group("q", "q", "k", "v")),
-    # The same with [heads * 2 * d, ...], each head's query before the gate of its output, and k and v.
-    "QueryGatePairs": Pieces(
-        ("(g q pair d) ... -> g (pair q) d ...", _GROUPS, _GROUPS), _query_groups, 1, _of_group("pairs", "k", "v")
-    ),
-    # Ling: the rows of all queries, then those of all keys, then those of all values in one tensor.
-    "JoinedQueryGroups": Pieces(_GROUPS, _query_groups, 1, _of_group("q", "k", "v"), section=0),
-    # GPT-2: the same along the last dim. A bias has no other dim.
-    "JointHeads": Pieces("... (g n d) -> g n d ...", _query_groups, 1, _of_group("q", "k", "v"), section=-1),
-    # BLOOM, GPT-NeoX: head by head its query, key and value: our order, three dims as one.
-    "GroupByGroup": Pieces(_GROUPS, _query_groups),
-    # CodeGen: four blocks of heads, each with all of its queries, then values, then keys.
-    "BlocksOfHeads": Reordered(
-        Pieces("(m p n d) ... -> (m n) p d ...", lambda config: {"m": 4, "p": 3, "d": config.head_dim}),
-        1,
-        lambda config: [0, 2, 1],
-    ),
-    "Heads": Pieces("(g d) ... -> g d ...", lambda config: {"g": config.num_attention_heads}),
-    # Heads, and a latent, whose last channels are rotated as two halves; ours as pairs (MiniCPM 3).
-    "HeadsOfHalves": Reordered(
-        Pieces("(g d) ... -> g d ...", lambda config: {"g": config.num_attention_heads}),
-        1,
-        lambda config: _pairs_of_halves(config.head_dim - config.rotary_dim, config.rotary_dim),
-    ),
-    "LatentOfHalves": Reordered(
-        Pieces(), 0, lambda config: _pairs_of_halves(_option(config, "kv_lora_rank"), config.rotary_dim)
-    ),
-    # The heads of an indexer, and its key, whose first channels are rotated as two halves (DeepSeek-V3.2).
-    "IndexerHeadsOfHalves": Reordered(Pieces(), 0, lambda config: _indexer_channels(config, heads=True)),
-    "IndexerKeyOfHalves": Reordered(Pieces(), 0, lambda config: _indexer_channels(config, heads=False)),
-    # Heads that are rotated the other way round, so that their halves change places (nanochat).
-    "SwappedQueryGroups": Reordered(
-        Pieces(_GROUPS, _query_groups, 1, _of_group("q", "k", "v")),
-        2,
-        lambda config: [(at + config.head_dim // 2) % config.head_dim for at in range(config.head_dim)],
-        but_values=True,
-    ),
-    # Queries, gates if there are any, keys and values whose heads differ in width, side by side in each group.
-    "RowsOfGroups": Pieces(
-        "(g n) ... -> g n ...",
-        lambda config: {"g": config.query_groups},
-        1,
-        lambda config: [rows for rows in group_rows(config) if rows],
-    ),
-    # The same for the two projections of a gated delta net, by key heads (Qwen3-Next).
-    "KeyHeads": Pieces("(g n) ... -> g n ...", _key_heads, 1, _of_key_heads),
-    # The same for the rows of all queries, keys and values, of all gates, and of both numbers of each head (Qwen3.5).
-    "KeyHeadsApart": Pieces(
-        "(g n) ... -> g n ...", _key_heads, 1, lambda config: delta_nets(config).linear_channels, section=0, sections=3
-    ),
-    # The same for six tensors, and the convolutions of the first three (Olmo Hybrid).
-    "KeyHeadsOfEach": Pieces("(g n) ... -> g n ...", _key_heads, 1, lambda c: delta_nets(c).linear_channels),
-    "ConvolutionsOfEach": Pieces(
-        "(g n) 1 t -> g n t", _key_heads, 1, lambda c: delta_nets(c).linear_channels[:3], may_be_thirds=True
-    ),
-    # [channels, 1, taps], those of all queries, keys and values, as [key heads, channels of each, taps].
-    "ConvolvedHeads": Pieces(
-        "(g n) 1 t -> g n t", _key_heads, 1, lambda config: delta_nets(config).linear_channels[:3], section=0
-    ),
-    # Mamba-2: one tensor with the gates of all groups, then their inputs, B, C and step sizes; and the convolutions of
-    # inputs, B and C, weights [channels, 1, taps] and biases.
-    "GroupsOfHeads": Pieces("(g n) ... -> g n ...", _mamba_groups, 1, mamba_channels, section=0),
-    "ConvolvedGroups": Pieces("(g n) 1 t -> g n t", _mamba_groups, 1, lambda c: mamba_channels(c)[1:4], section=0),
-    "GroupsOfBiases": Pieces("(g n) -> g n", _mamba_groups, 1, lambda c: mamba_channels(c)[1:4], section=0),
-    # Of each head, query, key and value in one tensor, and the gate in another (the lightning attention of MiniMax).
-    "HeadsAndGates": Pieces(
-        "(g n) ... -> g n ...",
-        lambda config: {"g": config.num_attention_heads},
-        1,
-        lambda config: (3 * config.head_dim, config.head_dim),
-    ),
-    # Mamba-1: decays of all channels, each of several states, as one dim.
-    "FlatStates": Pieces("c n -> (c n)", lambda config: {"n": _option(config, "mamba1_state_dim")}),
-    # Kimi Delta Attention: of each head, query, key, value and writing strength, four tensors; the convolutions of the
-    # first three; rows of low-rank projections; decays.
-    "KimiHeads": Pieces(
-        "(g n) ... -> g n ...", _kimi_heads, 1, lambda config: (*(_option(config, "kda_head_dim"),) * 3, 1)
-    ),
-    "KimiConvolutions": Pieces(
-        "(g n) 1 t -> g n t", _kimi_heads, 1, lambda config: (_option(config, "kda_head_dim"),) * 3
-    ),
-    "KimiRows": Pieces("(g d) ... -> g d ...", _kimi_heads),
-    "KimiDecays": Pieces("1 1 g 1 -> g"),
-    # Outputs of groups of heads, [groups * rank, channels of a group], and factors of hyper-connections (DeepSeek-V4).
-    "OutputGroups": Pieces(
-        "(g r) ... -> g r ...",
-        lambda config: {"g": _option(config, "o_groups")},
-    ),
-    **{name: OneOfThree(place) for place, name in enumerate(("FirstOfThree", "SecondOfThree", "ThirdOfThree"))},
-    # Three projections of one width, one behind the other (the short convolution of LFM2).
-    "Thirds": Pieces("(third c) ... -> third c ...", lambda config: {"third": 3}),
-    "WithConstantsOfXIELU": WithConstantsOfXIELU(),
-}

@@ -19,7 +19,8 @@ from megatron.core.pipeline_parallel.stage_parameters import model_states, stage
 from megatron.extensions.interop.conversion.formats import few
 from megatron.extensions.interop.hugging_face.buffers import buffers_of
 from megatron.extensions.interop.hugging_face.families import Family, Rule
-from megatron.extensions.interop.hugging_face.layouts import LAYOUTS, Box, Layout, Pieces
+from megatron.extensions.interop.hugging_face.layouts import Box, Layout, Pieces
+from megatron.extensions.interop.hugging_face.named_layouts import LAYOUTS
 from megatron.extensions.interop.hugging_face.read_config import family_of
 from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
 

@@ -1,0 +1,39 @@
+"""Every export of a drawn model loads back as the same model, bit for bit, or is refused with a reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.core.config.model import TransformerConfig
+from tests.extensions.hugging_face.drawn_exports import EXPORTED, REFUSED, draws, verdicts
+from tests.gpt_cases import LLAMA
+from tests.moe_cases import DEEPSEEK
+
+BIASED_EXPERTS = replace(DEEPSEEK, moe_shared_expert_intermediate_size=None)
+"""Sigmoid scores and a bias of experts, of which families with heads of two widths are the first that can have them."""
+
+
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [
+        (BIASED_EXPERTS, "mimo_v2_flash"),
+        (replace(BIASED_EXPERTS, kv_channels=8, value_channels=6), "mimo_v2_flash"),
+        (replace(LLAMA, qk_layernorm=True, head_wise_attn_gate=True, attention_gate_function="softplus"), "laguna"),
+    ],
+)
+def test_heads_of_one_width_and_of_two(config: TransformerConfig, family: str) -> None:
+    found = dict(verdicts(config))
+    assert found[family] == EXPORTED and {*found.values()} == {EXPORTED}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_models(seed: int) -> None:
+    wrong = [
+        f"{family} of {text}: {verdict}"
+        for text, config in draws(6, seed)
+        for family, verdict in verdicts(config)
+        if verdict not in (EXPORTED, REFUSED)
+    ]
+    assert not wrong, "\n".join(wrong)
