@@ -5,8 +5,7 @@ python tools/plot_schedule.py --extension examples/eager_1f1b.py --pipeline-sche
 python pretrain_gpt.py --extension examples/eager_1f1b.py --pipeline-schedule eager-1f1b --pp 4 ...
 """
 
-from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.schedules import B, F, Schedule, alternate
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES, B, F, Schedule, alternate
 
 
 @PIPELINE_SCHEDULES.register("eager-1f1b")

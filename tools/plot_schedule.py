@@ -19,11 +19,10 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.core.pipeline_parallel.schedules import layout_of, runs_in_turns
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES, layout_of, runs_in_turns
 from megatron.core.pipeline_parallel.walk import TIMED, Timed
 from megatron.extensions.plan.simulator.simulator import Simulation, StageCosts, lists_of_steps, simulate
 from megatron.training.step_parts import STEP_PARTS

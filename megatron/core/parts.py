@@ -40,24 +40,6 @@ def gathered_format(parallel: Any) -> str | None:
     return name if name is not None and LINEAR_FORMATS.facts(name).gathers(parallel) else None
 
 
-PIPELINE_SCHEDULES: Registry[Any, facts.ScheduleFacts, ...] = Registry(
-    "--pipeline-schedule", facts.ScheduleFacts, facts.ScheduleFacts.form
-)
-"""`schedule(p, m)`: for each of p pipeline ranks its actions on m micro-batches, in order."""
-
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-PIPELINE_SCHEDULES.register("gpipe", f"{_SCHEDULES}:gpipe", always_legal=True)
-PIPELINE_SCHEDULES.register("1f1b", f"{_SCHEDULES}:one_f_one_b", in_turns=True, always_legal=True)
-PIPELINE_SCHEDULES.register(
-    "interleaved",
-    f"{_SCHEDULES}:interleaved",
-    chunks=2,
-    any_chunks=True,
-    any_groups=True,
-    in_turns=True,
-    always_legal=True,
-)
-
 STAGE_SPLITS: Registry[Any, facts.WhenFacts, ...] = Registry(
     "split of layers", facts.WhenFacts, attributes=("virtual", "num_stages", "end_costs", "fixed")
 )

@@ -69,6 +69,30 @@ def _call_form(protocol: type) -> str | None:
     return ", ".join(each.name + "=" * (each.kind is Parameter.KEYWORD_ONLY) for each in parameters)
 
 
+def _refused(form: str, part: object) -> str:
+    """The rule that a part breaks which cannot be called with the arguments of `form`, and the remedy; else empty."""
+    words = form.split(", ")
+    taken = f"a {type(part).__name__}"
+    if callable(part):
+        try:
+            takes = signature(part)
+        except ValueError:  # of a function in C, which does not say what it takes
+            return ""
+        try:
+            takes.bind(*(w for w in words if w[-1] != "="), **{w[:-1]: True for w in words if w[-1] == "="})
+        except TypeError:
+            taken = str(takes)
+        else:
+            return ""
+    return f"must take ({form}), and takes {taken}; correct its parameters"
+
+
+def refused_call(protocol: type, part: object) -> str:
+    """Checks a function that stands beside a part, as one of its facts: says what is wrong if it cannot be called as
+    `protocol` is, and is empty otherwise."""
+    return _refused(form, part) if (form := _call_form(protocol)) else ""
+
+
 class Registry(Collection[str], Generic[P, F, K]):
     """Name -> part of one kind, in order of registration. `flag` is how a command line chooses among them.
 
@@ -124,6 +148,8 @@ class Registry(Collection[str], Generic[P, F, K]):
             raise ValueError(
                 f"{self.flag} {name}: the keywords of register() are {wanted}, and {given} given; correct them"
             ) from None
+        except ValueError as error:
+            raise ValueError(f"{self.flag} {name}: {error}") from None
 
         def add(part: Given) -> Given:
             if not isinstance(part, str):
@@ -172,18 +198,8 @@ class Registry(Collection[str], Generic[P, F, K]):
         known = set(dir(part)) | set(getattr(part, "__annotations__", ()))
         if missing := [attribute for attribute in wanted if attribute not in known and not hasattr(part, attribute)]:
             raise ValueError(f"{self.flag} {name}: has no {', '.join(missing)}; derive it from the class of its kind")
-        if form is None:
-            return
-        words = form.split(", ")
-        try:
-            signature(part).bind(*(w for w in words if w[-1] != "="), **{w[:-1]: True for w in words if w[-1] == "="})
-        except TypeError:
-            given = str(signature(part)) if callable(part) else f"a {type(part).__name__}"
-            raise ValueError(
-                f"{self.flag} {name}: must take ({form}), and takes {given}; correct its parameters"
-            ) from None
-        except ValueError:  # of a function in C, which does not say what it takes
-            return
+        if form is not None and (refused := _refused(form, part)):
+            raise ValueError(f"{self.flag} {name}: {refused}")
 
     def facts(self, name: str) -> F:
         """Facts about a part, without importing it. Raises ValueError as `registry[name]` does."""

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 
 
 def _schedule_of(flags: str) -> str | None:

@@ -20,9 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES, build_schedule
 from megatron.training.config.arguments import command_line
 from megatron.training.config.flags import spelling_table
 from megatron.training.config.validation import notices, validate

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from tests.apart import run_command
 from tests.extensions import installed
 from tools import plot_schedule
@@ -45,7 +45,7 @@ def test_of_a_long_schedule_the_two_ends_are_drawn(tmp_path, capsys):
 def test_a_schedule_of_an_extension(tmp_path, capsys):
     own = tmp_path / "own.py"
     own.write_text(
-        "from megatron.core.parts import PIPELINE_SCHEDULES\n"
+        "from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES\n"
         "PIPELINE_SCHEDULES.register('plotted', 'megatron.core.pipeline_parallel.schedules:gpipe')\n"
     )
     assert (

@@ -13,7 +13,7 @@ from megatron import extensions
 from megatron.core.config.mixers import ATTENTION_MODULES, MIXERS, MixerNames
 from megatron.core.config.model_fields import RecomputedParts
 from megatron.core.config.moe import RouterValues
-from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.core.registry import Registry
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
 from megatron.training.config.commands import COMMANDS, options

@@ -183,8 +183,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_schedule_that_leaves_work_out_is_refused(tmp_path: Path) -> None:
     source = (
-        "from megatron.core.parts import PIPELINE_SCHEDULES\n"
-        "from megatron.core.pipeline_parallel.schedules import gpipe\n"
+        "from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES, gpipe\n"
         "@PIPELINE_SCHEDULES.register('lazy')\ndef lazy(p, m):\n    return [each[:-1] for each in gpipe(p, m)]\n"
     )
     flags = "--pp 2 --world-size 2 --global-batch-size 4 --pipeline-schedule".split()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.layer_split import end_costs, pipeline_stages, stage_costs
 from megatron.core.pipeline_parallel.layout import PipelineLayout, split_layers
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 
 

@@ -1,17 +1,20 @@
 """Every schedule, for ranges of integers: complete, free of deadlock, and with the bubble that its paper states."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import COMPUTE, SENDS, Action, Kind, counterpart, units
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.p2p import lane_of
 from megatron.core.pipeline_parallel.passes import add_communication, pipeline_lists, validate_schedule
 from megatron.core.pipeline_parallel.schedules import (
+    PIPELINE_SCHEDULES,
     build_schedule,
     forward_only,
+    gpipe,
     groups_of,
     layout_of,
     runs_in_turns,
@@ -224,3 +227,19 @@ def test_a_rank_sends_or_receives_on_a_lane(schedule):
                         lane = lane_of(action.kind in (Kind.SEND_B, Kind.RECV_B), sender)
                         directions.setdefault(lane, set()).add(sends)
                 assert all(len(both) == 1 for both in directions.values()), f"rank {rank}"
+
+
+def test_a_schedule_that_cannot_be_called_is_refused_where_it_is_registered():
+    def of_ranks(p):
+        return [[] for _ in range(p)]
+
+    def of_stages(p, m, v):
+        return [[] for _ in range(p)]
+
+    start = "--pipeline-schedule refused: "
+    with pytest.raises(ValueError, match=start + re.escape("must take (p, m), and takes (p); correct its parameters")):
+        PIPELINE_SCHEDULES.register("refused", of_ranks)
+    said = "must take (p, m, v, group), and takes (p, m, v); correct its parameters"
+    with pytest.raises(ValueError, match=start + "with_chunks " + re.escape(said)):
+        PIPELINE_SCHEDULES.register("refused", gpipe, with_chunks=of_stages)
+    assert "refused" not in PIPELINE_SCHEDULES

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.attention.backends import ATTENTION_BACKENDS, CONTEXT_PARALLEL
 from megatron.core.config.flag_spec import Section, flag
-from megatron.core.parts import PIPELINE_SCHEDULES, STAGE_SPLITS
+from megatron.core.parts import STAGE_SPLITS
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.core.registry import Registry
 
 if TYPE_CHECKING:

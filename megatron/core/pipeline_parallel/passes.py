@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache, partial
 
-from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import (
     BACKWARDS,
     COMPUTE,
@@ -18,7 +17,13 @@ from megatron.core.pipeline_parallel.actions import (
     units,
 )
 from megatron.core.pipeline_parallel.layout import PipelineLayout
-from megatron.core.pipeline_parallel.schedules import Schedule, build_schedule, forward_only, layout_of
+from megatron.core.pipeline_parallel.schedules import (
+    PIPELINE_SCHEDULES,
+    Schedule,
+    build_schedule,
+    forward_only,
+    layout_of,
+)
 from megatron.core.pipeline_parallel.walk import Walk
 
 

@@ -1,19 +1,100 @@
-"""Pipeline schedules as pure functions of integers.
+"""Pipeline schedules as pure functions of integers, and their registry. No torch.
 
 Each returns, for every pipeline rank, the compute actions in the order in which it runs them; sends and receives
-are added by `passes`. p is the number of pipeline ranks, m of microbatches, v of stages on a rank.
+are added by `passes`. p is the number of pipeline ranks, m of microbatches, v of stages on a rank. One's own:
+
+    @PIPELINE_SCHEDULES.register("my_schedule")
+    def my_schedule(p: int, m: int) -> Schedule: ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Protocol
 
-from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.actions import Action, Kind
+from megatron.core.pipeline_parallel.actions import Action, Kind, Lists
 from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.registry import Registry, refused_call
 
 Schedule = list[list[Action]]
+
+
+class PipelineSchedule(Protocol):
+    """A pipeline schedule, for its usual number of stages on a rank."""
+
+    def __call__(self, p: int, m: int) -> Schedule:
+        """For each of p pipeline ranks its actions on m micro-batches, in order."""
+
+
+class ChunkedSchedule(Protocol):
+    """A pipeline schedule for v stages on a rank."""
+
+    def __call__(self, p: int, m: int, v: int, group: int | None) -> Schedule:
+        """`group` is the number of micro-batches in a group, None for the schedule's own choice."""
+
+
+class EndlessSchedule(Protocol):
+    """The lists of one step of a schedule whose step begins the passes of the next one."""
+
+    def __call__(self, schedule: str, p: int, before: int, microbatches: int, after: int) -> Lists:
+        """Communication included; `before` and `after` are the micro-batches of the adjacent steps, 0 for none."""
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """Facts about a pipeline schedule. The defaults are those of a schedule of one's own."""
+
+    chunks: int = 1
+    """Stages on a rank, unless a run says how many."""
+
+    with_chunks: ChunkedSchedule | None = None
+    """The schedule for any number of stages on a rank. None: there are always `chunks`."""
+
+    any_groups: bool = False
+    """True if the `group` of `with_chunks` has an effect."""
+
+    v_shaped: bool = False
+    """True if stages are placed in a V, so that rank 0 has the first and the last one."""
+
+    splits_backward: bool = False
+    """True if it has I and W, the gradients of inputs and of weights, in place of B."""
+
+    always_legal: bool = False
+    """True if it takes any number of ranks and of micro-batches, so that validation need not build its lists."""
+
+    in_turns: ChunkedSchedule | None = None
+    """The schedule with FB before each F and B, or I, that run in turns (`runs_in_turns`). None: it has no such form.
+    """
+
+    of_step: EndlessSchedule | None = None
+    """Lists of a step that begins the passes of the next one. None: a step ends before the next one begins."""
+
+    asks_for: tuple[object, ...] = ()
+    """Options that `config.options` of its runs finds."""
+
+    rules: Callable[..., Iterable[object]] | None = None
+    """(RunConfig, world size) -> each `Problem` of a run that has the schedule."""
+
+    def __post_init__(self) -> None:
+        for name, protocol, part in (
+            ("with_chunks", ChunkedSchedule, self.with_chunks),
+            ("in_turns", ChunkedSchedule, self.in_turns),
+            ("of_step", EndlessSchedule, self.of_step),
+        ):
+            if part is not None and (refused := refused_call(protocol, part)):
+                raise ValueError(f"{name} {refused}")
+
+    @property
+    def flushes(self) -> bool:
+        """True if a step ends before the next one begins."""
+        return self.of_step is None
+
+
+PIPELINE_SCHEDULES = Registry("--pipeline-schedule", ScheduleFacts, protocol=PipelineSchedule)
+"""Name -> `PipelineSchedule`."""
 
 
 def F(stage: int, microbatch: int) -> Action:
@@ -41,7 +122,7 @@ def one_f_one_b(p: int, m: int, in_turns: bool = False) -> Schedule:
     ]
 
 
-def interleaved(p: int, m: int, v: int, group: int | None = None, in_turns: bool = False) -> Schedule:
+def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: bool = False) -> Schedule:
     """Interleaved 1F1B (arXiv 2104.04473, section 2.2): v stages on a rank cut the bubble by v.
 
     Microbatches pass through the stages of a rank in groups of about p (`groups_of`), so any m is legal. Groups are
@@ -63,6 +144,26 @@ def interleaved(p: int, m: int, v: int, group: int | None = None, in_turns: bool
         ahead = 2 * (p - rank - 1) + (v - 1) * len(groups[0])
         lists.append(alternate(forwards, backwards, ahead + in_turns, in_turns))
     return lists
+
+
+def of_one_stage(schedule: PipelineSchedule) -> ChunkedSchedule:
+    """A schedule with one stage on each rank, in the form of one that is told their number."""
+    return lambda p, m, v, group: schedule(p, m)
+
+
+PIPELINE_SCHEDULES.register("gpipe", gpipe, always_legal=True)
+PIPELINE_SCHEDULES.register(
+    "1f1b", one_f_one_b, in_turns=of_one_stage(partial(one_f_one_b, in_turns=True)), always_legal=True
+)
+PIPELINE_SCHEDULES.register(
+    "interleaved",
+    interleaved,
+    chunks=2,
+    with_chunks=interleaved,
+    any_groups=True,
+    in_turns=partial(interleaved, in_turns=True),
+    always_legal=True,
+)
 
 
 def forward_only(layout: PipelineLayout, m: int) -> Schedule:
@@ -104,8 +205,8 @@ def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
     """
     named = PIPELINE_SCHEDULES.facts(schedule)
     v = named.chunks if v is None else v
-    if v < 1 or (v != named.chunks and not named.any_chunks):
-        rule = "at least 1" if named.any_chunks else str(named.chunks)
+    if v < 1 or (v != named.chunks and named.with_chunks is None):
+        rule = "at least 1" if named.with_chunks is not None else str(named.chunks)
         remedy = f"nearest: {named.chunks}" + (", or use --pipeline-schedule interleaved" if v > 1 else "")
         raise ValueError(
             f"--num-virtual-stages-per-pipeline-rank {v}: must be {rule} with --pipeline-schedule {schedule}; {remedy}"
@@ -122,7 +223,7 @@ def runs_in_turns(schedule: str, p: int, v: int) -> bool:
     """Whether a schedule of v stages on each of p ranks has a form in which a forward and a backward run in turns: what
     each needs from other ranks must not wait for the other one."""
     facts = PIPELINE_SCHEDULES.facts(schedule)
-    return facts.in_turns and (p == 1 or v > 1 or facts.splits_backward)
+    return facts.in_turns is not None and (p == 1 or v > 1 or facts.splits_backward)
 
 
 def build_schedule(
@@ -133,9 +234,10 @@ def build_schedule(
     Raises ValueError as `layout_of` does.
     """
     v = layout_of(schedule, p, v).chunks
-    build, facts = PIPELINE_SCHEDULES[schedule], PIPELINE_SCHEDULES.facts(schedule)
-    assert not in_turns or runs_in_turns(schedule, p, v), f"{schedule} has no form in which passes run in turns"
-    options = {"in_turns": True} if in_turns else {}
-    if facts.any_groups:
-        return build(p, m, v, group, **options)
-    return build(p, m, v, **options) if facts.any_chunks else build(p, m, **options)
+    facts = PIPELINE_SCHEDULES.facts(schedule)
+    if in_turns:
+        assert facts.in_turns is not None and runs_in_turns(schedule, p, v), f"{schedule} has no form in turns"
+        return facts.in_turns(p, m, v, group)
+    if facts.with_chunks is not None:
+        return facts.with_chunks(p, m, v, group)
+    return PIPELINE_SCHEDULES[schedule](p, m)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.training.config.batch_size import batch_schedule, legal_sizes, samples_of_run
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Kind
-from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES, build_schedule
 from megatron.extensions.speed.overlap.batch_overlap import BatchOverlap
 from tests.host_waits import HostWaits
 from tests.rules import problems

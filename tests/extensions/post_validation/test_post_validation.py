@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES, build_schedule
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.pipeline.post_validation.flags import PostValidationFlags
 from megatron.extensions.pipeline.post_validation.post_validation import PostValidatedOptimizer

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from megatron.core.config.model_fields import RECOMPUTED_PARTS
-from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.training.config.flags import home_of, spelling_table
 
 COMMON = (

@@ -28,7 +28,7 @@ from megatron.core.config.json_text import parse_json
 from megatron.core.datasets.gpt_dataset import Sample
 from megatron.core.datasets.samplers import MicroBatch
 from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
-from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.extensions.observe.diagnosis.nonfinite_search import Finding, search
 from megatron.training.checkpoints.checkpointing import RunCheckpoint
 from megatron.training.config.arguments import save_config

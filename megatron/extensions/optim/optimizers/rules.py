@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from megatron.core.config.optimizers import OPTIMIZERS
-from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.extensions.optim.optimizers.flags import SCALE_BLOCK, MuonFlags, PrecisionAwareFlags, QKClipFlags
 from megatron.training.config.flags import field_table, named_value
 from megatron.training.config.problem import Problem

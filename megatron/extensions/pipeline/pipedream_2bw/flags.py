@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Section
 from megatron.core.config.optimizers import STATE_STORES, StatePlan
-from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.schedules import Schedule, one_f_one_b
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES, Schedule, one_f_one_b
+from megatron.extensions.pipeline.pipedream_2bw.lists import lists_of_step
+from megatron.extensions.pipeline.pipedream_2bw.rules import NAME, two_versions
 from megatron.training.step_parts import STEP_PARTS
 
-NAME = "2bw"
 PREVIOUS = "previous_param"
 """Kind of state, in checkpoints: the parameters before the last update, in their own dtype."""
 
@@ -44,9 +44,9 @@ def two_bw(p: int, m: int) -> Schedule:
 PIPELINE_SCHEDULES.register(
     NAME,
     two_bw,
-    of_step=f"{HERE}.lists:lists_of_step",
+    of_step=lists_of_step,
     asks_for=(TwoVersions(kept=True),),
-    rules=f"{HERE}.rules:two_versions",
+    rules=two_versions,
 )
 STEP_PARTS.register(
     "two versions of weights",

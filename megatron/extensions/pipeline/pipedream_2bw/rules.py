@@ -8,12 +8,12 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizers import STATE_STORES
 from megatron.core.parts import LINEAR_FORMATS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
-from megatron.extensions.pipeline.pipedream_2bw.flags import NAME
 from megatron.training.config.batch_size import legal_sizes
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.step_parts import STEP_PARTS, launches_once
 
+NAME = "2bw"
 SCHEDULE = "--pipeline-schedule"
 
 

@@ -1,12 +1,14 @@
-"""Where the schedules are. No torch."""
+"""The schedules of pipelines without bubbles. No torch."""
 
 from __future__ import annotations
 
-from megatron.core.parts import PIPELINE_SCHEDULES
+from functools import partial
 
-_SCHEDULES = f"{__package__}.schedules"
-PIPELINE_SCHEDULES.register("zb-h1", f"{_SCHEDULES}:zb_h1", splits_backward=True, always_legal=True)
-PIPELINE_SCHEDULES.register("zb-h2", f"{_SCHEDULES}:zb_h2", splits_backward=True, in_turns=True, always_legal=True)
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES, of_one_stage
+from megatron.extensions.pipeline.zero_bubble.schedules import zb_h1, zb_h2, zb_v
+
+PIPELINE_SCHEDULES.register("zb-h1", zb_h1, splits_backward=True, always_legal=True)
 PIPELINE_SCHEDULES.register(
-    "zb-v", f"{_SCHEDULES}:zb_v", chunks=2, v_shaped=True, splits_backward=True, always_legal=True
+    "zb-h2", zb_h2, splits_backward=True, in_turns=of_one_stage(partial(zb_h2, in_turns=True)), always_legal=True
 )
+PIPELINE_SCHEDULES.register("zb-v", zb_v, chunks=2, v_shaped=True, splits_backward=True, always_legal=True)

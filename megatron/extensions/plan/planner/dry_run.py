@@ -10,8 +10,8 @@ from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.path_kind import data_kind_of
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.layer_split import stage_costs
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.extensions.plan.planner.device_file import read_device
 from megatron.extensions.plan.planner.loss_chunks import chosen_chunk

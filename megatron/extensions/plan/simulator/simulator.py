@@ -6,11 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import BACKWARDS, Action, Kind, Lists, units
-from megatron.core.pipeline_parallel.schedules import Schedule
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES, Schedule
 from megatron.core.pipeline_parallel.walk import TIMED, Timed, Walk
-from megatron.core.registry import imported
 
 PerStage = float | Sequence[float]
 
@@ -163,7 +161,8 @@ def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, d
 
 def lists_of_steps(schedule: str, p: int, steps: Sequence[int]) -> Schedule:
     """The lists of a run of a schedule that does not flush, with as many micro-batches as `steps` say, numbered on."""
-    of_step = imported(PIPELINE_SCHEDULES.facts(schedule).of_step)
+    of_step = PIPELINE_SCHEDULES.facts(schedule).of_step
+    assert of_step is not None, f"{schedule} flushes"
     lists: Schedule = [[] for _ in range(p)]
     first = 0
     for before, own, after in zip([0, *steps[:-1]], steps, [*steps[1:], 0], strict=True):

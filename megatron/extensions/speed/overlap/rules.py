@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.schedules import runs_in_turns
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES, runs_in_turns
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.speed.overlap.flags import OverlapFlags
 from megatron.training.config.flags import named_value

@@ -8,12 +8,11 @@ from megatron.core.config.losses import LOSSES
 from megatron.core.config.model_fields import RECOMPUTED_PARTS
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.core.registry import imported
-from megatron.training.config.problem import Problem, nearest_divisor
+from megatron.training.config.problem import Problem, nearest_divisor, problems_of
 from megatron.training.config.run_config import RunConfig
 
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
@@ -51,7 +50,7 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield from _enough_layers(layout, layers)
     yield from _own_schedule(c, layout)
     if (rules := PIPELINE_SCHEDULES.facts(p.schedule).rules) is not None:
-        yield from imported(rules)(c, world_size)
+        yield from problems_of(rules(c, world_size))
     yield from _groups(p, layout)
 
 

@@ -11,9 +11,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.layout import PipelineLayout
-from megatron.core.pipeline_parallel.schedules import splits_backward
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES, splits_backward
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.training.config.flags import Flag, field_table, named_value, value_of, with_named
 from megatron.training.config.problem import Problem
@@ -170,7 +169,7 @@ class Space:
         for name in self.schedules:
             facts = PIPELINE_SCHEDULES.facts(name)
             if facts.splits_backward is split:
-                for chunks in CHUNKS if facts.any_chunks else (facts.chunks,):
+                for chunks in (facts.chunks,) if facts.with_chunks is None else CHUNKS:
                     if chunks <= self.num_layers // ranks:
                         yield Pipeline(name, ranks, chunks, facts.v_shaped)
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Action, Kind, Lists
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES, build_schedule
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.core.pipeline_parallel.walk import TIMED
 from megatron.extensions.plan.simulator.simulator import Simulation, StageCosts, at_stage, lists_of_steps, simulate
