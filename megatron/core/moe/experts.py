@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +28,7 @@ from megatron.core.tensor_parallel.weight_grad import (
     add_product_,
     saved_without_graph,
 )
+from megatron.core.torch_private import AutogradContext
 from megatron.core.transformer.activations import FusedActivation, Kind, build_activation, functions_of
 from megatron.core.transformer.recompute import with_input_recomputed
 
@@ -176,12 +176,24 @@ EACH = GroupedGemms(gemm_each, add_each_product_)
 """One for each expert. The host cuts the rows into parts."""
 
 
+class _GroupedLinearContext(AutogradContext):
+    weight: Tensor
+    segments: Segments
+    gemms: GroupedGemms
+    queue: WeightGradQueue
+
+
 class GroupedLinearFunction(torch.autograd.Function):
     """Grouped linear layer: multiplies each row of x [n, in] by the W [out, in] of its expert -> y [n, out]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, segments: Segments, gemms: GroupedGemms, queue: WeightGradQueue
+        ctx: _GroupedLinearContext,
+        x: Tensor,
+        weight: Tensor,
+        segments: Segments,
+        gemms: GroupedGemms,
+        queue: WeightGradQueue,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight
@@ -192,7 +204,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _GroupedLinearContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = saved_without_graph(ctx)
         weight = ctx.weight
         segments = ctx.segments
@@ -220,13 +232,20 @@ def _gradient_of_factors(dy: Tensor, bias: Tensor, experts: Tensor, factors: Ten
     return (dy * bias[experts]).sum(-1, keepdim=True, dtype=factors.dtype)
 
 
+class _GroupedBiasContext(AutogradContext):
+    bias: Tensor
+    segments: Segments
+    first: int
+    layer: GroupedLinear
+
+
 class GroupedBiasFunction(torch.autograd.Function):
     """Adds to each row of y [n, out] the bias [experts, ..., columns] of its expert, times its factor [n] if there are
     factors. `first` is the first of these columns."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _GroupedBiasContext,
         y: Tensor,
         bias: Tensor,
         factors: Tensor | None,
@@ -244,7 +263,7 @@ class GroupedBiasFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _GroupedBiasContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         (factors,) = ctx.saved_tensors
         bias = ctx.bias.flatten(1)
         segments = ctx.segments
@@ -280,6 +299,11 @@ def _matrices(weight: Tensor) -> Tensor:
     return weight.view(weight.shape[0], -1, weight.shape[-1])
 
 
+class _WeightedContext(AutogradContext):
+    activation: Activation
+    parameters: tuple[Tensor, ...]
+
+
 class _WeightedActivation(torch.autograd.Function):
     """activation(x) * weight, row by row, that saves only x and the weights for backward.
 
@@ -288,14 +312,16 @@ class _WeightedActivation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, activation: Activation, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: _WeightedContext, x: Tensor, weights: Tensor, activation: Activation, *parameters: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, weights)
         ctx.activation, ctx.parameters = activation, parameters
         return activation(x) * weights[:, None].to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _WeightedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights = ctx.saved_tensors
         with torch.enable_grad():
             x = x.detach().requires_grad_()
@@ -317,18 +343,23 @@ def _weighted_backward(x: Tensor, weights: Tensor, grad: Tensor, kind: Kind) -> 
     return backward(x, grad * weights[:, None].to(grad.dtype)), d_weights
 
 
+class _FusedWeightedContext(AutogradContext):
+    kind: Kind
+    compiled: bool
+
+
 class FusedWeightedActivation(torch.autograd.Function):
     """`_WeightedActivation` of a function whose gradient is known: compiled, no product is written in between."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, kind: Kind, compiled: bool) -> Tensor:
+    def forward(ctx: _FusedWeightedContext, x: Tensor, weights: Tensor, kind: Kind, compiled: bool) -> Tensor:
         ctx.save_for_backward(x, weights)
         ctx.kind, ctx.compiled = kind, compiled
         return region(_weighted_forward, compiled)(x, weights, kind)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _FusedWeightedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights = ctx.saved_tensors
         dx, d_weights = region(_weighted_backward, ctx.compiled)(x, weights, grad, ctx.kind)
         return dx, d_weights, None, None

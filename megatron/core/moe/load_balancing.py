@@ -18,7 +18,6 @@ how the batch is cut. "seq_aux_loss" balances each sequence by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.torch_private import AutogradContext
 
 EXTRA_COLUMNS = 3
 """Entries of a tally that are not per expert: balancing loss, z-loss, dropped assignments."""
@@ -85,21 +85,33 @@ class RunningLoads:
         return self._shares[number]
 
 
+class _LoadsContext(AutogradContext):
+    loads: RunningLoads
+    number: int
+    shape: torch.Size
+
+
 class _AgainstRunningLoads(torch.autograd.Function):
     """Sum over tokens of E sum_i f_i p_i for probabilities p [s, b, E]. Its value is left at 0: f is not known before
     the backward."""
 
     @staticmethod
-    def forward(ctx: Any, probabilities: Tensor, loads: RunningLoads, number: int) -> Tensor:
+    def forward(ctx: _LoadsContext, probabilities: Tensor, loads: RunningLoads, number: int) -> Tensor:
         ctx.loads = loads
         ctx.number = number
         ctx.shape = probabilities.shape
         return probabilities.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LoadsContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         share = ctx.loads.shares(ctx.number).to(grads[0].dtype)
         return (grads[0] * ctx.shape[-1] * share).expand(ctx.shape), None, None
+
+
+class _AttachContext(AutogradContext):
+    scale: Tensor
+    entries: Tensor
+    tally: Tensor
 
 
 class _Attach(torch.autograd.Function):
@@ -109,15 +121,18 @@ class _Attach(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor, scale: Tensor, entries: Tensor, tally: Tensor) -> Tensor:
-        ctx.values = scale.to(loss.dtype), entries, tally
+    def forward(
+        ctx: _AttachContext, weights: Tensor, loss: Tensor, scale: Tensor, entries: Tensor, tally: Tensor
+    ) -> Tensor:
+        ctx.scale = scale.to(loss.dtype)
+        ctx.entries = entries
+        ctx.tally = tally
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scale, entries, tally = ctx.values
-        tally.add_(entries)
-        return grads[0], scale, None, None, None
+    def backward(ctx: _AttachContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.tally.add_(ctx.entries)
+        return grads[0], ctx.scale, None, None, None
 
 
 class Balance(nn.Module):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +32,20 @@ from megatron.core.tensor_parallel.weight_grad import (
     add_product_,
     saved_without_graph,
 )
+from megatron.core.torch_private import AutogradContext
+
+
+class _RouterContext(AutogradContext):
+    weight: Tensor
+    dtype: torch.dtype
+    queue: WeightGradQueue
 
 
 class RouterFunction(torch.autograd.Function):
     """Router logits x Wᵀ, computed in `dtype`: x [s, b, h], W [E, h] -> [s, b, E]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, queue: WeightGradQueue) -> Tensor:
+    def forward(ctx: _RouterContext, x: Tensor, weight: Tensor, dtype: torch.dtype, queue: WeightGradQueue) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight
         ctx.dtype = dtype
@@ -48,7 +54,7 @@ class RouterFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _RouterContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = saved_without_graph(ctx)
         weight, dtype = ctx.weight, ctx.dtype
         dx = grad.matmul(weight.to(dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.config.activations import ACTIVATIONS, Activation
 from megatron.core.config.model import TransformerConfig
 from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.torch_private import AutogradContext
 
 PARTIAL_SUMS = 32
 """Groups of rows whose gradients of a bias are summed apart: parallel work for a GPU where there are few features."""
@@ -192,11 +193,16 @@ def _biased_backward(x: Tensor, bias: Tensor, grad: Tensor, kind: Kind) -> tuple
     return dx, dx.sum(1, dtype=wide).sum(0).to(bias.dtype)
 
 
+class _ActivationContext(AutogradContext):
+    kind: Kind
+    compiled: bool
+
+
 class _ActivationFunction(torch.autograd.Function):
     """f(x + bias) that saves only its input for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: Kind, compiled: bool) -> Tensor:
+    def forward(ctx: _ActivationContext, x: Tensor, bias: Tensor | None, kind: Kind, compiled: bool) -> Tensor:
         ctx.save_for_backward(x, bias)
         ctx.kind, ctx.compiled = kind, compiled
         if bias is None:
@@ -205,7 +211,7 @@ class _ActivationFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ActivationContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         if bias is None:
             return region(_regions_of(ctx.kind)[1], ctx.compiled)(x, grad), None, None, None

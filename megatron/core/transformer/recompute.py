@@ -6,10 +6,11 @@ Random numbers need no care: dropout masks are functions of the batch, so the se
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +19,16 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.torch_private import storage_id
-from megatron.core.transformer.activation_store import nothing_saved, packed, unpacked
+from megatron.core.transformer.activation_store import Stored, nothing_saved, packed, unpacked
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
+Results = Tensor | Iterable[Tensor]
+Input = TypeVar("Input", bound=Tensor | tuple[Tensor, ...])
+"""A tensor, or a NamedTuple of several."""
 
 
-def recomputed(function: Callable[..., Any], *args: Any) -> Any:
+def recomputed(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
     """function(*args), of which only the arguments are kept; it runs again, whole, when its backward begins."""
     contexts = lambda: (nothing_saved(), again())  # noqa: E731
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
@@ -61,7 +68,7 @@ class _View(NamedTuple):
     offset: int
 
 
-def with_input_recomputed(produce: Callable[[Any], Any], x: Any, consume: Callable[..., Any], *args: Any) -> Any:
+def with_input_recomputed(produce: Callable[[Input], Results], x: Input, consume: Callable[..., T], *args: object) -> T:
     """consume(produce(x), *args), which keeps x where it would keep produce(x), a tensor or several.
 
     For a cheap `produce`, as a norm or an activation function, whose input is kept anyway: it alone runs again, each
@@ -72,16 +79,23 @@ def with_input_recomputed(produce: Callable[[Any], Any], x: Any, consume: Callab
 
 
 def with_recomputed(
-    results: tuple[Tensor, ...], produce: Callable[[Any], Any], x: Any, consume: Callable[..., Any], *args: Any
-) -> Any:
+    results: tuple[Tensor, ...],
+    produce: Callable[[Input], Results],
+    x: Input,
+    consume: Callable[..., T],
+    *args: object,
+) -> T:
     """consume(*results, *args), which keeps nothing of the results: the backward calls produce(x) for them again."""
-    inputs, alone = tuple(packed(part) for part in _tuple(x)), isinstance(x, Tensor)
-    joined = getattr(x, "_make", tuple)
+    inputs = tuple(packed(part) for part in _tuple(x))
+    joined = itemgetter(0)
+    if not isinstance(x, Tensor):
+        assert hasattr(x, "_make"), "several tensors are a NamedTuple"
+        joined = x._make
     del x  # its memory may be offloaded
     dropped = {(storage_id(y), y.dtype): number for number, y in enumerate(results)}
     kept, left = set[int](), dict[int, Tensor]()
 
-    def pack(saved: Tensor) -> Any:
+    def pack(saved: Tensor) -> Tensor | Stored | _View:
         number = dropped.get((storage_id(saved), saved.dtype))
         if number is None:
             return packed(saved)
@@ -89,12 +103,12 @@ def with_recomputed(
         return _View(number, saved.size(), saved.stride(), int(saved.storage_offset()))
 
     @torch.no_grad()
-    def unpack(view: Any) -> Tensor:
+    def unpack(view: Tensor | Stored | _View) -> Tensor:
         if not isinstance(view, _View):
             return unpacked(view)
         if view.number not in left:
             given = [unpacked(part) for part in inputs]
-            again = _tuple(produce(given[0] if alone else joined(given)))
+            again = _tuple(produce(joined(given)))
             left.update((number, y) for number, y in enumerate(again) if number in kept)
         return left.pop(view.number).as_strided(*view[1:])
 
@@ -102,7 +116,7 @@ def with_recomputed(
         return consume(*results, *args)
 
 
-def _tuple(results: Any) -> tuple[Tensor, ...]:
+def _tuple(results: Results) -> tuple[Tensor, ...]:
     return (results,) if isinstance(results, Tensor) else tuple(results)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import sqrt
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from megatron.core.transformer.recompute import recomputed, with_input_recompute
 from megatron.extensions.layers.hyper_connections.flags import HyperConnectionFlags
 from megatron.extensions.layers.hyper_connections.mixing import Epsilons, Mix, MixFunction, contracted, stream_weights
 
+T = TypeVar("T")
 Sublayer = Callable[[Tensor, BatchContext], Tensor]
 
 
@@ -59,7 +60,7 @@ class TokenWeights(nn.Module):
         self.streams, self.iterations = own.mhc_num_residual_streams, own.mhc_sinkhorn_iterations
         self.epsilons, self.compiled = Epsilons(config.norm_epsilon, own.mhc_epsilon), ctx.compiled
 
-    def of_kept(self, function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    def of_kept(self, function: Callable[[Tensor], T], x: Tensor) -> T:
         """function(x), of which x alone is kept"""
         return recomputed(function, x) if self.training else function(x)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
+from megatron.core.torch_private import AutogradContext
 
 
 class Epsilons(NamedTuple):
@@ -103,18 +104,22 @@ def mixed_gradients(x: Tensor, post: Tensor, res: Tensor, y: Tensor, grad: Tenso
     return torch.stack(dx, -2), dpost, torch.stack(dres, -2), dy
 
 
+class _MixContext(AutogradContext):
+    compiled: bool
+
+
 class MixFunction(torch.autograd.Function):
     """`mixed_streams`, which keeps each operand once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, post: Tensor, res: Tensor, y: Tensor, compiled: bool) -> Tensor:
+    def forward(ctx: _MixContext, x: Tensor, post: Tensor, res: Tensor, y: Tensor, compiled: bool) -> Tensor:
         ctx.save_for_backward(x, post, res, y)
         ctx.compiled = compiled
         return region(mixed_streams, compiled)(x, post, res, y)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _MixContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, post, res, y = ctx.saved_tensors
         return *region(mixed_gradients, ctx.compiled, static=True)(x, post, res, y, grad), None
 

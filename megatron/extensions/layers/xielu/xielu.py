@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import expm1, log
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
+from megatron.core.torch_private import AutogradContext
 
 BETA = 0.5
 """Its slope at zero."""
@@ -55,17 +55,21 @@ def _xielu_gradients(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, grad: Tensor) 
     return dx, of_p.to(alpha_p.dtype), of_n.to(alpha_n.dtype)
 
 
+class _XIELUContext(AutogradContext):
+    compiled: bool
+
+
 class _XIELUFunction(torch.autograd.Function):
     """xIELU that saves only its input and its scalars for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, compiled: bool) -> Tensor:
+    def forward(ctx: _XIELUContext, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, compiled: bool) -> Tensor:
         ctx.save_for_backward(x, alpha_p, alpha_n)
         ctx.compiled = compiled
         return region(_xielu, compiled)(x, alpha_p, alpha_n)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _XIELUContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, alpha_p, alpha_n = ctx.saved_tensors
         return *region(_xielu_gradients, ctx.compiled)(x, alpha_p, alpha_n, grad), None

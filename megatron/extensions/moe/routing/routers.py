@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from megatron.core.init import site_key
 from megatron.core.moe.router import SoftmaxScores, TopKRouter, without_rounding
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.torch_private import AutogradContext
 from megatron.extensions.moe.routing.flags import RoutingFlags, balances_choices
 
 
@@ -87,12 +87,12 @@ class _StraightThrough(torch.autograd.Function):
     """The second operand, with the gradient of the first."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, value: Tensor) -> Tensor:
         return value
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None
 
 
