@@ -49,11 +49,15 @@ def _unwritten(part: Any) -> str:
     return " or ".join(f"{name}()" for name in base.must_write)
 
 
+def _is_protocol(cls: type) -> bool:
+    return getattr(cls, "_is_protocol", False)
+
+
 def _members(protocol: type) -> list[str]:
     """The names that a Protocol asks for, without `__call__`."""
     names: dict[str, None] = {}
     for base in reversed(protocol.__mro__):
-        if getattr(base, "_is_protocol", False) and base is not Protocol:
+        if _is_protocol(base) and base is not Protocol:
             names |= dict.fromkeys([*vars(base), *vars(base).get("__annotations__", ())])
     return [name for name in names if not name.startswith("_")]
 
@@ -97,8 +101,9 @@ class Registry(Collection[str], Generic[P, F, K]):
     """Name -> part of one kind, in order of registration. `flag` is how a command line chooses among them.
 
     `facts` makes the facts of a part from the keyword arguments of `register`. `protocol` is the Protocol of the parts:
-    each must take the arguments of its `__call__` and have its other members. Where a part is called to make an object,
-    `makes` is the Protocol of these objects, and each part that is a class must have its members.
+    each must take the arguments of its `__call__` and have its other members. It may also be a plain class, whose
+    instances the parts are. Where a part is called to make an object, `makes` is the Protocol of these objects, and
+    each part that is a class must have its members.
 
     `form` and `attributes` state the same by names; `form` may follow from the facts.
     """
@@ -117,6 +122,7 @@ class Registry(Collection[str], Generic[P, F, K]):
         self._make_facts: Callable[..., F] = facts
         self._form = form
         self._attributes = list(attributes)
+        self._class = protocol if protocol is not None and not _is_protocol(protocol) else object
         self._members_of_classes = [] if makes is None else _members(makes)
         if protocol is not None:
             self._form = _call_form(protocol)
@@ -193,6 +199,9 @@ class Registry(Collection[str], Generic[P, F, K]):
         """Raises ValueError if a part cannot be called as its kind is, or lacks what it must have."""
         if unwritten := _unwritten(part):
             raise ValueError(f"{self.flag} {name}: has no {unwritten} of its own; write it, or correct its spelling")
+        if not isinstance(part, self._class):
+            rule = f"must be a {self._class.__name__}, and is a {type(part).__name__}"
+            raise ValueError(f"{self.flag} {name}: {rule}; make one of it")
         form = self._form(facts) if callable(self._form) else self._form
         wanted = self._attributes + (self._members_of_classes if isinstance(part, type) else [])
         known = set(dir(part)) | set(getattr(part, "__annotations__", ()))

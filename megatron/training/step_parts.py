@@ -70,7 +70,7 @@ class StepFacts:
     """True if the host launches all kernels of a micro-batch at once."""
 
 
-STEP_PARTS: Registry[StepParts, StepFacts, ...] = Registry("training step", StepFacts)
+STEP_PARTS = Registry("training step", StepFacts, protocol=StepParts)
 
 
 def step_parts(config: RunConfig) -> StepParts:

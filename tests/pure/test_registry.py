@@ -226,6 +226,13 @@ def test_a_protocol_states_the_form_of_the_parts() -> None:
         stores.register("nameless", lambda config: kept(config, name=""))
 
 
+def test_a_registry_of_objects_takes_those_of_its_class() -> None:
+    plain = Registry("--plain", NoFacts, protocol=Facts)
+    assert plain.register("made", Facts(gated=True)).gated and plain["made"].gated
+    with pytest.raises(ValueError, match="--plain called: must be a Facts, and is a type; make one of it"):
+        plain.register("called", Facts)
+
+
 def test_a_router_states_its_scores_and_its_way_to_balance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ROUTERS, "_entries", dict(ROUTERS._entries))
 

@@ -14,7 +14,6 @@ import io
 import os
 import shutil
 from abc import abstractmethod
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePath, PurePosixPath
@@ -135,8 +134,15 @@ class Storage(Protocol):
         self.remove(final / UNFINISHED)
 
 
-STORAGES: Registry[Callable[[str], Storage], NoFacts, ...] = Registry("storage", NoFacts, "scheme")
-"""Scheme of a URL -> a class derived from `Storage`; one object of it serves all URLs of the scheme in a process."""
+class StorageClass(Protocol):
+    """A class derived from `Storage`."""
+
+    def __call__(self, scheme: str) -> Storage:
+        """Makes the object that serves all URLs of the scheme in a process."""
+
+
+STORAGES = Registry("storage", NoFacts, protocol=StorageClass)
+"""Scheme of a URL -> `StorageClass`."""
 
 
 class LocalStorage(Storage):

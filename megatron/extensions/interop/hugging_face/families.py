@@ -163,7 +163,7 @@ class Family:
     """Where it is stated, for messages."""
 
 
-FAMILIES: Registry[Family, NoFacts, []] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
+FAMILIES = Registry("model_type", NoFacts, protocol=Family)
 """The families by their `model_type`; a file of --hf-family adds one without code.
 
     FAMILIES.register("pebble", replace(FAMILIES["llama"], model_type="pebble", rules=RULES))
