@@ -162,7 +162,9 @@ def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     except ValueError:
         config = parse_args(flags)
     added = ["--cpu", "--num-workers", "0", "--eval-iters", "0"]
-    parallel, data, training = config.parallel, config.data, config.training
+    parallel = config.parallel
+    data = config.data
+    training = config.training
     if not (parallel.fp16 or parallel.bf16 or parallel.fp32 or parallel.fp64):
         added.append("--fp64")
     if not (data.data_path or data.per_split or data.mock_data or data.dataset_type):

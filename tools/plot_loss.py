@@ -25,7 +25,9 @@ VALID_KEY = "valid_loss"
 
 def draw(paths: list[Path], output: Path, log_scale: bool) -> str:
     """Writes the picture and returns a line that says what is in it."""
-    series, summary, runs = [], [], [read_metrics(path) for path in paths]
+    series = []
+    summary = []
+    runs = [read_metrics(path) for path in paths]
     for number, (path, run, label) in enumerate(zip(paths, runs, labels_of(runs), strict=True)):
         losses, valid = run.values(TRAIN_KEY), run.values(VALID_KEY)
         if not losses:

@@ -61,7 +61,9 @@ MOST_COLUMNS = 480
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser(argv).parse_args(argv)
     check(args)
-    schedule, pp, chunks = args.pipeline_schedule, args.pp, args.num_virtual_stages_per_pipeline_rank
+    schedule = args.pipeline_schedule
+    pp = args.pp
+    chunks = args.num_virtual_stages_per_pipeline_rank
     layout = layout_of(schedule, pp, chunks)
     in_turns = args.overlap_moe_expert_parallel_comm
     if in_turns and not runs_in_turns(schedule, pp, layout.chunks):

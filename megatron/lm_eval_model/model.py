@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from lm_eval.api.registry import register_model
@@ -28,6 +28,33 @@ TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 class ModelArgumentError(ValueError):
     """A value of --model_args cannot be used."""
+
+
+def check_arguments(checkpoint: str | None, fields: Mapping[str, str]) -> None:
+    """Raises ModelArgumentError if there is no such checkpoint, or if `fields` are not those of a tokenizer."""
+    unknown = [name for name in fields if name not in TOKENIZER]
+    known = f"use checkpoint, tp, pp, ep, extension or {TOKENIZER}"
+    problems = [f"--model_args {name}: is unknown; {known}" for name in unknown]
+    if checkpoint is None or not PATH_KINDS.facts(kind_of(checkpoint)).loaded_as:
+        problems.append(f"--model_args checkpoint={refusal(checkpoint or '')}")
+    if problems:
+        raise ModelArgumentError("\n".join(problems))
+
+
+def load_named(extension: str) -> None:
+    """Loads the files of parts that the user names. Raises ModelArgumentError if one cannot be used."""
+    try:
+        load_extensions([name for name in extension.split(os.pathsep) if name])
+    except ExtensionError as error:
+        raise ModelArgumentError(f"--model_args extension={extension}: {error}") from None
+
+
+def check_length(longest: int, limit: int) -> None:
+    """Raises ModelArgumentError if a model with `limit` positions cannot read `longest` tokens."""
+    if not 1 <= longest <= limit:
+        raise ModelArgumentError(
+            f"--model_args max_length={longest}: the model has {limit} positions; nearest: {limit}"
+        )
 
 
 @register_model("megatron")
@@ -59,17 +86,8 @@ class CheckpointLM(ParallelLM):
         **fields: str,
     ) -> None:
         load()
-        unknown = [name for name in fields if name not in TOKENIZER]
-        known = f"use checkpoint, tp, pp, ep, extension or {TOKENIZER}"
-        problems = [f"--model_args {name}: is unknown; {known}" for name in unknown]
-        if checkpoint is None or not PATH_KINDS.facts(kind_of(checkpoint)).loaded_as:
-            problems.append(f"--model_args checkpoint={refusal(checkpoint or '')}")
-        if problems:
-            raise ModelArgumentError("\n".join(problems))
-        try:
-            load_extensions([name for name in extension.split(os.pathsep) if name])
-        except ExtensionError as error:
-            raise ModelArgumentError(f"--model_args extension={extension}: {error}") from None
+        check_arguments(checkpoint, fields)
+        load_named(extension)
         from torch.cuda import is_available
 
         self.resources = ExitStack()
@@ -90,11 +108,7 @@ class CheckpointLM(ParallelLM):
         except ValueError as error:
             raise ModelArgumentError(str(error)) from error
         longest = max_length or self.loaded.config.model.seq_length
-        limit = self.loaded.config.model.max_positions
-        if not 1 <= longest <= limit:
-            raise ModelArgumentError(
-                f"--model_args max_length={longest}: the model has {limit} positions; nearest: {limit}"
-            )
+        check_length(longest, self.loaded.config.model.max_positions)
         runner = self.loaded.runner
         state = self.loaded.state
         tokenizer = self.loaded.tokenizer

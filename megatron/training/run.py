@@ -49,7 +49,6 @@ class TrainingRun(RunView):
     saver: RunSaver
     lines: LogLines
     guard: StepGuard
-    timers: StepTimers
     callbacks: Sequence[Callback]
     meters: list[Meter]
     """All that is counted during passes and reported at log lines."""
@@ -59,6 +58,9 @@ class TrainingRun(RunView):
 
     first_iteration: int
     """Iteration at which this process started."""
+
+    timers: StepTimers = field(default_factory=StepTimers)
+    """Contexts of the parts of a step."""
 
     tasks: Sequence[Task] = ()
     """The periodic tasks, in the order in which they are performed."""

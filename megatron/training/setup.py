@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,16 +27,16 @@ from megatron.training.config.flags import with_named
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import read_history
 from megatron.training.config.validation import resolve
-from megatron.training.data import build_data, check_same_data
+from megatron.training.data import TrainingData, build_data, check_same_data
 from megatron.training.forward_backward import ForwardBackward, Pipeline
-from megatron.training.hooks import Meter, Parts, states_of
+from megatron.training.hooks import Callback, Meter, Parts, states_of
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.console import LogLines
 from megatron.training.metrics.expert_load import ExpertLoad
 from megatron.training.metrics.log_formats import LOG_FORMATS
 from megatron.training.metrics.meters import MultiTokenLosses, PeakMemory, UserMetrics
 from megatron.training.plan import RunPlan, plan_of
-from megatron.training.progress import Progress, StepTimers
+from megatron.training.progress import Progress
 from megatron.training.run import TrainingRun
 from megatron.training.step_guard import StepGuard
 from megatron.training.step_parts import step_parts
@@ -98,6 +99,85 @@ def _counted_from(progress: Progress, config: RunConfig, runtime: Runtime) -> Ru
     return replace(config, training=found.training, optimizer=found.optimizer, past_batches=progress.past_batches)
 
 
+def planned_data(config: RunConfig, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
+    """The data of a run, and its plan, of which the data may know the length. Collective."""
+    return build_data(plan_of(config).continued(read_history(config.checkpoint)), runtime)
+
+
+def build_model(
+    config: RunConfig, runtime: Runtime, passes: PassContext, plan: RunPlan, callbacks: Sequence[Callback]
+) -> dict[int, GPTModel]:
+    """This rank's pipeline stages, as callbacks choose to build them, without memory for gradients and states."""
+    parallel, longest = config.parallel, plan.longest.config
+    for callback in callbacks:
+        parallel = callback.choose(longest, parallel, runtime)
+    stages = build_stages(config, runtime, passes, parallel)
+    for line in freeze_parameters(stages.values(), config.optimizer, runtime.state.world):
+        runtime.say(f" {line}")
+    for callback in callbacks:
+        callback.on_model(longest, stages, runtime)
+    return stages
+
+
+def build_ddp(
+    config: RunConfig, runtime: Runtime, passes: PassContext, stages: Mapping[int, GPTModel]
+) -> DistributedDataParallel:
+    """The gradient buffers of this rank's stages, whose parameters get values if they have none yet."""
+    state = runtime.state
+    initialize = partial(
+        initialize_parameters_,
+        seed=config.training.seed,
+        coords=state.coords,
+        threads=host_threads(runtime.device),
+    )
+    modules = list(stages.values())
+    return DistributedDataParallel(config.ddp, config.parallel, state, modules, config.optimizer, passes, initialize)
+
+
+def build_optimizer(
+    kind: type[DistributedOptimizer],
+    config: RunConfig,
+    runtime: Runtime,
+    ddp: DistributedDataParallel,
+    callbacks: Sequence[Callback],
+) -> DistributedOptimizer:
+    """The optimizer with its states, and those that callbacks keep for each parameter."""
+    optimizer = kind(config.optimizer, ddp, runtime.state, host_threads(runtime.device))
+    for callback in callbacks:
+        callback.states = owned_zeros(ddp, states_of(callback))
+    return optimizer
+
+
+def log_lines(config: RunConfig, plan: RunPlan, parts: Parts) -> LogLines:
+    """The lines of the log in the format of --log-format."""
+    lines: LogLines = LOG_FORMATS.build(config.logging.log_format, config, plan.iterations)
+    lines.metrics = tuple(parts.metrics)
+    return lines
+
+
+def meters_of_trunk(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel], parts: Parts) -> list[Meter]:
+    """The meters that every run has; those of callbacks follow."""
+    return [
+        ExpertLoad(config.model, runtime.state, stages, runtime.device),
+        MultiTokenLosses(config.model, runtime.state, stages, runtime.device),
+        UserMetrics(parts.metrics, runtime.device),
+        PeakMemory(runtime.state.world, runtime.device),
+    ]
+
+
+def build_guard(
+    config: RunConfig,
+    progress: Progress,
+    optimizer: DistributedOptimizer,
+    callbacks: Sequence[Callback],
+    runtime: Runtime,
+) -> StepGuard:
+    """The policy for bad steps, with the first judge that a callback has."""
+    judges = (callback.judge(runtime.device, progress.running_means) for callback in callbacks)
+    judge = next((judge for judge in judges if judge is not None), None)
+    return StepGuard(config.checks, progress, optimizer, callbacks, judge, runtime.say)
+
+
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective.
 
@@ -105,42 +185,18 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     phases, state = runtime.phases, runtime.state
     replaced = step_parts(config)
     with phases("data"):
-        plan = plan_of(config).continued(read_history(config.checkpoint))
-        data, plan = build_data(plan, runtime)
+        data, plan = planned_data(config, runtime)
     with phases("inputs of extensions"):
         check_same_data(data.fingerprints, state.world)  # once all ranks have come here
         parts = parts or Parts().with_registered(config)
         for callback in parts.callbacks:
             callback.on_setup(runtime)
     with phases("model"):
-        parallel = config.parallel
-        for callback in parts.callbacks:
-            parallel = callback.choose(plan.longest.config, parallel, runtime)
         passes = PassContext(pair=(replaced.pair or PassPair)(), offload=build_store(config.parallel, runtime.device))
-        stages = build_stages(config, runtime, passes, parallel)
-        for line in freeze_parameters(stages.values(), config.optimizer, state.world):
-            runtime.say(f" {line}")
-        for callback in parts.callbacks:
-            callback.on_model(plan.longest.config, stages, runtime)
+        stages = build_model(config, runtime, passes, plan, parts.callbacks)
     with phases("optimizer"):
-        ddp = DistributedDataParallel(
-            config.ddp,
-            config.parallel,
-            state,
-            list(stages.values()),
-            config.optimizer,
-            passes,
-            partial(
-                initialize_parameters_,
-                seed=config.training.seed,
-                coords=state.coords,
-                threads=host_threads(runtime.device),
-            ),
-        )
-        optimizer_type = replaced.optimizer or DistributedOptimizer
-        optimizer = optimizer_type(config.optimizer, ddp, state, host_threads(runtime.device))
-        for callback in parts.callbacks:
-            callback.states = owned_zeros(ddp, states_of(callback))
+        ddp = build_ddp(config, runtime, passes, stages)
+        optimizer = build_optimizer(replaced.optimizer or DistributedOptimizer, config, runtime, ddp, parts.callbacks)
         scheduler = plan.schedule()
     with phases("checkpoint"):
         checkpoint = RunCheckpoint(config, state, stages, optimizer, plan, parts.callbacks)
@@ -148,21 +204,12 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         if _is_elsewhere(plan, progress):
             config = _counted_from(progress, config, runtime)
             data.close()
-            data, plan = build_data(plan_of(config).continued(read_history(config.checkpoint)), runtime)
+            data, plan = planned_data(config, runtime)
             checkpoint = replace(checkpoint, config=config, plan=plan)
-        lines: LogLines = LOG_FORMATS.build(config.logging.log_format, config, plan.iterations)
-        lines.metrics = tuple(parts.metrics)
+        lines = log_lines(config, plan, parts)
         saver = RunSaver(checkpoint, runtime, progress, lines)
     pipeline = (replaced.pipeline or Pipeline)(config, runtime, stages, passes)
-    timers = pipeline.executor.timed = StepTimers()
-    meters: list[Meter] = [
-        ExpertLoad(config.model, state, stages, runtime.device),
-        MultiTokenLosses(config.model, state, stages, runtime.device),
-        UserMetrics(parts.metrics, runtime.device),
-        PeakMemory(state.world, runtime.device),
-    ]
-    judges = (callback.judge(runtime.device, progress.running_means) for callback in parts.callbacks)
-    judge = next(filter(None, judges), None)
+    meters = meters_of_trunk(config, runtime, stages, parts)
     run = TrainingRun(
         config=config,
         plan=plan,
@@ -179,13 +226,13 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         progress=progress,
         saver=saver,
         lines=lines,
-        guard=StepGuard(config.checks, progress, optimizer, parts.callbacks, judge, runtime.say),
-        timers=timers,
+        guard=build_guard(config, progress, optimizer, parts.callbacks, runtime),
         first_iteration=progress.iteration,
         callbacks=parts.callbacks,
         meters=meters,
         say=runtime.say,
     )
+    pipeline.executor.timed = run.timers
     run.step = (replaced.step or TrainStep)(run)
     for callback in parts.callbacks:
         meters.extend(callback.meters(run))

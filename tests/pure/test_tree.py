@@ -228,6 +228,9 @@ def test_nothing_but_tests_replaces_attributes_by_mocks() -> None:
     assert [path for path in files if importing.search(path.read_text())] == []
 
 
+LIMITED = trees("megatron", "tools")
+"""The files that the limits below hold for."""
+
 ARGUMENTS = 8
 
 KEYWORDS_OF_LM_EVAL = "lm_eval_model.model: CheckpointLM.__init__"
@@ -261,8 +264,8 @@ def arguments_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def test_functions_have_few_arguments() -> None:
     """Triton's kernels may have more: a launch has no other values than its arguments."""
     found = {
-        f"{'.'.join(path.relative_to(ROOT / 'megatron').with_suffix('').parts)}: {name}"
-        for path, tree in trees("megatron").items()
+        f"{'.'.join(path.relative_to(ROOT).with_suffix('').parts).removeprefix('megatron.')}: {name}"
+        for path, tree in LIMITED.items()
         for name, function in named_functions(tree)
         if arguments_of(function) > ARGUMENTS and not path.stem.endswith("_triton")
     }
@@ -270,11 +273,51 @@ def test_functions_have_few_arguments() -> None:
     assert PAST_ARGUMENTS - found == set(), "delete these from the exceptions"
 
 
+def place(path: Path, node: ast.stmt | ast.expr) -> str:
+    return f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_files_are_short() -> None:
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in LIMITED}
+    assert {name: number for name, number in lines.items() if number > 450} == {}, "split them by subject"
+
+
+def test_functions_fit_on_a_screen() -> None:
+    """Signatures, docstrings and functions within are counted."""
+    found = [
+        f"{place(path, function)}: {name} has {lines} lines"
+        for path, tree in LIMITED.items()
+        for name, function in named_functions(tree)
+        if (lines := (function.end_lineno or 0) - function.lineno + 1) > 60
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_an_assignment_binds_at_most_two_targets() -> None:
+    """Unless it takes apart one value that has more."""
     found = []
-    for path in sorted((ROOT / "megatron").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in LIMITED.items():
+        for node in ast.walk(tree):
             packed = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
-            if packed and isinstance(node.value, ast.Tuple) and len(node.value.elts) > 2:
-                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+            if packed and isinstance(node.value, ast.Tuple) and len(node.targets[0].elts) > 2:
+                found.append(place(path, node))
+    assert not found, "\n".join(found)
+
+
+COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+def depth(tree: ast.AST) -> int:
+    """Comprehensions within each other, at most."""
+    within = max((depth(node) for node in ast.iter_child_nodes(tree)), default=0)
+    return within + isinstance(tree, COMPREHENSIONS)
+
+
+def test_comprehensions_are_not_nested_twice() -> None:
+    """Nor do they have more than three loops."""
+    found = []
+    for path, tree in LIMITED.items():
+        for node in ast.walk(tree):
+            if isinstance(node, COMPREHENSIONS) and (depth(node) > 2 or len(node.generators) > 3):
+                found.append(place(path, node))
     assert not found, "\n".join(found)

@@ -138,7 +138,9 @@ def one_round(call: Call, calls: int, host: float, device: torch.device) -> tupl
 def products(config: RunConfig) -> dict[str, Size]:
     """Name -> (rows, out, in): the products of a layer and of the head, over one micro-batch."""
     model = config.model
-    rows, h, ffn = config.training.micro_batch_size * model.seq_length, model.hidden_size, model.ffn_size
+    rows = config.training.micro_batch_size * model.seq_length
+    h = model.hidden_size
+    ffn = model.ffn_size
     return {
         "qkv": (rows, model.query_projection_size + 2 * model.query_groups * model.head_dim, h),
         "proj": (rows, h, model.query_projection_size),
@@ -156,7 +158,9 @@ def linear_products(size: Size, dtype: torch.dtype, config: RunConfig | None, de
     """Forward, input gradient and weight gradient of a linear layer, on random numbers, into memory that is there."""
     rows, out, size_in = size
     x, dy, weight = (random(device, *shape, dtype=dtype) for shape in ((rows, size_in), (rows, out), (out, size_in)))
-    y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(weight)
+    y = torch.empty_like(dy)
+    dx = torch.empty_like(x)
+    dw = torch.empty_like(weight)
 
     def call() -> None:
         torch.mm(x, weight.t(), out=y)
@@ -169,7 +173,9 @@ def linear_products(size: Size, dtype: torch.dtype, config: RunConfig | None, de
 def products_in_fp8(size: Size, config: RunConfig, device: torch.device) -> Call:
     """The same of operands that are in fp8 and lie as the kernel wants them. On CPU as the program has it there:
     torch's kernel does not run on every one."""
-    (rows, out, size_in), one, operands = size, torch.ones((), device=device), list[tuple[Scaled, Scaled]]()
+    (rows, out, size_in) = size
+    one = torch.ones((), device=device)
+    operands = list[tuple[Scaled, Scaled]]()
     for m, n, inner in (size, (rows, size_in, out), (out, size_in, rows)):
         a, b = (Scaled(random(device, side, inner, dtype=torch.float8_e4m3fn), one) for side in (m, n))
         operands.append((a, b))

@@ -177,6 +177,43 @@ class _Idle:
         return lambda *args, **kwargs: self
 
 
+def _of_torch_cuda(properties: Any, capability: tuple[int, int]) -> dict[str, Any]:
+    """Attributes of `torch.cuda` for one device. Operations of fake tensors are in the order of the program, whatever
+    stream they are launched on."""
+    stream = _Idle()
+    return {
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_capability": lambda device=None: capability,
+        "get_device_properties": lambda device=None: properties,
+        "synchronize": lambda device=None: None,
+        "Event": _Idle,
+        "Stream": lambda device=None, **kwargs: stream,
+        "current_stream": lambda device=None: stream,
+        "stream": lambda stream: nullcontext(),
+    }
+
+
+def _of_interface(properties: Any, capability: tuple[int, int]) -> dict[str, Any]:
+    """Attributes of Dynamo's `CudaInterface` for one device."""
+    worker = SimpleNamespace(
+        get_device_properties=lambda device=None: properties, current_device=lambda: 0, set_device=lambda device: None
+    )
+    return {
+        "Worker": worker,
+        "get_device_properties": staticmethod(lambda device=None: properties),
+        "get_compute_capability": staticmethod(lambda device=None: 10 * capability[0] + capability[1]),
+        "is_available": staticmethod(lambda: True),
+        "current_device": staticmethod(lambda: 0),
+        "device_count": staticmethod(lambda: 1),
+        "is_bf16_supported": staticmethod(lambda including_emulation=False: capability[0] >= 8),
+        "is_triton_capable": staticmethod(lambda device=None: True),
+        "raise_if_triton_unavailable": staticmethod(lambda device=None: None),
+    }
+
+
 @contextmanager
 def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
     """Within it tensors are fake, `cuda:0` is `device`, and attention runs by cuDNN.
@@ -195,11 +232,7 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
     _build_guard().pretend()
     properties = _properties(device)
     capability = device.capability
-    worker = SimpleNamespace(
-        get_device_properties=lambda device=None: properties, current_device=lambda: 0, set_device=lambda device: None
-    )
-    # Operations of fake tensors are in the order of the program, whatever stream they are launched on.
-    stream = _Idle()
+    assert capability is not None, "a device file of a GPU"
     create: Any = DeviceProperties.create
     deduce = UniformValueConstantFolder._deduce_value
 
@@ -214,32 +247,8 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
                 stack.enter_context(replaced((target, name, value)))
 
         # torch.cuda.is_available stays False: FakeTensorMode then touches no driver.
-        patch(
-            torch.cuda,
-            device_count=lambda: 1,
-            current_device=lambda: 0,
-            set_device=lambda device: None,
-            get_device_name=lambda device=None: properties.name,
-            get_device_capability=lambda device=None: capability,
-            get_device_properties=lambda device=None: properties,
-            synchronize=lambda device=None: None,
-            Event=_Idle,
-            Stream=lambda device=None, **kwargs: stream,
-            current_stream=lambda device=None: stream,
-            stream=lambda stream: nullcontext(),
-        )
-        patch(
-            CudaInterface,
-            Worker=worker,
-            get_device_properties=staticmethod(lambda device=None: properties),
-            get_compute_capability=staticmethod(lambda device=None: 10 * capability[0] + capability[1]),
-            is_available=staticmethod(lambda: True),
-            current_device=staticmethod(lambda: 0),
-            device_count=staticmethod(lambda: 1),
-            is_bf16_supported=staticmethod(lambda including_emulation=False: capability[0] >= 8),
-            is_triton_capable=staticmethod(lambda device=None: True),
-            raise_if_triton_unavailable=staticmethod(lambda device=None: None),
-        )
+        patch(torch.cuda, **_of_torch_cuda(properties, capability))
+        patch(CudaInterface, **_of_interface(properties, capability))
         target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
         patch(driver, _active=SimpleNamespace(get_current_target=lambda: target))
         patch(UniformValueConstantFolder, _deduce_value=deduce_on_host)

@@ -60,7 +60,9 @@ def gemms(config: RunConfig) -> Iterator[Part]:
 
 def product(size: Size, config: RunConfig, device: torch.device) -> Call:
     rows, out, size_in = size
-    x, weight, y = random(device, rows, size_in), random(device, out, size_in), random(device, rows, out)
+    x = random(device, rows, size_in)
+    weight = random(device, out, size_in)
+    y = random(device, rows, out)
     return lambda: torch.mm(x, weight.t(), out=y)
 
 
@@ -69,7 +71,9 @@ def weight_product(size: Size, dtype: torch.dtype, config: RunConfig, device: to
     from megatron.core.tensor_parallel.weight_grad import add_product_
 
     rows, out, size_in = size
-    x, dy, total = random(device, rows, size_in), random(device, rows, out), random(device, out, size_in, dtype=dtype)
+    x = random(device, rows, size_in)
+    dy = random(device, rows, out)
+    total = random(device, out, size_in, dtype=dtype)
     return lambda: add_product_(total, dy, x)
 
 

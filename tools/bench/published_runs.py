@@ -114,7 +114,9 @@ def published_runs(path: Path = RUNS) -> Iterator[PublishedRun]:
     families, models = ({**shared[kind], **table.get(kind, {})} for kind in ("families", "models"))
     for row in table["runs"]:
         model, source, _, length, gbs, mbs, tp, pp, cp, vp = row["is"]
-        shape, of_source, device = models[model], table["source_flags"][source], row.get("device", "h100")
+        shape = models[model]
+        of_source = table["source_flags"][source]
+        device = row.get("device", "h100")
         layers, hidden, heads, groups, ffn = shape["shape"]
         flags = [
             table["common"],

@@ -174,7 +174,9 @@ class _Worker:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
         environ = {"OMP_NUM_THREADS": str(contestant.threads), "WORLD_SIZE": str(contestant.ranks)}
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        self._pools, self._pids, self._built = [], [], []
+        self._pools = []
+        self._pids = []
+        self._built = []
         for rank in map(str, range(contestant.ranks)):
             pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
             with _environment(environ | {"RANK": rank, "LOCAL_RANK": rank}):

@@ -57,8 +57,13 @@ from tools.bench.side_by_side import (
 )
 
 FORMATS = {"float32": [], "bfloat16": ["--bf16"]}
-BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-4
-OURS, CEILING, ALONE = "ours", "ceiling", "one process"
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+WEIGHT_DECAY = 0.1
+LR = 1e-4
+OURS = "ours"
+CEILING = "ceiling"
+ALONE = "one process"
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT_STYLE, MICRO_BATCHES = Style(8, 384, 4, 4, 1024, 256, 8192, 1, llama=True), 8
 LAYOUTS: dict[str, tuple[str, str | None]] = {
@@ -171,7 +176,9 @@ def starts(command: Sequence[str], until: str, folder: Path = ROOT) -> Round:
         environ = {
             name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         }
-        start, taken, last = time.perf_counter(), 0.0, deque[str](maxlen=20)
+        start = time.perf_counter()
+        taken = 0.0
+        last = deque[str](maxlen=20)
         merged = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         with subprocess.Popen(command, cwd=folder, env=environ | {"OMP_NUM_THREADS": "1"}, **merged) as process:
             for line in process.stdout:

@@ -25,7 +25,9 @@ from tools.bench.peers import Style
 class Layer(nn.Module):
     def __init__(self, shape: Style) -> None:
         super().__init__()
-        h, self.heads, self.head_dim = shape.hidden, shape.heads, shape.hidden // shape.heads
+        h = shape.hidden
+        self.heads = shape.heads
+        self.head_dim = shape.hidden // shape.heads
         self.norm1, self.norm2 = nn.RMSNorm(h), nn.RMSNorm(h)
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(h, h, bias=False) for _ in range(4))
         self.gate, self.up = (nn.Linear(h, shape.ffn, bias=False) for _ in range(2))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-ATTENTION, MLP, PATTERN = "--hybrid-attention-ratio", "--hybrid-mlp-ratio", "--hybrid-layer-pattern"
+ATTENTION = "--hybrid-attention-ratio"
+MLP = "--hybrid-mlp-ratio"
+PATTERN = "--hybrid-layer-pattern"
 PATTERNS = (PATTERN, "--hybrid-override-pattern")
 
 

@@ -89,7 +89,9 @@ class LaunchScript:
         return [word for words in dict.fromkeys(found) for word in words if word not in ALL_ARGUMENTS]
 
     def _run(self, text: str) -> None:
-        depth, before, guard = len(self._branches), "\n", YES
+        depth = len(self._branches)
+        before = "\n"
+        guard = YES
         for words, then, documents in commands(text):
             guard = {"&&": self._result, "||": YES - self._result, "|": guard}.get(before, YES)
             if not self._in_pattern():

@@ -71,7 +71,9 @@ class _Expression:
     """Reads the tokens of an expression by recursive descent."""
 
     def __init__(self, tokens: list[str], value_of: Callable[[str], str | None], depth: int) -> None:
-        self.tokens, self.value_of, self.depth = tokens[::-1], value_of, depth
+        self.tokens = tokens[::-1]
+        self.value_of = value_of
+        self.depth = depth
 
     def result(self) -> int:
         value = self._choice()

@@ -26,7 +26,9 @@ MOST = 500_000
 NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 """Comparison of numbers in brackets -> in arithmetic."""
 
-NO, UNSURE, YES = 0.0, 0.5, 1.0
+NO = 0.0
+UNSURE = 0.5
+YES = 1.0
 """Whether a test holds. Not is 1 - x, and is the least, or is the most."""
 
 
@@ -163,7 +165,9 @@ class ShellVariables:
         found = Parameter.read(piece)
         if found is None:
             return self._computed(piece) if piece.startswith(("$(", "`")) else None
-        name, sign, word = found.name, found.sign, found.word
+        name = found.name
+        sign = found.sign
+        word = found.word
         known = self.values.get(name)
         if not found.plain and not (found.has_default and found.index in (None, "@", "*")):
             return None if known is None else self._part(found, known)

@@ -105,17 +105,22 @@ def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, windo
     """The tiles of queries at positions `queries` with keys at positions `keys`, those on the diagonal first.
 
     If the keys include the queries, each query is in exactly one tile on the diagonal."""
-    found = [
-        tile
-        for sample, starts in _samples(documents)
-        for q_row, q_span in _with_rows(queries)
-        for k_row, k_span in _with_rows(keys)
-        for document in starmap(range, pairwise((*starts, max(q_span.stop, starts[-1]))))
-        for tile in _document_tiles(sample, q_row, _common(q_span, document), k_row, _common(k_span, document))
-    ]
+    found = list(_unwindowed_tiles(queries, keys, documents))
     if window is not None:
         found = [part for tile in found for part in _windowed(tile, window)]
     return tuple(sorted(found, key=lambda tile: not tile.diagonal))
+
+
+def _unwindowed_tiles(queries: Spans, keys: Spans, documents: Documents | None) -> Iterator[Tile]:
+    """The tiles of each sample and each pair of spans, document by document."""
+    for sample, starts in _samples(documents):
+        for q_row, q_span in _with_rows(queries):
+            bounds = pairwise((*starts, max(q_span.stop, starts[-1])))
+            documents_of_sample = list(starmap(range, bounds))
+            for k_row, k_span in _with_rows(keys):
+                for document in documents_of_sample:
+                    of_queries, of_keys = _common(q_span, document), _common(k_span, document)
+                    yield from _document_tiles(sample, q_row, of_queries, k_row, of_keys)
 
 
 @lru_cache(maxsize=256)

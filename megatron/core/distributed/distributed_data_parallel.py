@@ -87,19 +87,14 @@ class DistributedDataParallel:
         self.use_distributed_optimizer, self.whole_roles = optimizer.use_distributed_optimizer, optimizer.whole_roles
         passes = passes or PassContext()
         gather = gathered_format(parallel_config)
+        self._give_frozen_parameters_values(initialize)
         every = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
-        for param in (param for module in self.modules for param in module.parameters()):
-            if not (param.requires_grad or has_storage(param)):
-                alloc_storage(param)
-                initialize([param])
         self.params = list(every.values())
         """Trainable parameters, each once, in order of registration."""
-        axes = {False: state.shard_axis("dp_cp"), True: state.shard_axis("expt_dp")}
-        copies = {False: state.copies_axis("dp_cp"), True: state.copies_axis("expt_dp")}
         self.layouts = plan_buffers(
             [(param.meta, tuple(param.shape)) for param in self.params],  # type: ignore[attr-defined]
-            data_parallel_size=axes[False].size,
-            expert_data_parallel_size=axes[True].size,
+            data_parallel_size=state.shard_axis("dp_cp").size,
+            expert_data_parallel_size=state.shard_axis("expt_dp").size,
             bucket_size=ddp_config.ddp_bucket_size,
             group_of=optimizer.group_of,
             whole_roles=optimizer.whole_roles,
@@ -109,28 +104,7 @@ class DistributedDataParallel:
         self.device = self.params[0].device if self.params else _communication_device(state.world)
         self.main_dtype: torch.dtype = getattr(torch, parallel_config.main_dtype)
         strategy = UnitSharding if ddp_config.shards_gradients else WholeUnits
-        kind = BufferKind(
-            getattr(torch, optimizer.gradients_dtype) if optimizer.gradients_dtype else self.main_dtype,
-            torch.bfloat16 if ddp_config.grad_reduce_in_bf16 else self.main_dtype,
-            optimizer.use_distributed_optimizer,
-            ddp_config.shards_parameters,
-        )
-        self.buffers = [
-            ParamAndGradBuffer(
-                layout,
-                self.params,
-                axes[layout.expert],
-                kind,
-                initialize,
-                copies[layout.expert],
-                strategy.bucket,
-            )
-            for layout in self.layouts
-        ]
-        if any(buffer.grad_data.dtype == torch.bfloat16 for buffer in self.buffers):
-            round_into = rounding_sum(parallel_config.compiles(self.device.type))
-            for param in self.params:
-                param.main_grad_rounding = round_into  # type: ignore[attr-defined]
+        self.buffers = self._build_buffers(optimizer, strategy, initialize)
         self.buckets: list[Bucket] = [self.buffers[b].buckets[k] for b, k in launch_order(self.layouts)]
         by_unit = {bucket for buffer in self.buffers if buffer.layout.by_unit for bucket in buffer.buckets}
         self._reduced_whole = [bucket for bucket in self.buckets if bucket not in by_unit]
@@ -150,6 +124,37 @@ class DistributedDataParallel:
         self._small_grads = SmallGrads()
         hook = partial(_move_grad, self._small_grads)
         self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self.params]
+
+    def _give_frozen_parameters_values(self, initialize: Callable[[Sequence[Tensor]], None]) -> None:
+        """Parameters that are trained get memory and values with their buffers, the others here."""
+        for param in (param for module in self.modules for param in module.parameters()):
+            if not (param.requires_grad or has_storage(param)):
+                alloc_storage(param)
+                initialize([param])
+
+    def _build_buffers(
+        self,
+        optimizer: OptimizerConfig,
+        strategy: type[UnitSharding] | type[WholeUnits],
+        initialize: Callable[[Sequence[Tensor]], None],
+    ) -> list[ParamAndGradBuffer]:
+        """The buffers of `layouts`, and how gradients are added up in those of bfloat16."""
+        kind = BufferKind(
+            getattr(torch, optimizer.gradients_dtype) if optimizer.gradients_dtype else self.main_dtype,
+            torch.bfloat16 if self.config.grad_reduce_in_bf16 else self.main_dtype,
+            optimizer.use_distributed_optimizer,
+            self.config.shards_parameters,
+        )
+        buffers = []
+        for layout in self.layouts:
+            ranks = "expt_dp" if layout.expert else "dp_cp"
+            axis, copies = self.state.shard_axis(ranks), self.state.copies_axis(ranks)
+            buffers.append(ParamAndGradBuffer(layout, self.params, axis, kind, initialize, copies, strategy.bucket))
+        if any(buffer.grad_data.dtype == torch.bfloat16 for buffer in buffers):
+            round_into = rounding_sum(self.parallel_config.compiles(self.device.type))
+            for param in self.params:
+                param.main_grad_rounding = round_into  # type: ignore[attr-defined]
+        return buffers
 
     def begin_step(self, num_microbatches: int, overwrite: bool = False) -> None:
         """Zeroes the gradients, and expects those of `num_microbatches` micro-batches.

@@ -53,6 +53,34 @@ class WeightSetup:
 ORDINARY = WeightSetup()
 
 
+def layer_context(
+    config: TransformerConfig,
+    parallel: ModelParallelConfig,
+    state: ParallelState,
+    passes: PassContext,
+    weights: WeightSetup,
+    hardware: Hardware,
+) -> TPContext:
+    """What every layer of a stage is built with."""
+    device = torch.device(weights.device)
+    return TPContext(
+        state=state,
+        sequence_parallel=parallel.sequence_parallel,
+        dtype=getattr(torch, parallel.params_dtype),
+        device=device,
+        queue=passes.queue,
+        pair=passes.pair,
+        cp_comm_type=parallel.cp_comm_type,
+        attention_backend=parallel.attention_backend,
+        hardware=replace(hardware, compiled=parallel.compiles(device.type)),
+        format=build_format(parallel, config.num_layers, config.mtp_depths, passes.casts),
+        seed=weights.seed,
+        lazy=weights.lazy,
+        initial=replace(config.initial, rules=weights.rules),
+        extension_options=parallel.extension_options,
+    )
+
+
 class GPTModel(nn.Module):
     """One stage, by default the whole model: the embedding on the first, layers, final norm and head on the last.
 
@@ -84,24 +112,8 @@ class GPTModel(nn.Module):
         layers = tuple(stage.layers)
         first = stage.first
         last = stage.last
-        device = torch.device(weights.device)
         assert all(0 <= number < config.num_layers for number in layers), f"{layers} of {config.num_layers}"
-        ctx = TPContext(
-            state=state,
-            sequence_parallel=parallel.sequence_parallel,
-            dtype=getattr(torch, parallel.params_dtype),
-            device=device,
-            queue=passes.queue,
-            pair=passes.pair,
-            cp_comm_type=parallel.cp_comm_type,
-            attention_backend=parallel.attention_backend,
-            hardware=replace(hardware or Hardware(), compiled=parallel.compiles(device.type)),
-            format=build_format(parallel, config.num_layers, config.mtp_depths, passes.casts),
-            seed=weights.seed,
-            lazy=weights.lazy,
-            initial=replace(config.initial, rules=weights.rules),
-            extension_options=parallel.extension_options,
-        )
+        ctx = layer_context(config, parallel, state, passes, weights, hardware or Hardware())
         self.config = config
         self.tp = state.tp
         self.first = first
@@ -122,15 +134,19 @@ class GPTModel(nn.Module):
         self.loss_watchers: list[Callable[[Tensor, Batch], None]] = []
         """Called on the last stage with the loss of each token [s, b], detached, and its micro-batch."""
 
+        self._refuse_equal_names()
+        if weights.initialize:
+            unset = [parameter for parameter in self.parameters() if has_storage(parameter)]
+            initialize_parameters_(unset, weights.seed, state.coords, weights.threads)
+
+    def _refuse_equal_names(self) -> None:
+        """Raises ValueError if two parameters have the same name."""
         names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]
         if twice := sorted(name for name, count in Counter(names).items() if count > 1):
             raise ValueError(
                 f"parameters {', '.join(twice)}: a name must belong to one parameter of the model; begin it with the "
                 "name that the part was given"
             )
-        if weights.initialize:
-            unset = [parameter for parameter in self.parameters() if has_storage(parameter)]
-            initialize_parameters_(unset, weights.seed, state.coords, weights.threads)
 
     def set_positions(self, config: TransformerConfig) -> None:
         """Continues with the rotary embeddings of `config`, which differs from the model's in their flags and in the

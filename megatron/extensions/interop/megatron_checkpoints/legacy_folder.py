@@ -241,7 +241,8 @@ class LegacyTensors:
         """Rows of linear_qkv as [heads, 3, channels]. Version 0: [3, heads, channels], 1: [heads, channels, 3]."""
         if self.version >= 2 or ".self_attention.linear_qkv." not in name:
             return tensor
-        groups, parts, channels = meta.global_shape[0] // self.layout.tp, *meta.global_shape[1:3]
+        groups = meta.global_shape[0] // self.layout.tp
+        parts, channels = meta.global_shape[1:3]
         if self.version >= 1:
             return tensor.reshape(groups, channels, parts, -1).movedim(2, 1)
         return tensor.reshape(parts, groups, channels, -1).movedim(0, 1)

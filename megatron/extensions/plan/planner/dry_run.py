@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -81,7 +81,6 @@ def print_plan(
 
     config = asked.config
     world_size = asked.world_size
-    plan_file = asked.json_file
     dims, cache = ParallelDims.from_config(config.parallel, world_size), PlannerCache()
     run = plan_of(config)
     largest = run.longest.config
@@ -93,35 +92,21 @@ def print_plan(
     fit = None if size is None else Fit(fullest(memory), int(size * GIB))
     fits = [] if fit is None else [fit.line]
     if step is not None and speeds is not None:
-        planned = partial(predict_step, device=speeds, gpus_per_node=gpus_per_node, cache=cache)
-        choice = chosen_chunk(
-            largest,
-            world_size,
-            step,
-            memory,
-            lambda other: planned(other, world_size),
-            lambda other: memory_of_ranks(other, world_size, cache),
-        )
+        time_of = partial(predict_step, world_size=world_size, device=speeds, gpus_per_node=gpus_per_node, cache=cache)
+        memory_of = partial(memory_of_ranks, world_size=world_size, cache=cache)
+        choice = chosen_chunk(largest, world_size, step, memory, time_of, memory_of)
         fits += [] if choice is None else [choice.line]
-    plan: dict[str, list[str]] = {}
-    for title, lines in (
+    sections: list[tuple[str, Iterable[str]]] = [
         ("Model", model_lines(config, cache)),
         (f"Groups, world size {world_size}", group_lines(dims)),
-        (
-            f"Pipeline stages and memory of each rank{of}",
-            [*memory_lines(largest, dims, memory), *fits],
-        ),
+        (f"Pipeline stages and memory of each rank{of}", [*memory_lines(largest, dims, memory), *fits]),
         ("Batch and length", batch_lines(run, dims, cache)),
         ("Data", [line for phase in run.phases for line in data_lines(run, phase)]),
         (f"Predicted step{of}", step_lines(step) if step is not None else ()),
         *((f"Different from {name}", of.differences(config, asked.given)) for name, of in foreign_programs().items()),
-    ):
-        if not (found := list(lines)):
-            continue
-        plan[title] = found
-        if plan_file != "":
-            print("\n".join([title, *(f"  {line}" for line in found)]))
-    if plan_file is not None:
+    ]
+    plan = _print_sections(sections, silent=asked.json_file == "")
+    if asked.json_file is not None:
         record: dict[str, object] = {"world_size": world_size, "config": flat_values(config), "plan": plan}
         record["memory"] = [rank.record for rank in memory]
         if fit is not None:
@@ -130,7 +115,18 @@ def print_plan(
             record["time"] = step.record
         if problems:
             record["problems"] = [each.record for each in problems]
-        write_json(record, plan_file)
+        write_json(record, asked.json_file)
+
+
+def _print_sections(sections: Iterable[tuple[str, Iterable[str]]], silent: bool) -> dict[str, list[str]]:
+    """Prints the sections that have lines, each as soon as it is known, and returns them by title."""
+    plan: dict[str, list[str]] = {}
+    for title, lines in sections:
+        if found := list(lines):
+            plan[title] = found
+            if not silent:
+                print("\n".join([title, *(f"  {line}" for line in found)]))
+    return plan
 
 
 GROUPS_SHOWN = 4

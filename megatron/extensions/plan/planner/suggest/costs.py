@@ -264,9 +264,11 @@ class LayoutCosts:
         held = [self._elements(stage) for stage in self.stages(layout.pipeline)]
         cut = {False: layout.family.tp, True: layout.family.ep * layout.family.expert_tp}
         own = (layout.place.stages_of(rank) for rank in range(layout.pipeline.ranks))
-        return [
-            {expert: sum(held[stage][expert] for stage in stages) / cut[expert] for expert in cut} for stages in own
-        ]
+
+        def elements(stages: Sequence[int], expert: bool) -> float:
+            return sum(held[stage][expert] for stage in stages) / cut[expert]
+
+        return [{expert: elements(stages, expert) for expert in cut} for stages in own]
 
     @cache  # noqa: B019
     def _peaks(self, alone: Family, pipeline: Pipeline, microbatches: int, offloads: bool) -> dict[int, int]:

@@ -1,0 +1,134 @@
+"""Blocks of rows in Triton kernels of attention: reading and storing them, the ranges that rows see, and dropout.
+
+A band bounds the loop over the other side: blocks that every row of the program sees whole are taken without a mask,
+those at both ends of the range with one.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """A tensor [n, samples, heads, channels] whose channels are adjacent, and its strides."""
+
+    data: Tensor
+    row: int
+    sample: int
+    head: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Rows:
+        return cls(x, *x.stride()[:3])
+
+
+class Bounds(NamedTuple):
+    """Ranges [2, 1 or samples, n] that rows see, int32."""
+
+    data: Tensor
+    sample: int
+    """Numbers from one sample's bounds to the next one's, 0 where all samples are alike."""
+    stop: int
+    """Numbers from the first rows to those behind the last."""
+
+    @classmethod
+    def of(cls, x: Tensor) -> Bounds:
+        return cls(x, x.shape[2] if x.shape[1] > 1 else 0, x.stride(0))
+
+
+@triton.jit
+def _absorb(state, value):
+    """`megatron.core.dropout._absorb` on uint64."""
+    x = value.to(tl.uint64) * tl.full([], 0x9E3779B97F4A7C15, tl.uint64) + state
+    x = (x ^ (x >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def hash_rows(key, sample_index, sample, head, places, i, in_i):
+    """Hashes of the rows i of a head, uint32."""
+    state = _absorb(key.to(tl.uint64), tl.load(sample_index + sample))
+    rows = _absorb(_absorb(state, head), tl.load(places + i, mask=in_i, other=0))
+    return rows.to(tl.uint32) + tl.full([], 0x80000000, tl.uint32)
+
+
+@triton.jit
+def is_dropped(bits, limit):
+    """Return whether pairs are dropped, by the sums of the hashes of their rows and columns, uint32."""
+    bits = (bits ^ (bits >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
+    bits = (bits ^ (bits >> 15)) * tl.full([], 0x846CA68B, tl.uint32)
+    return bits.to(tl.int32, bitcast=True) < limit
+
+
+@triton.jit
+def load_bits(bits, i, in_i):
+    return tl.load(bits + i, mask=in_i, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def of_head(x, sample, head):
+    """Where a head of x, `Rows`, begins."""
+    return x.data + sample.to(tl.int64) * x.sample + head * x.head
+
+
+@triton.jit
+def load_rows(x, start, stride, i, in_i, d, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Rows start + i of x [., WIDTH]: zeros where in_i is false, and in channels beyond WIDTH."""
+    at = x + tl.full([], 1, tl.int64) * start * stride + i[:, None] * stride + d[None, :]
+    if MASKED or d.shape[0] != WIDTH:
+        return tl.load(at, mask=in_i[:, None] & (d < WIDTH)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def store_rows(x, values, row, inside, WIDTH: tl.constexpr):
+    """Stores `values` in the rows of x [., WIDTH], contiguous, where they are `inside`."""
+    d = tl.arange(0, values.shape[1])
+    at = x + row[:, None] * WIDTH + d[None, :]
+    tl.store(at, values.to(x.dtype.element_ty), mask=inside[:, None] & (d < WIDTH)[None, :])
+
+
+@triton.jit
+def load_bounds(bounds, sample, i, in_i):
+    """The ranges that rows i see: first and stop."""
+    at = bounds.data + sample * bounds.sample + i
+    return tl.load(at, mask=in_i, other=0), tl.load(at + bounds.stop, mask=in_i, other=0)
+
+
+@triton.jit
+def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
+    """For rows that see the ranges [first, stop): where the first block begins, where those begin and end that every
+    row sees whole, and the number of the others before and behind them."""
+    begin = tl.min(tl.where(inside, first, size)) // BLOCK * BLOCK
+    end = tl.maximum(tl.max(tl.where(inside, stop, 0)), begin)
+    end = begin + (end - begin + BLOCK - 1) // BLOCK * BLOCK
+    full = (tl.max(tl.where(inside, first, 0)) + BLOCK - 1) // BLOCK * BLOCK
+    full = tl.minimum(full, end)
+    full_end = tl.maximum(tl.min(tl.where(inside, stop, size)) // BLOCK * BLOCK, full)
+    return begin, full, full_end, (full - begin) // BLOCK, (end - full_end) // BLOCK
+
+
+@triton.jit
+def add_blocks(add_block, sums, own, other, seen, ranges, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds blocks of the `other` side to the `sums` of the program's `own` rows, which have `seen` (first, stop): first
+    those that every row sees whole."""
+    begin, full, full_end, before, behind = ranges
+    for start in range(full, full_end, BLOCK):
+        sums = add_block(sums, own, other, seen, start, numbers, WIDTHS, BLOCK, False)
+    for block in range(0, before + behind):
+        start = tl.where(block < before, begin + block * BLOCK, full_end + (block - before) * BLOCK)
+        sums = add_block(sums, own, other, seen, start, numbers, WIDTHS, BLOCK, True)
+    return sums
+
+
+@triton.jit
+def is_seen(seen, places):
+    first, stop = seen
+    return (places[None, :] >= first[:, None]) & (places[None, :] < stop[:, None])
