@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.extensions.speed.fp8.build import Fp8Format
 from megatron.extensions.speed.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
-from megatron.core.moe.experts import Segments, add_each_product_
+from megatron.core.moe.grouped_gemms import Segments, add_each_product_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 
 torch.manual_seed(1)

@@ -14,13 +14,7 @@ from megatron.core.config.layers import each, layer_pattern
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.moe.experts import (
-    Segments,
-    add_each_product_,
-    gemm_each,
-    gemm_grouped,
-    has_grouped_kernel,
-)
+from megatron.core.moe.grouped_gemms import Segments, add_each_product_, gemm_each, gemm_grouped, has_grouped_kernel
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import RunningLoads, end_step
 from megatron.core.parallel_state import Axis, ParallelState

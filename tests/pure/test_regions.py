@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron.core.compiled_regions import region
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dropout import dropout
-from megatron.core.moe.experts import EACH, FusedWeightedActivation, GroupedBiasFunction, Segments
+from megatron.core.moe.experts import FusedWeightedActivation, GroupedBiasFunction
+from megatron.core.moe.grouped_gemms import EACH, Segments
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.activations import FUNCTIONS, Bounded, FusedActivation, Kind, gelu_tanh, squared_relu

@@ -30,7 +30,7 @@ from megatron.core.collectives import (
 )
 from megatron.core.compiled_regions import region
 from megatron.core.host_to_device import HostCopy, integers_on
-from megatron.core.moe.experts import Segments
+from megatron.core.moe.grouped_gemms import Segments
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.tensor_parallel.weight_grad import add_rows_

@@ -6,174 +6,28 @@ width. A rank's output is a partial sum over expert tensor parallelism; the disp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.compiled_regions import region, torch_function
+from megatron.core.compiled_regions import region
 from megatron.core.config.activations import Activation
 from megatron.core.config.model import TransformerConfig
-from megatron.core.host_to_device import HostCopy, has_values, integers_on
+from megatron.core.moe.grouped_gemms import EACH, GROUPED, GroupedGemms, Segments, has_grouped_kernel, matrices_of
 from megatron.core.param_meta import Fused, ParamMeta
-from megatron.core.parts import operation
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,
     accumulate_weight_grad,
-    add_product_,
     saved_without_graph,
 )
 from megatron.core.torch_private import AutogradContext
 from megatron.core.transformer.activations import FusedActivation, Kind, build_activation, functions_of
 from megatron.core.transformer.recompute import with_input_recomputed
-
-
-class Segments:
-    """Rows of the local experts, sorted by expert. Rows behind those of the last expert are spare: they belong to no
-    expert, their contents are finite and without meaning, and they have no gradient.
-
-    The numbers of rows are on the device (`of_counts`), where kernels read them, or known to the host (`of_sizes`),
-    which can then cut tensors into parts.
-    """
-
-    def __init__(self, sizes: Sequence[int] | None, ends: Tensor | None, device: torch.device, spare: bool) -> None:
-        self._sizes = sizes
-        self._ends = ends
-        self._device = device
-        self.spare = spare
-
-    @classmethod
-    def of_sizes(cls, sizes: Sequence[int], device: torch.device) -> Segments:
-        """sizes [experts] on the host; no spare rows"""
-        return cls(sizes, None, device, spare=False)
-
-    @classmethod
-    def of_counts(cls, counts: Tensor, spare: bool) -> Segments:
-        """counts [experts] on the device; `spare` says whether there may be spare rows"""
-        return cls(None, counts.cumsum(0, dtype=torch.int32), counts.device, spare)
-
-    @property
-    def ends(self) -> Tensor:
-        """[experts] int32 on the device: end of each expert's rows."""
-        if self._ends is None:
-            assert self._sizes is not None
-            self._ends = integers_on(self._device, accumulate(self._sizes), torch.int32)
-        return self._ends
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Number of rows of each expert. The host waits where it does not know them."""
-        if self._sizes is None:
-            ends = [0, *HostCopy[int](self.ends).read()]
-            self._sizes = [stop - start for start, stop in pairwise(ends)]
-        return self._sizes
-
-    def experts_of(self, rows: int) -> Tensor:
-        """[rows] int64 on the device: the expert of each row; that of spare rows is some expert."""
-        ends = self.ends[:-1].contiguous()
-        return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
-
-    def sizes_of(self, x: Tensor) -> Sequence[int]:
-        """Number of rows of each expert in x [n, ...]. Reads `sizes`; without values there are none, and the parts are
-        even."""
-        if self._sizes is None and not has_values(x):
-            (rows, *_), experts = x.shape, self.ends.shape[0]
-            return [rows // experts + (number < rows % experts) for number in range(experts)]
-        return self.sizes
-
-    def split(self, x: Tensor) -> Sequence[Tensor]:
-        """x [n, ...] -> the rows of each expert. Reads `sizes`."""
-        sizes = self.sizes_of(x)
-        return (x[: sum(sizes)] if self.spare else x).split(tuple(sizes))
-
-    def clear_spare_(self, x: Tensor) -> Tensor:
-        """Sets the spare rows of x [n, width] to zero: kernels leave there what the memory held."""
-        if self.spare:
-            clear_rows_behind_(x, self.ends)
-        return x
-
-
-@operation
-def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
-    """Sets the rows of x [n, width] from ends[-1] on to zero."""
-    rows = torch.arange(x.shape[0], device=x.device)
-    x.masked_fill_((rows >= ends[-1])[:, None], 0.0)
-
-
-GroupedGemm = Callable[[Tensor, Tensor, Segments], Tensor]
-"""Grouped GEMM: x [n, in], matrices [experts, in, out] -> [n, out], each row times the matrix of its expert, spare rows
-0."""
-
-
-def gemm_each(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
-    """Grouped GEMM as one GEMM for each expert that has rows."""
-    out = x.new_empty(x.shape[0], matrices.shape[-1])
-    for rows, matrix, part in zip(segments.split(x), matrices, segments.split(out), strict=True):
-        if rows.shape[0]:
-            torch.mm(rows, matrix, out=part)
-    return segments.clear_spare_(out)
-
-
-def gemm_grouped(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
-    """Grouped GEMM in one kernel. `gemm_each` computes the same."""
-    if not x.shape[0]:
-        return x.new_empty(0, matrices.shape[-1])
-    return segments.clear_spare_(F.grouped_mm(x, matrices, offs=segments.ends))
-
-
-def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-    """out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e that has rows, in the precision of `out`, by one
-    product for each."""
-    for expert, dy_rows, x_rows in zip(out, segments.split(dy), segments.split(x), strict=True):
-        if x_rows.shape[0]:
-            add_product_(expert, dy_rows, x_rows)
-
-
-@operation
-@torch_function
-def add_products_grouped_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-    """`add_each_product_`, for a kernel that does it at once."""
-    add_each_product_(out, dy, x, segments)
-
-
-def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
-    """Whether torch has a grouped GEMM of this dtype on the device, and for matrices of these widths: rows must be
-    multiples of 16 bytes. On other GPUs than these its function reads the numbers of rows and makes a product for each
-    expert, as `gemm_each` does."""
-    if device.type == "cuda":
-        kernel = dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    else:
-        kernel = dtype != torch.float64
-    return kernel and all(width * dtype.itemsize % 16 == 0 for width in widths)
-
-
-class GroupedGemms:
-    """The products of a grouped linear layer, here in the precision of the parameters. Those of a format of
-    `LINEAR_FORMATS` have the same attributes."""
-
-    def __init__(self, gemm: GroupedGemm, add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Segments], None]) -> None:
-        self.gemm, self.add_weight_grad_ = gemm, add_weight_grad_
-        """(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X of each expert"""
-
-    def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
-        """x [n, in], weight [experts, ..., in] -> y [n, out]"""
-        return self.gemm(x, _matrices(weight).transpose(1, 2), segments)
-
-    def input_grad(self, dy: Tensor, weight: Tensor, segments: Segments) -> Tensor:
-        """dY [n, out], weight [experts, ..., in] -> dX [n, in]"""
-        return self.gemm(dy, _matrices(weight), segments)
-
-
-GROUPED = GroupedGemms(gemm_grouped, add_products_grouped_)
-"""In a kernel for all experts, which reads the numbers of rows on the device."""
-
-EACH = GroupedGemms(gemm_each, add_each_product_)
-"""One for each expert. The host cuts the rows into parts."""
 
 
 class _GroupedLinearContext(AutogradContext):
@@ -213,7 +67,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         dx = gemms.input_grad(dy, weight, segments) if ctx.needs_input_grad[0] else None
 
         def add_dw_(out: Tensor, overwrite: bool) -> None:
-            gemms.add_weight_grad_(_matrices(out.zero_() if overwrite else out), dy, x, segments)
+            gemms.add_weight_grad_(matrices_of(out.zero_() if overwrite else out), dy, x, segments)
 
         return dx, accumulate_weight_grad(weight, add_dw_, ctx.queue), None, None, None
 
@@ -292,11 +146,6 @@ def _build_gemms(grouped: bool, cuts: Cuts, ctx: TPContext) -> GroupedGemms:
     axis = ctx.state.axis("expt_tp")
     built: GroupedGemms = ctx.format.grouped(axis, cuts, grouped, ctx.compiled, plain.add_weight_grad_)
     return built
-
-
-def _matrices(weight: Tensor) -> Tensor:
-    """[experts, ..., in] -> [experts, out, in]"""
-    return weight.view(weight.shape[0], -1, weight.shape[-1])
 
 
 class _WeightedContext(AutogradContext):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.core import collectives as mappings
 from megatron.core.init import initialize_parameters_
-from megatron.core.moe.experts import Segments, add_each_product_
+from megatron.core.moe.grouped_gemms import Segments, add_each_product_
 from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
 from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.core.moe.experts import Segments, add_each_product_
+from megatron.core.moe.grouped_gemms import Segments, add_each_product_
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear

@@ -35,7 +35,7 @@ from megatron.core.compiled_regions import CompiledRegion
 from megatron.core.config.layers import Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.moe import experts
+from megatron.core.moe import grouped_gemms
 from megatron.core.tensor_parallel import weight_grad
 from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.torch_private import AutogradContext, cpu_attention, device_constructors
@@ -345,7 +345,7 @@ class PlannedFunctions(PlannedRegions):
         self.own: dict[Callable[..., object], Callable[..., object]] = {
             unwrap(casts.dequantized_mm): self._dequantized_mm,
             unwrap(casts.add_fp8_product_): self._add_fp8_product_,
-            unwrap(experts.add_products_grouped_): self._add_products_grouped_,
+            unwrap(grouped_gemms.add_products_grouped_): self._add_products_grouped_,
             unwrap(weight_grad.add_product_): self._add_product_,
         }
 
@@ -376,7 +376,7 @@ class PlannedFunctions(PlannedRegions):
         """out [o, i] += dy [o, n] x [i, n]^T"""
         self.launches.product("fp8_", dy.values, x.values.t(), out, {"beta": not overwrite})
 
-    def _add_products_grouped_(self, out: Tensor, dy: Tensor, x: Tensor, segments: experts.Segments) -> None:
+    def _add_products_grouped_(self, out: Tensor, dy: Tensor, x: Tensor, segments: grouped_gemms.Segments) -> None:
         """out [experts, o, i] += dy_e [n_e, o]^T x_e [n_e, i] for each expert."""
         for rows in filter(None, segments.sizes_of(x)):
             self.launches.product("addmm_", dy[:rows].t(), x[:rows], out[0], {})

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.compiled_regions import region
-from megatron.core.moe.experts import Segments
+from megatron.core.moe.grouped_gemms import Segments
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.torch_private import scaled_grouped_mm

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.moe.experts import Segments, add_products_grouped_, clear_rows_behind_
+from megatron.core.moe.grouped_gemms import Segments, add_products_grouped_, clear_rows_behind_
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.linear_gemms import matrix_of, residual_gemm

@@ -68,7 +68,7 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 def _grouped(c: RunConfig) -> Iterator[Problem]:
     """Experts are multiplied one by one if no kernel multiplies all of them, as far as flags determine it; which
-    kernels a GPU has is found when the run starts (`megatron.core.moe.experts.has_grouped_kernel`)."""
+    kernels a GPU has is found when the run starts (`megatron.core.moe.grouped_gemms.has_grouped_kernel`)."""
     m = c.model
     p = c.parallel
     flag = "--moe-grouped-gemm"
