@@ -82,6 +82,20 @@ class Storage(Protocol):
         """Deletes a file, or a folder with everything in it. Raises FileNotFoundError."""
         ...
 
+    def content(self, path: PurePath) -> bytes | None:
+        """A whole file; None if there is no such file."""
+        try:
+            return self.read(path)
+        except FileNotFoundError:
+            return None
+
+    def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> None:
+        """Writes a whole file whose content is `expected`; None: there is no such file. Raises FileExistsError if it
+        has changed. Unless overridden, of two writers at the same moment both may succeed."""
+        if self.content(path) != expected:
+            raise FileExistsError(f"{path} was changed by another writer")
+        self.write(path, data)
+
     def exists(self, path: PurePath) -> bool:
         """Whether there is a file or folder."""
         return self.size(path) is not None or bool(self.names(path))

@@ -135,8 +135,10 @@ def _save(
     sums = {name: entry for part in gather_objects(files.sums, world) for name, entry in part.items()}
 
     def publish() -> None:
+        latest = storage.content(root / LATEST)
         check()
         _publish(root, iteration, payload, sums)
+        storage.replace(root / LATEST, str(iteration).encode(), latest)  # or another run has published meanwhile
 
     on_first_rank(publish, world)
     return final
@@ -281,13 +283,12 @@ def _raise_first(problems: list[Problem | None]) -> None:
 
 
 def _publish(root: PurePath, iteration: int, payload: dict[str, Any], sums: Sums) -> None:
-    """Publishes a written checkpoint, then makes it the latest."""
+    """Publishes a written checkpoint."""
     final, storage = checkpoint_folder(root, iteration), storage_of(root)
     scratch = storage.scratch(final)
     metadata = write_summed(scratch / METADATA, json.dumps(payload, indent=1))
     write_manifest(scratch, sums | {METADATA: metadata})
     storage.publish(final)
-    storage.write(root / LATEST, str(iteration).encode())
 
 
 def _nonempty(tensors: StateDict) -> StateDict:

@@ -8,15 +8,17 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import ClassVar
 
 import pytest
 
-from megatron.core.dist_checkpointing.path_kind import read_latest
+from megatron.core.dist_checkpointing.file_storage import STORAGES, Storage, located
+from megatron.core.dist_checkpointing.path_kind import LEASE, read_latest
 from megatron.extensions.operate.resilience import save_lease
-from megatron.extensions.operate.resilience.save_lease import LeaseError, SaveLease
+from megatron.extensions.operate.resilience.save_lease import LeaseError, LostLeaseError, SaveLease, StoredLease
 from tests.apart import read_records
 from tests.faults.runs import MODEL
 from tests.forked import forked_ranks, run_forked
@@ -270,3 +272,71 @@ def test_a_run_whose_lease_is_gone_ends_before_it_saves(tmp_path: Path) -> None:
     text = run_that_deletes("(path / '.lease').unlink()", tmp_path, 1)
     assert "is gone: another run has taken over while this one stood still" in text and "Traceback" not in text
     assert read_latest(tmp_path / "save") == 2
+
+
+class Objects(Storage):
+    """Objects in memory. `before` runs once before the next replacement, as what another run does meanwhile."""
+
+    content_of: ClassVar[dict[str, bytes]] = {}
+    before: ClassVar[list[Callable[[], None]]] = []
+
+    def names(self, folder: PurePath) -> list[str]:
+        return []
+
+    def size(self, path: PurePath) -> int | None:
+        return len(self.content_of[str(path)]) if str(path) in self.content_of else None
+
+    def read(self, path: PurePath, start: int = 0, length: int | None = None) -> bytes:
+        if str(path) not in self.content_of:
+            raise FileNotFoundError(str(path))
+        return self.content_of[str(path)]
+
+    def write(self, path: PurePath, data: bytes) -> None:
+        self.content_of[str(path)] = data
+
+    def remove(self, path: PurePath) -> None:
+        del self.content_of[str(path)]
+
+    def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> None:
+        while self.before:
+            self.before.pop()()
+        super().replace(path, data, expected)
+
+
+STORAGES.register("leased", Objects)
+URL = located("leased://bucket/run")
+
+
+def test_one_of_two_runs_holds_the_lease_in_a_storage_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Objects, "content_of", {})
+    errors = list[LeaseError]()
+    first, second = StoredLease(URL, errors.append), StoredLease(URL, never)
+    Objects.before.append(second.acquire)
+    with pytest.raises(LeaseError, match="another run saves to leased://bucket/run: its rank 0 is process"):
+        first.acquire()
+    with pytest.raises(LeaseError, match="another run saves to"):
+        StoredLease(URL, never).acquire()
+    second.check()
+    second.release()
+    assert not Objects.content_of
+    first.acquire()
+    first.check()
+    first._closed.set()  # which ends its own renewals
+    time.sleep(0.1)
+    Objects.content_of[str(URL / LEASE)] = first._next().replace(first._owner["token"].encode(), b"other")
+    with pytest.raises(LeaseError, match="and has taken over: this run stood still"):
+        first.check()
+    del Objects.content_of[str(URL / LEASE)]
+    with pytest.raises(LostLeaseError, match=r"leased://bucket/run/\.lease, is gone"):
+        first.check()
+    assert errors
+
+
+def test_a_renewal_whose_answer_was_lost_is_this_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Objects, "content_of", {})
+    lease = StoredLease(URL, never)
+    lease.acquire()
+    Objects.content_of[str(URL / LEASE)] = lease._next()
+    lease.check()
+    lease.release()
+    assert not Objects.content_of

@@ -9,6 +9,9 @@ still, another one may have taken the lease, finished, and given it back. The ru
 
 If the folder itself is gone, because it was deleted or renamed, the run says so and continues: its state is then the
 only copy. The next save creates the folder again. If the folder's disk is unmounted, saves fail until it is mounted.
+
+In another storage, the lease is an object that is replaced only if it is still the one that the run has seen. Two runs
+cannot both hold it where the storage has such writes.
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from megatron.core.config.json_text import parse_json
 from megatron.core.datasets.index_cache import folder_lock
+from megatron.core.dist_checkpointing.file_storage import storage_of
 from megatron.core.dist_checkpointing.path_kind import LEASE
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.rank_store import Peer
@@ -40,6 +45,13 @@ UNMOUNTED = (
     "is on another file system than at the start of the run: its disk was unmounted. Training continues; saves fail "
     "until it is mounted again"
 )
+
+TAKEN = (
+    "is gone: another run has taken over while this one stood still and has finished, or somebody has deleted the file"
+)
+
+LeaseText = dict[str, Any]
+"""Content of the file: the fields of `Peer`, the token of the run, its start, and the number of renewals."""
 
 RENEWAL = 2.0
 """Seconds between two renewals."""
@@ -70,8 +82,10 @@ class LeaseWatch(Watch):
     """Holds the lease while a watchdog runs, on rank 0."""
 
     def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
-        assert config.checkpoint.save is not None
-        self._lease = SaveLease(Path(config.checkpoint.save), watchdog.failures.fail)
+        root = config.checkpoint.save_root
+        assert root is not None
+        lost = watchdog.failures.fail
+        self._lease = SaveLease(root, lost) if isinstance(root, Path) else StoredLease(root, lost)
         self._outcome = watchdog.outcome
         watchdog.failures.at_exit.append(self._lease.release)
         watchdog.save_guards.append(self._lease.check)
@@ -87,23 +101,34 @@ class LeaseWatch(Watch):
         self._lease.release()
 
 
-class SaveLease:
+class Lease(ABC):
     """The lease of this process, rank 0 of its run. `lost` is called, on a thread, with a LeaseError if another run has
     taken it, or if it is gone from the folder."""
 
-    def __init__(self, folder: Path, lost: Callable[[LeaseError], object]) -> None:
-        self._file = folder / LEASE
-        self._folder = folder
+    def __init__(self, folder: PurePath, lost: Callable[[LeaseError], object]) -> None:
+        self._shown = folder
         self._lost = lost
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self._owner = asdict(Peer.here()) | {"token": os.urandom(8).hex(), "since": since}
         self._count = 0
         self._closed, self._writing = threading.Event(), threading.Lock()
-        self._place: _OpenFolder | None = None
-        """The folder that holds the lease, whatever its path names later."""
 
-        self._told = ""
-        """What was printed last about the folder."""
+    @abstractmethod
+    def _read(self) -> LeaseText | None:
+        """The present lease; None where there is none, or none that can be read."""
+
+    @abstractmethod
+    def _take(self, found: LeaseText | None) -> None:
+        """Writes the first lease of this run in place of the one `found`. Raises LeaseError if there is another."""
+
+    @abstractmethod
+    def _update(self) -> LeaseError | None:
+        """Renews the lease if it is this run's. Returns why it is lost, if it is. Raises OSError if the storage does
+        not answer."""
+
+    @abstractmethod
+    def _remove(self) -> None:
+        """Deletes the lease. Raises OSError."""
 
     def acquire(self) -> None:
         """Takes the lease, after up to `STALE` seconds. Raises LeaseError if another run renews it."""
@@ -116,12 +141,7 @@ class SaveLease:
             time.sleep(RENEWAL / 4)
             self._refuse_unless(found)
             found = self._read()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with folder_lock(self._folder):  # of two that start at once, the second one finds the lease of the first
-            self._refuse_unless(found)
-            self._write()
-        self._refuse_unless(self._owner | {"renewals": self._count})
-        self._place = _OpenFolder(self._folder)
+        self._take(found)
         threading.Thread(target=self._renew, name="save lease", daemon=True).start()
 
     def release(self) -> None:
@@ -130,20 +150,17 @@ class SaveLease:
         ended = self._writing.acquire(timeout=DISK)  # a renewal under way would bring the file back
         with suppress(OSError):
             if (found := self._read()) is not None and found["token"] == self._owner["token"]:
-                self._file.unlink()
+                self._remove()
         if ended:
             self._writing.release()
 
     def check(self) -> None:
-        """Raises OSError if the folder is on another file system than at the start. If the lease is lost, calls `lost`,
-        then raises LeaseError."""
+        """Raises OSError if the lease cannot be renewed. If it is lost, calls `lost`, then raises LeaseError."""
         with self._writing:
             error = self._update()
         if error is not None:
             self._lost(error)
             raise error
-        if self._is_unmounted():
-            raise OSError(f"--save {self._folder} is on another file system than at the start: mount its disk again")
 
     def _renew(self) -> None:
         while not self._closed.wait(RENEWAL):
@@ -154,6 +171,107 @@ class SaveLease:
             if error is not None:
                 self._lost(error)
                 return
+
+    def _refuse_unless(self, expected: LeaseText | None) -> None:
+        """Raises LeaseError if there is a lease other than the expected one."""
+        if (now := self._read()) is not None and now != expected:
+            raise LeaseError(self._of(now))
+
+    def _state(self, found: LeaseText) -> str | None:
+        """`Peer.state` of the process that holds it; None if that is not on this machine."""
+        peer = Peer(found["host"], found["pid"], found["namespace"], found["started"])
+        return peer.state() if peer.namespace and peer.namespace == self._owner["namespace"] else None
+
+    def _of(self, found: LeaseText) -> str:
+        who = f"process {found['pid']} on {found['host']}, started {found.get('since', 'at an unknown time')}"
+        return f"another run saves to {self._shown}: its rank 0 is {who}"
+
+    def _next(self) -> bytes:
+        """The content of the next renewal."""
+        self._count += 1
+        return json.dumps(self._owner | {"renewals": self._count}).encode()
+
+
+def _parsed(text: bytes | None) -> LeaseText | None:
+    """The lease in a file; None where there is none, or a damaged one."""
+    try:
+        found = parse_json(text.decode()) if text is not None else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "token" in found else None
+
+
+class StoredLease(Lease):
+    """A lease in another storage than the local disk, which writes it only in place of the one that this run has read
+    or written, where the storage can."""
+
+    def __init__(self, root: PurePath, lost: Callable[[LeaseError], object]) -> None:
+        super().__init__(root, lost)
+        self._file, self._storage = root / LEASE, storage_of(root)
+        self._held: bytes | None = None
+        """What this run has written last."""
+
+    def _read(self) -> LeaseText | None:
+        return _parsed(self._storage.content(self._file))
+
+    def _remove(self) -> None:
+        self._storage.remove(self._file)
+
+    def _take(self, found: LeaseText | None) -> None:
+        present = self._storage.content(self._file)
+        if (now := _parsed(present)) is not None and now != found:
+            raise LeaseError(self._of(now))
+        if (error := self._replace(present)) is not None:
+            raise error
+
+    def _update(self) -> LeaseError | None:
+        return self._replace(self._held)
+
+    def _replace(self, before: bytes | None) -> LeaseError | None:
+        new = self._next()
+        try:
+            self._storage.replace(self._file, new, before)
+        except FileExistsError:
+            now = self._storage.content(self._file)
+            if (found := _parsed(now)) is not None and found["token"] == self._owner["token"]:
+                self._held = now  # an earlier renewal, whose answer was lost
+                return None
+            if found is not None:
+                return LeaseError(f"{self._of(found)}, and has taken over: this run stood still")
+            return LostLeaseError(f"the lease of this run, {self._file}, {TAKEN}")
+        self._held = new
+        return None
+
+
+class SaveLease(Lease):
+    """A lease on the local disk."""
+
+    def __init__(self, folder: Path, lost: Callable[[LeaseError], object]) -> None:
+        super().__init__(folder, lost)
+        self._file = folder / LEASE
+        self._folder = folder
+        self._place: _OpenFolder | None = None
+        """The folder that holds the lease, whatever its path names later."""
+
+        self._told = ""
+        """What was printed last about the folder."""
+
+    def _take(self, found: LeaseText | None) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with folder_lock(self._folder):  # of two that start at once, the second one finds the lease of the first
+            self._refuse_unless(found)
+            self._write()
+        self._refuse_unless(self._owner | {"renewals": self._count})
+        self._place = _OpenFolder(self._folder)
+
+    def _remove(self) -> None:
+        self._file.unlink()
+
+    def check(self) -> None:
+        """Also raises OSError if the folder is on another file system than at the start."""
+        super().check()
+        if self._is_unmounted():
+            raise OSError(f"--save {self._folder} is on another file system than at the start: mount its disk again")
 
     def _update(self) -> LeaseError | None:
         """Renews the lease if it is this run's, or takes one in a folder that was created again. Returns why the lease
@@ -167,10 +285,7 @@ class SaveLease:
             self._write()
             self._tell("")
         elif here:
-            return LostLeaseError(
-                f"the lease of this run, {self._file}, is gone: another run has taken over while this one stood still "
-                "and has finished, or somebody has deleted the file"
-            )
+            return LostLeaseError(f"the lease of this run, {self._file}, {TAKEN}")
         elif not self._folder.exists() or self._is_unmounted():
             self._tell(f"--save {self._folder} {UNMOUNTED if self._is_unmounted() else GONE}")
         else:
@@ -205,33 +320,16 @@ class SaveLease:
             print(problem or f"--save {self._folder} is there again", file=sys.stderr, flush=True)
         self._told = problem
 
-    def _refuse_unless(self, expected: Mapping[str, object] | None) -> None:
-        """Raises LeaseError if there is a lease other than the expected one."""
-        if (now := self._read()) is not None and now != expected:
-            raise LeaseError(self._of(now))
-
-    def _state(self, found: dict[str, Any]) -> str | None:
-        """`Peer.state` of the process that holds it; None if that is not on this machine."""
-        peer = Peer(found["host"], found["pid"], found["namespace"], found["started"])
-        return peer.state() if peer.namespace and peer.namespace == self._owner["namespace"] else None
-
-    def _of(self, found: Mapping[str, object]) -> str:
-        who = f"process {found['pid']} on {found['host']}, started {found.get('since', 'at an unknown time')}"
-        return f"another run saves to {self._folder}: its rank 0 is {who}"
-
-    def _read(self) -> dict[str, Any] | None:
-        """The present lease; None where there is none, or none that can be read."""
+    def _read(self) -> LeaseText | None:
         try:
-            found = parse_json(self._file.read_text())
-            return found if isinstance(found, dict) and "token" in found else None
-        except (OSError, ValueError):
+            return _parsed(self._file.read_bytes())
+        except OSError:
             return None
 
     def _write(self) -> None:
-        self._count += 1
         new = self._file.with_name(f"{LEASE}-{self._owner['token']}")
         try:
-            new.write_text(json.dumps(self._owner | {"renewals": self._count}))
+            new.write_bytes(self._next())
             new.replace(self._file)
         finally:
             new.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ class HostsAndFolders(Callback):
             from megatron.extensions.operate.resilience.host_watch import watch_hosts
 
             found.append(watch_hosts(self.config, watchdog))
-        if first and self.config.checkpoint.save_folder is not None:
+        if first and self.config.checkpoint.save is not None:
             from megatron.extensions.operate.resilience.save_lease import LeaseWatch
 
             found.append(LeaseWatch(self.config, watchdog))
