@@ -68,6 +68,11 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     ),
     BuiltIn("speed/cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
     BuiltIn("optim/averaged_weights", "exponential moving averages of the weights, saved and evaluated"),
+    BuiltIn(
+        "optim/mup",
+        "muP and CompleteP: what was tuned on a small model holds for a wide and deep one",
+        needs=("optimizers",),
+    ),
     BuiltIn("operate/checkpoint_cleanup", "deletion of older checkpoints: the newest, every N-th or the best are kept"),
     BuiltIn(
         "pipeline/post_validation",

@@ -22,6 +22,9 @@ class ParamGroup:
     lr_mult: float = 1.0
     """Factor of the learning rate."""
 
+    eps_mult: float = 1.0
+    """Factor of Adam's epsilon (--adam-eps)."""
+
     wd_mult: float = 1.0
     """Factor of the scheduled weight decay; 0 for none."""
 
@@ -40,7 +43,7 @@ class ParamGroup:
     def order(self) -> tuple[float, ...]:
         """Key that sorts groups: those that decay first, then by their settings."""
         own = -1.0 if self.weight_decay is None else self.weight_decay
-        return (not self.decays, self.decoupled, self.lr_mult != 1, self.lr_mult, self.wd_mult, own)
+        return (not self.decays, self.decoupled, self.lr_mult != 1, self.lr_mult, self.wd_mult, own, self.eps_mult)
 
     def lr(self, lr: float, decoupled_lr: float | None) -> float:
         """Its learning rate, given that of the others and that of --decoupled-lr."""
@@ -53,6 +56,7 @@ class ParamGroup:
     def __str__(self) -> str:
         rate = "decoupled lr" if self.decoupled else "lr"
         rate += f" x {self.lr_mult:g}" if self.lr_mult != 1 else ""
+        rate += f", epsilon x {self.eps_mult:g}" if self.eps_mult != 1 else ""
         if not self.decays:
             return f"{rate}, no weight decay"
         if self.weight_decay is not None:
@@ -82,6 +86,10 @@ class ParameterRule:
 
     def errors(self, metas: Collection[ParamMeta]) -> Iterable[str]:
         """Messages about a rule that does not fit the parameters of the whole model."""
+        return ()
+
+    def lines(self, metas: Collection[ParamMeta]) -> Iterable[str]:
+        """Lines that a plan prints of the rule, given the trained parameters of the whole model."""
         return ()
 
 

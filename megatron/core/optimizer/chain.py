@@ -265,7 +265,7 @@ class Chain(ShardUpdate):
         # No link need expect infinities and NaNs.
         update = torch.zeros_like(grad) if after else grad.masked_fill(values.skip > 0, 0.0)
         scalars = (*values.rates.of(shard.group), values.updates + 1.0)
-        x = ParameterUpdate(param.planned.meta, main, update, states, param.place, scalars)
+        x = ParameterUpdate(param.planned.meta, main, update, states, param.place, scalars, shard.group.eps_mult)
         links = param.links.after if after else param.links.before
         into = grad if param.links.fused is not None and not after else None
         return _Run(param, cut, x, _run_links(links, x), into)

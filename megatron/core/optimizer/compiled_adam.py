@@ -48,7 +48,8 @@ class CompiledAdamKernel(ShardUpdate):
             # Kernels know that rows are aligned.
             main, grad, first, second = (tensor.detach().view(-1, ALIGNMENT) for tensor in tensors)
             params = None if shard.aliased else shard.params.view(-1, ALIGNMENT)
-            update(main, grad, first, second, params, scalars[shard.group], betas, self.config.adam_eps)
+            eps = self.config.adam_eps * shard.group.eps_mult
+            update(main, grad, first, second, params, scalars[shard.group], betas, eps)
         self._factor = None
 
     def _scalars(self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor) -> AdamScalars:

@@ -77,7 +77,8 @@ class AdamKernel(TorchKernel):
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
         betas = (config.adam_beta1, config.adam_beta2)
-        super().__init__(shards, torch.optim.AdamW(_groups(shards), 0.0, betas, config.adam_eps, fused=True))
+        groups = [{"eps": config.adam_eps * each["group"].eps_mult, **each} for each in _groups(shards)]
+        super().__init__(shards, torch.optim.AdamW(groups, 0.0, betas, fused=True))
         for shard in shards:
             step = torch.zeros((), dtype=torch.float32, device=shard.main.device)
             self._torch.state[shard.main]["step"] = step

@@ -129,6 +129,9 @@ class ParameterUpdate:
     weight_decay: float
     """0 for parameters that do not decay."""
 
+    eps_mult: float
+    """Factor of --adam-eps (`ParamGroup.eps_mult`)."""
+
     step: Tensor
     """Number of this update, from 1 on: a float64 scalar on the device, so that nothing waits for it."""
 
@@ -140,12 +143,14 @@ class ParameterUpdate:
         states: Mapping[str, Tensor],
         place: Place,
         scalars: tuple[float, float, Tensor],
+        eps_mult: float = 1.0,
     ) -> None:
         self.meta = meta
         self.param = param
         self.update = update
         self.states = states
         self.lr, self.weight_decay, self.step = scalars
+        self.eps_mult = eps_mult
         self._place = place
 
     def sum(self, values: Tensor, *dims: int) -> SumRequest:
@@ -293,7 +298,7 @@ class AdamMoments(Transform):
         average, square = x.states["exp_avg"], x.states["exp_avg_sq"]
         average.lerp_(x.update, 1 - self.beta1)
         square.mul_(self.beta2).addcmul_(x.update, x.update, value=1 - self.beta2)
-        scale = (square / (1 - self.beta2**x.step)).sqrt_().add_(self.eps)
+        scale = (square / (1 - self.beta2**x.step)).sqrt_().add_(self.eps * x.eps_mult)
         x.update = average / (1 - self.beta1**x.step) / scale
 
 

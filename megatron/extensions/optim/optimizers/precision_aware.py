@@ -380,7 +380,7 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
     exp_avg_sq = shard.exp_avg_sq.read(*part.exp_avg_sq).to(before.dtype)
     exp_avg_sq = exp_avg_sq * beta2 + (1 - beta2) * grad * grad
     correction1, correction2 = (value.to(before.dtype) for value in (scalars.correction1, scalars.correction2))
-    direction = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + config.adam_eps)
+    direction = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + config.adam_eps * shard.group.eps_mult)
     main = before * (1 - lr * weight_decay) - lr * direction
 
     key = mixed(_leading_bits(before))

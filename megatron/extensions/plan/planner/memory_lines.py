@@ -67,6 +67,8 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
         trained = {meta.name: meta for plan in plans for meta in plan.metas if not config.optimizer.freezes(meta)}
         groups = {name: (config.optimizer.group_of(meta), meta.numel) for name, meta in trained.items()}
         yield from lines_of_groups(groups)
+        for rule in config.optimizer.parameter_rules:
+            yield from rule.lines(trained.values())
     yield from _activation_lines(MicroBatch.of(config), activations)
     most = max(ranks, key=lambda rank: rank.total)
     yield (

@@ -1,0 +1,80 @@
+"""The table of muP and CompleteP: how a parameter's numbers change with the model's width and depth. No torch.
+
+Table 8 of muP (arXiv 2203.03466), which tied embeddings permit too, and table 1 of CompleteP (arXiv 2505.01618). The
+logits have the factor 1 / width. Weights of routers and gates, whose outputs have no factor, follow table 3, which is
+the same parametrization without one.
+
+All rules follow from two numbers. `change` is the size of the update of an element that moves outputs as much as in the
+base model. `gradient` is the size of an element of the gradient, the width and depth of the base model being 1. Adam's
+updates have the size of the learning rate, which is therefore multiplied by `change`, and its epsilon, a size of
+gradients, by `gradient`. SGD's updates have the size of learning rate and gradient, so its rate is multiplied by
+`change / gradient`. The weight decay of one step, rate times decay, is that of the base model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.param_meta import ParamMeta
+
+OF_HEADS = (".q_layernorm.", ".k_layernorm.", ".out_norm.")
+"""Parts of the names of norms within heads, whose channels do not widen. Norms over all heads are sharded."""
+
+OF_CHOICES = ("output_layer.bias", "router.bias", "expert_bias")
+"""Ends of the names of biases with an element for each token of the vocabulary, or for each expert."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors of one parameter, relative to the same parameter of the base model."""
+
+    std: float
+    """Of the standard deviation of initial values."""
+
+    change: float
+    """Of the elements of an update."""
+
+    gradient: float
+    """Of the elements of the gradient, as it comes out of the backward pass."""
+
+
+def factors(meta: ParamMeta, width: float, depth: float) -> Factors:
+    """The factors of a parameter in a model of `width` and `depth` times those of the base model."""
+    std, change, gradient = _of_width(meta, width)
+    if in_block(meta):  # its output has the factor 1 / depth, which takes the place of initial values that shrink
+        gradient /= depth
+        std *= depth**0.5 if meta.to_residual else 1.0
+    return Factors(std, change, gradient)
+
+
+def _of_width(meta: ParamMeta, width: float) -> tuple[float, float, float]:
+    """`std`, `change` and `gradient` by width alone."""
+    if meta.width_kind == "hidden":
+        return width**-0.5, 1 / width, 1 / width
+    if meta.role in ("router", "gate"):
+        return 1 / width, 1 / width, 1.0
+    return 1.0, 1.0, 1 / width if widens(meta) else 1.0
+
+
+def widens(meta: ParamMeta) -> bool:
+    """Whether a table or vector has more elements in a wider model."""
+    of_heads = not meta.sharded and any(part in meta.name for part in OF_HEADS)
+    return not (of_heads or meta.numel == 1 or meta.name.endswith(OF_CHOICES))
+
+
+def in_block(meta: ParamMeta) -> bool:
+    """Whether a parameter belongs to a sublayer, whose output is added to the residual stream."""
+    return meta.layer is not None or ".transformer_layer." in meta.name
+
+
+def rate(found: Factors, meta: ParamMeta, optimizer: str, matrix_scale: str | None = None) -> float:
+    """The factor of the learning rate under an `optimizer`. `matrix_scale` is --muon-scale-mode, for a matrix that
+    Muon updates. Updates of optimizers other than SGD and Muon are taken not to grow with gradients, as Adam's.
+    """
+    if optimizer == "sgd":
+        return found.change / found.gradient
+    if matrix_scale is None or matrix_scale == "spectral":  # "spectral" makes elements as large in every shape
+        return found.change
+    if matrix_scale == "unit_rms_norm" or meta.width_kind == "hidden":  # makes outputs as large in every shape
+        return 1.0
+    return found.change**0.5  # max(1, out / in)^(1/2) is 1 for the few outputs of routers and gates

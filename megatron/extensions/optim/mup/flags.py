@@ -1,0 +1,56 @@
+"""Flags of muP and CompleteP, and where their parts are. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.param_groups import PARAMETER_RULES
+from megatron.training.extensions import extension_flags
+
+SWITCH = "--use-mup"
+
+
+@extension_flags(
+    "muP and CompleteP",
+    rules=f"{__package__}.settings:problems",
+    resolve=f"{__package__}.settings:with_multipliers",
+    part_of="model",
+)
+@dataclass(frozen=True)
+class MupFlags:
+    use_mup: bool = flag(False, training_only=True)
+    """Scale initial values, learning rates, Adam's epsilon, weight decay and multipliers with the model's width and
+    depth, so that what was tuned on the base model holds for this one."""
+
+    mup_base_hidden_size: int | None = flag(None, above=0, no_effect_without=SWITCH, training_only=True)
+    """--use-mup: --hidden-size of the base model, whose other widths (MLPs, heads or their channels, latents) are in
+    the same proportion to it. Default: that of this model."""
+
+    mup_base_num_layers: int | None = flag(None, above=0, no_effect_without=SWITCH, training_only=True)
+    """--use-mup: --num-layers of the base model. With it, sublayers count for base / number of layers each (CompleteP),
+    and initial values do not depend on depth. Default: no rule for depth."""
+
+    mup_base_head_dim: float | None = flag(None, above=0, no_effect_without=SWITCH, training_only=True)
+    """--use-mup: channels of a head in the base model, whose scores are then scaled as without muP: scores have the
+    factor sqrt(base) / channels^power instead of 1 / channels^power."""
+
+    mup_embedding_mult: float = flag(1.0, above=0, no_effect_without=SWITCH, training_only=True)
+    """--use-mup: factor of word embeddings."""
+
+    mup_output_mult: float = flag(1.0, above=0, no_effect_without=SWITCH, training_only=True)
+    """--use-mup: factor of the logits; with 1, base / hidden size."""
+
+    mup_attn_scale_power: float = flag(1.0, at_least=0, no_effect_without=SWITCH, training_only=True)
+    """--use-mup: power of a head's channels that divides scores, 0.5 without muP. No effect beside --softmax-scale."""
+
+    mup_width_mult: float = flag(1.0, above=0, no_effect_without=SWITCH, training_only=True)
+    """--use-mup: the hidden size over that of the base model. Computed; need not be given."""
+
+    mup_depth_mult: float = flag(1.0, above=0, no_effect_without=SWITCH, training_only=True)
+    """--use-mup: the number of layers over that of the base model. Computed; need not be given."""
+
+
+PARAMETER_RULES.register(
+    "muP", f"{__package__}.rule:MupRule", when=lambda optimizer: optimizer.options(MupFlags).use_mup
+)

@@ -1,0 +1,74 @@
+"""Initial values and groups of parameters under muP and CompleteP, and their table. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.param_groups import ParameterRule, ParamGroup
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.extensions.optim.mup.factors import Factors, factors, rate
+from megatron.extensions.optim.mup.flags import MupFlags
+from megatron.extensions.optim.optimizers.flags import MuonFlags
+
+
+class MupRule(ParameterRule):
+    """Applies the table of `factors.py`."""
+
+    def __init__(self, optimizer: OptimizerConfig) -> None:
+        self.optimizer, self.options = optimizer, optimizer.options(MupFlags)
+        self.scale = optimizer.options(MuonFlags).muon_scale_mode
+
+    def factors(self, meta: ParamMeta) -> Factors:
+        return factors(meta, self.options.mup_width_mult, self.options.mup_depth_mult)
+
+    def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
+        """`group` with the factors of learning rate, epsilon and weight decay. A learning rate or weight decay that a
+        flag states for these parameters alone remains as it is."""
+        found = self.factors(meta)
+        whole = meta.role in self.optimizer.whole_roles
+        by = self.optimizer.optimizer if whole else self.optimizer.elementwise
+        eps = 1.0 if whole or by == "sgd" else found.gradient  # those two have none
+        lr = 1.0 if group.decoupled else rate(found, meta, by, self.scale if by == "muon" else None)
+        return replace(
+            group,
+            lr_mult=group.lr_mult * lr,
+            eps_mult=group.eps_mult * eps,
+            wd_mult=group.wd_mult / lr,
+        )
+
+    def initial(self, meta: ParamMeta, init: Init) -> Init:
+        """The initial values of the role, scaled. Those that a part states for itself are its own function of its
+        widths."""
+        std = self.factors(meta).std
+        if meta.init is not None or std == 1:
+            return init
+        return replace(init, std=init.std * std)
+
+    def lines(self, metas: Collection[ParamMeta]) -> Iterator[str]:
+        """The multipliers, and the table: a line for each role, or several where its parameters differ."""
+        own = self.options
+        logits = own.mup_output_mult if own.mup_output_mult != 1 else 1 / own.mup_width_mult
+        base = "" if own.mup_base_head_dim is None else f"sqrt({own.mup_base_head_dim:g}) "
+        yield (
+            f"muP: {own.mup_width_mult:g} times as wide as the base model, {own.mup_depth_mult:g} times as deep; "
+            f"embeddings x {own.mup_embedding_mult:g}, logits x {logits:g}, sublayers x {1 / own.mup_depth_mult:g}, "
+            f"attention scores {'x ' + base if base else ''}/ channels^{own.mup_attn_scale_power:g}"
+        )
+        rows: dict[tuple[str, str], list[ParamMeta]] = {}
+        for meta in metas:
+            rows.setdefault((meta.role, self._row(meta)), []).append(meta)
+        for role, row in sorted(rows):
+            members = rows[role, row]
+            elements = sum(meta.numel for meta in members)
+            yield f"muP, {role}: {row}; {len(members)} parameters, {elements:,} elements"
+
+    def _row(self, meta: ParamMeta) -> str:
+        """The factors of a parameter beside those of no muP."""
+        group = self.group(ParamGroup(wd_mult=1.0), meta)
+        std = self.factors(meta).std if meta.init is None or meta.init.std else 1.0
+        return (
+            f"initial values x {std:g}, lr x {group.lr_mult:g}, epsilon x {group.eps_mult:g}, "
+            f"weight decay x {group.wd_mult:g}"
+        )

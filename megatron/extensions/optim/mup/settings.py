@@ -1,0 +1,90 @@
+"""Multipliers of a model under muP and CompleteP, and rules of their flags. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import isclose, sqrt
+
+from megatron.core.config.model import TransformerConfig
+from megatron.extensions.optim.mup.flags import SWITCH, MupFlags
+from megatron.training.config.flags import field_table, with_named
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+
+RATED = ("adam", "sgd", "muon")
+"""Optimizers whose rules are known."""
+
+
+def multipliers(model: TransformerConfig) -> dict[str, float]:
+    """Field of the model -> the value that it has under --use-mup."""
+    own = model.options(MupFlags)
+    width, depth = ratios(model)
+    return {
+        "embedding_multiplier": own.mup_embedding_mult,
+        "logits_scaling": width if own.mup_output_mult == 1 else 1 / own.mup_output_mult,
+        "residual_multiplier": 1 / depth,
+    }
+
+
+def ratios(model: TransformerConfig) -> tuple[float, float]:
+    """Width and depth over those of the base model."""
+    own = model.options(MupFlags)
+    width = model.hidden_size / (own.mup_base_hidden_size or model.hidden_size)
+    return width, model.num_layers / (own.mup_base_num_layers or model.num_layers)
+
+
+def with_multipliers(c: RunConfig) -> RunConfig:
+    """The configuration with the multipliers that are not given. A second time it changes nothing."""
+    m = c.model
+    own = m.options(MupFlags)
+    if not own.use_mup:
+        return c
+    try:
+        width, depth = ratios(m)
+        given = {name: getattr(m, name) for name in multipliers(m)}
+        values: dict[str, float | None] = {
+            name: value if given[name] == 1 else given[name] for name, value in multipliers(m).items()
+        }
+        values["softmax_scale"] = score_factor(m)
+    except (ArithmeticError, AssertionError, TypeError, ValueError):
+        return c  # sizes that other rules refuse
+    usual = MupFlags()
+    options = replace(
+        own,
+        mup_width_mult=width if own.mup_width_mult == usual.mup_width_mult else own.mup_width_mult,
+        mup_depth_mult=depth if own.mup_depth_mult == usual.mup_depth_mult else own.mup_depth_mult,
+    )
+    return with_named(c.with_options(options), values)
+
+
+def score_factor(model: TransformerConfig) -> float | None:
+    """The value of --softmax-scale. One that is given remains."""
+    own = model.options(MupFlags)
+    if model.softmax_scale is not None or not any(layer.attends for layer in model.layers):
+        return model.softmax_scale
+    base = sqrt(own.mup_base_head_dim) if own.mup_base_head_dim is not None else 1.0
+    usual = 1 / sqrt(model.head_dim)  # a part of attention_scale, whose further factors remain
+    return float(model.attention_scale / usual * base / model.head_dim**own.mup_attn_scale_power)
+
+
+def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    m, own = c.model, c.model.options(MupFlags)
+    if not own.use_mup or min(m.hidden_size or 0, m.num_layers or 0) <= 0:
+        return
+    width, depth = ratios(m)
+    for name, value in {"mup_width_mult": width, "mup_depth_mult": depth}.items():
+        if not isclose(given := getattr(own, name), value):
+            rule = f"is {value:g} by the sizes of both models"
+            yield Problem(field_table()[name].name, given, rule, "remove it")
+    for name, value in multipliers(m).items():
+        if not isclose(given := getattr(m, name), value):
+            rule = f"must be {value:g}, or not be given, beside {SWITCH}, which sets it"
+            yield Problem(field_table()[name].name, given, rule, "remove it, or see --mup-output-mult and its like")
+    if depth != 1 and m.norms_sums:
+        rule = "cannot be combined with --norm-placement sum: norms of sums undo the factor of sublayers"
+        yield Problem("--mup-base-num-layers", own.mup_base_num_layers, rule, "remove it, or use other norms")
+    for name in dict.fromkeys((c.optimizer.optimizer, c.optimizer.elementwise)):
+        if name not in RATED:
+            rule = f"has the learning rates of Adam under {SWITCH}, whatever its updates do with the size of gradients"
+            yield Problem("--optimizer", name, rule, f"use {', '.join(RATED)}, or check it", harmless=True)
