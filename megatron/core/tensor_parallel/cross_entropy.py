@@ -6,8 +6,6 @@ recomputes the softmax, so that the logits are all that is saved.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -17,7 +15,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import kernel_for, operation
 from megatron.core.tensor_parallel.embedding import check_ids, local_rows
-from megatron.core.torch_private import is_view
+from megatron.core.torch_private import AutogradContext, is_view
 
 CHUNK, CPU_CHUNK = 2**24, 2**20
 """Logits converted to fp32 at a time. Bounds temporary memory to a few times 64 MiB; on CPU to the size of caches."""
@@ -48,10 +46,19 @@ LOSS_AND_GRADIENT = "loss_and_gradient_"
 the losses in place of the logits. Plain torch has no operation like it: it computes the gradient in the backward."""
 
 
+class _CrossEntropyContext(AutogradContext):
+    made: bool
+    """Whether the logits have become their gradient: then the fields below are not set."""
+    columns: int
+    overwrite: bool
+    compiled: bool
+    z_loss_coeff: float
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _CrossEntropyContext,
         logits: Tensor,
         labels: Tensor,
         tp: Axis,
@@ -88,7 +95,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _CrossEntropyContext, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         """d loss / d logit = softmax * (1 + 2 * z_loss_coeff * log of the sum) - (1 at the label)"""
         if ctx.made:
             (made,) = ctx.saved_tensors

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +11,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.layers import Boundary, TPContext, make_parameter, row_boundary
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, add_rows_
-from megatron.core.torch_private import assert_async
+from megatron.core.torch_private import AutogradContext, assert_async
 
 
 def local_rows(rows: int, axis: Axis) -> tuple[int, int]:
@@ -38,6 +36,14 @@ def check_ids(ids: Tensor, size: int, what: str) -> None:
         assert_async((low >= 0) & (high < size), message)
 
 
+class EmbeddingContext(AutogradContext):
+    elsewhere: Tensor | None
+    """Whether another rank has the row of an id."""
+    weight: Tensor
+    boundary: Boundary
+    axis: Axis
+
+
 class EmbeddingFunction(torch.autograd.Function):
     """Lookup in an embedding table whose rows are sharded: each rank looks up its own ids, zeros stand for the others,
     and the sum over the ranks is the result.
@@ -47,7 +53,7 @@ class EmbeddingFunction(torch.autograd.Function):
 
     # ids [s, b] -> [s, b, h], with sequence parallelism [s/t, b, h]; W [V/t, h]
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, boundary: Boundary, axis: Axis) -> Tensor:
+    def forward(ctx: EmbeddingContext, ids: Tensor, weight: Tensor, boundary: Boundary, axis: Axis) -> Tensor:
         start, stop = local_rows(weight.shape[0] * axis.size, axis)
         ctx.elsewhere = None
         if axis.size > 1:
@@ -64,7 +70,7 @@ class EmbeddingFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: EmbeddingContext, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.needs_input_grad[1]:
             return None, None, None, None
         (ids,) = ctx.saved_tensors

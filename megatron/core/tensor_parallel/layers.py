@@ -12,7 +12,6 @@ sequence parallelism [s/t, b, h].
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +49,7 @@ from megatron.core.tensor_parallel.weight_grad import (
     accumulate_weight_grad,
     saved_without_graph,
 )
-from megatron.core.torch_private import is_hooked
+from megatron.core.torch_private import AutogradContext, is_hooked
 
 
 @dataclass(frozen=True)
@@ -160,6 +159,17 @@ def make_sharded_parameter(
     return make_parameter(ParamMeta(name, shape, {"tp": 0}, init, role=role, stacked=stacked), ctx)
 
 
+class LinearContext(AutogradContext):
+    weight: Tensor
+    boundary: Boundary
+    axis: Axis
+    queue: WeightGradQueue
+    gemms: LinearGemms
+    of_output: OutputGradient | None
+    bias_shape: torch.Size
+    """Set where there is a bias."""
+
+
 class LinearFunction(torch.autograd.Function):
     """Linear layer with its collectives: y = leave(enter(x) Wᵀ) + bias. W [..., in] is used as a matrix [out, in].
     With an addend y + addend, where `leave` is no collective.
@@ -173,7 +183,7 @@ class LinearFunction(torch.autograd.Function):
     # Row parallel: x [s, b, f/t] -> [s, b, h]; W [h, f/t]. With sequence parallelism y [s/t, b, h].
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: LinearContext,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -195,10 +205,11 @@ class LinearFunction(torch.autograd.Function):
         ctx.queue = queue
         ctx.gemms = gemms
         ctx.of_output = of_output
-        ctx.bias_shape = None if bias is None else bias.shape
         del saved  # keeps nothing alive that autograd drops
         full_x = entered(enter(local, boundary, axis))
-        flat_bias = None if bias is None else bias.flatten()
+        flat_bias = None
+        if bias is not None:
+            ctx.bias_shape, flat_bias = bias.shape, bias.flatten()
         if boundary.leave is start_nothing:
             return gemms.forward(full_x, weight, flat_bias, addend)
         assert addend is None, "partial sums cannot be added to the residual stream"
@@ -207,7 +218,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: LinearContext, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x = saved_without_graph(ctx)
         weight = ctx.weight
         boundary = ctx.boundary

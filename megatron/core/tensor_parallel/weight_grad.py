@@ -10,14 +10,13 @@ with it. The pipeline executor owns the `WeightGradQueue` and gives it to the la
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.compiled_regions import region, torch_function
 from megatron.core.dropout import mixed, round_to_bf16, uniform_of
-from megatron.core.torch_private import index_put_impl_
+from megatron.core.torch_private import AutogradContext, index_put_impl_
 
 ROUNDED_AT_ONCE = 2**22
 """Elements of a sum in bf16 that are rounded at a time: bounds the memory of temporary tensors."""
@@ -155,7 +154,7 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     return getattr(weight, "main_grad", None)
 
 
-def saved_without_graph(ctx: Any) -> tuple[Tensor, ...]:
+def saved_without_graph(ctx: AutogradContext) -> tuple[Tensor, ...]:
     """The saved tensors of a Function, detached: a queued job would otherwise keep the graph behind them alive."""
     return tuple(x.detach() for x in ctx.saved_tensors)
 

@@ -10,8 +10,8 @@ dimension of both operands. Both casts are made of one read of the matrix. Colle
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,10 @@ from megatron.extensions.speed.fp8.flags import ALIGNMENT, TILE
 
 SMALLEST_AMAX = 2.0**-100
 """Lower bound on the amax that sets a multiplier, so that multipliers stay finite."""
+
+
+Made = TypeVar("Made")
+Others = TypeVarTuple("Others")
 
 
 class CastPair(NamedTuple):
@@ -47,6 +51,10 @@ class CastOrder(NamedTuple):
     dtype: torch.dtype
 
 
+CastParts = tuple[Tensor, Tensor | None, Sequence[bool], torch.dtype]
+"""The parts of a `CastOrder`, as operators of torch take them."""
+
+
 @operation
 def cast_transpose(
     x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype, compiled: bool
@@ -60,16 +68,19 @@ def cast_transpose(
 def cast_transpose_noting_amax(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
     """Casts x [n, k] and notes its amax, which the multiplier ignores. The scales are NaN if the amax is not finite:
     the cast may have hidden that."""
-    pair: CastPair = noting(cast_transpose_with_amax_twin, compiled, x, cast)
-    return pair
+    return noting(cast_transpose_with_amax_twin, compiled, cast, x)
 
 
-def noting(twin: Callable[..., tuple[Any, Any]], compiled: bool, *operands: Any) -> Any:
-    """The result of a twin, as a region, whose last operand is a `CastOrder` or None, and which returns an amax too:
-    notes that."""
-    *others, cast = operands
-    found, amax = region(twin, compiled, static=True)(*others, cast and cast._replace(noted=None))
-    if cast is not None and cast.noted is not None:
+def noting(
+    twin: Callable[[*Others, CastOrder], tuple[Made, Tensor | None]],
+    compiled: bool,
+    cast: CastOrder,
+    *others: *Others,
+) -> Made:
+    """The result of a twin as a region. Its last operand is the `cast`, and it returns an amax too, which is noted."""
+    found, amax = region(twin, compiled, static=True)(*others, cast._replace(noted=None))
+    if cast.noted is not None:
+        assert amax is not None
         torch.maximum(cast.noted, amax, out=cast.noted)
     return found
 

@@ -17,10 +17,11 @@ from megatron.core.compiled_regions import region
 from megatron.core.dropout import drop_at_once, mask_bits
 from megatron.core.tensor_parallel.layers import observed
 from megatron.core.tensor_parallel.linear_gemms import OutputGradient, gradient_of_output, rows_of
+from megatron.core.torch_private import AutogradContext
 from megatron.core.transformer.norm import LayerNorm, RMSNorm
 from megatron.extensions.speed.fp8.casts import CastOrder, CastPair
 from megatron.extensions.speed.fp8.recipes import DelayedGemms
-from megatron.extensions.speed.fusions.kernels.norms import Norm, norm_cast, norm_gradients
+from megatron.extensions.speed.fusions.kernels.norms import Norm, NormBackward, norm_cast, norm_gradients
 from megatron.extensions.speed.fusions.kernels.norms import gradients_of_norm as _backward
 from megatron.extensions.speed.fusions.kernels.norms import normalized as _normalized
 
@@ -66,18 +67,22 @@ def add_update(x: Tensor, update: Tensor, mask: DropoutMask | None) -> Tensor:
     return x + update if mask is None else _AddDropped.apply(x, update, mask)
 
 
+class _AddDroppedContext(AutogradContext):
+    p: float
+
+
 class _AddDropped(torch.autograd.Function):
     """x + update with dropout of the update."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, update: Tensor, mask: DropoutMask) -> Tensor:
+    def forward(ctx: _AddDroppedContext, x: Tensor, update: Tensor, mask: DropoutMask) -> Tensor:
         ctx.save_for_backward(*mask[1:])
         ctx.p = mask.p
         return region(_added_dropped, True)(x, update, *mask)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _AddDroppedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, region(drop_at_once, True)(grad, ctx.p, *ctx.saved_tensors), None
 
 
@@ -159,10 +164,18 @@ def fused_norm(
     return _FusedNorm.apply(x, update, norm.weight, norm.bias, norm, mask, cast, of_update)
 
 
+class _FusedNormContext(AutogradContext):
+    p: float | None
+    """Of a dropout mask; None without one."""
+    of_update: OutputGradient | None
+    one_plus: bool
+    adds: bool
+
+
 class _FusedNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _FusedNormContext,
         x: Tensor,
         update: Tensor | None,
         weight: Tensor,
@@ -192,7 +205,9 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_total: Tensor | None, of_normed: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: _FusedNormContext, of_total: Tensor | None, of_normed: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         total, weight, *kept = ctx.saved_tensors
         mask = None if ctx.p is None else DropoutMask(ctx.p, *kept[:2])
         statistics = tuple(kept if mask is None else kept[2:])
@@ -211,7 +226,7 @@ def _rows(x: Tensor) -> Tensor:
     return rows_of(x).contiguous()
 
 
-def _with_casts_and_sum(of_update: OutputGradient, operands: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+def _with_casts_and_sum(of_update: OutputGradient, operands: NormBackward) -> tuple[Tensor | None, ...]:
     """`_backward_of_both` without a mask, that hands the casts and the sum of the update's gradient over."""
     total, of_total, of_normed, weight, statistics, one_plus = operands
     of_sum = None if of_total is None else _rows(of_total)
@@ -230,7 +245,7 @@ def _added_and_normalized(x: Tensor, update: Tensor, mask: DropoutMask | None, n
     return total, *_normalized(total, norm)
 
 
-def _backward_of_both(mask: DropoutMask | None, *args: Any) -> tuple[Tensor | None, ...]:
+def _backward_of_both(mask: DropoutMask | None, *operands: *NormBackward) -> tuple[Tensor | None, ...]:
     """`_backward`, with the gradient of the update after that of x where dropout makes them differ, else None."""
-    dx, *of_parameters = _backward(*args)
+    dx, *of_parameters = _backward(*operands)
     return dx, None if mask is None else mask.applied(dx), *of_parameters

@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +42,7 @@ from megatron.extensions.speed.fusions.kernel_choice import (
     compare,
     device_clock,
     gpu_operator,
+    no_result,
     runs_triton,
 )
 from megatron.extensions.speed.fusions.kernels import cublaslt
@@ -67,8 +67,8 @@ Run = Callable[[], object]
 
 _SUM = "(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, bool overwrite) -> ()"
 KERNELS = {
-    "triton": gpu_operator("kernels.products_triton:add_product_triton_", _SUM),
-    "cublaslt": gpu_operator("kernels.cublaslt:add_product_cublaslt_", _SUM),
+    "triton": gpu_operator("kernels.products_triton:add_product_triton_", _SUM, no_result),
+    "cublaslt": gpu_operator("kernels.cublaslt:add_product_cublaslt_", _SUM, no_result),
 }
 """out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32; with `overwrite` = it.
 
@@ -199,7 +199,7 @@ def _rows(x: Scaled, part: slice) -> Scaled:
     return Scaled(x.values[part], x.scale[part] if x.scale.ndim else x.scale)
 
 
-def adds_residual(x: Tensor | None, weight: Tensor, *_: Any) -> bool:
+def adds_residual(x: Tensor | None, weight: Tensor, *_: object) -> bool:
     """Whether products with a `weight` [m, k] in 16 bits or fp8 may be `residual_gemm`, for their operands' device and
     sizes."""
     return weight.is_cuda and weight.itemsize <= 2 and weight.shape[0] % SIZES == 0 and weight.shape[-1] % SIZES == 0
@@ -241,10 +241,16 @@ def residual_product(
         return residual_sum(x, weight, addend, bias, scales)
 
 
+def _fake_sum(
+    x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, x_scale: Tensor | None, weight_scale: Tensor | None
+) -> Tensor:
+    return torch.empty_like(addend)
+
+
 _residual_product = gpu_operator(
     "gemm_choice:residual_product",
     "(Tensor x, Tensor weight, Tensor addend, Tensor? bias, Tensor? x_scale, Tensor? weight_scale) -> Tensor",
-    lambda x, weight, addend, *rest: torch.empty_like(addend),
+    _fake_sum,
 )
 
 
@@ -333,17 +339,19 @@ def residual_runs(shape: ResidualShape, dtype: torch.dtype, device: torch.device
 
 
 _add_products = gpu_operator(
-    "kernels.products_triton:add_grouped_products_", "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends) -> ()"
+    "kernels.products_triton:add_grouped_products_",
+    "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends) -> ()",
+    no_result,
 )
 """out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e, summed in fp32 whatever the operands are.
 
 out [experts, o, i], dy [n, o], x [n, i], contiguous. Expert e has the rows from ends[e - 1] to ends[e] (int32)."""
 
-_clear_rows = gpu_operator("kernels.products_triton:clear_rows_behind_", "(Tensor(a!) x, Tensor ends) -> ()")
+_clear_rows = gpu_operator("kernels.products_triton:clear_rows_behind_", "(Tensor(a!) x, Tensor ends) -> ()", no_result)
 """Sets the rows of x [n, width], contiguous, from ends[-1] (int32) on to zero. Touches no others."""
 
 
-def _expert_rows(shapes: RunShapes) -> Iterator[tuple[Any, ...]]:
+def _expert_rows(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor, Segments]]:
     if shapes.experts and shapes.dtype == torch.bfloat16:
         counts = torch.full((shapes.experts,), shapes.tokens // shapes.experts - 1, device=shapes.device)
         segments = Segments.of_counts(counts, spare=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Generic, ParamSpec, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron.core.collectives import all_reduce_
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import KERNELS, LEFT_OUT
+from megatron.core.torch_private import tree_flatten, tree_unflatten
 from megatron.core.transformer.activation_store import tensors_in
 from megatron.extensions.speed.fp8.flags import Fp8Flags
 from megatron.training.config.run_config import RunConfig
@@ -113,16 +114,29 @@ class RunShapes:
         return torch.randn(size, generator=generator, dtype=dtype or self.dtype, device=self.device)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Operands = TypeVarTuple("Operands")
+
+
+@runtime_checkable
+class ComparedKernel(Protocol):
+    """A kernel that can lose against torch at the start of a run."""
+
+    def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
+        """Why a run of these shapes does not use the kernel; None if it does. Collective over the world."""
+
+
 @dataclass(frozen=True)
-class FusedKernel:
+class FusedKernel(Generic[*Operands, R]):
     """A kernel in place of an operation, and how it is compared with that."""
 
-    run: Callable[..., Any]
-    plain: Callable[..., Any]
+    run: Callable[[*Operands], R]
+    plain: Callable[[*Operands], R]
     """The operation in torch, with the same operands."""
-    suits: Callable[..., bool]
+    suits: Callable[[*Operands], bool]
     """True if it computes with these operands."""
-    samples: Callable[[RunShapes], Iterable[tuple[Any, ...]]]
+    samples: Callable[[RunShapes], Iterable[tuple[*Operands]]]
     """Operands of a run; none if the run does not perform the operation."""
     tolerance: float
     """How far results, and operands that are written, may be off, relative to their norm."""
@@ -130,8 +144,16 @@ class FusedKernel:
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", getattr(self.plain, "__wrapped__", self.plain))
 
-    def __call__(self, *operands: Any) -> Any:
+    def __call__(self, *operands: *Operands) -> R:
         return self.run(*operands)
+
+    def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
+        """Why the kernel is not used: it is wrong, raises, or takes longer than torch, with the operands of a run; None
+        if it is used. Collective over the world."""
+        for operands in self.samples(shapes):
+            if (why := _lost(self, operands, shapes.device, world, clock)) is not None:
+                return why
+        return None
 
 
 def choose_kernels(
@@ -139,22 +161,24 @@ def choose_kernels(
     world: Axis,
     clock: Clock | None,
     say: Callable[[str], None],
-    kernels: Mapping[str, Any] | None = None,
+    kernels: Mapping[str, object] | None = None,
 ) -> None:
     """Compares every registered kernel with torch on the operands of a run. Leaves out one that is wrong, raises, or
     takes longer than torch by the `clock`; None times nothing. Collective over the world."""
     LEFT_OUT.clear()
-    found: Mapping[str, Any] = {name: KERNELS[name] for name in KERNELS} if kernels is None else kernels
+    found: Mapping[str, object] = {name: KERNELS[name] for name in KERNELS} if kernels is None else kernels
     for name, kernel in found.items():
-        for operands in kernel.samples(shapes):
-            if (why := _lost(kernel, operands, shapes.device, world, clock)) is not None:
-                LEFT_OUT.add(name)
-                say(f" kernel {name} left out: {why}")
-                break
+        if isinstance(kernel, ComparedKernel) and (why := kernel.lost(shapes, world, clock)) is not None:
+            LEFT_OUT.add(name)
+            say(f" kernel {name} left out: {why}")
 
 
 def _lost(
-    kernel: FusedKernel, operands: tuple[Any, ...], device: torch.device, world: Axis, clock: Clock | None
+    kernel: FusedKernel[*Operands, R],
+    operands: tuple[*Operands],
+    device: torch.device,
+    world: Axis,
+    clock: Clock | None,
 ) -> str | None:
     """Why a kernel is not used; None if it is."""
     failed = "raises an error on another rank"
@@ -168,15 +192,18 @@ def _lost(
         return failed if math.isinf(worst) else f"differs by {worst:.1e}, and may by {kernel.tolerance:.1e}"
     if clock is None or not kernel.suits(*operands):
         return None
-    runs = {"kernel": lambda: kernel(*operands), "torch": lambda: kernel.plain(*operands)}
+    runs: dict[str, Callable[[], object]] = {
+        "kernel": lambda: kernel(*operands),
+        "torch": lambda: kernel.plain(*operands),
+    }
     seconds = compare(runs, clock, device, world).seconds
     ratio = seconds["kernel"] / seconds["torch"]
     return f"{ratio:.2f} times the time of torch" if ratio > SLOWER else None
 
 
-def _error(kernel: FusedKernel, operands: tuple[Any, ...]) -> float:
+def _error(kernel: FusedKernel[*Operands, R], operands: tuple[*Operands]) -> float:
     """The largest difference of a result, or of an operand that is written, relative to the norm of torch's."""
-    mine, theirs = (_copied(operands) for _ in range(2))
+    mine, theirs = (copied(operands) for _ in range(2))
     results, expected = (kernel(*mine), mine), (kernel.plain(*theirs), theirs)
     pairs = zip(tensors_in(results), tensors_in(expected), strict=True)
     return max((_relative(*pair) for pair in pairs), default=0.0)
@@ -192,12 +219,12 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     return NOT_A_NUMBER if math.isnan(error) else error / allowed
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if hasattr(value, "_make"):
-        return value._make(map(_copied, value))
-    return type(value)(map(_copied, value)) if type(value) in (tuple, list) else value
+def copied(value: R) -> R:
+    """The same with copies of the tensors that it holds, in tuples and lists at any depth."""
+    leaves, structure = tree_flatten(value)
+    copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    found: R = tree_unflatten(copies, structure)
+    return found
 
 
 def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.device, world: Axis) -> Choice:
@@ -255,13 +282,19 @@ def runs_triton(x: Tensor) -> bool:
     return x.is_cuda and has_triton()
 
 
-def gpu_operator(place: str, schema: str, fake: Callable[..., Any] = lambda *operands: None) -> Any:
+def no_result(*operands: object) -> None:
+    """The fake of an operator that writes its results into operands."""
+
+
+def gpu_operator(place: str, schema: str, fake: Callable[P, R]) -> Callable[P, R]:
     """The operator `megatron::NAME` of GPUs, computed by a function NAME whose `place` is "module:NAME". The module may
-    import Triton, and is imported when the operator first runs. Fake tensors, plans and profilers see one operator."""
+    import Triton, and is imported when the operator first runs. Fake tensors, plans and profilers see one operator.
+    `fake` has its signature, and returns tensors like its results without computing them."""
     module, name = place.split(":")
 
-    def run(*operands: Any) -> Any:
-        return getattr(import_module(f"{__package__}.{module}"), name)(*operands)
+    def run(*operands: P.args, **options: P.kwargs) -> R:
+        result: R = getattr(import_module(f"{__package__}.{module}"), name)(*operands, **options)
+        return result
 
     written = re.findall(r"\(a!\)\S* (\w+)", schema)
     operator = torch.library.custom_op(

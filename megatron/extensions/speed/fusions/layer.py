@@ -8,7 +8,6 @@ gradient of its input is stored in 16 bits. Stand-ins carry the casts to the lin
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.linear_gemms import OutputGradient, rows_of
 from megatron.core.tensor_parallel.weight_grad import saved_without_graph
-from megatron.core.torch_private import forward_hooks, is_hooked
+from megatron.core.torch_private import AutogradContext, forward_hooks, is_hooked
 from megatron.core.transformer.activations import FusedActivation
 from megatron.core.transformer.block import Stream, added
 from megatron.core.transformer.layer import HiddenDropout, TransformerLayer
@@ -39,7 +38,7 @@ from megatron.extensions.speed.fusions.fused_norm import (
     ResidualSum,
     add_and_norm,
 )
-from megatron.extensions.speed.fusions.kernel_choice import FusedKernel
+from megatron.extensions.speed.fusions.kernel_choice import RunShapes
 from megatron.extensions.speed.fusions.kernels.casts import swiglu_cast, swiglu_gradient_cast
 from megatron.extensions.speed.fusions.split_heads import SplitSelfAttention
 
@@ -66,15 +65,29 @@ def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor
     return y
 
 
-MLP_KERNEL = FusedKernel(cast_mlp, cast_mlp, casts_swiglu, lambda shapes: (), 0.0)
-"""Its parts are compared, `kernels/casts.py`."""
+class MLPKernel:
+    """`cast_mlp`. Its parts are compared, `kernels/casts.py`."""
+
+    suits = staticmethod(casts_swiglu)
+    __call__ = staticmethod(cast_mlp)
+
+    def samples(self, shapes: RunShapes) -> tuple[()]:
+        return ()
+
+
+MLP_KERNEL = MLPKernel()
+
+
+class _CastSwiGLUContext(AutogradContext):
+    of_hidden: OutputGradient
+    compiled: bool
 
 
 class _CastSwiGLU(torch.autograd.Function):
     """SwiGLU of the output [s, b, 2f] of a layer, cast [s, b, f] as the layer behind it wants its input."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, cast: InputCast, of_hidden: OutputGradient) -> Tensor:
+    def forward(ctx: _CastSwiGLUContext, hidden: Tensor, cast: InputCast, of_hidden: OutputGradient) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.of_hidden, ctx.compiled = of_hidden, cast.gemms.compiled
         pair = swiglu_cast(rows_of(hidden).detach(), cast.order(), ctx.compiled)
@@ -82,7 +95,7 @@ class _CastSwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _CastSwiGLUContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,) = saved_without_graph(ctx)
         operands = rows_of(hidden).detach(), rows_of(grad).detach()
         pair = swiglu_gradient_cast(*operands, ctx.of_hidden.order(), ctx.compiled)

@@ -5,7 +5,7 @@ gradient of the projection, written in one pass with the rotation back and the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import kernel_for
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.tensor_parallel.linear_gemms import OutputGradient, gradient_of_output
+from megatron.core.torch_private import AutogradContext
 from megatron.core.transformer.rotary import apply_rotary, apply_rotary_interleaved
 from megatron.core.transformer.self_attention import Heads, SelfAttention
 
@@ -73,10 +74,19 @@ class HeadSplit(NamedTuple):
     """True if a kernel is compiled for each shape."""
 
 
+class _SplitHeadsContext(AutogradContext):
+    settings: tuple[int, bool]
+    """Groups, and whether neighbouring channels are rotated."""
+    compiled: bool
+    bias: Tensor | None
+    shape: torch.Size
+    of_qkv: OutputGradient | None
+
+
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _SplitHeadsContext,
         qkv: Tensor,
         bias: Tensor | None,
         tables: tuple[Tensor, ...],
@@ -95,13 +105,13 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SplitHeadsContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tables, (groups, interleaved) = ctx.saved_tensors, ctx.settings
         order, of_bias = None if ctx.of_qkv is None else ctx.of_qkv.order(), None
         cast = None
         if order is not None and ctx.bias is None and not interleaved:
             cast = kernel_for("heads_gradient_cast", grads, tables, order)
-        if cast is not None:
+        if cast is not None and ctx.of_qkv is not None:
             joined = ctx.of_qkv.put_stand_in(cast(grads, tables, order), ctx.shape, grads[0].dtype)
         else:
             joined = region(joined_heads, ctx.compiled, static=True)(grads, tables, groups, interleaved)

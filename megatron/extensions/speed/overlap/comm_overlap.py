@@ -27,7 +27,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear, TPContext
 from megatron.core.tensor_parallel.linear_gemms import matrix_of, rows_of
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, add_product_, saved_without_graph
-from megatron.core.torch_private import load_symmetric_memory
+from megatron.core.torch_private import AutogradContext, load_symmetric_memory
 from megatron.extensions.speed.overlap.flags import OverlapFlags
 from megatron.training.hooks import Callback
 from megatron.training.initialize import Runtime
@@ -109,22 +109,30 @@ OVERLAPS: dict[str, type[RingOverlap | SymmetricOverlap]] = {"ring": RingOverlap
 """Choices of --tp-comm-overlap-method."""
 
 
+class _ColumnContext(AutogradContext):
+    layer: Overlapped
+    weight: Tensor
+    bias_shape: torch.Size
+    """Set where there is a bias."""
+
+
 class _ColumnFunction(torch.autograd.Function):
     """Column-parallel linear layer with overlap: y = gather(x) Wᵀ + bias."""
 
     # x [s/t, b, h] -> [s, b, f/t]; W [f/t, h]
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Overlapped) -> Tensor:
+    def forward(ctx: _ColumnContext, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Overlapped) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
         ctx.weight = weight
-        ctx.bias_shape = None if bias is None else bias.shape
-        flat_bias = None if bias is None else bias.flatten()
+        flat_bias = None
+        if bias is not None:
+            ctx.bias_shape, flat_bias = bias.shape, bias.flatten()
         return layer.overlap.gather_matmul(x, matrix_of(weight).t(), layer.axis, flat_bias)[1]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ColumnContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = saved_without_graph(ctx)
         layer = ctx.layer
         weight = ctx.weight
@@ -144,12 +152,17 @@ class _ColumnFunction(torch.autograd.Function):
         return (dx if reducing is None else reducing.wait()), dw, db, None
 
 
+class _RowContext(AutogradContext):
+    layer: Overlapped
+    weight: Tensor
+
+
 class _RowFunction(torch.autograd.Function):
     """Row-parallel linear layer with overlap: y = reduce_scatter(x Wᵀ) + bias."""
 
     # x [s, b, f/t] -> [s/t, b, h]; W [h, f/t]
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Overlapped) -> Tensor:
+    def forward(ctx: _RowContext, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Overlapped) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer, ctx.weight = layer, weight
         y = layer.overlap.matmul_scatter(x, matrix_of(weight).t(), layer.axis)
@@ -157,7 +170,7 @@ class _RowFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _RowContext, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = saved_without_graph(ctx)
         layer, weight = ctx.layer, ctx.weight
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]

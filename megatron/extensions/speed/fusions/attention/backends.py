@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,19 +74,19 @@ class Flash3:
         return dq, dk, dv
 
 
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+def _parameters(function: Callable[..., object]) -> frozenset[str]:
     """Names of a function's parameters; a custom operation of torch keeps its function."""
     return frozenset(inspect.signature(getattr(function, "_init_fn", function)).parameters)
 
 
-def _mask(window: Window, names: frozenset[str]) -> dict[str, Any]:
+def _mask(window: Window, names: frozenset[str]) -> dict[str, object]:
     causal = {"causal" if "causal" in names else "is_causal": window == CAUSAL}
     if "window_size" in names:
         return causal | {"window_size": window}
     return causal | {"window_size_left": window[0], "window_size_right": window[1]}
 
 
-def _lengths(lengths: Lengths | None) -> dict[str, Any]:
+def _lengths(lengths: Lengths | None) -> dict[str, object]:
     if lengths is None:
         return {}
     return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths, strict=True))

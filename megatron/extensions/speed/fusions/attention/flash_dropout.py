@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -139,16 +139,16 @@ class FlashDropoutKernel:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Outputs:
         """Outputs of the rows that the tiles cover: q [n, b, heads, d], k [m, b, groups, d], v [m, b, groups, dv]."""
-        return _forward(*map(_dense, (q, k, v)), *_on_device(tiles, q.device), *self._settings())
+        return _forward(_dense(q), _dense(k), _dense(v), *self._band(tiles, q.device))
 
     def gradients(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Gradients:
         """The gradients of the same rows."""
-        operands = map(_dense, (rows.grad, rows.out))
-        return _backward(*operands, rows.lse, *map(_dense, (q, k, v)), *_on_device(tiles, q.device), *self._settings())
+        band = self._band(tiles, q.device)
+        return _backward(_dense(rows.grad), _dense(rows.out), rows.lse, _dense(q), _dense(k), _dense(v), *band)
 
-    def _settings(self) -> tuple[float, float, int, int, Tensor]:
+    def _band(self, tiles: tuple[Tile, ...], device: torch.device) -> BandParts:
         d = self.dropout
-        return self.scale, d.p, d.key, d.head_offset, d.sample_index
+        return *_on_device(tiles, device), self.scale, d.p, d.key, d.head_offset, d.sample_index
 
 
 class _AtOnce:
@@ -218,10 +218,19 @@ _BAND = (
 )
 """A `_BandOnDevice`, and the settings of a kernel."""
 
+BandParts = tuple[Tensor, Tensor, Tensor, Tensor, float, float, int, int, Tensor]
+"""The types of `_BAND`."""
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *band: Any) -> tuple[Tensor, Tensor]:
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *band: *BandParts) -> tuple[Tensor, Tensor]:
     n, b, heads, _ = q.shape
     return q.new_empty(n, b, heads, v.shape[-1]), q.new_empty(b, heads, n, dtype=torch.float32).permute(2, 0, 1)
+
+
+def _fake_backward(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *band: *BandParts
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 _forward = gpu_operator(
@@ -234,6 +243,6 @@ _forward = gpu_operator(
 _backward = gpu_operator(
     "attention.flash_dropout_triton:flash_dropout_backward",
     f"(Tensor grad, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {_BAND}) -> (Tensor, Tensor, Tensor)",
-    lambda *operands: tuple(x.new_empty(x.shape) for x in operands[3:6]),
+    _fake_backward,
 )
 """Gradients of q, k and v."""

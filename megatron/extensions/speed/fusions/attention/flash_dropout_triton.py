@@ -12,7 +12,7 @@ shifts, two exclusive ors, two products and a comparison.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.dropout import threshold
-from megatron.extensions.speed.fusions.attention.flash_dropout import fits
+from megatron.extensions.speed.fusions.attention.flash_dropout import BandParts, fits
 from megatron.extensions.speed.fusions.attention.row_blocks_triton import (
     Bounds,
     Rows,
@@ -296,7 +296,7 @@ def check(q: Tensor, v: Tensor) -> None:
         raise RuntimeError(f"no kernel for heads of {q.shape[-1]} and {v.shape[-1]} channels in {q.dtype} on this GPU")
 
 
-def flash_dropout(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+def flash_dropout(q: Tensor, k: Tensor, v: Tensor, *settings: *BandParts) -> tuple[Tensor, Tensor]:
     """Output [n, b, heads, dv] and log-sum-exp [n, b, heads]."""
     check(q, v)
     own = Settings(*settings)
@@ -312,7 +312,7 @@ def flash_dropout(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tens
 
 
 def flash_dropout_backward(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: Any
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: *BandParts
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, from those of the output, the output and the log-sum-exp."""
     check(q, v)
@@ -333,7 +333,9 @@ def flash_dropout_backward(
     return dq, dk, dv
 
 
-def _launch(kernel: Any, grid: tuple[int, int], operands: tuple[Any, ...], blocks: tuple[int, int, int, int]) -> None:
+def _launch(
+    kernel: triton.JITFunction, grid: tuple[int, int], operands: tuple[object, ...], blocks: tuple[int, int, int, int]
+) -> None:
     *sizes, warps, stages = blocks
     kernel[grid](*operands, tuple(sizes), num_warps=warps, num_stages=stages)
 

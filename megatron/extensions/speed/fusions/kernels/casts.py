@@ -6,8 +6,7 @@ bits: the results are those of two kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from megatron.core.transformer.activations import FUNCTIONS
 from megatron.extensions.speed.fp8.casts import (
     CastOrder,
     CastPair,
+    CastParts,
     amax_of,
     amax_of_rows_and_columns,
     cast_transpose,
@@ -38,9 +38,9 @@ CAST = "Tensor multiplier, Tensor(a!)? noted, bool[] wanted, ScalarType dtype"
 first, and the scale: each tensor once, as an operator must."""
 
 
-def cast_by(operator: Callable[..., list[Tensor]], cast: CastOrder, *operands: Any) -> CastPair:
-    """The casts that an operator makes."""
-    *values, scale = operator(*operands, *cast)
+def casts_of_operator(made: list[Tensor], cast: CastOrder) -> CastPair:
+    """The casts that an operator has made."""
+    *values, scale = made
     return paired(values, [scale], cast.wanted)
 
 
@@ -51,11 +51,10 @@ def paired(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]
     return CastPair(*by_rows, *((values[-1], scales[-1]) if columns else (None, None)))
 
 
-def made_casts(
-    x: Tensor, size: tuple[int, int], _: Any, noted: Any, wanted: list[bool], dtype: torch.dtype
-) -> list[Tensor]:
+def made_casts(x: Tensor, size: tuple[int, int], *cast: *CastParts) -> list[Tensor]:
     """Results of an operator that casts a matrix [n, k] computed from x: by rows [n, k] and by columns [k, n], as
     wanted, and the scale."""
+    _, _, wanted, dtype = cast
     sizes = [shape for shape, wants in zip((size, size[::-1]), wanted, strict=True) if wants]
     return [*(x.new_empty(shape, dtype=dtype) for shape in sizes), x.new_empty((), dtype=torch.float32)]
 
@@ -73,7 +72,15 @@ def _fake_cast(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, d
     return values + [x.new_empty(size, dtype=torch.float32) for size in sizes]
 
 
-def _fake_amax(x: Tensor, wanted: list[bool]) -> list[Tensor]:
+def _fake_noting(x: Tensor, *cast: *CastParts) -> list[Tensor]:
+    return made_casts(x, (x.shape[0], x.shape[1]), *cast)
+
+
+def _fake_transposed(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[::-1])
+
+
+def _fake_amax(x: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
     shapes = [shape for shape, wants in zip(((x.shape[0], 1), (1, x.shape[1])), wanted, strict=True) if wants]
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
@@ -83,13 +90,9 @@ _by_amax = gpu_operator(
     "(Tensor x, Tensor? row_amax, Tensor? column_amax, ScalarType dtype) -> Tensor[]",
     _fake_cast,
 )
-_noting_amax = gpu_operator(
-    f"{MODULE}:cast_transpose_noting_amax",
-    f"(Tensor x, {CAST}) -> Tensor[]",
-    lambda x, *cast: made_casts(x, (x.shape[0], x.shape[1]), *cast),
-)
+_noting_amax = gpu_operator(f"{MODULE}:cast_transpose_noting_amax", f"(Tensor x, {CAST}) -> Tensor[]", _fake_noting)
 _amax = gpu_operator(f"{MODULE}:amax_of_rows_and_columns", "(Tensor x, bool[] wanted) -> Tensor[]", _fake_amax)
-_transposed = gpu_operator(f"{MODULE}:transposed_bytes", "(Tensor x) -> Tensor", lambda x: x.new_empty(x.shape[::-1]))
+_transposed = gpu_operator(f"{MODULE}:transposed_bytes", "(Tensor x) -> Tensor", _fake_transposed)
 
 
 def _cast(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype, _: bool) -> CastPair:
@@ -103,7 +106,7 @@ def _amax_of_rows_and_columns(x: Tensor, wanted: tuple[bool, bool], _: bool) -> 
     return found[0] if wanted[0] else None, found[-1] if wanted[1] else None
 
 
-def on_triton(x: Tensor, *_: Any) -> bool:
+def on_triton(x: Tensor, *_: object) -> bool:
     """Return whether a matrix is cast by Triton's kernels, which take none without elements."""
     return runs_triton(x) and x.numel() > 0
 
@@ -128,7 +131,7 @@ CAST_BY_AMAX = FusedKernel(
     TOLERANCE,
 )
 CAST_NOTING = FusedKernel(
-    lambda x, cast, compiled: cast_by(_noting_amax, cast, x),
+    lambda x, cast, compiled: casts_of_operator(_noting_amax(x, *cast), cast),
     cast_transpose_noting_amax,
     on_triton,
     lambda shapes: ((x, order_of(x), True) for x in casts_of(shapes)),
@@ -160,13 +163,13 @@ WIDTHS = 64, 128, 256
 def swiglu_cast(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
     """Casts SiLU(gate) * up [n, f] of x [n, 2f], gate before up (arXiv:2002.05202), as `cast_transpose_noting_amax`
     casts a matrix."""
-    return noting(swiglu_cast_twin, compiled, x, cast)
+    return noting(swiglu_cast_twin, compiled, cast, x)
 
 
 @operation
 def swiglu_gradient_cast(x: Tensor, grad: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
     """Casts the gradient [n, 2f] of x, from the `grad` [n, f] of SwiGLU's output, in the same way."""
-    return noting(swiglu_gradient_cast_twin, compiled, x, grad, cast)
+    return noting(swiglu_gradient_cast_twin, compiled, cast, x, grad)
 
 
 def swiglu_cast_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
@@ -179,7 +182,7 @@ def swiglu_gradient_cast_twin(x: Tensor, grad: Tensor, cast: CastOrder) -> tuple
     return cast_transpose_with_amax_twin(SWIGLU[1](wide(x), wide(grad)).to(x.dtype), cast)
 
 
-def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: Any) -> bool:
+def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: object) -> bool:
     """Whether `heads_gradient_cast` takes these gradients of heads and tables of a rotation, by distant channels. On a
     GPU, gradients in 16 bits: Triton 3.6 casts fp32 to e5m2 by columns wrongly there."""
     if len(grads) != 3 or any(grad.shape[-1] != grads[0].shape[-1] for grad in grads):
@@ -197,13 +200,14 @@ def heads_gradient_cast(grads: Sequence[Tensor], tables: Sequence[Tensor], cast:
     back."""
     if not runs_triton(grads[0]):
         return _heads_in_torch(grads, tables, cast)
-    rows = [grad.contiguous() for grad in grads]
+    dq, dk, dv = (grad.contiguous() for grad in grads)
     angles = [table.expand(-1, grads[0].shape[1], -1, -1).contiguous() for table in tables]
-    return cast_by(_heads, cast, *rows, *(angles or (None, None)))
+    cos, sin = angles or (None, None)
+    return casts_of_operator(_heads(dq, dk, dv, cos, sin, *cast), cast)
 
 
 def _heads_in_torch(grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder) -> CastPair:
-    return noting(heads_gradient_cast_twin, True, tuple(grads), tuple(tables), cast)
+    return noting(heads_gradient_cast_twin, True, cast, tuple(grads), tuple(tables))
 
 
 def heads_gradient_cast_twin(
@@ -214,11 +218,13 @@ def heads_gradient_cast_twin(
     return cast_transpose_with_amax_twin(joined.flatten(0, 1).flatten(1), cast)
 
 
-def _fake_swiglu(x: Tensor, grad: Tensor | None, *cast: Any) -> list[Tensor]:
+def _fake_swiglu(x: Tensor, grad: Tensor | None, *cast: *CastParts) -> list[Tensor]:
     return made_casts(x, (x.shape[0], x.shape[1] // 2 if grad is None else x.shape[1]), *cast)
 
 
-def _fake_heads(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, *cast: Any) -> list[Tensor]:
+def _fake_heads(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, *cast: *CastParts
+) -> list[Tensor]:
     width = sum(grad.shape[2] for grad in (dq, dk, dv)) * dq.shape[3]
     return made_casts(dq, (dq.shape[0] * dq.shape[1], width), *cast)
 
@@ -236,7 +242,7 @@ def _activations(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor]]:
         yield shapes.random(shapes.tokens, 2 * shapes.ffn), shapes.random(shapes.tokens, shapes.ffn)
 
 
-def _gradients_of_heads(shapes: RunShapes) -> Iterator[tuple[Any, ...]]:
+def _gradients_of_heads(shapes: RunShapes) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor], CastOrder]]:
     if shapes.fp8 == "delayed":
         samples, angles = shapes.tokens // shapes.length, shapes.random(shapes.length, 1, 1, shapes.head_dim // 2)
         heads = (shapes.heads, shapes.groups, shapes.groups)
@@ -245,14 +251,14 @@ def _gradients_of_heads(shapes: RunShapes) -> Iterator[tuple[Any, ...]]:
 
 
 SWIGLU_CAST = FusedKernel(
-    lambda x, cast, compiled: cast_by(_swiglu, cast, x, None),
+    lambda x, cast, compiled: casts_of_operator(_swiglu(x, None, *cast), cast),
     swiglu_cast,
     on_triton,
     lambda shapes: ((x, order_of(x), True) for x, _ in _activations(shapes)),
     TOLERANCE,
 )
 SWIGLU_GRADIENT_CAST = FusedKernel(
-    lambda x, grad, cast, compiled: cast_by(_swiglu, cast, x, grad),
+    lambda x, grad, cast, compiled: casts_of_operator(_swiglu(x, grad, *cast), cast),
     swiglu_gradient_cast,
     on_triton,
     lambda shapes: ((x, grad, order_of(x, torch.float8_e5m2), True) for x, grad in _activations(shapes)),

@@ -8,14 +8,15 @@ order is that of the numbers, NaN above infinity: a maximum is the same in any o
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.extensions.speed.fp8.casts import SMALLEST_AMAX
+from megatron.extensions.speed.fp8.casts import SMALLEST_AMAX, CastParts
 
 TILE = 128
 WARPS = 8
@@ -39,10 +40,9 @@ class Casts(NamedTuple):
     """An amax, raised to that of the matrix."""
 
     @classmethod
-    def of(
-        cls, n: int, k: int, multiplier: Tensor, noted: Tensor | None, wanted: list[bool], dtype: torch.dtype
-    ) -> Casts:
+    def of(cls, n: int, k: int, *cast: *CastParts) -> Casts:
         """For a matrix [n, k]; the rest are the parts of a `CastOrder`, which operators that cast take last."""
+        multiplier, noted, wanted, dtype = cast
         device = multiplier.device
         outputs = outputs_of(n, k, wanted, dtype, device)
         return cls(*outputs, multiplier, torch.empty((), device=device), state_of(device), noted)
@@ -53,7 +53,7 @@ class Casts(NamedTuple):
 
 
 def outputs_of(
-    n: int, k: int, wanted: list[bool], dtype: torch.dtype, device: torch.device
+    n: int, k: int, wanted: Sequence[bool], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Memory of casts of a matrix [n, k], by rows [n, k] and by columns [k, n], as wanted."""
     rows, columns = (
@@ -283,7 +283,7 @@ def cast_transpose(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | Non
     return [values for values in outputs if values is not None] + found
 
 
-def cast_transpose_noting_amax(x: Tensor, *cast: Any) -> list[Tensor]:
+def cast_transpose_noting_amax(x: Tensor, *cast: *CastParts) -> list[Tensor]:
     """Returns the values by rows and by columns, as wanted, and the scale; updates `noted`."""
     n, k = x.shape
     casts = Casts.of(n, k, *cast)
@@ -310,7 +310,7 @@ def transposed_bytes(x: Tensor) -> Tensor:
     return out
 
 
-def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: Any) -> list[Tensor]:
+def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: *CastParts) -> list[Tensor]:
     """Returns the values by rows and by columns, as wanted, of SwiGLU or, given a `grad`, of the gradient of x, and
     the scale; updates `noted`."""
     assert x.is_contiguous() and (grad is None or grad.is_contiguous())
@@ -321,7 +321,7 @@ def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: Any) -> list[Tensor]:
 
 
 def heads_gradient_cast(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, *cast: Any
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, *cast: *CastParts
 ) -> list[Tensor]:
     """The casts of the joined gradients, as wanted, and the scale; updates `noted`."""
     assert all(x.is_contiguous() for x in (dq, dk, dv, cos, sin) if x is not None)

@@ -7,19 +7,18 @@ backward then only multiplies rows by the gradients of their losses, and skips r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.tensor_parallel.cross_entropy import scale_rows_
-from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
+from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, no_result, runs_triton
 
 ROWS = 4096
 """Tokens whose losses are compared at most: as many logits fill a GPU."""
 
 
-def makes_gradients(logits: Tensor, *_: Any) -> bool:
+def makes_gradients(logits: Tensor, *_: object) -> bool:
     """Return whether the kernel runs on `logits`. In fp16 it would pay nothing: gradients of losses are the loss
     scale."""
     return runs_triton(logits) and logits.dtype in (torch.bfloat16, torch.float32)
@@ -46,12 +45,18 @@ def loss_and_gradient_twin_(logits: Tensor, labels: Tensor, vocab_size: int, z_l
     return losses
 
 
+def _fake_losses(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.float32)
+
+
 _loss_and_gradient_ = gpu_operator(
     "kernels.cross_entropy_triton:loss_and_gradient_",
     "(Tensor(a!) logits, Tensor labels, int vocab_size, float z_loss_coeff) -> Tensor",
-    lambda logits, *rest: logits.new_empty(logits.shape[0], dtype=torch.float32),
+    _fake_losses,
 )
-_scale_rows_ = gpu_operator("kernels.cross_entropy_triton:scale_rows_", "(Tensor(a!) x, Tensor factors) -> ()")
+_scale_rows_ = gpu_operator(
+    "kernels.cross_entropy_triton:scale_rows_", "(Tensor(a!) x, Tensor factors) -> ()", no_result
+)
 
 
 def _logits(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor]]:

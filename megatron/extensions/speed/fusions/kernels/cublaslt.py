@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,7 +76,19 @@ def _library() -> ctypes.CDLL:
         raise RuntimeError(f"cuBLASLt cannot be loaded: {error}") from error
 
 
-def _call(name: str, *args: Any) -> None:
+Value = (
+    ctypes.c_int
+    | ctypes.c_int32
+    | ctypes.c_int8
+    | ctypes.c_uint32
+    | ctypes.c_uint64
+    | ctypes.c_size_t
+    | ctypes.c_void_p
+)
+"""Of an attribute."""
+
+
+def _call(name: str, *args: object) -> None:
     status = getattr(_library(), name)(*args)
     if status != 0:
         raise RuntimeError(f"{name} returned status {status}")
@@ -89,7 +101,7 @@ def _handle(device: int) -> ctypes.c_void_p:
     return handle
 
 
-def _set(function: str, target: ctypes.c_void_p, attribute: int, value: Any) -> None:
+def _set(function: str, target: ctypes.c_void_p, attribute: int, value: Value) -> None:
     _call(function, target, ctypes.c_int(attribute), ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
 
@@ -132,7 +144,7 @@ def _description(kind: Kind) -> ctypes.c_void_p:
     return description
 
 
-def _set_of_product(description: ctypes.c_void_p, attribute: int, value: Any) -> None:
+def _set_of_product(description: ctypes.c_void_p, attribute: int, value: Value) -> None:
     _set("cublasLtMatmulDescSetAttribute", description, attribute, value)
 
 

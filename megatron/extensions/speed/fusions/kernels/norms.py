@@ -7,13 +7,14 @@ summed values are still rounded to 16 bits: the results are those of separate ke
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron.core.compiled_regions import region
 from megatron.core.parts import operation
-from megatron.extensions.speed.fp8.casts import CastOrder, CastPair, cast_transpose_with_amax_twin, noting
+from megatron.extensions.speed.fp8.casts import CastOrder, CastPair, CastParts, cast_transpose_with_amax_twin, noting
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 from megatron.extensions.speed.fusions.kernels.casts import CAST, TOLERANCE, made_casts, order_of, paired, wide
 
@@ -41,6 +42,10 @@ class NormedCast(NamedTuple):
     pair: CastPair
 
 
+NormBackward = tuple[Tensor, Tensor | None, Tensor, Tensor, tuple[Tensor, ...], bool]
+"""Operands of `gradients_of_norm`."""
+
+
 class NormGradients(NamedTuple):
     """Gradients of the sum [n, h] and of the parameters [h], and where they are asked for, the sum of the first over
     rows [h] and its casts."""
@@ -54,7 +59,7 @@ class NormGradients(NamedTuple):
 @operation
 def norm_cast(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder) -> NormedCast:
     """x + update of x, update [n, h], and the norm of that, cast; the total is x itself without an update."""
-    total, statistics, pair = noting(norm_cast_twin, True, x, update, norm, cast)
+    total, statistics, pair = noting(norm_cast_twin, True, cast, x, update, norm)
     return NormedCast(x if total is None else total, statistics, pair)
 
 
@@ -78,24 +83,35 @@ def norm_gradients(
 ) -> NormGradients:
     """Gradients from those of the sum, `of_total`, and of its norm, [n, h]. With `sums` the sum over rows as well, with
     `cast` the casts."""
-    operands = total, of_total, of_normed, weight, statistics, one_plus, sums, cast
-    gradients: NormGradients = noting(norm_gradients_twin, True, *operands)
-    return gradients
+    operands = total, of_total, of_normed, weight, statistics, one_plus, sums
+    if cast is None:
+        return region(norm_gradients_twin, True, static=True)(*operands, None)[0]
+    return noting(norm_gradients_twin, True, cast, *operands)
 
 
-def _gradients_by_triton(total: Tensor, *operands_and_cast: Any) -> NormGradients:
-    *operands, statistics, one_plus, sums, cast = operands_and_cast
-    dx, summed, *made = _norm_gradients(total, *operands, list(statistics), one_plus, sums, *cast)
+def _gradients_by_triton(
+    total: Tensor,
+    of_total: Tensor | None,
+    of_normed: Tensor,
+    weight: Tensor,
+    statistics: tuple[Tensor, ...],
+    one_plus: bool,
+    sums: bool,
+    cast: CastOrder | None,
+) -> NormGradients:
+    assert cast is not None
+    operands = total, of_total, of_normed, weight, list(statistics), one_plus, sums
+    dx, summed, *made = _norm_gradients(*operands, *cast)
     of_parameters, row_sum = [*summed[: len(statistics)]], summed[-1] if sums else None
     return NormGradients(dx, of_parameters, row_sum, paired(made[:-1], made[-1:], cast.wanted))
 
 
-def _fits(x: Tensor, *_: Any) -> bool:
+def _fits(x: Tensor, *_: object) -> bool:
     """Return whether kernels on rows x [n, h] are Triton's, which compute in fp32."""
     return runs_triton(x) and x.numel() > 0 and x.shape[1] <= WIDEST and x.dtype != torch.float64
 
 
-def _fits_with_cast(total: Tensor, *operands_and_cast: Any) -> bool:
+def _fits_with_cast(total: Tensor, *operands_and_cast: object) -> bool:
     """Without a cast torch's compiled region is faster: on an H200 in 0.81 to 0.89 of the time of a kernel, mostly."""
     return operands_and_cast[-1] is not None and _fits(total)
 
@@ -150,27 +166,48 @@ def norm_cast_twin(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder
     return (None if update is None else total, tuple(statistics), pair), amax
 
 
-def norm_gradients_twin(total: Tensor, *operands: Any) -> tuple[NormGradients, Tensor | None]:
+def norm_gradients_twin(
+    total: Tensor,
+    of_total: Tensor | None,
+    of_normed: Tensor,
+    weight: Tensor,
+    statistics: tuple[Tensor, ...],
+    one_plus: bool,
+    sums: bool,
+    cast: CastOrder | None,
+) -> tuple[NormGradients, Tensor | None]:
     """`norm_gradients` in torch, but for the note: also returns the amax."""
-    *of_norm, sums, cast = operands
-    dx, *of_parameters = gradients_of_norm(total, *of_norm)
+    dx, *of_parameters = gradients_of_norm(total, of_total, of_normed, weight, statistics, one_plus)
     row_sum = wide(dx).sum(0).to(dx.dtype) if sums else None
     pair, amax = (None, None) if cast is None else cast_transpose_with_amax_twin(dx, cast)
     return NormGradients(dx, of_parameters, row_sum, pair), amax
 
 
 def _fake_norm_cast(
-    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, *rest: Any
+    x: Tensor,
+    update: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    one_plus: bool,
+    *cast: *CastParts,
 ) -> list[Tensor]:
     statistics = [x.new_empty((x.shape[0], 1), dtype=torch.float32) for _ in range(1 + centered)]
-    casts = made_casts(x, (x.shape[0], x.shape[1]), *rest[1:])
+    casts = made_casts(x, (x.shape[0], x.shape[1]), *cast)
     return [*([] if update is None else [torch.empty_like(x)]), *statistics, *casts]
 
 
 def _fake_gradients(
-    total: Tensor, of_total: Tensor | None, of_normed: Tensor, weight: Tensor, statistics: list[Tensor], *rest: Any
+    total: Tensor,
+    of_total: Tensor | None,
+    of_normed: Tensor,
+    weight: Tensor,
+    statistics: list[Tensor],
+    one_plus: bool,
+    sums: bool,
+    *cast: *CastParts,
 ) -> list[Tensor]:
-    _, sums, *cast = rest
     summed = weight.new_empty(len(statistics) + sums, total.shape[1])
     return [torch.empty_like(total), summed, *made_casts(total, (total.shape[0], total.shape[1]), *cast)]
 
@@ -199,13 +236,13 @@ def _rows(shapes: RunShapes) -> tuple[Tensor, Tensor, Norm]:
     return x, update, Norm(shapes.random(shapes.hidden), None, 1e-5, False, False)
 
 
-def _cast_samples(shapes: RunShapes) -> Iterator[tuple[Any, ...]]:
+def _cast_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Norm, CastOrder]]:
     if shapes.fp8 == "delayed":
         x, update, norm = _rows(shapes)
         yield x, update, norm, order_of(x)
 
 
-def _gradient_samples(shapes: RunShapes) -> Iterator[tuple[Any, ...]]:
+def _gradient_samples(shapes: RunShapes) -> Iterator[tuple[*NormBackward, bool, CastOrder]]:
     if shapes.fp8 == "delayed":
         x, grad, norm = _rows(shapes)
         statistics = (normalized(x, norm)[1],)

@@ -12,13 +12,14 @@ those of all programs, in one order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.extensions.speed.fp8.casts import CastParts
 from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 from megatron.extensions.speed.fusions.kernels.casts_triton import Casts, bits_of_size, cast_and_store, note_amax
 
@@ -222,7 +223,7 @@ def norm_cast(
     eps: float,
     centered: bool,
     one_plus: bool,
-    *cast: Any,
+    *cast: *CastParts,
 ) -> list[Tensor]:
     """See `norms`."""
     assert x.is_contiguous() and (update is None or update.is_contiguous())
@@ -243,7 +244,7 @@ def norm_gradients(
     statistics: Sequence[Tensor],
     one_plus: bool,
     sums: bool,
-    *cast: Any,
+    *cast: *CastParts,
 ) -> list[Tensor]:
     """See `norms`."""
     inverse, *means = statistics
