@@ -72,7 +72,7 @@ class ResidualModule(Protocol):
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor, ContextT], Tensor], context: ContextT, /) -> Tensor:
         """Calls the sublayer with hidden states [s, b, h] of the stream x [s, b, w], and adds its output to the
-        stream: -> [s, b, w]. Under sequence parallelism s/tp takes the place of s."""
+        stream: -> [s, b, w]. Under sequence parallelism, s/tp replaces s."""
 
 
 class ResidualClass(Protocol):
