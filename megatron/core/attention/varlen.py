@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Generic, Protocol, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -57,26 +57,41 @@ def packed_attention(
     return rows.unflatten(0, (samples, length)).transpose(0, 1)
 
 
-class PackedContext(AutogradContext):
-    kernel: Any
-    settings: tuple[Any, ...]
+Settings = TypeVarTuple("Settings")
+
+
+class SettableKernel(Protocol[*Settings]):
+    """A kernel like `PackedKernel`, of operands of another shape and with other settings."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *settings: *Settings) -> tuple[Tensor, ...]:
+        """Output, log-sum-exp, and further tensors for the backward, if any."""
+
+    def backward(
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], *settings: *Settings
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+
+
+class PackedContext(AutogradContext, Generic[*Settings]):
+    kernel: SettableKernel[*Settings]
+    settings: tuple[*Settings]
 
 
 class PackedAttention(torch.autograd.Function):
-    """Attention by a kernel like `PackedKernel`, of operands and with settings as this takes them. What the kernel
-    returns is saved for the backward."""
+    """Attention by a `SettableKernel`, of operands and with settings as it takes them. What the kernel returns is
+    saved for the backward."""
 
     @staticmethod
     def forward(
-        ctx: PackedContext,
+        ctx: PackedContext[*Settings],
         q: Tensor,
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        kernel: Any,
-        *settings: Any,
+        kernel: SettableKernel[*Settings],
+        *settings: *Settings,
     ) -> Tensor:
-        kept: tuple[Tensor, ...] = kernel.forward(q, k, v, *settings)
+        kept = kernel.forward(q, k, v, *settings)
         if sinks is not None:
             add_sinks_(kept[0], kept[1].movedim(0, -1), sinks)
         ctx.save_for_backward(q, k, v, sinks, *kept)
@@ -85,10 +100,10 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: PackedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: PackedContext[*Settings], grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, *kept = ctx.saved_tensors
         of_sinks = None if sinks is None else sinks_grad(grad, kept[0], kept[1].movedim(0, -1), sinks)
-        gradients: tuple[Tensor, ...] = ctx.kernel.backward(grad, (q, k, v), tuple(kept), *ctx.settings)
+        gradients = ctx.kernel.backward(grad, (q, k, v), tuple(kept), *ctx.settings)
         return *gradients, of_sinks, None, *(None for _ in ctx.settings)
 
 
