@@ -85,6 +85,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("speed/cpu_half", "matrix products of 16 bits in fp32, on CPUs without instructions for them"),
     BuiltIn("data/phases", "phases of a run, each with data, lengths and a learning rate of its own (--data-phases)"),
     BuiltIn("data/datasets", "for data sets of one's own: samples from a generator, and the writer of indexed files"),
+    BuiltIn("data/packing", "whole documents in samples: best-fit packing (--sequence-packing)"),
     BuiltIn(
         "data/text_data",
         "training on text files, local or remote, without preprocessing; fill-in-the-middle samples",

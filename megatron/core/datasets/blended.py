@@ -52,6 +52,10 @@ class BlendedDataset(TextDataset):
         order = {"weights": self.weights, "sizes": None if self.weights else lengths}
         self.fingerprint = content_hash({**order, "datasets": [dataset.fingerprint for dataset in datasets]})
 
+    def __getitem__(self, index: int) -> Sample:
+        dataset, sample = self._place(index)
+        return dataset[sample]
+
     def _text(self, index: int) -> NDArray[np.int64]:
         dataset, sample = self._place(index)
         return dataset.text(sample)

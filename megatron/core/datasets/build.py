@@ -14,7 +14,15 @@ import numpy as np
 
 from megatron.core.config.data import DatasetConfig, weight_of
 from megatron.core.datasets.blended import BlendedDataset, normalise
-from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, Pieces, SampleFormat, TextDataset
+from megatron.core.datasets.gpt_dataset import (
+    Dataset,
+    DividesDocuments,
+    GPTDataset,
+    Pieces,
+    SampleFormat,
+    SampleMaker,
+    TextDataset,
+)
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset, strip_suffix
 from megatron.core.datasets.indices import parse_split, split_documents
@@ -201,6 +209,8 @@ class _Builder:
         self.seed = seed
         self.demands = demands
         self.open, self.say = cache(IndexedDataset), cache(demands.say)
+        makers = [options.sample_maker() for options in dividers(config)]
+        self.make: SampleMaker = next((make for make in makers if make is not None), GPTDataset)
 
     def own_split(self, split: str, values: Sequence[str] | None, size: int | None) -> Dataset | None:
         """Builds a split that has its own data paths. A single prefix is not a blend, even with a weight."""
@@ -269,12 +279,12 @@ class _Builder:
             raise ValueError(f"--{split}-data-path: dataset {prefix} has no documents")
         files = self._cache(prefix)
         if split != "train":
-            return GPTDataset(indexed, documents, planned[-1], self.format, seed=self.seed, split=split, cache=files)
+            return self.make(indexed, documents, planned[-1], self.format, seed=self.seed, split=split, cache=files)
         order = self.demands.order
         key = (prefix, share, sum(each.indexed.prefix == indexed.prefix for each in order.present))
         source = order.sources.get(key)
         if source is None:
-            source = SourceOrder(indexed, documents, seed=self.seed, split=split, cache=files)
+            source = SourceOrder(indexed, documents, seed=self.seed, split=split, cache=files, make=self.make)
         order.take_up(source, prefix, self.format)
         found = source.view(self.format, planned)
         order.sources[key] = source
@@ -307,6 +317,11 @@ class _Builder:
     def _cache(self, prefix: str) -> IndexCache:
         beside = Path(prefix).parent / "cache" / "GPTDataset_indices"
         return IndexCache(self.config.data_cache_path, str(beside))
+
+
+def dividers(config: DatasetConfig) -> list[DividesDocuments]:
+    """Flags of extensions that may divide documents into samples."""
+    return [options for options in config.extension_options if isinstance(options, DividesDocuments)]
 
 
 def training_sources(config: DatasetConfig) -> list[tuple[str, float, float | None]]:
@@ -352,4 +367,5 @@ def source_lines(
             epochs = samples * of_samples * seq_length / (dataset.num_tokens * of_documents)
             part = "" if of_documents == 1 else f" of the {100 * of_documents:.4g} % for training"
             line += f"; {epochs:.3g} epochs{part}"
-        yield line
+        told = [options.line(dataset.lengths, seq_length) for options in dividers(config)]
+        yield "; ".join([line, *(text for text in told if text)])

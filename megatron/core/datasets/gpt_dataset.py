@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,7 +170,73 @@ class Pieces:
         return int(self.lengths.sum())
 
 
-class GPTDataset(TextDataset):
+class DocumentSamples(TextDataset):
+    """Samples of some documents of an indexed dataset, or of pieces of them, `of_split`. A subclass divides them.
+
+    Raises ValueError if they hold fewer than `fewest` tokens.
+    """
+
+    def __init__(
+        self, indexed: IndexedDataset, documents: range | Pieces, format: SampleFormat, of_split: str, fewest: int
+    ) -> None:
+        self.indexed = indexed
+        self.format = format
+        if indexed.dtype.kind not in "iu":
+            raise ValueError(
+                f"dataset {indexed.prefix} holds {indexed.dtype.name}, not token ids; "
+                "make it with tools/preprocess_data.py"
+            )
+        assert indexed.checked
+        self.pieces = None if isinstance(documents, range) else documents
+        self.numbers = documents if isinstance(documents, range) else range(len(documents))
+        self.lengths = indexed.lengths if self.pieces is None else self.pieces.lengths
+        """Tokens of each document of the indexed dataset, or of each piece."""
+
+        self.tokens = int(self.lengths[self.numbers.start : self.numbers.stop].sum(dtype=np.int64))
+        """Tokens of an epoch."""
+
+        if self.tokens < fewest:
+            raise ValueError(
+                f"dataset {indexed.prefix}: the {len(documents)} documents of the {of_split} split have {self.tokens} "
+                f"tokens, too few for one sample of --seq-length {format.seq_length} + 1; give the split a larger "
+                "share in --split, add data, or shorten the sequence"
+            )
+
+    @property
+    def source(self) -> dict[str, object]:
+        """What identifies the lengths of the documents."""
+        named = [self.numbers.start, self.numbers.stop] if self.pieces is None else self.pieces.digest
+        return {"lengths": self.indexed.lengths_digest, "documents": named}
+
+    @abstractmethod
+    def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
+        """(document, first token, tokens) of the pieces that are no inputs of the first `taken` samples."""
+
+    def _place(self, number: int, offset: int) -> tuple[int, int]:
+        """The document, and the place in it, of token `offset` of a document or piece."""
+        if self.pieces is None:
+            return number, offset
+        return int(self.pieces.documents[number]), offset + int(self.pieces.starts[number])
+
+    def _read(self, number: int, start: int, stop: int) -> NDArray:
+        """Tokens [start, stop) of a document or piece, at most to its end."""
+        if self.pieces is None:
+            return self.indexed.get(number, start, stop)
+        first, length = int(self.pieces.starts[number]), int(self.pieces.lengths[number])
+        return self.indexed.get(int(self.pieces.documents[number]), first + start, first + min(stop, length))
+
+    def _probe(self) -> str:
+        """Hash of some tokens, which are checked against the vocabulary by the way."""
+        length = min(PROBE_LENGTH, self.indexed.num_tokens)
+        digest = blake2b(digest_size=16)
+        for start in np.linspace(0, self.indexed.num_tokens - length, PROBES).astype(np.int64).tolist():
+            stretch = self.indexed.read(start, length)
+            self.format.check_ids(stretch, f"dataset {self.indexed.prefix}")
+            digest.update(stretch.tobytes())
+        return digest.hexdigest()
+
+
+class GPTDataset(DocumentSamples):
     """`documents` of an indexed dataset, or pieces of them, for at least `samples` samples, or (None) one epoch.
 
     Raises ValueError if they hold too few tokens, or token ids outside the vocabulary.
@@ -187,30 +253,12 @@ class GPTDataset(TextDataset):
         split: str = "train",
         cache: IndexCache,
     ) -> None:
-        self.indexed = indexed
-        self.format = format
-        if indexed.dtype.kind not in "iu":
-            raise ValueError(
-                f"dataset {indexed.prefix} holds {indexed.dtype.name}, not token ids; "
-                "make it with tools/preprocess_data.py"
-            )
-        assert indexed.checked
-        self.pieces = None if isinstance(documents, range) else documents
-        numbers = documents if isinstance(documents, range) else range(len(documents))
-        lengths = indexed.lengths if self.pieces is None else self.pieces.lengths
-        tokens = int(lengths[numbers.start : numbers.stop].sum(dtype=np.int64))
-        if tokens < (1 if samples is not None else format.seq_length + 1):
-            raise ValueError(
-                f"dataset {indexed.prefix}: the {len(documents)} documents of the {split} split have {tokens} tokens, "
-                f"too few for one sample of --seq-length {format.seq_length} + 1; give the split a larger share "
-                "in --split, add data, or shorten the sequence"
-            )
-        self.plan = plan_epochs(tokens, samples, format.seq_length)
+        super().__init__(indexed, documents, format, split, 1 if samples is not None else format.seq_length + 1)
+        self.plan = plan_epochs(self.tokens, samples, format.seq_length)
         self.samples = self.plan.samples
         # The number of samples asked for acts through the plan alone, so runs of many lengths share an index.
         order = {
-            "lengths": indexed.lengths_digest,
-            "documents": [numbers.start, numbers.stop] if self.pieces is None else self.pieces.digest,
+            **self.source,
             "epochs": self.plan.epochs,
             "final_epoch_apart": self.plan.final_apart,
             "sequence_length": format.seq_length,
@@ -219,8 +267,8 @@ class GPTDataset(TextDataset):
         arrays = cache.arrays(
             GPTIndex._fields,
             f"GPTDataset-{split}",
-            order | ({"sample_index": "document ends"} if finds_starts(self.plan, numbers) else {}),
-            lambda: gpt_index_parts(lengths, numbers, self.plan, format.seq_length, seed),
+            order | ({"sample_index": "document ends"} if finds_starts(self.plan, self.numbers) else {}),
+            lambda: gpt_index_parts(self.lengths, self.numbers, self.plan, format.seq_length, seed),
             made_from=[f"{indexed.prefix}.idx"],
         )
         self.index = GPTIndex(*arrays)
@@ -231,13 +279,9 @@ class GPTDataset(TextDataset):
         found, left = [], self.format.seq_length + 1
         while left:
             number = int(self.index.document_index[first])
-            lengths = self.indexed.lengths if self.pieces is None else self.pieces.lengths
-            count = min(left, int(lengths[number]) - offset)
-            if count and self.pieces is None:
-                found.append((number, offset, count))
-            elif count and self.pieces is not None:
-                start = int(self.pieces.starts[number]) + offset
-                found.append((int(self.pieces.documents[number]), start, count))
+            count = min(left, int(self.lengths[number]) - offset)
+            if count:
+                found.append((*self._place(number, offset), count))
             first = first + 1
             offset = 0
             left = left - count
@@ -261,24 +305,51 @@ class GPTDataset(TextDataset):
     def origin(self, index: int) -> str:
         """Start of a sample: `dataset:document+token`."""
         first, offset = self.index.start(int(self.index.shuffle_index[index]), self.format.seq_length)
-        number = int(self.index.document_index[first])
-        if self.pieces is not None:
-            number, offset = int(self.pieces.documents[number]), offset + int(self.pieces.starts[number])
+        number, offset = self._place(int(self.index.document_index[first]), offset)
         return f"{Path(self.indexed.prefix).name}:{number}+{offset}"
 
-    def _read(self, number: int, start: int, stop: int) -> NDArray:
-        """Tokens [start, stop) of a document or piece, at most to its end."""
-        if self.pieces is None:
-            return self.indexed.get(number, start, stop)
-        first, length = int(self.pieces.starts[number]), int(self.pieces.lengths[number])
-        return self.indexed.get(int(self.pieces.documents[number]), first + start, first + min(stop, length))
+    def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
+        """As pieces in the order of the token stream."""
+        length, index = self.format.seq_length, self.index
+        ends = np.cumsum(self.lengths[index.document_index], dtype=np.int64)
+        begins = np.append(0, ends[:-1])
+        numbers = np.sort(index.shuffle_index[taken:]).astype(np.int64)
+        left = np.append(numbers, self.samples)  # the last: what is behind all samples
+        first = np.flatnonzero(np.diff(left, prepend=-2) != 1)  # of each run of neighbouring samples
+        runs, stops = left[first] * length, np.append((left[first[1:] - 1] + 1) * length, ends[-1])
+        run = np.searchsorted(runs, begins, side="right") - 1
+        inside = (run >= 0) & (begins < stops[run])
+        starts = np.unique(np.concatenate((runs, begins[inside])))
+        where = np.searchsorted(ends, starts, side="right")
+        sizes = np.minimum(ends[where], stops[np.searchsorted(runs, starts, side="right") - 1]) - starts
+        documents, offsets = index.document_index[where].astype(np.int64), starts - begins[where]
+        if self.pieces is not None:
+            documents, offsets = self.pieces.documents[documents], offsets + self.pieces.starts[documents]
+        return documents, offsets, sizes
 
-    def _probe(self) -> str:
-        """Hash of some tokens, which are checked against the vocabulary by the way."""
-        length = min(PROBE_LENGTH, self.indexed.num_tokens)
-        digest = blake2b(digest_size=16)
-        for start in np.linspace(0, self.indexed.num_tokens - length, PROBES).astype(np.int64).tolist():
-            stretch = self.indexed.read(start, length)
-            self.format.check_ids(stretch, f"dataset {self.indexed.prefix}")
-            digest.update(stretch.tobytes())
-        return digest.hexdigest()
+
+class SampleMaker(Protocol):
+    """Makes at least `samples` samples of documents, or (None) those of one epoch; such as `GPTDataset`."""
+
+    def __call__(
+        self,
+        indexed: IndexedDataset,
+        documents: range | Pieces,
+        samples: int | None,
+        format: SampleFormat,
+        *,
+        seed: int,
+        split: str,
+        cache: IndexCache,
+    ) -> DocumentSamples: ...
+
+
+@runtime_checkable
+class DividesDocuments(Protocol):
+    """Flags of an extension that may divide documents into samples in another way than Megatron-LM."""
+
+    def sample_maker(self) -> SampleMaker | None:
+        """What makes samples of documents; None if the flags do not ask for it."""
+
+    def line(self, lengths: NDArray, seq_length: int) -> str | None:
+        """Text about samples of documents of these lengths [documents], for the log and plans; None as above."""

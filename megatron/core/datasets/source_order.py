@@ -18,7 +18,15 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.gpt_dataset import GPTDataset, Pieces, SampleFormat, TextDataset
+from megatron.core.datasets.gpt_dataset import (
+    DocumentSamples,
+    GPTDataset,
+    Pieces,
+    Sample,
+    SampleFormat,
+    SampleMaker,
+    TextDataset,
+)
 from megatron.core.datasets.index_cache import IndexCache, content_hash
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -27,14 +35,22 @@ class SourceOrder:
     """One source: the segments of its order so far, and how many of their samples are taken."""
 
     def __init__(
-        self, indexed: IndexedDataset, documents: range | Pieces, *, seed: int, split: str, cache: IndexCache
+        self,
+        indexed: IndexedDataset,
+        documents: range | Pieces,
+        *,
+        seed: int,
+        split: str,
+        cache: IndexCache,
+        make: SampleMaker = GPTDataset,
     ) -> None:
         self.indexed = indexed
+        self.make = make
         self.documents = documents
         self.seed = seed
         self.split = split
         self.cache = cache
-        self.segments: list[GPTDataset] = []
+        self.segments: list[DocumentSamples] = []
         self.taken = 0
         """Samples of the segments that are taken."""
         self._begun = 0
@@ -76,14 +92,14 @@ class SourceOrder:
             drawn = blake2b(f"{self.seed} {self._begun}".encode(), digest_size=4).digest()
             seed = int.from_bytes(drawn, "little")
         self._begun += 1
-        rules = {"seed": seed, "split": self.split, "cache": self.cache}
-        self.segments.append(GPTDataset(self.indexed, documents, samples, format, **rules))  # type: ignore[arg-type]
+        made = self.make(self.indexed, documents, samples, format, seed=seed, split=self.split, cache=self.cache)
+        self.segments.append(made)
 
 
 class _View(TextDataset):
     """The samples of segments from number `first` on."""
 
-    def __init__(self, segments: Sequence[GPTDataset], first: int) -> None:
+    def __init__(self, segments: Sequence[DocumentSamples], first: int) -> None:
         self.segments = list(segments)
         self.first = first
         self.format = segments[0].format
@@ -93,6 +109,10 @@ class _View(TextDataset):
         self.fingerprint = segments[0].fingerprint
         if first:
             self.fingerprint = content_hash({"segment": self.fingerprint, "first": first})
+
+    def __getitem__(self, index: int) -> Sample:
+        segment, number = self._place(index)
+        return segment[number]
 
     def _text(self, index: int) -> NDArray[np.int64]:
         segment, number = self._place(index)
@@ -106,7 +126,7 @@ class _View(TextDataset):
         segment, number = self._place(index)
         return segment.documents_of(number)
 
-    def _place(self, index: int) -> tuple[GPTDataset, int]:
+    def _place(self, index: int) -> tuple[DocumentSamples, int]:
         number = int(np.searchsorted(self.ends, index + self.first, side="right"))
         before = int(self.ends[number - 1]) if number else 0
         return self.segments[number], index + self.first - before

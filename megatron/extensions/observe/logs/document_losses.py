@@ -70,7 +70,7 @@ class DocumentLosses(Callback, Meter):
             numbers: list[int | None] = [number for number, _, _ in parts]
             numbers = numbers or [None]
             for values, at in ((sums[row], 0), (counts[row], 1)):
-                for part, value in enumerate(np.bincount(of_places, values, len(numbers))):
+                for part, value in enumerate(np.bincount(of_places, values, len(numbers))[: len(numbers)]):
                     self.found[source, numbers[part]][at] += float(value)
 
     @contextmanager

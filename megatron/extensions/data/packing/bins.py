@@ -1,0 +1,84 @@
+"""Best-fit decreasing: puts items of given lengths into as few bins of one capacity as a simple rule finds. Pure.
+
+The longest item comes first, and each goes into the fullest bin that it fits (Ding et al., "Fewer Truncations Improve
+Language Modeling", ICML 2024, section 3). Items of equal length are placed together, so that a million documents take
+a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bins = deque[NDArray[np.int64]]
+
+
+def best_fit_decreasing(lengths: NDArray, capacity: int) -> NDArray[np.int64]:
+    """Return the bin of each item, [n]; bins are numbered from 0 in the order in which they are opened.
+
+    Each length must be between 1 and `capacity`. Of several bins that are equally full, the one that has been as full
+    for the longest time takes the next item.
+    """
+    bins = np.empty(len(lengths), np.int64)
+    if not len(lengths):
+        return bins
+    assert int(np.min(lengths)) >= 1 and int(np.max(lengths)) <= capacity
+    order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
+    descending = np.asarray(lengths, np.int64)[order]
+    firsts = np.flatnonzero(np.diff(descending, prepend=-1))
+    room = _Room(capacity)
+    for first, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(order)], strict=True):
+        bins[order[first:stop]] = room.place(int(descending[first]), stop - first)
+    return bins
+
+
+class _Room:
+    """The bins that are open, by the room left in them."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.opened = 0
+        self.bins: defaultdict[int, Bins] = defaultdict(deque)
+        """Room left -> the bins that have it, in parts, the oldest first."""
+
+        self.rooms = 0
+        """Bit r is set if some bin has room r."""
+
+    def place(self, length: int, items: int) -> NDArray[np.int64]:
+        """Place `items` items of one length; return the bin of each, [items]."""
+        found = []
+        while items:
+            above = self.rooms >> length
+            room = length + (above & -above).bit_length() - 1 if above else self.capacity
+            each = room // length  # a bin that takes one is the fullest that the next one fits
+            wanted = -(-items // each)
+            taken = self._take(room, wanted) if above else self._open(wanted)
+            count = min(items, len(taken) * each)
+            whole, last = divmod(count, each)
+            found.append(np.repeat(taken, each)[:count])
+            self._keep(taken[:whole], room - each * length)
+            self._keep(taken[whole:], room - last * length)
+            items -= count
+        return np.concatenate(found)
+
+    def _open(self, wanted: int) -> NDArray[np.int64]:
+        self.opened += wanted
+        return np.arange(self.opened - wanted, self.opened)
+
+    def _take(self, room: int, wanted: int) -> NDArray[np.int64]:
+        """At most `wanted` of the bins with this room, the oldest ones."""
+        parts = self.bins[room]
+        first = parts.popleft()
+        taken, rest = first[:wanted], first[wanted:]
+        if len(rest):
+            parts.appendleft(rest)
+        if not parts:
+            self.rooms &= ~(1 << room)
+        return taken
+
+    def _keep(self, bins: NDArray[np.int64], room: int) -> None:
+        if len(bins) and room:
+            self.bins[room].append(bins)
+            self.rooms |= 1 << room

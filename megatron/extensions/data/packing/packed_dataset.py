@@ -1,0 +1,127 @@
+"""Samples of whole documents, in the order of `megatron.extensions.data.packing.order`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.gpt_dataset import DocumentSamples, Pieces, Sample, SampleFormat
+from megatron.core.datasets.index_cache import IndexCache, content_hash
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.extensions.data.packing.order import Packed, Rounds, blocks, round_of
+
+
+class PackedDataset(DocumentSamples):
+    """At least `samples` samples of whole documents, or pieces of them, or (None) one epoch.
+
+    The order does not depend on the number of samples asked for. Raises ValueError if no
+    document has two tokens, or a token id is outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        documents: range | Pieces,
+        samples: int | None,
+        format: SampleFormat,
+        *,
+        window: int,
+        seed: int,
+        split: str,
+        cache: IndexCache,
+    ) -> None:
+        super().__init__(indexed, documents, format, split, fewest=1)
+        assert format.eod is not None, "a rule asks for a tokenizer"
+        self.eod = format.eod
+        rounds = Rounds.of(self.lengths, self.numbers, format.seq_length, window)
+        order = {
+            **self.source,
+            "packing": "best-fit",
+            "epochs": rounds.epochs,
+            "windows": rounds.windows,
+            "sequence_length": format.seq_length,
+            "seed": seed,
+        }
+        parts: list[Packed] = []
+
+        def made(block: range) -> Iterator[NDArray]:
+            found = [round_of(self.lengths, rounds, format.seq_length, seed, number) for number in block]
+            yield from Packed.joined(found)
+
+        for block in blocks():
+            described = {**order, "rounds": [block.start, block.stop]}
+            arrays = cache.arrays(
+                Packed._fields,
+                f"Packed-{split}",
+                described,
+                lambda block=block: made(block),  # type: ignore[misc]
+                made_from=[f"{indexed.prefix}.idx"],
+            )
+            parts.append(Packed(*arrays))
+            if not len(parts[0].ends):
+                raise ValueError(
+                    f"dataset {indexed.prefix}: no document of the {split} split has two tokens, so that nothing can "
+                    "be predicted; add data, or use --sequence-packing greedy"
+                )
+            if samples is None or sum(len(part.ends) for part in parts) >= samples:
+                break
+        self.index = parts[0] if len(parts) == 1 else Packed.joined(parts)
+        self.samples = len(self.index.ends)
+        self.fingerprint = content_hash({"order": order, "tokens": self._probe()})
+
+    def __getitem__(self, index: int) -> Sample:
+        """The model inputs of a sample. Documents are told apart by their lengths, not by tokens: no prediction crosses
+        from one to the next, and padding, which fills the end, is a document whose predictions do not count."""
+        text = self.text(index)
+        lengths = self.index.lengths[self._parts(index)]
+        sizes = np.append(lengths, len(text) - int(lengths.sum()))
+        ids = np.repeat(np.arange(len(sizes)), sizes)
+        tokens, document_ids = text[:-1], ids[:-1]
+        counts = (ids[1:] == document_ids) & (document_ids < len(lengths))
+        if self.format.eod_mask_loss:
+            counts &= tokens != self.eod
+        position_ids = None
+        if self.format.reset_position_ids:
+            starts = np.cumsum(sizes) - sizes
+            position_ids = np.arange(len(tokens)) - starts[document_ids]
+        return {
+            "tokens": tokens,
+            "labels": text[1:],
+            "loss_mask": counts.astype(np.float32),
+            "position_ids": position_ids,
+            "document_ids": document_ids,
+        }
+
+    def _text(self, index: int) -> NDArray[np.int64]:
+        text = np.full(self.format.seq_length + 1, self.eod, np.int64)
+        filled = 0
+        for document, start, count in self.documents_of(index):
+            text[filled : filled + count] = self.indexed.get(document, start, start + count)
+            filled += count
+        self.format.check_ids(text, f"dataset {self.indexed.prefix}: sample {index}")
+        return text
+
+    def documents_of(self, index: int) -> list[tuple[int, int, int]]:
+        """As of any data set; padding, which follows the parts, is none of them."""
+        parts = self._parts(index)
+        numbers = zip(*(field[parts].tolist() for field in self.index[1:]), strict=True)
+        return [(*self._place(number, start), count) for number, start, count in numbers]
+
+    def origin(self, index: int) -> str:
+        document, start, _ = self.documents_of(index)[0]
+        return f"{Path(self.indexed.prefix).name}:{document}+{start}"
+
+    def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
+        """As pieces in the order of the samples."""
+        first = int(self.index.ends[taken - 1]) if taken else 0
+        documents, starts, lengths = (field[first:] for field in self.index[1:])
+        if self.pieces is not None:
+            documents, starts = self.pieces.documents[documents], starts + self.pieces.starts[documents]
+        return documents, starts, lengths
+
+    def _parts(self, index: int) -> slice:
+        first = int(self.index.ends[index - 1]) if index else 0
+        return slice(first, int(self.index.ends[index]))

@@ -1,0 +1,17 @@
+"""What follows for other flags from packed documents. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.extensions.data.packing.flags import PackingConfig
+from megatron.training.config.run_config import RunConfig
+
+
+def with_documents_apart(config: RunConfig) -> RunConfig:
+    """The configuration with attention and positions that restart at each document, where documents are packed."""
+    if not config.options(PackingConfig).packs or config.tokenizer.tokenizer_type is None:
+        return config
+    table = config.model.position_table
+    data = replace(config.data, reset_attention_mask=True, reset_position_ids=config.data.reset_position_ids or table)
+    return replace(config, data=data)
