@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.matrix import difference, every_choice, many_pairs
+from tests.apart import python_apart
+from tests.parity.matrix import difference, every_choice, many_pairs, whole_matrix
 from tests.parity.matrix.combination import FACTORS, Combination
 from tests.parity.matrix.design import all_pairs, faults, illegal_pairs, pairs_of, pairwise
 from tests.parity.matrix.named import NAMED
@@ -57,3 +58,9 @@ def test_every_pair_occurs_in_a_legal_combination_or_none_was_found() -> None:
 def test_every_choice_is_covered() -> None:
     covered = {choice for combination in (*every_choice(), Combination.of()) for choice in combination.items}
     assert covered == {(name, choice) for name, options in FACTORS.items() for choice in options}
+
+
+def test_the_command_knows_every_choice() -> None:
+    """Also those of extensions, which a program has to load."""
+    listed = python_apart("-m", "tests.parity.matrix", "--list", code=0).stdout.splitlines()
+    assert [line.split(" ", 1)[1] for line in map(str.strip, listed)] == [str(each) for each in whole_matrix()]

@@ -6,11 +6,11 @@ Random numbers need no care: dropout masks are functions of the batch, so the se
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple, TypeVar, TypeVarTuple
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 Results = Tensor | Iterable[Tensor]
 Input = TypeVar("Input", bound=Tensor | tuple[Tensor, ...])
-"""A tensor, or a NamedTuple of several."""
+"""A tensor, or a tuple of several, which may be named."""
 
 
 def recomputed(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
@@ -87,10 +87,7 @@ def with_recomputed(
 ) -> T:
     """consume(*results, *args), which keeps nothing of the results: the backward calls produce(x) for them again."""
     inputs = tuple(packed(part) for part in _tuple(x))
-    joined = itemgetter(0)
-    if not isinstance(x, Tensor):
-        assert hasattr(x, "_make"), "several tensors are a NamedTuple"
-        joined = x._make
+    joined = _joiner(x)
     del x  # its memory may be offloaded
     dropped = {(storage_id(y), y.dtype): number for number, y in enumerate(results)}
     kept, left = set[int](), dict[int, Tensor]()
@@ -114,6 +111,13 @@ def with_recomputed(
 
     with saved_tensors_hooks(pack, unpack):
         return consume(*results, *args)
+
+
+def _joiner(x: Tensor | tuple[Tensor, ...]) -> Callable[[Sequence[Tensor]], Any]:
+    """Turns the parts of `x` into what `x` is: a tensor, a tuple or a NamedTuple."""
+    if isinstance(x, Tensor):
+        return itemgetter(0)
+    return getattr(x, "_make", tuple)
 
 
 def _tuple(results: Results) -> tuple[Tensor, ...]:

@@ -1,0 +1,43 @@
+"""Worlds of tests/gpu: over gloo, or over NCCL with all ranks on one GPU (--nccl-on-one-gpu)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How the ranks of a test talk to each other, and where their tensors are."""
+
+    backend: str = "gloo"
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.backend} on {self.device}"
+
+
+GLOO, SHARED_GPU, NCCL = Ranks(), Ranks("gloo", "cuda"), Ranks("nccl", "cuda")
+
+
+def nccl_ranks(request: pytest.FixtureRequest) -> Ranks:
+    """NCCL on the first GPU, or gloo on the CPU in a trial. Skips the test unless --nccl-on-one-gpu is given."""
+    asked = request.config.getoption("--nccl-on-one-gpu")
+    if asked is None:
+        pytest.skip("needs --nccl-on-one-gpu")
+    if asked == "cpu":
+        return GLOO
+    if torch.cuda.device_count() == 0 or not torch.distributed.is_nccl_available():
+        pytest.skip("needs a GPU and a torch with NCCL")
+    return NCCL
+
+
+def ranks_of(request: pytest.FixtureRequest, ranks: Ranks) -> Ranks:
+    """`ranks` if they can run here and now; skips the test otherwise."""
+    if ranks == NCCL:
+        return nccl_ranks(request)
+    if ranks.device == "cuda" and torch.cuda.device_count() == 0:
+        pytest.skip("needs a GPU")
+    return ranks
