@@ -6,7 +6,7 @@ attention; the heads of a group are adjacent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -134,29 +134,31 @@ class CoreAttention(nn.Module):
         self.sink_heads = slice(self.first_head - first, self.first_head - first + heads)
         self.of_tiles = config.attends_in_tiles
         self.always_tiles = self.of_tiles or unequal or self.backend.always_tiles
-        self.max_logits: Tensor | None = None
         self.dtype, self.device = ctx.dtype, ctx.device
+        self._logit_watchers: list[Callable[[Tensor], None]] = []
 
-    def record_max_logits(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Makes forward passes in training note the largest logit of each head in `max_logits` [heads/tp]: the scaled
-        products of queries and keys that see each other. Plain torch then computes attention."""
-        self.max_logits = torch.full((self.local_heads,), float("-inf"), dtype=dtype, device=device)
-        self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap, note=self._note)
+    def watch_logits(self, watcher: Callable[[Tensor], None]) -> None:
+        """Calls `watcher` in forward passes in training with the largest logit of each head that this rank computes
+        [heads], those of the slice `sink_heads`: logits of the softmax, with biases and caps, of queries and keys that
+        see each other. Plain torch computes attention from now on."""
+        self._logit_watchers.append(watcher)
+        self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap, note=self.note)
         self.always_tiles = True
 
-    def note_max_logits(self) -> bool:
-        """As `record_max_logits`, but only where plain torch computes attention anyway: whether it does. The logits are
-        those of the softmax then, with biases and caps."""
-        in_torch = self.always_tiles and isinstance(self.kernel, TorchKernel)
-        if self.max_logits is None and in_torch and isinstance(self.varlen_kernel, TorchKernel):
-            self.record_max_logits(torch.promote_types(self.dtype, torch.float32), self.device)
-        return self.max_logits is not None
+    @property
+    def in_torch(self) -> bool:
+        """True if plain torch computes every attention of this layer."""
+        return self.always_tiles and all(isinstance(x, TorchKernel) for x in (self.kernel, self.varlen_kernel))
 
-    def _note(self, largest: Tensor) -> None:
-        """`largest` [heads] of the heads that this rank computes."""
-        if self.training and self.max_logits is not None:
-            mine = self.max_logits[self.sink_heads]
-            torch.maximum(mine, largest.detach(), out=mine)
+    @property
+    def note(self) -> Callable[[Tensor], None] | None:
+        """Tells the watchers the largest logits [heads] of a tile; None without watchers."""
+        return self._tell_watchers if self._logit_watchers else None
+
+    def _tell_watchers(self, largest: Tensor) -> None:
+        if self.training:
+            for watcher in self._logit_watchers:
+                watcher(largest.detach())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
         """q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads * dv]"""
@@ -188,9 +190,8 @@ class CoreAttention(nn.Module):
         kernel = self.kernel if documents is None and self.window is None else self.varlen_kernel
         if dropout:
             masks = Dropout(self.p, self.key, self.first_head, context.sample_index)
-            if self.slopes is None and self.cap is None and self.max_logits is None:
+            if self.slopes is None and self.cap is None and self.note is None:
                 kernel = self.backend.dropout(masks)
             else:
-                note = None if self.max_logits is None else self._note
-                kernel = TorchKernel(self.scale, masks, self.slopes, self.cap, note)
+                kernel = TorchKernel(self.scale, masks, self.slopes, self.cap, self.note)
         return Causal(kernel, documents, self.window)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.attention.core_attention import CoreAttention, sinks_metas
+from megatron.core.attention.logits import HeadRows, RowKind
 from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
@@ -74,13 +75,10 @@ class SelfAttention(nn.Module):
             out = self.core(q, k, v, context)
         return self.linear_proj(out if gate is None else self.gated(out, gate, self.gate_function), addend=addend)
 
-    def clip_factors(self, eta: Tensor, alpha: float) -> dict[nn.Module, Tensor]:
-        """Factors [groups, rows] of the rows of projections that multiply the logits of each head by at most eta
-        [heads/tp]: eta^alpha in the queries, the rest in the keys (QK-clip). All heads of a group have its smallest."""
-        groups = eta.unflatten(0, (-1, self.head_counts[0])).amin(1, keepdim=True)
-        powers = (alpha, 0.0, 1 - alpha, 0.0)  # queries, gates, keys, values
-        factors = [groups.pow(power).expand(-1, rows) for power, rows in zip(powers, self.group_rows, strict=True)]
-        return {self.linear_qkv: torch.cat(factors, dim=1)}
+    def logit_rows(self) -> tuple[HeadRows, ...]:
+        """The rows of linear_qkv: queries, gates, keys and values."""
+        kinds = RowKind.QUERY, RowKind.OTHER, RowKind.KEY, RowKind.OTHER
+        return (HeadRows(self.linear_qkv, self.head_counts[0], tuple(zip(kinds, self.group_rows, strict=True))),)
 
     def _project(self, x: Tensor, context: BatchContext) -> Heads:
         qkv = self.linear_qkv(x).unflatten(-1, (-1, sum(self.group_rows)))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.attention.core_attention import CoreAttention, sinks_metas
+from megatron.core.attention.logits import HeadRows, RowKind
 from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.collectives import all_gather_sequence, copy_to
 from megatron.core.compiled_regions import region
@@ -143,14 +144,11 @@ class MultiLatentAttention(nn.Module):
             out = self._attend(latents, context)
         return self.linear_proj(out)
 
-    def clip_factors(self, eta: Tensor, alpha: float) -> dict[nn.Module, Tensor]:
-        """Factors [heads/tp, rows] of the rows of projections that multiply the logits of each head by eta [heads/tp]
-        (QK-clip, Kimi K2, arXiv 2507.20534, section 2.1). The rotary key is shared by all heads and stays: the rotary
-        queries have the whole factor."""
-        eta = eta[:, None]
-        q = [eta.pow(alpha).expand(-1, self.key_width), eta.expand(-1, self.rotary_width)]
-        kv = [eta.pow(1 - alpha).expand(-1, self.key_width), torch.ones_like(eta).expand(-1, self.value_width)]
-        return {self.linear_q: torch.cat(q, dim=1), self.linear_kv_up: torch.cat(kv, dim=1)}
+    def logit_rows(self) -> tuple[HeadRows, ...]:
+        """The rows of the projections up to heads. The rotary key is shared by all heads."""
+        of_q = (RowKind.QUERY, self.key_width), (RowKind.QUERY_OF_SHARED_KEY, self.rotary_width)
+        of_kv = (RowKind.KEY, self.key_width), (RowKind.OTHER, self.value_width)
+        return HeadRows(self.linear_q, 1, of_q), HeadRows(self.linear_kv_up, 1, of_kv)
 
     def _latents(self, x: Tensor) -> Latents:
         q = self._scaled(self.q_layernorm(self.linear_q_down(x)), "q")

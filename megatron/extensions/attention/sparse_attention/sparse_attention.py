@@ -187,8 +187,7 @@ class SelectedKeys(CoreAttention):
         return None if every else last.unsqueeze(-1).expand(-1, samples, self.topk)
 
     def _attend(self, q: Tensor, seen: tuple[Keys, ...], *k: Tensor) -> tuple[Tensor, Tensor]:
-        note = None if self.max_logits is None else self._note
-        return AttentionToSelected.apply(q, self._sinks, seen, self.scale, self.width, note, *k)
+        return AttentionToSelected.apply(q, self._sinks, seen, self.scale, self.width, self.note, *k)
 
     def _own(self, index: Index) -> range:
         """The rows that this rank's index has the queries of."""

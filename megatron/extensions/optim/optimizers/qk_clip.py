@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.attention.core_attention import CoreAttention
+from megatron.core.attention.logits import AttentionWithRows, HeadRows, LargestLogits, RowKind
 from megatron.core.collectives import all_reduce_
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import OptimizerShard
@@ -41,21 +42,19 @@ class QKClip:
         self.data = state.dp_cp
         """The ranks that see other tokens of the same heads."""
         every: dict[int, Any] = {id(layer): layer for module in modules for layer in module.modules()}
-        self.layers = [layer for layer in every.values() if isinstance(getattr(layer, "core", None), CoreAttention)]
-        for layer in self.layers:
-            weight = layer.linear_proj.weight
-            dtype = torch.promote_types(weight.dtype, torch.float32)
-            layer.core.record_max_logits(dtype, weight.device)
+        self.layers: list[AttentionWithRows] = [
+            layer for layer in every.values() if isinstance(getattr(layer, "core", None), CoreAttention)
+        ]
+        self.logits = [LargestLogits(layer.core) for layer in self.layers]
 
     def largest(self) -> list[Tensor]:
         """The largest logits [heads/tp] of each layer since the last call, of all samples. Collective over `data`."""
-        noted = [layer.core.max_logits for layer in self.layers]
-        if not noted:
+        if not self.logits:
             return []
-        joined = all_reduce_(torch.cat(noted), self.data, dist.ReduceOp.MAX)
-        for logits in noted:
-            logits.fill_(float("-inf"))
-        return list(joined.split([len(logits) for logits in noted]))
+        joined = all_reduce_(torch.cat([logits.values for logits in self.logits]), self.data, dist.ReduceOp.MAX)
+        for logits in self.logits:
+            logits.clear()
+        return list(joined.split([len(logits.values) for logits in self.logits]))
 
     def after_update(self, skip: Tensor) -> None:
         """Scales the main parameters that this rank owns; does nothing where `skip` is 1."""
@@ -63,9 +62,10 @@ class QKClip:
         for layer, largest in zip(self.layers, self.largest(), strict=True):
             above = (largest > self.threshold) & (skip == 0)
             eta = torch.where(above, self.threshold / largest, torch.ones_like(largest))
-            for linear, of_rows in layer.clip_factors(eta, self.alpha).items():
-                for param in linear.parameters():
-                    factors[param.meta.name] = of_rows
+            for rows in layer.logit_rows():
+                scales = clip_factors(rows, eta, self.alpha)
+                for param in rows.linear.parameters():
+                    factors[param.meta.name] = scales  # type: ignore[attr-defined]
         for shard in self.shards:
             for piece, span in shard.owned_pieces(*shard.range):
                 if (of_rows := factors.get(piece.meta.name)) is not None:
@@ -82,6 +82,20 @@ class ClipsLogits(Callback):
         clip = QKClip(run.config.optimizer, run.ddp.modules, shards, run.runtime.state)
         run.optimizer.after_update.append(clip.after_update)
         return ()
+
+
+def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
+    """Factors [groups/tp, rows] of the rows of a projection which multiply the logits of each head by at most eta
+    [heads/tp]: eta^alpha in the queries, the rest in the keys. All heads of a group have its smallest eta. A key that
+    all heads share stays, so its queries have the whole factor."""
+    of_groups = eta.unflatten(0, (-1, rows.heads)).amin(1, keepdim=True)
+    powers = {
+        RowKind.QUERY: alpha,
+        RowKind.KEY: 1 - alpha,
+        RowKind.QUERY_OF_SHARED_KEY: 1.0,
+        RowKind.OTHER: 0.0,
+    }
+    return torch.cat([of_groups.pow(powers[kind]).expand(-1, number) for kind, number in rows.rows], dim=1)
 
 
 def of_elements(of_rows: Tensor, columns: int, start: int, stop: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.attention.core_attention import CoreAttention
+from megatron.core.attention.logits import LargestLogits
 from megatron.core.compiled_regions import region
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.moe.load_balancing import Balance
@@ -43,15 +44,13 @@ class ActivationTaps:
     Does nothing but in a training pass while it is `active`, and nothing when a pass is computed again.
     """
 
-    def __init__(self, stages: Mapping[int, GPTModel], device: torch.device, compiled: bool, clips: bool) -> None:
-        """`clips`: QK-clip notes the largest logits, and resets them itself."""
+    def __init__(self, stages: Mapping[int, GPTModel], device: torch.device, compiled: bool) -> None:
         self.active = False
         self.device = device
-        self.clips = clips
         self.sums: dict[Key, Tensor] = {}
         self.counts: dict[Key, float] = {}
         self.maxima: dict[Key, Tensor] = {}
-        self.noted: dict[int, CoreAttention] = {}
+        self.logits: dict[int, LargestLogits] = {}
         """Layers whose attention kernel shows its logits."""
         self.balances: dict[int, Balance] = {}
         self._measure = region(sum_of_squares_of_rows, compiled)
@@ -73,8 +72,8 @@ class ActivationTaps:
                 module.register_forward_hook(partial(self._module_output, key))
         for module in layer.modules():
             if isinstance(module, CoreAttention):
-                if module.note_max_logits():
-                    self.noted[number] = module
+                if module.in_torch:
+                    self.logits[number] = LargestLogits(module)
                     self._begin(self.maxima, LOGITS, number)
                 else:
                     keys = self._begin(self.maxima, QUERIES, number), self._begin(self.maxima, KEYS, number)
@@ -97,15 +96,13 @@ class ActivationTaps:
             value.zero_()
         for value in self.maxima.values():
             value.fill_(float("-inf"))
-        for core in self.noted.values() if not self.clips else ():
-            assert core.max_logits is not None
-            core.max_logits.fill_(float("-inf"))
+        for logits in self.logits.values():
+            logits.clear()
 
     def end(self) -> None:
         """After the last backward pass and before the update: takes what others have noted, and measures no more."""
-        for number, core in self.noted.items():
-            assert core.max_logits is not None
-            self.maxima[LOGITS, number].copy_(core.max_logits.max())
+        for number, logits in self.logits.items():
+            self.maxima[LOGITS, number].copy_(logits.values.max())
         self.active = False
 
     def loads(self) -> dict[int, Tensor]:

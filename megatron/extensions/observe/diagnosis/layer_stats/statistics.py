@@ -35,7 +35,6 @@ from megatron.extensions.observe.diagnosis.layer_stats.activation_taps import (
 )
 from megatron.extensions.observe.diagnosis.layer_stats.alarms import LayerAlarms, LayerRecord, Parameter
 from megatron.extensions.observe.diagnosis.layer_stats.parameter_norms import QUANTITIES, ParameterSquares
-from megatron.training.config.flags import named_value
 from megatron.training.hooks import Callback, Log, Meter, StepView
 from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
@@ -83,7 +82,7 @@ class LayerStatistics(Callback, Meter):
 
         self._alarms = LayerAlarms(options.layer_growth_threshold)
         compiled = config.parallel.compiles(self.device.type)
-        self.taps = ActivationTaps(run.stages, self.device, compiled, bool(named_value(config, "qk_clip")))
+        self.taps = ActivationTaps(run.stages, self.device, compiled)
         self.rows = _Rows.of(self.taps, run.stages, state)
         places = {name: row for row, name in enumerate(self.rows.parameters)}
         self.squares = ParameterSquares(run.optimizer, state, places)
