@@ -8,14 +8,10 @@ import time
 from collections.abc import Sequence
 from math import inf
 
-from megatron.extensions import load
-
-load()  # before the modules below read which flags there are
-
-from tests.parity import matrix  # noqa: E402
-from tests.parity.matrix import compared, whole_matrix  # noqa: E402
-from tests.parity.matrix.combination import FACTORS  # noqa: E402
-from tests.parity.matrix.design import write_design  # noqa: E402
+from tests.parity import matrix
+from tests.parity.matrix import compared, whole_matrix
+from tests.parity.matrix.combination import FACTORS
+from tests.parity.matrix.design import write_design
 
 
 def choices_of(text: str) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ import yaml
 
 from megatron.core.config.model_fields import RECOMPUTED_PARTS
 from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
+from megatron.extensions import load
 from megatron.training.config.flags import home_of, spelling_table
 
 COMMON = (
@@ -23,6 +24,9 @@ TABLE = yaml.safe_load(Path(__file__).with_name("factors.yaml").read_text(encodi
 MODEL_FACTORS: dict[str, dict[str, str]] = TABLE["model"]
 LAYOUT_FACTORS: dict[str, dict[str, str]] = TABLE["layout"]
 """Factor -> choice -> what it adds to the flags."""
+
+
+load()  # the flags and parts of extensions, which this module looks for
 
 
 def _is_there(choice: str) -> bool:
