@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from megatron.core.config import DatasetConfig
-from megatron.core.datasets.build import Datasets
-from megatron.core.datasets.gpt_dataset import SampleFormat
-from megatron.core.parts import DATASETS
+from megatron.core.datasets.dataset import DATASETS, Datasets
+from megatron.core.datasets.sample_format import SampleFormat
 from megatron.extensions.data.datasets.generator_dataset import stream_splits
 
 

@@ -35,7 +35,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.build import build_datasets, parse_blend, split_share
-from megatron.core.datasets.gpt_dataset import Dataset
+from megatron.core.datasets.dataset import Dataset
 from megatron.core.datasets.indexed_dataset import BLOCK, IndexedDataset
 from megatron.core.datasets.indices import parse_split
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, data_kind_of, refusal

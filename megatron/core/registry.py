@@ -8,7 +8,7 @@ function is gated, are registered with it as `facts`."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
@@ -104,29 +104,22 @@ class Registry(Collection[str], Generic[P, F, K]):
     each must take the arguments of its `__call__` and have its other members. It may also be a plain class, whose
     instances the parts are. Where a part is called to make an object, `makes` is the Protocol of these objects, and
     each part that is a class must have its members.
-
-    `form` and `attributes` state the same by names; `form` may follow from the facts.
     """
 
     def __init__(
         self,
         flag: str,
         facts: Callable[K, F],
-        form: str | Callable[[F], str] | None = None,
-        attributes: Sequence[str] = (),
         *,
-        protocol: type[P] | None = None,
+        protocol: type[P],
         makes: type | None = None,
     ) -> None:
         self.flag = flag
         self._make_facts: Callable[..., F] = facts
-        self._form = form
-        self._attributes = list(attributes)
-        self._class = protocol if protocol is not None and not _is_protocol(protocol) else object
+        self._form = _call_form(protocol) if _is_protocol(protocol) else None
+        self._members = _members(protocol)
+        self._class = object if _is_protocol(protocol) else protocol
         self._members_of_classes = [] if makes is None else _members(makes)
-        if protocol is not None:
-            self._form = _call_form(protocol)
-            self._attributes = _members(protocol)
         self._entries: dict[str, _Entry[F]] = {}
         self._substitutes: dict[str, list[tuple[str, Callable[..., bool]]]] = {}
 
@@ -159,7 +152,7 @@ class Registry(Collection[str], Generic[P, F, K]):
 
         def add(part: Given) -> Given:
             if not isinstance(part, str):
-                self._check(name, part, known)
+                self._check(name, part)
             self._entries[name] = _Entry(part, known, where)
             return part
 
@@ -191,23 +184,22 @@ class Registry(Collection[str], Generic[P, F, K]):
         entry = self._entry(name)
         if isinstance(entry.part, str):
             part = imported(entry.part)
-            self._check(name, part, entry.facts)
+            self._check(name, part)
             entry = self._entries[name] = replace(entry, part=part)
         return cast("P", entry.part)
 
-    def _check(self, name: str, part: Any, facts: F) -> None:
+    def _check(self, name: str, part: object) -> None:
         """Raises ValueError if a part cannot be called as its kind is, or lacks what it must have."""
         if unwritten := _unwritten(part):
             raise ValueError(f"{self.flag} {name}: has no {unwritten} of its own; write it, or correct its spelling")
         if not isinstance(part, self._class):
             rule = f"must be a {self._class.__name__}, and is a {type(part).__name__}"
             raise ValueError(f"{self.flag} {name}: {rule}; make one of it")
-        form = self._form(facts) if callable(self._form) else self._form
-        wanted = self._attributes + (self._members_of_classes if isinstance(part, type) else [])
+        wanted = self._members + (self._members_of_classes if isinstance(part, type) else [])
         known = set(dir(part)) | set(getattr(part, "__annotations__", ()))
         if missing := [attribute for attribute in wanted if attribute not in known and not hasattr(part, attribute)]:
             raise ValueError(f"{self.flag} {name}: has no {', '.join(missing)}; derive it from the class of its kind")
-        if form is not None and (refused := _refused(form, part)):
+        if self._form is not None and (refused := _refused(self._form, part)):
             raise ValueError(f"{self.flag} {name}: {refused}")
 
     def facts(self, name: str) -> F:

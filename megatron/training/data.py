@@ -12,8 +12,8 @@ from megatron.core.config.data import DatasetConfig
 from megatron.core.config.losses import LOSSES
 from megatron.core.config.model import TransformerConfig
 from megatron.core.datasets.blended import Renumbered, WholeBatches
-from megatron.core.datasets.build import Datasets, Demands, build_datasets, source_lines, split_share
-from megatron.core.datasets.gpt_dataset import Dataset
+from megatron.core.datasets.build import Demands, build_datasets, source_lines, split_share
+from megatron.core.datasets.dataset import Dataset, Datasets
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
 from megatron.core.dist_checkpointing.path_kind import data_kind_of

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from megatron.core.batch import Batch
     from megatron.core.config.parallel import ModelParallelConfig
-    from megatron.core.datasets.gpt_dataset import Dataset
+    from megatron.core.datasets.dataset import Dataset
     from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult

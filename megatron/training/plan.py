@@ -19,7 +19,7 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import Point, RunConfig
 
 if TYPE_CHECKING:
-    from megatron.core.datasets.gpt_dataset import Dataset
+    from megatron.core.datasets.dataset import Dataset
 
 
 @dataclass(frozen=True)

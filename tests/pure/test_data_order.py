@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets import indices
 from megatron.core.datasets.build import build_datasets
-from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat, TextDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, TextDataset
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.sample_format import SampleFormat
 from megatron.core.datasets.source_order import SourceOrder
 from tests.corpus import write_documents
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets import indices
 from megatron.core.datasets.build import Demands, build_datasets, parse_blend, split_share
-from megatron.core.datasets.gpt_dataset import SampleFormat
 from megatron.core.datasets.index_cache import IndexCache, array_digest
+from megatron.core.datasets.sample_format import SampleFormat
 from megatron.core.datasets.source_order import split_tokens
 from tests.corpus import largest_file, write_documents
 

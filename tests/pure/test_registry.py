@@ -36,7 +36,7 @@ class Facts:
 
 
 def test_parts_are_registered_by_call_and_by_decorator_in_order() -> None:
-    registry: Registry[Any, Facts, ...] = Registry("--kind", Facts)
+    registry: Registry[Any, Facts, ...] = Registry("--kind", Facts, protocol=object)
 
     @registry.register("b", gated=True)
     def part() -> None: ...
@@ -48,7 +48,7 @@ def test_parts_are_registered_by_call_and_by_decorator_in_order() -> None:
 
 
 def test_a_part_named_by_text_is_imported_when_it_is_used() -> None:
-    registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts)
+    registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts, protocol=object)
     registry.register("prod", "math:prod")
     registry.register("missing", "math:there_is_no_such_thing")
     assert registry["prod"]([2, 3]) == 6
@@ -57,7 +57,7 @@ def test_a_part_named_by_text_is_imported_when_it_is_used() -> None:
 
 
 def test_a_name_that_is_taken_is_refused_with_both_places() -> None:
-    registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts)
+    registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts, protocol=object)
     registry.register("a", 1)
     with pytest.raises(ValueError, match="--kind a is registered twice") as error:
         registry.register("a", 2)
@@ -66,7 +66,7 @@ def test_a_name_that_is_taken_is_refused_with_both_places() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts)
+    registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts, protocol=object)
     registry.register("cosine", 1)
     with pytest.raises(ValueError, match="--kind cosin: must be one of cosine; nearest: cosine, or give the --ext"):
         registry["cosin"]
@@ -74,19 +74,24 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
         registry.register("x", 1, gated=True)
 
 
+class Going(Protocol):
+    go: None
+
+    def __call__(self, a: int, b: int, *, c: int) -> object: ...
+
+
 def test_a_part_must_have_the_form_of_its_kind() -> None:
-    registry: Registry[Any, Facts, ...] = Registry(
-        "--kind", Facts, lambda facts: "a, b, c=" if facts.gated else "a", ("go",)
-    )
+    registry = Registry("--kind", Facts, protocol=Going)
     registry.register("text", "math:hypot")
-    part: Any = type("Part", (), {"__init__": lambda self, a, b=0: None, "go": None})
+    part: Any = type("Part", (), {"__init__": lambda self, a, b=0, c=0: None, "go": None})
     assert registry.register("fits", part) is part
-    for wrong, gated, said in (
-        (part, True, r"must take \(a, b, c=\), and takes \(a, b=0\); correct its parameters"),
-        (7, False, "has no go"),
+    narrow: Any = type("Narrow", (), {"__init__": lambda self, a, b=0: None, "go": None})
+    for wrong, said in (
+        (narrow, r"must take \(a, b, c=\), and takes \(a, b=0\); correct its parameters"),
+        (7, "has no go"),
     ):
         with pytest.raises(ValueError, match=f"--kind wrong: {said}"):
-            registry.register("wrong", wrong, gated=gated)
+            registry.register("wrong", wrong)
     assert "wrong" not in registry
     with pytest.raises(ValueError, match="--kind text: has no go"):
         registry["text"]
@@ -106,15 +111,17 @@ def test_every_built_in_part_has_the_form_of_its_kind() -> None:
         assert all(registry[name] is not None for name in registry)
 
 
-def test_a_lazy_part_is_checked_once() -> None:
-    forms: list[Facts] = []
-    registry: Registry[Any, Facts, ...] = Registry("--kind", Facts, lambda facts: forms.append(facts) or "x")
+def test_a_lazy_part_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    registry = Registry("--kind", NoFacts, protocol=Scale)
+    check = registry._check
+    monkeypatch.setattr(registry, "_check", lambda name, part: checked.append(name) or check(name, part))
     registry.register("text", "math:sin")
-    assert [registry["text"](0), registry["text"](0), len(forms)] == [0, 0, 1]
+    assert [registry["text"](0), registry["text"](0), checked] == [0, 0, ["text"]]
 
 
 def test_a_substitute_is_built_where_it_suits() -> None:
-    registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts)
+    registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts, protocol=object)
     registry.register("root", "math:sqrt")
     registry.substitute("root", "math:isqrt", when=lambda x: isinstance(x, int))
     assert (registry.build("root", 6.25), registry.build("root", 17)) == (2.5, 4)

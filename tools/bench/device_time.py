@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.core.parts import linear_format
+from megatron.core.tensor_parallel.linear_formats import linear_format
 from megatron.core.torch_private import keep_gpu_busy
 from megatron.extensions.observe.diagnosis.trace.pipeline_timeline import covered
 from megatron.extensions.speed.fp8.casts import Scaled, scaled_mm

@@ -29,7 +29,7 @@ if __package__ in (None, ""):
 
 import torch
 
-from megatron.core.parts import linear_format
+from megatron.core.tensor_parallel.linear_formats import linear_format
 from megatron.extensions.plan.planner.flops import flops_per_token
 from megatron.extensions.plan.planner.memory import memory_of_ranks
 from megatron.training.config.arguments import parse_args

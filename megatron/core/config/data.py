@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megatron.core.config.attention import OF_TABLES
 from megatron.core.config.flag_spec import Condition, Section, flag
-from megatron.core.parts import DATASETS
+from megatron.core.datasets.dataset import DATASETS
 from megatron.core.registry import Registry
 
 END_OF_DOCUMENT = Condition(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron.core.attention.backends import ATTENTION_BACKENDS, CONTEXT_PARALLEL
 from megatron.core.config.flag_spec import Section, flag
-from megatron.core.parts import STAGE_SPLITS
+from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.core.registry import Registry
 
@@ -54,6 +54,35 @@ HOST_MEMORY = Registry("store in host memory", HostFacts, protocol=HostMemory)
 
     HOST_MEMORY.register("host", f"{__package__}.memory:HostStores", fraction=..., layers=..., with_layers=...)
 """
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """Facts about a split of layers."""
+
+    when: Callable[[ModelParallelConfig], bool]
+    """True if the configuration asks for it."""
+
+
+class StageSplit(Protocol):
+    """Divides the layers among pipeline stages in another way than evenly. `model` is a `TransformerConfig`. All but
+    `virtual` raise ValueError, which names the flag."""
+
+    def virtual(self, parallel: ModelParallelConfig) -> bool:
+        """Return whether it makes more stages than ranks."""
+
+    def num_stages(self, model: Section, parallel: ModelParallelConfig) -> int | None:
+        """Returns the number of stages; None where it leaves that to other flags."""
+
+    def end_costs(self, parallel: ModelParallelConfig, first: float, last: float) -> tuple[float, float]:
+        """Returns the costs of embedding and head in layers, given those by their FLOPs."""
+
+    def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
+        """Returns stage -> its number of layers, for stages whose number is given."""
+
+
+STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)
+"""Name -> `StageSplit`; none of the trunk's."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +221,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
         return "interleaved" if virtual or (split is not None and split.virtual(self)) else "1f1b"
 
     @property
-    def stage_split(self) -> Any:
+    def stage_split(self) -> StageSplit | None:
         """Part of STAGE_SPLITS that divides the layers; None for the even split."""
         name = STAGE_SPLITS.chosen(self)
         return None if name is None else STAGE_SPLITS[name]

@@ -8,9 +8,11 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.gpt_dataset import Dataset, Sample, TextDataset
+from megatron.core.datasets.dataset import Dataset
+from megatron.core.datasets.gpt_dataset import TextDataset
 from megatron.core.datasets.index_cache import IndexCache, content_hash
 from megatron.core.datasets.indices import BlendIndex, build_blend_index, build_exhaustive_blend_index
+from megatron.core.datasets.sample_format import Sample
 
 MAX_DATASETS = 2**15 - 1
 

@@ -14,21 +14,14 @@ import numpy as np
 
 from megatron.core.config.data import DatasetConfig, weight_of
 from megatron.core.datasets.blended import BlendedDataset, normalise
-from megatron.core.datasets.gpt_dataset import (
-    Dataset,
-    DividesDocuments,
-    GPTDataset,
-    Pieces,
-    SampleFormat,
-    SampleMaker,
-    TextDataset,
-)
+from megatron.core.datasets.dataset import DATASETS, Dataset, Datasets
+from megatron.core.datasets.gpt_dataset import DividesDocuments, GPTDataset, Pieces, SampleMaker, TextDataset
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset, strip_suffix
 from megatron.core.datasets.indices import parse_split, split_documents
 from megatron.core.datasets.mock import SPLITS, MockGPTDataset
+from megatron.core.datasets.sample_format import SampleFormat
 from megatron.core.datasets.source_order import SourceOrder, split_tokens
-from megatron.core.parts import DATASETS
 
 # Datasets of a weighted blend get this much more than their share, because greedy draws may run ahead.
 SURPLUS = 0.005
@@ -36,14 +29,6 @@ SIZE_FLAGS = {"train": "--train-iters or --train-samples", "valid": "--eval-iter
 
 
 T = TypeVar("T")
-
-
-class Datasets(NamedTuple):
-    """One dataset per split; None if the split has no share or no samples are needed."""
-
-    train: Dataset | None
-    valid: Dataset | None
-    test: Dataset | None
 
 
 @dataclass

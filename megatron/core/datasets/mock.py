@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.gpt_dataset import SampleFormat, TextDataset
+from megatron.core.datasets.gpt_dataset import TextDataset
 from megatron.core.datasets.index_cache import content_hash
+from megatron.core.datasets.sample_format import SampleFormat
 
 # Number of token ids in use: small, so that a small model sees each often in its first steps.
 ALPHABET = 128

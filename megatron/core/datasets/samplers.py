@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets.blended import sources_of
-from megatron.core.datasets.gpt_dataset import Dataset, Sample
+from megatron.core.datasets.dataset import Dataset
+from megatron.core.datasets.sample_format import Sample
 
 MicroBatch = dict[str, Tensor | None]
 

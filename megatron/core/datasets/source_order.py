@@ -18,17 +18,10 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.gpt_dataset import (
-    DocumentSamples,
-    GPTDataset,
-    Pieces,
-    Sample,
-    SampleFormat,
-    SampleMaker,
-    TextDataset,
-)
+from megatron.core.datasets.gpt_dataset import DocumentSamples, GPTDataset, Pieces, SampleMaker, TextDataset
 from megatron.core.datasets.index_cache import IndexCache, content_hash
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.sample_format import Sample, SampleFormat
 
 
 class SourceOrder:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from megatron.core.distributed.param_layout import DEFAULT, launch_order, plan_b
 from megatron.core.distributed.unit_sharding import UnitSharding
 from megatron.core.init import alloc_storage, has_storage
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.parts import LINEAR_FORMATS, gathered_format
+from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, ParamGather, gathered_format
 from megatron.core.tensor_parallel.weight_grad import (
     accumulate_weight_grad,
     is_stale,
@@ -40,14 +39,6 @@ from megatron.core.tensor_parallel.weight_grad import (
 )
 from megatron.core.torch_private import foreach_mul_, foreach_zero_
 from megatron.core.transformer.pass_context import PassContext
-
-
-class ParamGather(Protocol):
-    """Casts weights of linear layers before they are gathered. It takes the buckets that it wants
-    (`Bucket.gather_bytes`)."""
-
-    def cast_(self) -> None:
-        """Casts this rank's shards, before the gathers start."""
 
 
 class DistributedDataParallel:

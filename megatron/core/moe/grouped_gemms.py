@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import torch_function
 from megatron.core.host_to_device import HostCopy, has_values, integers_on
-from megatron.core.parts import operation
+from megatron.core.kernels import operation
 from megatron.core.tensor_parallel.weight_grad import add_product_
 
 

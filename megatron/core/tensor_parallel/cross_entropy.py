@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import all_gather
 from megatron.core.compiled_regions import region
+from megatron.core.kernels import kernel_for, operation
 from megatron.core.parallel_state import Axis
-from megatron.core.parts import kernel_for, operation
 from megatron.core.tensor_parallel.embedding import check_ids, local_rows
 from megatron.core.torch_private import AutogradContext, is_view
 

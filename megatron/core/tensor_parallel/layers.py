@@ -28,9 +28,9 @@ from megatron.core.collectives import (
 )
 from megatron.core.config.flag_spec import Section
 from megatron.core.init import free_storage
+from megatron.core.kernels import kernel_for
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import Init, InitPolicy, ParamMeta, Role
-from megatron.core.parts import LINEARS, kernel_for
 from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.tensor_parallel.linear_gemms import (
     PLAIN,
@@ -43,7 +43,7 @@ from megatron.core.tensor_parallel.linear_gemms import (
     given_input,
     matrix_of,
 )
-from megatron.core.tensor_parallel.linear_spec import ColumnLinear, ReplicatedLinear, RowLinear
+from megatron.core.tensor_parallel.linear_spec import LINEARS, ColumnLinear, ReplicatedLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,
     accumulate_weight_grad,

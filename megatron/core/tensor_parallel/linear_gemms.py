@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.kernels import operation
 from megatron.core.parallel_state import Axis
-from megatron.core.parts import LINEAR_FORMATS, linear_format, operation
 from megatron.core.tensor_parallel.weight_grad import add_product_
 from megatron.core.torch_private import storage_id, version_of
 
@@ -203,19 +203,6 @@ class LinearFormat(Protocol):
 
     def groups_in_one_kernel(self, device: torch.device) -> bool:
         """Return whether one kernel multiplies all experts, and reads the numbers of rows on the device."""
-
-
-def build_format(config: Any, layers: int, modules: int, casts: WeightCasts) -> LinearFormat | None:
-    """The format that a ModelParallelConfig asks for; None for that of the parameters in all `layers`. The `modules` of
-    multi-token prediction, whose numbers follow those of layers, use it if the last layer does."""
-    name = linear_format(config)
-    used = range(0) if name is None else LINEAR_FORMATS.facts(name).layers(config, layers)
-    if name is None or not used:
-        return None
-    if layers - 1 in used:
-        used = range(used.start, layers + modules)
-    built: LinearFormat = LINEAR_FORMATS[name].build(config, used, casts)
-    return built
 
 
 def given_input(x: Tensor) -> Operands | None:

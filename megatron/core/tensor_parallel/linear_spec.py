@@ -1,12 +1,17 @@
-"""Descriptions of tensor-parallel linear layers, and the parameters that the layers make of them. No torch."""
+"""Descriptions of tensor-parallel linear layers, the parameters that the layers make of them, and the registry of the
+layers. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from megatron.core.param_meta import Fused, Init, ParamMeta, Role
+from megatron.core.registry import NoFacts, Registry
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def sequence_partial(sequence_parallel: bool) -> tuple[str, ...]:
@@ -98,3 +103,17 @@ class ReplicatedLinear(RowLinear):
     to_residual: bool = False
 
     sharded: ClassVar[Mapping[str, int]] = {}
+
+
+class MakeLinear(Protocol):
+    """Makes a linear layer of transformer layers with sharded features."""
+
+    def __call__(self, linear: ColumnLinear | RowLinear, ctx: object) -> nn.Module:
+        """`ctx` is the `megatron.core.tensor_parallel.layers.TPContext` of the layer."""
+
+
+LINEARS = Registry("linear layer", NoFacts, protocol=MakeLinear)
+"""Name -> `MakeLinear`. A substitute computes and sends the same in another way."""
+
+LINEARS.register("column_parallel", "megatron.core.tensor_parallel.layers:ColumnParallelLinear")
+LINEARS.register("row_parallel", "megatron.core.tensor_parallel.layers:RowParallelLinear")

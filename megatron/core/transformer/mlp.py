@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
+from megatron.core.kernels import kernel_for
 from megatron.core.param_meta import Fused
-from megatron.core.parts import kernel_for
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.activations import FusedActivation, build_activation

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.core.pipeline_parallel.stages import pipeline_layout
+from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, linear_format
 from megatron.training.config.batch_size import batch_line, byte_text, formats_of_states, shape_line
 from megatron.training.run import TrainingRun
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce_
-from megatron.core.parts import LINEAR_FORMATS, linear_format
+from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, linear_format
 from megatron.training.config.run_config import LoggingConfig, RunConfig
 from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun

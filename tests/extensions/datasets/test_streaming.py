@@ -8,7 +8,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from megatron.core.datasets.gpt_dataset import SampleFormat
+from megatron.core.datasets.sample_format import SampleFormat
 from megatron.core.datasets.samplers import DataIterator
 from megatron.extensions.data.datasets.generator_dataset import GeneratorDataset, stream_splits
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from megatron.core import compiled_regions, parts
+from megatron.core import compiled_regions, kernels
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis
@@ -150,7 +150,7 @@ def test_casts_in_other_kernels_change_no_bit(world_size: int, layout: str, monk
     monkeypatch.setattr(activations, "_regions_of", activations.functions_of)  # which remembers those before
     flags = flags_of("delayed", f"--compile --swiglu --disable-bias-linear {layout}")
     within = train_in_world(world_size, flags, steps=2)
-    monkeypatch.setattr(parts, "LEFT_OUT", {"mlp"})
+    monkeypatch.setattr(kernels, "LEFT_OUT", {"mlp"})
     monkeypatch.setattr(ParallelLinear, "output_gradient", lambda self, bias: None)
     monkeypatch.setattr(FusedTransformerLayer, "_cast_of", lambda self, sublayer: None)
     assert first_difference(train_in_world(world_size, flags, steps=2), within, 0.0) is None

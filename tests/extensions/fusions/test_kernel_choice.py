@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from megatron.core import compiled_regions, parts
+from megatron.core import compiled_regions, kernels
+from megatron.core.kernels import KERNELS, LEFT_OUT, kernel_for, operation
 from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
-from megatron.core.parts import KERNELS, LEFT_OUT, kernel_for, operation
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.extensions.speed.fusions.hooks import KernelChoice
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, choose_kernels
@@ -139,7 +139,7 @@ def test_nothing_is_timed_in_deterministic_runs() -> None:
 
 def test_what_is_left_out_is_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS._entries, "doubled_", KERNELS._entries["norm_cast"])
-    monkeypatch.setattr(parts, "_kernel", lambda name: kernel(wrong))
+    monkeypatch.setattr(kernels, "_kernel", lambda name: kernel(wrong))
     x = torch.ones(2, 3)
     assert doubled_(x, torch.zeros(())).sum() == 0 and kernel_for("doubled_", x, x) is not None
     LEFT_OUT.add("doubled_")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core import compiled_regions, parts
+from megatron.core import compiled_regions, kernels
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -108,7 +108,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     scaled = replace(twins.SCALE, run=twins.SCALE.plain)
     in_torch = {"loss_and_gradient_": replace(twins.LOSS, run=noted), "scale_rows_": scaled}
     monkeypatch.setattr(twins, "runs_triton", lambda x: True)
-    monkeypatch.setattr(parts, "_kernel", in_torch.__getitem__)
+    monkeypatch.setattr(kernels, "_kernel", in_torch.__getitem__)
     monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
     return found
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core import compiled_regions, parts
+from megatron.core import compiled_regions, kernels
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.kernels import KERNELS
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis
-from megatron.core.parts import KERNELS
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.linear_gemms import residual_gemm
 from megatron.core.transformer.layer import TransformerLayer
@@ -83,7 +83,7 @@ def add_in_products(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return gemm_choice.RESIDUAL_GEMM.plain(x, weight, addend, *args)
 
     kernel = replace(gemm_choice.RESIDUAL_GEMM, run=noted, suits=lambda *operands: True)
-    monkeypatch.setattr(parts, "_kernel", lambda name: kernel if name == "residual_gemm" else KERNELS[name])
+    monkeypatch.setattr(kernels, "_kernel", lambda name: kernel if name == "residual_gemm" else KERNELS[name])
     return found
 
 

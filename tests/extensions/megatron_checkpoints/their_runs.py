@@ -28,7 +28,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron_checkpoints"
 STORED = """
 import json
 from megatron.extensions.data.datasets.generator_dataset import stream_splits
-from megatron.core.parts import DATASETS
+from megatron.core.datasets.dataset import DATASETS
 
 @DATASETS.register("stored")
 def stored(config, format, seed, sizes):

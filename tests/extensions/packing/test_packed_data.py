@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.build import build_datasets, source_lines
-from megatron.core.datasets.gpt_dataset import Dataset, Pieces, SampleFormat
+from megatron.core.datasets.dataset import Dataset
+from megatron.core.datasets.gpt_dataset import Pieces
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.sample_format import SampleFormat
 from megatron.extensions.data.packing.flags import PackingConfig
 from megatron.extensions.data.packing.packed_dataset import PackedDataset
 from megatron.testing.layout_matrix import TOLERANCE

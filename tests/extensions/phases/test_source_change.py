@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.blended import BlendedDataset
 from megatron.core.datasets.build import Demands, TrainingOrder, build_datasets
-from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.sample_format import SampleFormat
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.data.phases.file_phase import cut_anew, rest_of
 from megatron.training.config.arguments import parse_args

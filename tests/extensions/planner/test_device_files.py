@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.core.parts import LINEAR_FORMATS
+from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS
 from megatron.extensions.plan.planner.device_file import FOLDER, DeviceFile, device_names, read_device
 from megatron.training.metrics.summary import PEAK_TFLOPS_16BIT, peak_of_model
 

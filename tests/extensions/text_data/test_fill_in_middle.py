@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
-from megatron.core.datasets.gpt_dataset import SampleFormat, TextDataset
+from megatron.core.datasets.gpt_dataset import TextDataset
+from megatron.core.datasets.sample_format import SampleFormat
 from megatron.core.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer
 from megatron.extensions.data.text_data.fill_in_middle import FillInMiddle
 from megatron.extensions.data.text_data.flags import FillInMiddleConfig

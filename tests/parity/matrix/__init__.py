@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron.core import compiled_regions
 from megatron.core.datasets import mock as mock_data
-from megatron.core.datasets.gpt_dataset import Sample
+from megatron.core.datasets.sample_format import Sample
 from megatron.core.distributed import param_layout
 from megatron.core.moe import dispatcher, layer
 from megatron.core.tensor_parallel.hardware import Hardware

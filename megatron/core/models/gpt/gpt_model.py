@@ -24,7 +24,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import InitRule, ParamMeta
 from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.core.tensor_parallel.linear_gemms import build_format
+from megatron.core.tensor_parallel.linear_formats import build_format
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.pass_context import PassContext
 

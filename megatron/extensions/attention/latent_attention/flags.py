@@ -10,8 +10,7 @@ from typing import ClassVar
 from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.config.mixers import MIXERS, AttentionFacts, HeadWidths
 from megatron.core.config.model import TransformerConfig
-from megatron.core.facts import LinearFormatFacts
-from megatron.core.parts import LINEAR_FORMATS, linear_format
+from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, LinearFormatFacts, linear_format
 from megatron.training.config.problem import Problem, multiples
 from megatron.training.config.rules.parallel import tokens_for_latents
 from megatron.training.config.run_config import RunConfig

@@ -11,7 +11,7 @@ from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.config.layers import LayerKind, Rotation, Span, layer_numbers
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import linear_format
+from megatron.core.tensor_parallel.linear_formats import linear_format
 from megatron.extensions.attention.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.layers.hybrid_layers.flags import PATTERN
 from megatron.training.config.flags import with_named

@@ -10,10 +10,12 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.build import SIZE_FLAGS, Datasets
-from megatron.core.datasets.gpt_dataset import SampleFormat, TextDataset
+from megatron.core.datasets.build import SIZE_FLAGS
+from megatron.core.datasets.dataset import Datasets
+from megatron.core.datasets.gpt_dataset import TextDataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.mock import SPLITS
+from megatron.core.datasets.sample_format import SampleFormat
 
 WINDOW = 1024
 """Samples read ahead of the one asked for that are kept: other ranks' and other threads'."""

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.gpt_dataset import DocumentSamples, Pieces, Sample, SampleFormat
+from megatron.core.datasets.gpt_dataset import DocumentSamples, Pieces
 from megatron.core.datasets.index_cache import IndexCache, content_hash
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.sample_format import Sample, SampleFormat
 from megatron.extensions.data.packing.order import Packed, Rounds, blocks, round_of
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.blended import sources_of
-from megatron.core.datasets.gpt_dataset import Dataset
+from megatron.core.datasets.dataset import Dataset
 from megatron.training.hooks import Callback
 from megatron.training.plan import RunPlan
 from megatron.training.run import TrainingRun

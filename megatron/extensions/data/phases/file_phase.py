@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.datasets.gpt_dataset import DocumentSamples, Pieces, SampleFormat
+from megatron.core.datasets.gpt_dataset import DocumentSamples, Pieces
 from megatron.core.datasets.index_cache import IndexCache, content_hash
+from megatron.core.datasets.sample_format import SampleFormat
 from megatron.core.datasets.source_order import SourceOrder
 from megatron.extensions.data.phases.flags import PhasesConfig
 from megatron.extensions.data.phases.phase_file import (

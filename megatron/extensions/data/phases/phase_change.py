@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.blended import documents_of, sources_of
-from megatron.core.datasets.gpt_dataset import Dataset, Sample
+from megatron.core.datasets.dataset import Dataset
+from megatron.core.datasets.sample_format import Sample
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.extensions.data.phases.epochs import epochs_so_far
 from megatron.extensions.data.phases.file_phase import FilePhase

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.datasets.gpt_dataset import Dataset
+from megatron.core.datasets.dataset import Dataset
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
 from megatron.extensions.data.phases.file_phase import FilePhase, planned_phases
 from megatron.extensions.data.phases.rules import changes, findings

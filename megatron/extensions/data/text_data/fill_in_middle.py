@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.config.data import DatasetConfig
-from megatron.core.datasets.gpt_dataset import Dataset, TextDataset
+from megatron.core.datasets.dataset import Dataset
+from megatron.core.datasets.gpt_dataset import TextDataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.tokenizers import Tokenizer
 from megatron.extensions.data.text_data.flags import FillInMiddleConfig, of_users

@@ -18,7 +18,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
 if TYPE_CHECKING:
-    from megatron.core.datasets.gpt_dataset import Dataset
+    from megatron.core.datasets.dataset import Dataset
     from megatron.core.tokenizers import Tokenizer
 
 

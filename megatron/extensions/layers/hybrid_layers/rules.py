@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from megatron.core.parts import LINEAR_FORMATS, linear_format
+from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, linear_format
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import LINEAR_FORMATS, linear_format
+from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, linear_format
 from megatron.extensions.layers.hybrid_layers.flags import has_linear_attention
 from megatron.training.config.problem import Problem, divides, multiples, unless_multiple
 from megatron.training.config.run_config import RunConfig

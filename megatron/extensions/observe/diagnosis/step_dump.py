@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from megatron.core.collectives import gather_objects
 from megatron.core.config.json_text import parse_json
-from megatron.core.datasets.gpt_dataset import Sample
+from megatron.core.datasets.sample_format import Sample
 from megatron.core.datasets.samplers import MicroBatch
 from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
 from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES

@@ -14,11 +14,11 @@ from megatron.core.collectives import all_gather, all_reduce_
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import local_rows
+from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, linear_format
 from megatron.extensions.observe.evaluation.rows import Round, Row, Score, batch_lengths, plan_rounds
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizers import STATE_STORES
-from megatron.core.parts import LINEAR_FORMATS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
+from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS
 from megatron.training.config.batch_size import legal_sizes
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig

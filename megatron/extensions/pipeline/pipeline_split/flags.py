@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Condition, flag
-from megatron.core.parts import STAGE_SPLITS
+from megatron.core.config.parallel import STAGE_SPLITS
 from megatron.training.extensions import extension_flags
 
 FIRST_LAYERS = "--decoder-first-pipeline-num-layers"

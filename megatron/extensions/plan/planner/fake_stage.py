@@ -29,10 +29,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.parts import linear_format
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stage_parameters import built_layers
 from megatron.core.tensor_parallel.hardware import Hardware
+from megatron.core.tensor_parallel.linear_formats import linear_format
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
 from megatron.core.torch_private import (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Section, flag
-from megatron.core.parts import gathered_format
+from megatron.core.tensor_parallel.linear_formats import gathered_format
 from megatron.training.config.flags import named_value
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig

@@ -20,7 +20,7 @@ from torch.nn.functional import ScalingType
 
 from megatron.core import torch_private
 from megatron.core.compiled_regions import region, torch_function
-from megatron.core.parts import operation
+from megatron.core.kernels import operation
 from megatron.extensions.speed.fp8.flags import ALIGNMENT, TILE
 
 SMALLEST_AMAX = 2.0**-100

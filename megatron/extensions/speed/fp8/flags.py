@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.parts import LINEAR_FORMATS
+from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 

@@ -12,7 +12,7 @@ from megatron.core.config.layers import LAYERS
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.norms import NORMALIZATIONS
-from megatron.core.parts import KERNELS
+from megatron.core.kernels import KERNELS
 from megatron.core.transformer.heads import has_even_heads
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig

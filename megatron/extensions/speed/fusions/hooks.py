@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.kernels import KERNELS, LEFT_OUT
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parts import KERNELS, LEFT_OUT
 from megatron.extensions.speed.fp8.flags import Fp8Flags
 from megatron.extensions.speed.fusions.attention.choice import choose_attention
 from megatron.extensions.speed.fusions.flags import Fusions

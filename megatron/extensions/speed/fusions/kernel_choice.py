@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce_
+from megatron.core.kernels import KERNELS, LEFT_OUT
 from megatron.core.parallel_state import Axis
-from megatron.core.parts import KERNELS, LEFT_OUT
 from megatron.core.torch_private import tree_flatten, tree_unflatten
 from megatron.core.transformer.activation_store import tensors_in
 from megatron.extensions.speed.fp8.flags import Fp8Flags

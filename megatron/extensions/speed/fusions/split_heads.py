@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import kernel_for
+from megatron.core.kernels import kernel_for
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.tensor_parallel.linear_gemms import OutputGradient, gradient_of_output
 from megatron.core.torch_private import AutogradContext

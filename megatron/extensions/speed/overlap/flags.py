@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import LINEARS
+from megatron.core.tensor_parallel.linear_spec import LINEARS
 from megatron.training.extensions import CALLBACKS, extension_flags
 from megatron.training.step_parts import STEP_PARTS
 

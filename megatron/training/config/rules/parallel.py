@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron.core.attention.backends import CONTEXT_PARALLEL
 from megatron.core.attention.tiles import sequence_divisor
-from megatron.core.parts import LINEAR_FORMATS, linear_format
+from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, linear_format
 from megatron.training.config.problem import Problem, divides, multiples, problems_of, unless_at_most
 from megatron.training.config.run_config import RunConfig
 

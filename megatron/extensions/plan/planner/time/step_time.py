@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from megatron.core.distributed.param_layout import default_bucket_size, unit_of
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import gathered_format, linear_format
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout, whole_model
+from megatron.core.tensor_parallel.linear_formats import gathered_format, linear_format
 from megatron.extensions.plan.planner.device_file import DeviceFile
 from megatron.extensions.plan.planner.fake_stage import PlannerCache
 from megatron.extensions.plan.planner.flops import model_flops

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.parts import operation
+from megatron.core.kernels import operation
 from megatron.core.transformer.activations import FUNCTIONS
 from megatron.extensions.speed.fp8.casts import (
     CastOrder,

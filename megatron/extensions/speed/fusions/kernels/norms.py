@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.compiled_regions import region
-from megatron.core.parts import operation
+from megatron.core.kernels import operation
 from megatron.extensions.speed.fp8.casts import CastOrder, CastPair, CastParts, cast_transpose_with_amax_twin, noting
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 from megatron.extensions.speed.fusions.kernels.casts import CAST, TOLERANCE, made_casts, order_of, paired, wide

@@ -1,0 +1,50 @@
+"""Kernels that may compute an operation in place of plain torch. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, Protocol, TypeVar, cast
+
+from megatron.core.registry import NoFacts, Registry
+
+
+class Kernel(Protocol):
+    """A kernel that may compute an operation in place of plain torch. It takes the operands of the operation."""
+
+    def suits(self, *operands: Any) -> bool:
+        """Return whether it computes with these operands: their device, precision and sizes."""
+
+    def __call__(self, *operands: Any) -> Any: ...
+
+
+KERNELS = Registry("kernel", NoFacts, protocol=Kernel)
+"""Name of an operation -> the kernel that may compute it. The library itself has none."""
+
+LEFT_OUT: set[str] = set()
+"""Kernels that this process does not use: those that are wrong, fail or are slower than torch."""
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def kernel_for(name: str, *operands: object) -> Kernel | None:
+    """The kernel to compute an operation with these operands by; None for plain torch."""
+    if name in LEFT_OUT or name not in KERNELS:
+        return None
+    kernel = _kernel(name)
+    return kernel if kernel.suits(*operands) else None
+
+
+def operation(plain: Function) -> Function:
+    """Decorator of a function of plain torch, called by position, which a kernel of its name may compute."""
+
+    @wraps(plain)
+    def compute(*operands: object) -> object:
+        return (kernel_for(plain.__name__, *operands) or plain)(*operands)
+
+    return cast("Function", compute)
+
+
+@cache
+def _kernel(name: str) -> Kernel:
+    return KERNELS[name]
