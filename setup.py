@@ -60,6 +60,7 @@ setup(
         "": ["*.toml", "*.json", "*.yaml", "*.css", "*.html"],
         "megatron.extensions": ["flag_index.txt"],
         "megatron.extensions.interop.hugging_face": ["families/*.json"],
+        "megatron.extensions.interop.megatron_flags": ["flags_of_head.txt"],
         "megatron.extensions.plan.planner": ["devices/*.yaml"],
     },
     package_dir={"megatron_tools": "tools"},

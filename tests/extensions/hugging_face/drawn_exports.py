@@ -25,6 +25,7 @@ from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.stage_parameters import model_states, stage_metas
+from megatron.extensions import load
 from megatron.extensions.interop.hugging_face.families import FAMILIES
 from megatron.extensions.interop.hugging_face.read_config import config_from_hf
 from megatron.extensions.interop.hugging_face.write_config import choose_family, config_to_hf
@@ -163,6 +164,7 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    load()
     counts = Counter[str]()
     for text, config in draws(args.draws, args.seed):
         for family, verdict in verdicts(config):

@@ -11,6 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron.extensions.interop.megatron_flags.head_flags import (
+    NO_EFFECT,
+    REFUSED,
+    TRANSLATED,
+    UNKNOWN,
+    read_table,
+    treatment,
+    unknown_values,
+)
 from megatron.extensions.interop.megatron_flags.tables import (
     Accepted,
     Exchange,
@@ -164,25 +173,45 @@ def test_flags_that_say_what_a_pattern_says_have_no_effect_beside_it(
     assert "asks for module specifications of layers" in other[0]
 
 
-HEAD = Path(__file__).with_name("flags_of_head.txt")
-"""Each flag of Megatron-LM's branches main and dev, with the values that it may have."""
+HEAD = read_table()
+"""Each flag of Megatron-LM's branches main and dev."""
 
 
 def test_every_flag_and_value_of_head_is_known() -> None:
-    unknown = []
-    for line in HEAD.read_text(encoding="utf-8").splitlines():
-        name, *values = line.split()
-        name = known_spelling(name)
-        flag, _ = spelling_table().get(name, (None, True))
-        if flag is None:
-            unknown += [name] if TABLE.find(name) is None and name not in options() else []
-            continue
-        read = {*TABLE.same_values.get(flag.name, {}), *TABLE.values_not_built.get(flag.name, {})}
-        read |= {*(flag.spec.choices or values)} | {
-            each.partition(" ")[2] for each in TABLE.entries if each.startswith(f"{name} ")
-        }
-        unknown += [f"{name} {value}" for value in values if value not in read]
-    assert not unknown
+    assert len(HEAD) > 900 and not [row for row in HEAD if row.treatment == UNKNOWN]
+    wrong = [(row.flag.name, row.treatment, found) for row in HEAD if (found := treatment(row.flag)) != row.treatment]
+    assert not wrong, "write the table again: python tools/compare_megatron_flags.py"
+    assert not [(row.flag.name, values) for row in HEAD if (values := unknown_values(row.flag))]
+
+
+@pytest.mark.parametrize("kind", [TRANSLATED, NO_EFFECT, REFUSED])
+def test_every_flag_of_head_is_answered_with_a_reason(kind: str) -> None:
+    """By a line that begins with the flag and goes on behind a colon, or names the flags that it is read as."""
+    signs = {TRANSLATED: " is read as --", NO_EFFECT: " has no effect: ", REFUSED: ": "}
+    usual = {name for name, entry in TABLE.entries.items() if isinstance(entry, SameAs) and entry.quiet}
+    for row in HEAD:
+        name = known_spelling(row.flag.name)
+        if row.treatment == kind and name not in usual | {*EXCHANGES}:
+            reader = read_flags([name, *row.flag.example])
+            (line,) = {*map(str, reader.problems), *reader.notes} if kind != TRANSLATED else {*reader.notes}
+            head, _, reason = line.partition(signs[kind])
+            assert head.startswith(name) and len(reason.split()) > (kind != TRANSLATED), line
+
+
+EXCHANGES = [name for name, entry in TABLE.entries.items() if isinstance(entry, Exchange)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "cost"),
+    [
+        ("--moe-token-dispatcher-type flex", "a token travels once for each of its experts"),
+        ("--cuda-graph-impl full_iteration", "the host launches every kernel"),
+        ("--cp-comm-type a2a+p2p", "one ring passes keys and values through all context ranks"),
+    ],
+)
+def test_substitutes_say_what_they_cost(flags: str, cost: str) -> None:
+    (note,) = read_flags(flags.split()).notes
+    assert note.startswith(f"{flags} is read as ") and cost in note
 
 
 def test_other_spellings_are_read_as_ours(capsys: pytest.CaptureFixture[str]) -> None:

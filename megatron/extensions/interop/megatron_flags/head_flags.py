@@ -1,0 +1,141 @@
+"""The flags of Megatron-LM's newest parsers, and the treatment of each here. No torch.
+
+The table `flags_of_head.txt` beside this file has a line for each spelling of a flag on the branches main and dev.
+`tools/compare_megatron_flags.py` compares it with the parser of a checkout and writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from megatron.training.config.arguments import read_flags
+from megatron.training.config.commands import options
+from megatron.training.config.flags import spelling_table
+from megatron.training.config.reading import FOREIGN_PROGRAMS, known_spelling
+
+TABLE = Path(__file__).with_name("flags_of_head.txt")
+
+SAME, TRANSLATED = "same", "translated"
+"""Treatments of a flag of this program, and of one that is read as other flags."""
+
+NO_EFFECT, REFUSED = "no effect", "refused"
+"""Treatments of a flag that is accepted with a notice, and of one that is refused with a reason."""
+
+UNKNOWN = "unknown"
+
+EXAMPLES = {"int": "1", "float": "0.5", "bool": "true"}
+"""Type of a value -> a value."""
+
+
+@dataclass(frozen=True)
+class TheirFlag:
+    """A spelling of a flag in Megatron-LM's parser."""
+
+    name: str
+
+    default: str
+    """As Python writes it."""
+
+    type: str
+    """Name of the function that reads a value; "switch" for a flag without values."""
+
+    count: str
+    """Number of values, as argparse states it: "1", "3", "*", "+" or "?"; "0" for a switch."""
+
+    choices: tuple[str, ...]
+    """The values that it may have; empty if any of the type will do."""
+
+    @property
+    def example(self) -> list[str]:
+        """Values that it may be given."""
+        if self.count == "0":
+            return []
+        value = self.choices[0] if self.choices else EXAMPLES.get(self.type, self.default.strip("'\""))
+        return [value] * (int(self.count) if self.count.isdecimal() else 1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    flag: TheirFlag
+    branches: str
+    """The branches whose parser has it: "main", "dev" or "main dev"."""
+
+    treatment: str
+
+
+def read_table(path: Path = TABLE) -> list[Row]:
+    """The lines of a table, by name."""
+    lines = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    return [
+        Row(TheirFlag(name, default, kind, count, tuple(choices.split())), branches, treatment)
+        for name, branches, treatment, default, kind, count, choices in lines
+    ]
+
+
+def table_text(parsers: Mapping[str, Sequence[TheirFlag]], sources: Iterable[str]) -> str:
+    """The text of a table of parsers by branch. `sources` are lines that say which they are."""
+    branches: dict[TheirFlag, str] = {}
+    for branch, flags in parsers.items():
+        for flag in flags:
+            branches[flag] = f"{branches[flag]} {branch}" if flag in branches else branch
+    columns = "name, branches, treatment here, default, type, number of values, choices"
+    lines = [*(f"# {source}" for source in sources), f"# Columns, between tabs: {columns}"]
+    for flag in sorted(branches, key=lambda each: (each.name, branches[each])):
+        row = (flag.name, branches[flag], treatment(flag), flag.default, flag.type, flag.count, " ".join(flag.choices))
+        lines.append("\t".join(row))
+    return "\n".join(lines) + "\n"
+
+
+def treatment(flag: TheirFlag) -> str:
+    """The treatment of a flag by its name. Single values may be treated otherwise; see `unknown_values`."""
+    name = known_spelling(flag.name)
+    if name in options() or name in spelling_table():
+        return SAME
+    reading = next((each for each in read_flags([name, *flag.example]).readings if each.given[0] == name), None)
+    if reading is None or (reading.problem and reading.why.startswith("unknown flag")):
+        return UNKNOWN
+    if reading.problem and not reading.ours:
+        return REFUSED
+    return TRANSLATED if reading.ours else NO_EFFECT
+
+
+def unknown_values(flag: TheirFlag) -> list[str]:
+    """The choices of a flag that are neither values here nor named by the tables of other programs."""
+    name = known_spelling(flag.name)
+    field = spelling_table().get(name)
+    if field is None or not field[0].spec.choices:
+        return []
+    return [value for value in flag.choices if value not in field[0].spec.choices and not _is_known(name, value)]
+
+
+def _is_known(name: str, value: str) -> bool:
+    """Whether a program's tables read a value that the field has not."""
+    programs = [FOREIGN_PROGRAMS[program] for program in FOREIGN_PROGRAMS]
+    if any(f"{name} {value}" in program.spellings() or program.feature(name, [value]) for program in programs):
+        return True
+    return not any(name in str(problem) for problem in read_flags([name, value]).problems)
+
+
+def changes(before: Sequence[TheirFlag], now: Sequence[TheirFlag]) -> dict[str, list[str]]:
+    """Title -> lines about what is new, gone and changed between two parsers."""
+    old, new = ({flag.name: flag for flag in flags} for flags in (before, now))
+    return {
+        "New": [f"{name}: {treatment(new[name])}" for name in new if name not in old],
+        "Gone": [name for name in old if name not in new],
+        "Changed": [
+            f"{name}: {column} was {_shown(old[name], column)}, is {_shown(flag, column)}"
+            for name, flag in new.items()
+            if name in old
+            for column in (field.name for field in fields(TheirFlag))
+            if getattr(flag, column) != getattr(old[name], column)
+        ],
+    }
+
+
+def _shown(flag: TheirFlag, column: str) -> str:
+    value = getattr(flag, column)
+    return (" ".join(value) or "any") if isinstance(value, tuple) else value

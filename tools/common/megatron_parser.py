@@ -1,0 +1,73 @@
+"""Prints the flags of the argument parser of a checkout of Megatron-LM, as JSON. A program of its own.
+
+    python tools/common/megatron_parser.py ~/Megatron-LM
+
+It runs the checkout's code, so that flags made from dataclasses are there too. A module that is not installed, such as
+transformer_engine, is replaced by one whose every attribute is an empty class: a parser needs names, no computation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+class _Absent(type):
+    """The type of attributes of modules that are not installed: an attribute of one is another one."""
+
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(name, (), {})
+
+
+class StandIn(ModuleType):
+    """A module that is not installed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(name, (), {})
+
+
+def parser_of(checkout: Path) -> argparse.ArgumentParser:
+    """The checkout's parser. Raises ImportError if one of its own modules is missing."""
+    sys.path[0] = str(checkout)  # in place of this file's folder
+    stand_ins: dict[str, StandIn] = {}
+    while True:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+            del sys.modules[name]
+        package = ModuleType("megatron")  # theirs has no __init__.py, and an installed package would go first
+        package.__path__ = [str(checkout / "megatron")]
+        sys.modules.update({"megatron": package, **stand_ins})
+        try:
+            arguments = importlib.import_module("megatron.training.arguments")
+            parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+            arguments.add_megatron_arguments(parser)
+            return parser
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name in stand_ins or error.name.partition(".")[0] == "megatron":
+                raise
+            stand_ins[error.name] = StandIn(error.name)
+
+
+def described(action: argparse.Action) -> list[dict[str, object]]:
+    """A description of each spelling of a flag: the columns of flags_of_head.txt."""
+    count = 1 if action.nargs is None else action.nargs
+    kind = getattr(action.type, "__name__", "str") if count != 0 else "switch"
+    choices = [str(getattr(choice, "name", choice)) for choice in action.choices or ()]
+    own = {"default": repr(action.default), "type": kind, "count": str(count), "choices": choices}
+    return [{"name": name, **own} for name in action.option_strings]
+
+
+if __name__ == "__main__":
+    found = parser_of(Path(sys.argv[1]).expanduser().resolve())
+    print(json.dumps([each for action in found._actions for each in described(action)]))
