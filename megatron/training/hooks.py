@@ -231,6 +231,8 @@ class Task:
     """True if it evaluates the model: --skip-train performs it once."""
     before_step: bool = False
     """Performed before a step instead of after one, also before a run's first; its time counts only with `counts`."""
+    ends_interval: bool = False
+    """True if steps before and after it do not share a log line: one is due wherever it is."""
     at_finish: bool = False
     """True if it is performed once all iterations are trained and saved."""
 

@@ -224,13 +224,6 @@ class RunPlan:
         """The data set of the samples of the run, of those of its phases."""
         return parts[0]
 
-    def enter(self, run: Any) -> None:
-        """Makes the parts of a `TrainingRun` those of the phase of the next step. On every rank, between two steps."""
-
-    def is_over(self, run: Any) -> bool:
-        """Return whether the next step of a `TrainingRun` is another phase's."""
-        return False
-
 
 class PlanClass(Protocol):
     """Plans runs: a class derived from `megatron.training.plan.RunPlan`."""

@@ -236,5 +236,4 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     run.step = (replaced.step or TrainStep)(run)
     for callback in parts.callbacks:
         meters.extend(callback.meters(run))
-    plan.enter(run)
     return run

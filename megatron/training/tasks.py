@@ -43,28 +43,29 @@ def build_tasks(run: TrainingRun, log: RunLog, resources: ExitStack) -> list[Tas
     """The periodic tasks of a run in the order in which they are performed, those of extensions before the save."""
     config = run.config
     first = run.progress.iteration + 1
-    over = partial(run.plan.is_over, run)
+    of_callbacks = [task for callback in run.callbacks for task in callback.tasks(run, log)]
+    ends = [task for task in of_callbacks if task.ends_interval]
+    interval_ends = lambda: any(task.is_due(run.progress.iteration, last=False) for task in ends)  # noqa: E731
     minutes = config.parallel.distributed_timeout_minutes
     limit = partial(limit_waits, run.runtime, run.pipeline.executor.p2p, "--distributed-timeout-minutes", minutes)
     after_first = lambda: run.progress.iteration == first  # noqa: E731
     watches = any(type(callback).on_step_end is not Callback.on_step_end for callback in run.callbacks)
     give_back = partial(give_back_memory, run.runtime.device)
     collection = GarbageCollection(config.training, resources)
-    report, enter = partial(_report, run, log), partial(run.plan.enter, run)
+    report = partial(_report, run, log)
     tasks = [
         Task("limit of waits", None, limit, also=after_first, counts=True, reads_result=False),
         Task("outcome of saves", 1, run.saver.report, counts=True, reads_result=False),
         Task("callbacks", 1, partial(_step_end, run), counts=True, reads_result=watches),
-        Task("next phase", None, enter, also=over, counts=True, before_step=True),
         Task("free memory", GIVE_BACK_INTERVAL, give_back, counts=True, reads_result=False),
         collection.task(),
-        Task("log", config.logging.log_interval, report, at_end=True, also=over, counts=True, may_stop=True),
+        Task("log", config.logging.log_interval, report, at_end=True, also=interval_ends, counts=True, may_stop=True),
         Task("progress bar", 1, log.step, counts=True, reads_result=False),
     ]
     if run.data.valid:
         validate, interval = partial(evaluate, run, "valid", log), config.training.eval_interval
         tasks.append(Task("validation", interval, validate, at_end=True, may_stop=True, evaluates=True))
-    tasks += [task for callback in run.callbacks for task in callback.tasks(run, log)]
+    tasks += of_callbacks
     if config.checkpoint.save:
         tasks.append(Task("save", config.checkpoint.save_interval, partial(save, run)))
     if run.data.test is not None:

@@ -58,5 +58,10 @@ class BatchScheduleFlags:
 
 PLANS.register("phases", "megatron.extensions.data.phases.plan:PhasePlan", field="data_phases")
 CALLBACKS.register(
+    "phases",
+    f"{__package__}.phase_change:EntersPhases",
+    when=lambda config: config.options(PhasesConfig).data_phases is not None,
+)
+CALLBACKS.register(
     "epochs of data sets", f"{__package__}.epochs:EpochLines", when=lambda config: config.data.dataset == "gpt"
 )

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megatron.core.datasets.blended import documents_of, sources_of
-from megatron.core.datasets.dataset import Dataset
-from megatron.core.datasets.sample_format import Sample
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.extensions.data.phases.epochs import epochs_so_far
 from megatron.extensions.data.phases.file_phase import FilePhase
+from megatron.extensions.data.phases.plan import PhasePlan
 from megatron.training.forward_backward import hidden_shape
+from megatron.training.hooks import Callback, Log, Meter, Task
 from megatron.training.run import TrainingRun
+
+
+class EntersPhases(Callback):
+    """Makes the parts of a run those of the phase of its next step."""
+
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        enter_phase(run)
+        return ()
+
+    def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
+        enter, also = partial(enter_phase, run), partial(is_over, run)
+        return [Task("next phase", None, enter, also=also, counts=True, before_step=True, ends_interval=True)]
+
+
+def enter_phase(run: TrainingRun) -> None:
+    """Enters the phase of the next step, if the run is not in it. On every rank, between two steps."""
+    assert isinstance(run.plan, PhasePlan)
+    # What is only evaluated is evaluated on the data of the phase that it was trained in.
+    phase = run.plan.at(run.progress.consumed_samples - run.plan.base.training.skip_train)
+    if run.config is not phase.config:
+        assert isinstance(phase, FilePhase)
+        change_phase(run, phase, run.plan.schedule_of(phase))
+
+
+def is_over(run: TrainingRun) -> bool:
+    """Return whether the next step is another phase's."""
+    return run.config is not run.plan.at(run.progress.consumed_samples).config
 
 
 def change_phase(run: TrainingRun, phase: FilePhase, schedule: OptimizerParamScheduler) -> None:
@@ -34,54 +57,3 @@ def change_phase(run: TrainingRun, phase: FilePhase, schedule: OptimizerParamSch
         so_far = epochs_so_far(run)
         line = f" phase {phase.name} begins with iteration {run.progress.iteration + 1}"
         run.runtime.say(f"{line}; epochs so far: {so_far}" if so_far else line)
-
-
-class PhasedDataset:
-    """The training samples of a run under their numbers in it: sample i is sample i - `firsts[k]` of `parts[k]`, where
-    k is the phase that it is in, or sample i of it if the parts are `numbered_by_run`. Samples of different phases may
-    differ in length. `end` is the number of samples of the run."""
-
-    def __init__(self, firsts: Sequence[int], parts: Sequence[Dataset], end: int, numbered_by_run: bool) -> None:
-        assert firsts[0] == 0 and len(firsts) == len(parts)
-        self.firsts = list(firsts)
-        self.parts = list(parts)
-        self.end = end
-        self.zeros = [0] * len(parts) if numbered_by_run else self.firsts
-        self.fingerprint = parts[0].fingerprint
-
-    def __len__(self) -> int:
-        return self.end
-
-    def place(self, index: int) -> tuple[Dataset, int]:
-        """(data set of its phase, number in it) of a sample. Raises IndexError beyond the end."""
-        if not 0 <= index < self.end:
-            raise IndexError(f"sample {index} of {self.end}")
-        phase = bisect_right(self.firsts, index) - 1
-        return self.parts[phase], index - self.zeros[phase]
-
-    def __getitem__(self, index: int) -> Sample:
-        part, number = self.place(index)
-        return part[number]
-
-    def text(self, index: int) -> NDArray[np.int64]:
-        part, number = self.place(index)
-        return part.text(number)
-
-    def origin(self, index: int) -> str:
-        """Start of a sample: `dataset:document+token`."""
-        part, number = self.place(index)
-        return part.origin(number)
-
-    def documents_of(self, index: int) -> list[tuple[int, int, int]]:
-        part, number = self.place(index)
-        return documents_of(part, number)
-
-    def sources_of(self, samples: range) -> NDArray[np.int64]:
-        """As of the parts, which number their sources alike."""
-        stops = [*self.firsts[1:], self.end]
-        found = [
-            sources_of(part, range(max(samples.start, first) - zero, min(samples.stop, stop) - zero))
-            for first, stop, zero, part in zip(self.firsts, stops, self.zeros, self.parts, strict=True)
-            if max(samples.start, first) < min(samples.stop, stop)
-        ]
-        return np.concatenate(found) if found else np.zeros(0, np.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.datasets.dataset import Dataset
@@ -16,9 +16,6 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import Point, RunConfig
 from megatron.training.config.validation import resolve
 from megatron.training.plan import History, Phase, RunPlan
-
-if TYPE_CHECKING:
-    from megatron.training.run import TrainingRun
 
 
 class PhaseScheduler(OptimizerParamScheduler):
@@ -92,19 +89,7 @@ class PhasePlan(RunPlan):
         yield f"    learning rate, {source}: {shown} at its beginning, middle and end"
 
     def training_set(self, parts: Sequence[Dataset]) -> Dataset:
-        from megatron.extensions.data.phases.phase_change import PhasedDataset
+        from megatron.extensions.data.phases.phased_dataset import PhasedDataset
 
         firsts = [phase.first_sample for phase in self.phases]
         return PhasedDataset(firsts, parts, self.samples, self.base.data.dataset != "gpt")
-
-    def enter(self, run: TrainingRun) -> None:
-        from megatron.extensions.data.phases.phase_change import change_phase
-
-        # What is only evaluated is evaluated on the data of the phase that it was trained in.
-        phase = self.at(run.progress.consumed_samples - self.base.training.skip_train)
-        if run.config is not phase.config:
-            assert isinstance(phase, FilePhase)
-            change_phase(run, phase, self.schedule_of(phase))
-
-    def is_over(self, run: TrainingRun) -> bool:
-        return run.config is not self.at(run.progress.consumed_samples).config
