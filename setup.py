@@ -91,6 +91,7 @@ setup(
         "serve": ["fastapi>=0.115", "uvicorn>=0.30"],
         "gigatoken": ["gigatoken>=0.10"],
         "lm-eval": ["lm_eval"],
+        "remote": ["fsspec>=2024.6", "s3fs>=2024.6"],
         "text": ["pyarrow>=16", "s3fs"],
         "dev": [*DEV, "matplotlib>=3.8"],
     },

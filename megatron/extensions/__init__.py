@@ -74,6 +74,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         needs=("optimizers",),
     ),
     BuiltIn("operate/checkpoint_cleanup", "deletion of older checkpoints: the newest, every N-th or the best are kept"),
+    BuiltIn("operate/object_storage", "checkpoints, metrics and exports on s3://, gs:// and other URLs of fsspec"),
     BuiltIn(
         "pipeline/post_validation",
         "optimizer updates before the gradient norm is known, rolled back if it refuses them",

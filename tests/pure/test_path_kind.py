@@ -45,8 +45,8 @@ def test_kinds(tmp_path: Path, files: str, path: str, kind: str) -> None:
 
 
 def test_a_refusal_says_what_to_do() -> None:
-    assert kind_of("s3://bucket/folder") == "url"
-    assert "--data-path and tools/preprocess_data.py take text" in refusal("s3://bucket/folder", "give a checkpoint")
+    assert kind_of("https://host/folder") == "url"
+    assert "--data-path and tools/preprocess_data.py take text" in refusal("https://host/folder", "give a checkpoint")
 
 
 def test_a_file_of_a_model_is_refused_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,9 @@ class Storage(Protocol):
 
     scheme: str
 
+    read_ahead: int = CHUNK
+    """Bytes that `open` reads at a time, or more."""
+
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme
 
@@ -102,7 +105,7 @@ class Storage(Protocol):
 
     def open(self, path: PurePath) -> IO[bytes]:
         """Opens a file for reading at any position. Raises FileNotFoundError."""
-        return io.BufferedReader(_Ranges(self, path), CHUNK)
+        return io.BufferedReader(_Ranges(self, path), self.read_ahead)
 
     def create(self, path: PurePath) -> IO[bytes]:
         """A new file to write from front to back; it is complete and durable once closed. Unless overridden, it is kept

@@ -170,10 +170,11 @@ for _order, (_name, _holds, _about, _loaded_as) in enumerate(
 
 def data_kind_of(path: str | PurePath) -> DataKind | None:
     """The kind of a path from which an indexed dataset is made; None if it is one, or if nothing makes one."""
-    kind = kind_of(path)
+    is_url = "://" in str(path)  # of any scheme: data is not read through storages
+    kind = "url" if is_url else kind_of(path)
     for name in PATH_KINDS:
         found = PATH_KINDS[name]
-        if isinstance(found, DataKind) and (name == kind or (kind == "url" and found.urls)):
+        if isinstance(found, DataKind) and (name == kind or (is_url and found.urls)):
             return found
     return None
 

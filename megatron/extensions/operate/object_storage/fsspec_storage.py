@@ -1,0 +1,220 @@
+"""A storage of objects, reached by fsspec. No torch.
+
+Writing follows `Storage`: a folder holds `.unfinished` until all else is written, its manifest last. So nothing relies
+on renames, and a folder whose upload was cut off is never seen. Each request has a time limit and is made again for a
+while (`limits`). Credentials come from the environment or from the files of the store's own programs.
+
+On S3, objects are uploaded in parts from memory, and replaced on condition that nobody else did (`s3_requests`). Other
+stores get each object from a temporary file, and a new object is created on that condition where fsspec's package can.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import PurePath
+from typing import IO, TYPE_CHECKING, TypeVar, cast
+
+from megatron.core.dist_checkpointing.file_storage import Storage
+from megatron.extensions.operate.object_storage.limits import LIMITS
+from megatron.extensions.operate.object_storage.s3_requests import S3, Parts, is_precondition
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+T = TypeVar("T")
+
+S3_SCHEMES = ("s3", "s3a", "r2")
+
+SMALLEST_COPY = 5 << 20
+"""Bytes from which S3 can make an object the first part of a new one."""
+
+
+class FsspecStorage(Storage):
+    """Objects under the URLs of one scheme. Forked processes connect on their own."""
+
+    read_ahead = 4 << 20
+
+    def __init__(self, scheme: str) -> None:
+        super().__init__(scheme)
+        self._process, self._opened = 0, cast("AbstractFileSystem | None", None)
+
+    def names(self, folder: PurePath) -> list[str]:
+        place = self._place(folder)
+
+        def listed(attempt: int) -> list[str]:
+            try:
+                found = self._fs.ls(place, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            paths = [str(path).strip("/") for path in found]
+            return sorted({path.rpartition("/")[2] for path in paths if path.rpartition("/")[0] == place})
+
+        return LIMITS.tried(folder, listed)
+
+    def size(self, path: PurePath) -> int | None:
+        def measured(attempt: int) -> int | None:
+            try:
+                about = self._fs.info(self._place(path))
+            except FileNotFoundError:
+                return None
+            return int(about["size"]) if about["type"] == "file" else None
+
+        return LIMITS.tried(path, measured)
+
+    def read(self, path: PurePath, start: int = 0, length: int | None = None) -> bytes:
+        end = None if length is None else start + length
+        if length == 0 or (start and start >= (self.size(path) or 0)):
+            return b""
+
+        def fetched(attempt: int) -> bytes:
+            LIMITS.move(length or 0)
+            data = self._fs.cat_file(self._place(path), start=start or None, end=end)
+            LIMITS.count(read=len(data))
+            return bytes(data)
+
+        return LIMITS.tried(path, fetched)
+
+    def write(self, path: PurePath, data: bytes) -> None:
+        if len(data) > LIMITS.part_bytes:
+            with self.create(path) as file:
+                file.write(data)
+            return
+
+        def put(attempt: int) -> None:
+            LIMITS.move(len(data))
+            self._fs.pipe_file(self._place(path), data)
+            LIMITS.count(written=len(data))
+
+        LIMITS.tried(path, put)
+
+    def remove(self, path: PurePath) -> None:
+        def removed(attempt: int) -> None:
+            try:
+                self._fs.rm(self._place(path), recursive=True)
+            except FileNotFoundError:
+                if not attempt:  # else an earlier attempt has removed it
+                    raise
+
+        LIMITS.tried(path, removed)
+
+    def create(self, path: PurePath) -> IO[bytes]:
+        if self._s3 is not None:
+            parts = Parts(self._s3, path, partial(self.write, path), lambda: self.size(path))
+            return cast("IO[bytes]", parts)
+        return cast("IO[bytes]", _Spooled(partial(self._put_file, path)))
+
+    def append(self, path: PurePath, data: bytes) -> None:
+        """On S3 the store copies the old content of a large object; elsewhere it is read and written again."""
+        old = self.size(path) or 0
+        if self._s3 is None or old < SMALLEST_COPY:
+            super().append(path, data)
+            return
+        s3 = self._s3
+
+        def appended(attempt: int) -> None:
+            if not attempt or self.size(path) != old + len(data):
+                s3.append(path, data)
+            LIMITS.count(written=len(data))
+
+        LIMITS.tried(path, appended)
+
+    def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> None:
+        def replaced(attempt: int) -> bool:
+            try:
+                if self._s3 is not None:
+                    return self._s3.replace(path, data, expected)
+                self._fs.pipe_file(self._place(path), data, mode="create")
+            except FileExistsError:
+                return False
+            except Exception as error:
+                if not is_precondition(error):
+                    raise
+                return False
+            return True
+
+        try:
+            if self._s3 is None and expected is not None:
+                raise NotImplementedError
+            done = LIMITS.tried(path, replaced)
+        except (NotImplementedError, OSError) as error:
+            if not isinstance(error, NotImplementedError) and "NotImplemented" not in str(error):
+                raise
+            super().replace(path, data, expected)  # the store has no conditional writes
+            return
+        if not done and self.content(path) != data:  # equal: an earlier attempt, whose answer was lost
+            raise FileExistsError(f"{path} was changed by another writer")
+
+    def begin(self, final: PurePath) -> None:
+        """Also drops the parts of uploads that were cut off."""
+        super().begin(final)
+        if self._s3 is not None:
+            kind = final.with_name(final.name.partition("_")[0])
+            with suppress(OSError):  # costs space, and nothing else
+                LIMITS.tried(final, partial(self._s3.abort_uploads, kind))
+
+    def _put_file(self, path: PurePath, file: str) -> None:
+        size = os.path.getsize(file)
+
+        def put(attempt: int) -> None:
+            LIMITS.move(size)
+            self._fs.put_file(file, self._place(path))
+            LIMITS.count(written=size)
+
+        LIMITS.tried(path, put)
+
+    def _place(self, path: PurePath) -> str:
+        return str(self._fs._strip_protocol(str(path))).strip("/")
+
+    @property
+    def _s3(self) -> S3 | None:
+        return S3(self._fs, self._place) if self.scheme in S3_SCHEMES else None
+
+    @property
+    def _fs(self) -> AbstractFileSystem:
+        if self._opened is None or self._process != os.getpid():
+            self._opened, self._process = connected(self.scheme), os.getpid()
+        return self._opened
+
+
+def connected(scheme: str) -> AbstractFileSystem:
+    """fsspec's file system of a scheme, without caches and retries of its own."""
+    import fsspec  # an extra
+
+    options: dict[str, object] = {"skip_instance_cache": True, "use_listings_cache": False}
+    if scheme in S3_SCHEMES:
+        scheme = "s3"
+        limits = {"connect_timeout": min(10.0, LIMITS.timeout_seconds), "read_timeout": LIMITS.timeout_seconds}
+        options["config_kwargs"] = {**limits, "retries": {"total_max_attempts": 1}, "max_pool_connections": 16}
+    fs = fsspec.filesystem(scheme, **options)
+    if scheme == "s3":
+        fs.retries = 1
+    return fs
+
+
+class _Spooled(io.FileIO):
+    """A temporary file that is uploaded when closed."""
+
+    def __init__(self, put: Callable[[str], None]) -> None:
+        descriptor, self._path = tempfile.mkstemp(prefix="upload-")
+        super().__init__(descriptor, "w")
+        self._put = put
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        try:
+            self._put(self._path)
+        finally:
+            os.unlink(self._path)
+
+    def __del__(self) -> None:
+        """Nothing comes of a file that was not closed."""
+        super().close()
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)

@@ -1,0 +1,31 @@
+"""Sets the limits of a run's requests to object storage, and reports what was moved."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict
+from math import inf
+from pathlib import PurePath
+
+from megatron.extensions.operate.object_storage.flags import ObjectStorageFlags
+from megatron.extensions.operate.object_storage.limits import LIMITS
+from megatron.training.hooks import Callback
+from megatron.training.initialize import Runtime
+from megatron.training.reliability.run_status import record_event
+
+
+class StorageTraffic(Callback):
+    """Records the event `storage` after each save: bytes that rank 0 has read and written since the run started, the
+    requests that it made again, and the largest memory of its uploads."""
+
+    def on_setup(self, runtime: Runtime) -> None:
+        options = self.config.options(ObjectStorageFlags)
+        LIMITS.retry_seconds, LIMITS.timeout_seconds = options.storage_retry_seconds, options.storage_timeout_seconds
+        LIMITS.part_bytes = options.storage_part_megabytes << 20
+        limit = options.storage_bandwidth_megabytes
+        LIMITS.bytes_per_second = inf if limit is None else limit * 1e6
+
+    def clean_checkpoints(self, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
+        traffic = asdict(LIMITS.traffic)
+        traffic["seconds"] = round(traffic["seconds"], 3)
+        record_event(self.config.checkpoint.save, "storage", iteration=newest, **traffic)

@@ -1,0 +1,138 @@
+"""Limits of this process's requests to object storage, and what they have moved. No torch."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from typing import TypeVar
+
+from megatron.training.reliability.url_credentials import redacted
+
+T = TypeVar("T")
+
+FIRST_CONTACT = 20.0
+"""Seconds for which requests are made again as long as none has succeeded: the URL may be wrong."""
+
+LONGEST_PAUSE = 15.0
+
+FINAL = (
+    *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
+    *(ValueError, TypeError, NotImplementedError, ImportError),
+)
+"""Errors that another attempt does not change."""
+
+FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "InvalidRegionError")
+"""Names of such errors that botocore raises."""
+
+FINAL_STATUS = (401, 403, 404, 405, 411, 412, 416, 501)
+"""Statuses of HTTP that stay what they are."""
+
+
+@dataclass
+class Traffic:
+    """Bytes moved and requests repeated by this process."""
+
+    read: int = 0
+    written: int = 0
+    repeated: int = 0
+    seconds: float = 0.0
+    """Seconds in requests, added up over threads."""
+
+
+@dataclass
+class Limits:
+    """Limits of the process. All methods may be called from several threads."""
+
+    retry_seconds: float = 300.0
+    timeout_seconds: float = 60.0
+    part_bytes: int = 16 << 20
+    bytes_per_second: float = inf
+    traffic: Traffic = field(default_factory=Traffic)
+    answered: bool = False
+    """Whether a request has succeeded."""
+
+    _free: float = 0.0
+    """`time.monotonic()` from which the bandwidth is free again."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def move(self, nbytes: int) -> None:
+        """Waits until the bandwidth allows to move this many bytes."""
+        if self.bytes_per_second == inf:
+            return
+        with self._lock:
+            begins = max(time.monotonic(), self._free)
+            self._free = begins + nbytes / self.bytes_per_second
+        time.sleep(max(0.0, begins - time.monotonic()))
+
+    def count(self, read: int = 0, written: int = 0, repeated: int = 0, seconds: float = 0.0) -> None:
+        """Adds to the traffic."""
+        with self._lock:
+            self.traffic.read += read
+            self.traffic.written += written
+            self.traffic.repeated += repeated
+            self.traffic.seconds += seconds
+
+    def tried(self, what: object, request: Callable[[int], T], sleep: Callable[[float], object] = time.sleep) -> T:
+        """Makes a request, again after a growing pause while it fails and `retry_seconds` have not passed.
+
+        `request` gets the number of its attempt, from 0: an earlier one may have succeeded without an answer. Raises
+        OSError with `what` it was about and the last reason, without credentials; errors that another attempt does not
+        change at once.
+        """
+        began, attempt = time.monotonic(), 0
+        while True:
+            started = time.monotonic()
+            try:
+                done = request(attempt)
+            except Exception as error:
+                if is_final(error):
+                    raise as_os_error(what, error) from None
+                passed = time.monotonic() - began
+                pause = min(LONGEST_PAUSE, 0.1 * 2**attempt) * random.uniform(0.5, 1.0)
+                limit = self.retry_seconds if self.answered else min(FIRST_CONTACT, self.retry_seconds)
+                if passed + pause > limit:
+                    times = f"{attempt + 1} attempt{'s' if attempt else ''} in {passed:.0f} s"
+                    raise OSError(redacted(f"{what}: {_told(error)} ({times})")) from None
+            else:
+                self.answered = True
+                self.count(seconds=time.monotonic() - started)
+                return done
+            self.count(repeated=1)
+            sleep(pause)
+            attempt += 1
+
+
+def is_final(error: Exception) -> bool:
+    """Return whether another attempt would fail as well."""
+    return isinstance(error, FINAL) or type(error).__name__ in FINAL_NAMES or _answer(error)[1] in FINAL_STATUS
+
+
+def _answer(error: BaseException) -> tuple[str, int]:
+    """Code and status of the store's answer that botocore has raised; an empty code and 0 without one."""
+    response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+    if not isinstance(response, dict):
+        return "", 0
+    about, metadata = response.get("Error", {}), response.get("ResponseMetadata", {})
+    return str(about.get("Code", "")), int(metadata.get("HTTPStatusCode", 0))
+
+
+def as_os_error(what: object, error: Exception) -> OSError:
+    """The error as OSError of the same class, without credentials."""
+    if isinstance(error, ImportError):
+        return OSError(f"{what}: {error}; pip install 'megatron[remote]', or fsspec's package for this scheme")
+    kind = next((kind for kind in FINAL[:5] if isinstance(error, kind)), OSError)
+    return kind(redacted(f"{what}: {_told(error)}"))
+
+
+def _told(error: Exception) -> str:
+    name = _answer(error)[0] or type(error).__name__
+    return " ".join(f"{name}: {error}".split())[:300]
+
+
+LIMITS = Limits()
+"""Those of this process, which the flags of a run set."""

@@ -1,0 +1,174 @@
+"""Requests to S3 that fsspec has no method for: uploads in parts from memory, conditional writes. No torch."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron.extensions.operate.object_storage.limits import LIMITS
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+    from fsspec import AbstractFileSystem
+
+AT_ONCE = 4
+"""Parts of an object that are on their way together."""
+
+SMALLEST_PART = 5 << 20
+
+
+def is_precondition(error: BaseException) -> bool:
+    """Return whether a store has refused a conditional write, as the object is another one."""
+    told = f"{error} {error.__cause__}"
+    return any(word in told for word in ("pre-condition", "PreconditionFailed", "ConditionalRequestConflict"))
+
+
+class S3(NamedTuple):
+    """The requests of one file system. `place` returns BUCKET/KEY of a path."""
+
+    fs: AbstractFileSystem
+    place: Callable[[PurePath], str]
+
+    def call(self, name: str, path: PurePath, **given: Any) -> Any:
+        """Makes a request about one object once."""
+        bucket, _, key = self.place(path).partition("/")
+        return self.fs.call_s3(name, Bucket=bucket, Key=key, **given)
+
+    def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> bool:
+        """Writes an object if its content is `expected`; None: if there is none. Returns False if it is not."""
+        condition = {"IfNoneMatch": "*"}
+        if expected is not None:
+            try:
+                tag = self.call("head_object", path)["ETag"]
+                if self.fs.cat_file(self.place(path)) != expected:
+                    return False
+            except FileNotFoundError:
+                return False
+            condition = {"IfMatch": tag}  # of before the content was read: a write in between is noticed
+        self.call("put_object", path, Body=data, **condition)
+        return True
+
+    def append(self, path: PurePath, data: bytes) -> None:
+        """Makes a new object of a large one and of what follows."""
+        upload = self.call("create_multipart_upload", path)["UploadId"]
+        try:
+            old = {"CopySource": self.place(path), "PartNumber": 1, "UploadId": upload}
+            first = self.call("upload_part_copy", path, **old)["CopyPartResult"]["ETag"]
+            last = self.call("upload_part", path, Body=data, PartNumber=2, UploadId=upload)["ETag"]
+            self.complete(path, upload, [first, last])
+        except BaseException:
+            self.abort(path, upload)
+            raise
+
+    def complete(self, path: PurePath, upload: str, tags: list[str]) -> None:
+        """Makes the object of its parts."""
+        parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
+        self.call("complete_multipart_upload", path, UploadId=upload, MultipartUpload={"Parts": parts})
+
+    def abort(self, path: PurePath, upload: str) -> None:
+        """Deletes the parts of an upload, if the store answers."""
+        with suppress(Exception):
+            self.call("abort_multipart_upload", path, UploadId=upload)
+
+    def abort_uploads(self, prefix: PurePath, attempt: int = 0) -> None:
+        """Deletes the parts of all uploads that are not complete under a prefix."""
+        bucket, _, key = self.place(prefix).partition("/")
+        listed = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key)
+        for upload in listed.get("Uploads", []):
+            self.fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+
+
+class Parts(io.RawIOBase):
+    """A new object, uploaded in parts while it is written, and there once closed.
+
+    `put` writes a small one whole. `size` is that of the object now. At most `AT_ONCE` parts and the next one are in
+    memory.
+    """
+
+    def __init__(self, s3: S3, path: PurePath, put: Callable[[bytes], None], size: Callable[[], int | None]) -> None:
+        self._s3, self._path = s3, path
+        self._put, self._size = put, size
+        self._next = bytearray()
+        self._upload = ""
+        self._tags = list[str]()
+        self._sent = 0
+        self._under_way = deque[Future[str]]()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._sent + len(self._next)
+
+    def write(self, data: ReadableBuffer) -> int:
+        given = memoryview(data).cast("B")
+        at = 0
+        while at < len(given):
+            taken = given[at : at + LIMITS.part_bytes - len(self._next)]
+            self._next += taken
+            at += len(taken)
+            if len(self._next) >= LIMITS.part_bytes:
+                self._send()
+        return len(given)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            self._finish()
+        except BaseException:
+            if self._upload:
+                self._s3.abort(self._path, self._upload)
+            raise
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown(cancel_futures=True)
+            super().close()
+
+    def __del__(self) -> None:
+        """Nothing comes of a file that was not closed."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _finish(self) -> None:
+        if not self._upload:
+            self._put(bytes(self._next))
+            return
+        if self._next:
+            self._send()
+        while self._under_way:
+            self._tags.append(self._under_way.popleft().result())
+
+        def completed(attempt: int) -> None:
+            if not attempt or self._size() != self._sent:  # else an earlier attempt, whose answer was lost
+                self._s3.complete(self._path, self._upload, self._tags)
+
+        LIMITS.tried(self._path, completed)
+
+    def _send(self) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="upload")
+            begun = LIMITS.tried(self._path, lambda _: self._s3.call("create_multipart_upload", self._path))
+            self._upload = begun["UploadId"]
+        if len(self._under_way) == AT_ONCE:
+            self._tags.append(self._under_way.popleft().result())
+        data, number = bytes(self._next), len(self._tags) + len(self._under_way) + 1
+        self._sent += len(data)
+        self._next.clear()
+        self._under_way.append(self._pool.submit(self._send_part, data, number))
+
+    def _send_part(self, data: bytes, number: int) -> str:
+        def sent(attempt: int) -> str:
+            LIMITS.move(len(data))
+            given = {"Body": data, "PartNumber": number, "UploadId": self._upload}
+            tag: str = self._s3.call("upload_part", self._path, **given)["ETag"]
+            LIMITS.count(written=len(data))
+            return tag
+
+        return LIMITS.tried(self._path, sent)

@@ -1,0 +1,179 @@
+"""Objects on a server that speaks S3: what the storage promises, also where connections are cut."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.core.dist_checkpointing.file_storage import located
+from megatron.extensions.operate.object_storage.fsspec_storage import FsspecStorage
+from megatron.extensions.operate.object_storage.limits import LIMITS, Limits
+from tests.extensions.object_storage.server import (
+    BUCKET,
+    Faults,
+    credentials,
+    environment,
+    faulty_proxy,
+    file_system,
+    s3_server,
+)
+
+pytest.importorskip("s3fs")
+ROOT = located(f"s3://{BUCKET}/run")
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture
+def storage(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FsspecStorage]:
+    """The storage, its bucket empty."""
+    monkeypatch.setattr(LIMITS, "part_bytes", 5 << 20)
+    with environment(credentials(port)):
+        files = file_system()
+        if files.exists(f"{BUCKET}/run"):
+            files.rm(f"{BUCKET}/run", recursive=True)
+        yield FsspecStorage("s3")
+
+
+def write_folder(storage: FsspecStorage, final: PurePath, content: bytes) -> None:
+    storage.begin(final)
+    for name in ("a", "b"):
+        with storage.create(final / name) as file:
+            file.write(content)
+    storage.publish(final)
+
+
+def uploads(port: int) -> list[str]:
+    found = file_system().call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads", [])
+    return [each["Key"] for each in found]
+
+
+def test_files(storage: FsspecStorage) -> None:
+    file = ROOT / "file"
+    assert storage.names(ROOT) == [] and storage.size(file) is None and not storage.exists(file)
+    for missing in (storage.read, storage.open, storage.remove):
+        with pytest.raises(FileNotFoundError):
+            missing(file)
+    storage.write(file, b"0123456789")
+    storage.append(file, b"ab")
+    storage.write(ROOT / "folder" / "inner", b"")
+    assert storage.size(file) == 12 and storage.read(file) == b"0123456789ab"
+    assert storage.names(ROOT) == ["file", "folder"] and storage.names(file) == [] and storage.size(ROOT) is None
+    assert storage.read(file, 3, 4) == b"3456" and storage.read(file, 10) == b"ab" and storage.read(file, 11, 9) == b"b"
+    assert storage.read(file, 12, 4) == b"" and storage.content(ROOT / "none") is None
+    with storage.open(file) as stream:
+        assert stream.seek(-2, 2) == 10 and stream.read() == b"ab"
+    storage.remove(ROOT)
+    assert not storage.exists(ROOT)
+
+
+def test_a_large_object_is_uploaded_in_parts_of_bounded_memory(storage: FsspecStorage) -> None:
+    data = os.urandom(1 << 20)
+    with storage.create(ROOT / "large") as file:
+        for _ in range(23):
+            file.write(data)
+        assert storage.size(ROOT / "large") is None, "it is there once closed"
+    assert storage.read(ROOT / "large") == 23 * data
+    storage.append(ROOT / "large", b"more")
+    assert storage.size(ROOT / "large") == (23 << 20) + 4 and storage.read(ROOT / "large", 23 << 20) == b"more"
+
+
+def test_an_object_is_replaced_only_as_it_was_seen(storage: FsspecStorage) -> None:
+    file = ROOT / "latest"
+    storage.replace(file, b"1", None)
+    with pytest.raises(FileExistsError, match="changed by another writer"):
+        storage.replace(file, b"2", None)
+    storage.replace(file, b"2", b"1")
+    with pytest.raises(FileExistsError):
+        storage.replace(file, b"3", b"1")
+    storage.replace(file, b"2", b"1")  # as if the answer to the first was lost
+    with pytest.raises(FileExistsError):
+        storage.replace(ROOT / "gone", b"2", b"1")
+    assert storage.read(file) == b"2"
+
+
+def test_an_upload_that_was_cut_off_is_invisible_and_cleaned(storage: FsspecStorage, port: int) -> None:
+    write_folder(storage, ROOT / "iter_1", b"whole")
+    storage.begin(ROOT / "iter_2")
+    file = storage.create(ROOT / "iter_2" / "a")
+    file.write(bytes(12 << 20))  # the process is killed here
+    time.sleep(0.5)
+    assert not storage.finished(ROOT / "iter_2") and uploads(port) == ["run/iter_2/a"]
+    write_folder(storage, ROOT / "iter_3", b"whole")
+    assert storage.names(ROOT) == ["iter_1", "iter_3"] and uploads(port) == []
+
+
+def test_cut_connections_change_nothing(port: int, storage: FsspecStorage) -> None:
+    """A sample of the campaign tests.extensions.object_storage.campaign."""
+    faults = Faults(seed=7, cut=0.3)
+    data = os.urandom(11 << 20)
+    with faulty_proxy(port, faults) as proxy, environment(credentials(proxy)):
+        tried = FsspecStorage("s3")
+        write_folder(tried, ROOT / "iter_1", data)
+        tried.replace(ROOT / "latest", b"1", None)
+        tried.replace(ROOT / "latest", b"2", b"1")
+        for at in range(0, len(data), 3 << 20):
+            assert tried.read(ROOT / "iter_1" / "b", at, 3 << 20) == data[at : at + (3 << 20)]
+    assert faults.cuts > 3
+    assert storage.finished(ROOT / "iter_1") and storage.read(ROOT / "iter_1" / "a") == data
+    assert storage.read(ROOT / "latest") == b"2"
+
+
+def test_retries_end_clearly_and_tell_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LIMITS, "retry_seconds", 6.0)
+    given = credentials(9)
+    with environment(given), pytest.raises(OSError, match=r"s3://bucket/run/a: .*\(\d+ attempts in \d+ s\)") as error:
+        FsspecStorage("s3").write(ROOT / "a", b"1")
+    assert given["AWS_SECRET_ACCESS_KEY"] not in str(error.value)
+
+
+def test_an_error_that_stays_is_raised_at_once() -> None:
+    limits, calls = Limits(), list[int]()
+
+    def missing(attempt: int) -> None:
+        calls.append(attempt)
+        raise FileNotFoundError("no")
+
+    with pytest.raises(FileNotFoundError):
+        limits.tried("a", missing)
+    assert calls == [0]
+
+
+def test_pauses_grow_and_the_bandwidth_is_kept() -> None:
+    limits, pauses = Limits(), list[float]()
+
+    def third(attempt: int) -> int:
+        if attempt < 3:
+            raise OSError("not now")
+        return attempt
+
+    assert limits.tried("a", third, pauses.append) == 3 and limits.traffic.repeated == 3
+    assert 0.05 <= pauses[0] <= 0.1 and 0.2 <= pauses[2] <= 0.4
+    slow, began = SimpleNamespace(limits=Limits(bytes_per_second=1e6)), time.monotonic()
+    for _ in range(4):
+        slow.limits.move(100_000)
+    assert time.monotonic() - began >= 0.25
+
+
+def test_any_store_of_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's store in memory has no conditional replacement and no uploads in parts."""
+    storage, root = FsspecStorage("memory"), PurePath("/run")
+    write_folder(storage, root / "iter_1", b"whole")
+    assert storage.names(root / "iter_1") == ["a", "b"] and storage.finished(root / "iter_1")
+    storage.replace(root / "latest", b"1", None)
+    storage.replace(root / "latest", b"2", b"1")
+    with pytest.raises(FileExistsError):
+        storage.replace(root / "latest", b"3", b"1")
+    storage.append(root / "latest", b"3")
+    assert storage.read(root / "latest") == b"23"
+    storage.remove(root)
+    assert not storage.exists(root)
