@@ -13,6 +13,7 @@ from megatron.core.datasets.gpt_dataset import TextDataset
 from megatron.core.datasets.index_cache import IndexCache, content_hash
 from megatron.core.datasets.indices import BlendIndex, build_blend_index, build_exhaustive_blend_index
 from megatron.core.datasets.sample_format import Sample
+from megatron.core.datasets.sample_order import SampleOrder, sources_of
 
 MAX_DATASETS = 2**15 - 1
 
@@ -23,7 +24,7 @@ def normalise(weights: Sequence[float]) -> list[float]:
     return (array / np.sum(array)).tolist()
 
 
-class BlendedDataset(TextDataset):
+class BlendedDataset(SampleOrder):
     """Draws `size` samples in proportion to `weights`, always from the dataset furthest below its share.
 
     If `size` is None, the weights are the lengths of the datasets, and every sample appears once.
@@ -54,27 +55,10 @@ class BlendedDataset(TextDataset):
         order = {"weights": self.weights, "sizes": None if self.weights else lengths}
         self.fingerprint = content_hash({**order, "datasets": [dataset.fingerprint for dataset in datasets]})
 
-    def __getitem__(self, index: int) -> Sample:
-        dataset, sample = self._place(index)
-        return dataset[sample]
-
-    def _text(self, index: int) -> NDArray[np.int64]:
-        dataset, sample = self._place(index)
-        return dataset.text(sample)
-
-    def origin(self, index: int) -> str:
-        """Start of a sample: `dataset:document+token`."""
-        dataset, sample = self._place(index)
-        return dataset.origin(sample)
-
-    def documents_of(self, index: int) -> list[tuple[int, int, int]]:
-        dataset, sample = self._place(index)
-        return dataset.documents_of(sample)
-
     def sources_of(self, samples: range) -> NDArray[np.int64]:
         return self.index.dataset[samples.start : samples.stop].astype(np.int64)
 
-    def _place(self, index: int) -> tuple[TextDataset, int]:
+    def place(self, index: int) -> tuple[TextDataset, int]:
         return self.datasets[int(self.index.dataset[index])], int(self.index.sample[index])
 
     def _check_counts(self, lengths: Sequence[int]) -> None:
@@ -84,46 +68,21 @@ class BlendedDataset(TextDataset):
                 raise ValueError(f"the blend draws {count} samples from dataset {number}, which has {length}")
 
 
-def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
-    """[samples]: number of the source of each sample; 0 if a data set does not know it, or beyond its end."""
-    found = np.zeros(len(samples), np.int64)
-    if hasattr(dataset, "sources_of"):
-        known = dataset.sources_of(samples)
-        found[: len(known)] = known
-    return found
-
-
-def documents_of(dataset: Dataset, index: int) -> list[tuple[int, int, int]]:
-    """`TextDataset.documents_of`; empty if a data set does not know it."""
-    return list(dataset.documents_of(index)) if hasattr(dataset, "documents_of") else []
-
-
-class DatasetView:
+class _SameNumbers(SampleOrder):
     """The samples of another data set, under the same numbers. A subclass changes some of what it says of them."""
 
     def __init__(self, inner: Dataset) -> None:
         self.inner, self.fingerprint = inner, inner.fingerprint
+        self.samples = len(inner)
 
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.inner[index]
-
-    def text(self, index: int) -> NDArray[np.int64]:
-        return self.inner.text(index)
-
-    def origin(self, index: int) -> str:
-        return self.inner.origin(index)
-
-    def documents_of(self, index: int) -> list[tuple[int, int, int]]:
-        return documents_of(self.inner, index)
+    def place(self, index: int) -> tuple[Dataset, int]:
+        return self.inner, index
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
         return sources_of(self.inner, samples)
 
 
-class Renumbered(DatasetView):
+class Renumbered(_SameNumbers):
     """Another data set, whose source k has the number `numbers[k]` in the run, and the name of that number in `names`.
 
     Samples beyond the data set, which fill a batch, count as the first source's."""
@@ -144,16 +103,13 @@ class Renumbered(DatasetView):
         return f"{self.names[source]}:{inner.rpartition(':')[2]}"
 
 
-class WholeBatches(DatasetView):
+class WholeBatches(_SameNumbers):
     """The samples of another data set, and as many of no weight in the loss as make the last batch full: its first one
     without a loss mask."""
 
     def __init__(self, inner: Dataset, batch_size: int) -> None:
         super().__init__(inner)
         self.samples = ceil(len(inner) / batch_size) * batch_size
-
-    def __len__(self) -> int:
-        return self.samples
 
     def __getitem__(self, index: int) -> Sample:
         if index < len(self.inner):

@@ -87,6 +87,9 @@ class DocumentSamples(TextDataset):
     Raises ValueError if they hold fewer than `fewest` tokens.
     """
 
+    padding: int | None = None
+    """Token that follows the documents of a sample that they do not fill; None if they fill all."""
+
     def __init__(
         self, indexed: IndexedDataset, documents: range | Pieces, format: SampleFormat, of_split: str, fewest: int
     ) -> None:
@@ -129,12 +132,27 @@ class DocumentSamples(TextDataset):
             return number, offset
         return int(self.pieces.documents[number]), offset + int(self.pieces.starts[number])
 
-    def _read(self, number: int, start: int, stop: int) -> NDArray:
-        """Tokens [start, stop) of a document or piece, at most to its end."""
-        if self.pieces is None:
-            return self.indexed.get(number, start, stop)
-        first, length = int(self.pieces.starts[number]), int(self.pieces.lengths[number])
-        return self.indexed.get(int(self.pieces.documents[number]), first + start, first + min(stop, length))
+    def _text(self, index: int) -> NDArray[np.int64]:
+        text = np.empty(self.format.seq_length + 1, np.int64)
+        filled = 0
+        for document, start, count in self.documents_of(index):
+            text[filled : filled + count] = self.indexed.get(document, start, start + count)
+            filled += count
+        if filled < len(text):
+            where = f"{self.indexed.prefix}: sample {index}"
+            assert self.padding is not None, f"{where} has {filled} tokens; run inspect_dataset"
+            text[filled:] = self.padding
+        self.format.check_ids(text, f"dataset {self.indexed.prefix}: sample {index}")
+        return text
+
+    @abstractmethod
+    def documents_of(self, index: int) -> list[tuple[int, int, int]]:
+        """As of any data set; padding, which follows the parts, is none of them."""
+
+    def origin(self, index: int) -> str:
+        """Start of a sample: `dataset:document+token`."""
+        document, start, _ = self.documents_of(index)[0]
+        return f"{Path(self.indexed.prefix).name}:{document}+{start}"
 
     def _probe(self) -> str:
         """Hash of some tokens, which are checked against the vocabulary by the way."""
@@ -186,38 +204,17 @@ class GPTDataset(DocumentSamples):
         self.fingerprint = content_hash({"order": order, "tokens": self._probe()})
 
     def documents_of(self, index: int) -> list[tuple[int, int, int]]:
-        first, offset = self.index.start(int(self.index.shuffle_index[index]), self.format.seq_length)
-        found, left = [], self.format.seq_length + 1
-        while left:
-            number = int(self.index.document_index[first])
-            count = min(left, int(self.lengths[number]) - offset)
-            if count:
-                found.append((*self._place(number, offset), count))
-            first = first + 1
-            offset = 0
-            left = left - count
-        return found
-
-    def _text(self, index: int) -> NDArray[np.int64]:
         drawn = int(self.index.shuffle_index[index])
         first, offset = self.index.start(drawn, self.format.seq_length)
         last, _ = self.index.start(drawn + 1, self.format.seq_length)
-        text = np.empty(self.format.seq_length + 1, np.int64)
-        filled = 0
-        for document in self.index.document_index[first : last + 1]:
-            part = self._read(int(document), offset, offset + len(text) - filled)
-            text[filled : filled + len(part)] = part
-            filled += len(part)
+        found, left = [], self.format.seq_length + 1
+        for number in self.index.document_index[first : last + 1].tolist():
+            count = min(left, int(self.lengths[number]) - offset)
+            if count:
+                found.append((*self._place(number, offset), count))
             offset = 0
-        assert filled == len(text), f"{self.indexed.prefix}: sample {index} has {filled} tokens; run inspect_dataset"
-        self.format.check_ids(text, f"dataset {self.indexed.prefix}: sample {index}")
-        return text
-
-    def origin(self, index: int) -> str:
-        """Start of a sample: `dataset:document+token`."""
-        first, offset = self.index.start(int(self.index.shuffle_index[index]), self.format.seq_length)
-        number, offset = self._place(int(self.index.document_index[first]), offset)
-        return f"{Path(self.indexed.prefix).name}:{number}+{offset}"
+            left = left - count
+        return found
 
     def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
         """As pieces in the order of the token stream."""

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.datasets.blended import sources_of
 from megatron.core.datasets.dataset import Dataset
 from megatron.core.datasets.sample_format import Sample
+from megatron.core.datasets.sample_order import sources_of
 
 MicroBatch = dict[str, Tensor | None]
 

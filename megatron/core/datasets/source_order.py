@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from megatron.core.datasets.gpt_dataset import DocumentSamples, GPTDataset, Pieces, SampleMaker, TextDataset
 from megatron.core.datasets.index_cache import IndexCache, content_hash
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.sample_format import Sample, SampleFormat
+from megatron.core.datasets.sample_format import SampleFormat
+from megatron.core.datasets.sample_order import SampleOrder
 
 
 class SourceOrder:
@@ -89,7 +90,7 @@ class SourceOrder:
         self.segments.append(made)
 
 
-class _View(TextDataset):
+class _View(SampleOrder):
     """The samples of segments from number `first` on."""
 
     def __init__(self, segments: Sequence[DocumentSamples], first: int) -> None:
@@ -103,23 +104,7 @@ class _View(TextDataset):
         if first:
             self.fingerprint = content_hash({"segment": self.fingerprint, "first": first})
 
-    def __getitem__(self, index: int) -> Sample:
-        segment, number = self._place(index)
-        return segment[number]
-
-    def _text(self, index: int) -> NDArray[np.int64]:
-        segment, number = self._place(index)
-        return segment.text(number)
-
-    def origin(self, index: int) -> str:
-        segment, number = self._place(index)
-        return segment.origin(number)
-
-    def documents_of(self, index: int) -> list[tuple[int, int, int]]:
-        segment, number = self._place(index)
-        return segment.documents_of(number)
-
-    def _place(self, index: int) -> tuple[DocumentSamples, int]:
+    def place(self, index: int) -> tuple[DocumentSamples, int]:
         number = int(np.searchsorted(self.ends, index + self.first, side="right"))
         before = int(self.ends[number - 1]) if number else 0
         return self.segments[number], index + self.first - before

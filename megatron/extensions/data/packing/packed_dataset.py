@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,7 @@ class PackedDataset(DocumentSamples):
     ) -> None:
         super().__init__(indexed, documents, format, split, fewest=1)
         assert format.eod is not None, "a rule asks for a tokenizer"
-        self.eod = format.eod
+        self.eod = self.padding = format.eod
         rounds = Rounds.of(self.lengths, self.numbers, format.seq_length, window)
         order = {
             **self.source,
@@ -96,24 +95,10 @@ class PackedDataset(DocumentSamples):
             "document_ids": document_ids,
         }
 
-    def _text(self, index: int) -> NDArray[np.int64]:
-        text = np.full(self.format.seq_length + 1, self.eod, np.int64)
-        filled = 0
-        for document, start, count in self.documents_of(index):
-            text[filled : filled + count] = self.indexed.get(document, start, start + count)
-            filled += count
-        self.format.check_ids(text, f"dataset {self.indexed.prefix}: sample {index}")
-        return text
-
     def documents_of(self, index: int) -> list[tuple[int, int, int]]:
-        """As of any data set; padding, which follows the parts, is none of them."""
         parts = self._parts(index)
         numbers = zip(*(field[parts].tolist() for field in self.index[1:]), strict=True)
         return [(*self._place(number, start), count) for number, start, count in numbers]
-
-    def origin(self, index: int) -> str:
-        document, start, _ = self.documents_of(index)[0]
-        return f"{Path(self.indexed.prefix).name}:{document}+{start}"
 
     def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
         """As pieces in the order of the samples."""

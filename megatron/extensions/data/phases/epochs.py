@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.blended import sources_of
 from megatron.core.datasets.dataset import Dataset
+from megatron.core.datasets.sample_order import sources_of
 from megatron.training.hooks import Callback
 from megatron.training.plan import RunPlan
 from megatron.training.run import TrainingRun

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.blended import documents_of, sources_of
 from megatron.core.datasets.dataset import Dataset
-from megatron.core.datasets.sample_format import Sample
+from megatron.core.datasets.sample_order import SampleOrder, sources_of
 
 
-class PhasedDataset:
+class PhasedDataset(SampleOrder):
     """The training samples of a run under their numbers in it: sample i is sample i - `firsts[k]` of `parts[k]`, where
     k is the phase that it is in, or sample i of it if the parts are `numbered_by_run`. Samples of different phases may
     differ in length. `end` is the number of samples of the run."""
@@ -22,40 +21,20 @@ class PhasedDataset:
         assert firsts[0] == 0 and len(firsts) == len(parts)
         self.firsts = list(firsts)
         self.parts = list(parts)
-        self.end = end
+        self.samples = end
         self.zeros = [0] * len(parts) if numbered_by_run else self.firsts
         self.fingerprint = parts[0].fingerprint
 
-    def __len__(self) -> int:
-        return self.end
-
     def place(self, index: int) -> tuple[Dataset, int]:
         """(data set of its phase, number in it) of a sample. Raises IndexError beyond the end."""
-        if not 0 <= index < self.end:
-            raise IndexError(f"sample {index} of {self.end}")
+        if not 0 <= index < self.samples:
+            raise IndexError(f"sample {index} of {self.samples}")
         phase = bisect_right(self.firsts, index) - 1
         return self.parts[phase], index - self.zeros[phase]
 
-    def __getitem__(self, index: int) -> Sample:
-        part, number = self.place(index)
-        return part[number]
-
-    def text(self, index: int) -> NDArray[np.int64]:
-        part, number = self.place(index)
-        return part.text(number)
-
-    def origin(self, index: int) -> str:
-        """Start of a sample: `dataset:document+token`."""
-        part, number = self.place(index)
-        return part.origin(number)
-
-    def documents_of(self, index: int) -> list[tuple[int, int, int]]:
-        part, number = self.place(index)
-        return documents_of(part, number)
-
     def sources_of(self, samples: range) -> NDArray[np.int64]:
         """As of the parts, which number their sources alike."""
-        stops = [*self.firsts[1:], self.end]
+        stops = [*self.firsts[1:], self.samples]
         found = [
             sources_of(part, range(max(samples.start, first) - zero, min(samples.stop, stop) - zero))
             for first, stop, zero, part in zip(self.firsts, stops, self.zeros, self.parts, strict=True)

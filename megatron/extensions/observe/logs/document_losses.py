@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron.core.batch import Batch
 from megatron.core.collectives import gather_objects
-from megatron.core.datasets.blended import documents_of
+from megatron.core.datasets.sample_order import documents_of
 from megatron.extensions.observe.logs.flags import LogsConfig
 from megatron.training.hooks import Callback, Evaluation, Meter
 from megatron.training.metrics.sinks import JsonLinesSink
