@@ -41,7 +41,7 @@ class Factors:
 def factors(meta: ParamMeta, width: float, depth: float) -> Factors:
     """The factors of a parameter in a model of `width` and `depth` times those of the base model."""
     std, change, gradient = _of_width(meta, width)
-    if in_block(meta):  # its output has the factor 1 / depth, which takes the place of initial values that shrink
+    if in_block(meta):  # its output has the factor 1 / depth instead of initial values that shrink
         gradient /= depth
         std *= depth**0.5 if meta.to_residual else 1.0
     return Factors(std, change, gradient)

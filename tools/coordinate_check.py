@@ -1,0 +1,263 @@
+"""Check that sizes of activations and of their updates do not depend on a model's width and depth.
+
+    python tools/coordinate_check.py --widths 64 128 256 --depths 2 4 8 --output check.png -- \\
+        --use-mup --mup-base-hidden-size 64 --mup-base-num-layers 2 --mup-base-head-dim 16
+
+Trains a small model of each size for some steps on one batch, on CPU, with the flags of pretrain_gpt.py after `--`.
+After each step it measures, on this batch, the root mean square of activations and of their change since the start.
+Where both are flat, learning rates of a small model hold for a large one (appendix D.1 of arXiv 2203.03466). A slope is
+that of log2(size) over log2(width or depth): 1 doubles where the width does.
+
+A width W has the heads' channels of the given model, and all other widths (MLPs, latents) in proportion. Exit code 0:
+every slope is within --tolerance; 1: one is not, or a loss is not finite; 2: wrong flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
+
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.flags import named_value, with_named
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve, validate
+
+from .common import add_extension_flag, parted, refuse, refuse_picture, run_tool, too_small, tool_parser
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import Tensor, nn
+
+    from megatron.core.batch import Batch
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.training.run import TrainingRun
+
+MODEL = (
+    "--cpu --mock-data --num-workers 0 --eval-iters 0 --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+    "--seq-length 16 --vocab-size 32 --make-vocab-size-divisible-by 32 --global-batch-size 4 --micro-batch-size 4 "
+    "--train-iters 1000 --lr 0.01 --lr-decay-style constant --weight-decay 0 --clip-grad 0 --attention-dropout 0 "
+    "--hidden-dropout 0 --untie-embeddings-and-output-weights --init-method-std 0.03 --position-embedding-type rope "
+    "--normalization RMSNorm --disable-bias-linear"
+)
+"""The model that flags after `--` change."""
+
+WIDTHS = (
+    *("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size"),
+    *("moe_shared_expert_intermediate_size", "moe_latent_size", "q_lora_rank", "kv_lora_rank", "mamba_num_heads"),
+    *("linear_num_key_heads", "linear_num_value_heads", "kda_num_heads", "rg_lru_width", "rg_lru_num_blocks"),
+    *("mamba1_channels", "mamba1_step_rank", "window_num_attention_heads", "window_num_query_groups"),
+)
+"""Fields that grow with the hidden size, where they are given."""
+
+PARTS = ("embedding", "attention", "mlp", "stream", "logits")
+"""What is measured: the outputs of the embedding, of sublayers (the mean over layers), of the last layer, and of the
+head."""
+
+Sizes = dict[str, list[float]]
+"""Part -> root mean squares after 0, 1, ... steps."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Sizes in one model."""
+
+    activations: Sizes
+    updates: Sizes
+    """Of the change of activations since the start; of a part that nothing trains, 0."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Models that differ in one size."""
+
+    name: str
+    sizes: Sequence[int]
+    found: Sequence[Measured]
+
+    def slopes(self, steps: int) -> Iterator[tuple[str, str, float]]:
+        """(part, "activation" or "update", slope) after the last step."""
+        for part in PARTS:
+            for kind in ("activation", "update"):
+                values = [getattr(each, f"{kind}s")[part][steps] for each in self.found]
+                yield part, kind, slope(self.sizes, values)
+
+
+def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
+    """Slope of the line through (log2 size, log2 value) by least squares; 0 where nothing moves."""
+    if not any(values):
+        return 0.0
+    if not all(0 < value < math.inf for value in values):
+        return math.inf
+    points = [(math.log2(size), math.log2(value)) for size, value in zip(sizes, values, strict=True)]
+    x, y = (sum(column) / len(points) for column in zip(*points, strict=True))
+    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+
+
+def config_of(flags: Sequence[str], **sizes: int) -> RunConfig:
+    """The resolved configuration of a size. Raises ValueError with every problem."""
+    config = parse_args([*MODEL.split(), *flags])
+    if (width := sizes.get("hidden_size")) is not None:
+        given = {name: named_value(config, name) for name in WIDTHS}
+        old = config.model.hidden_size
+        scaled = {name: value * width // old for name, value in given.items() if isinstance(value, int)}
+        config = with_named(config, scaled)
+    config = with_named(config, dict(sizes))
+    refuse([str(problem) for problem in validate(config, 1) if not problem.harmless])
+    return resolve(config, 1)
+
+
+def measured(config: RunConfig, steps: int) -> Measured:
+    """Trains a model in a process of its own."""
+    from megatron.testing.local_world import run_world
+
+    (found,) = run_world(1, _train, config, steps)
+    return found
+
+
+def _train(rank: int, world_size: int, config: RunConfig, steps: int) -> Measured:
+    from megatron.testing.local_run import local_run
+    from megatron.training.train_step import train_step
+
+    activations: Sizes = {part: [] for part in PARTS}
+    updates: Sizes = {part: [] for part in PARTS}
+    with redirect_stdout(StringIO()), local_run(config, rank, world_size) as run:
+        first: dict[str, Tensor] = {}
+        batch = run.data.read_batches(run.progress.next_step(run.batch_sizes))[0]
+        for step in range(steps + 1):
+            if step:
+                train_step(run)
+                run.progress.consumed_samples = 0  # the same batch again
+            now = _activations(run, batch)
+            first = first or now
+            for part in PARTS:
+                activations[part].append(_size(now[part]))
+                updates[part].append(_size(now[part] - first[part]))
+    return Measured(activations, updates)
+
+
+def _size(values: Tensor) -> float:
+    return float(values.double().square().mean().sqrt())
+
+
+def _activations(run: TrainingRun, batch: Batch) -> dict[str, Tensor]:
+    """Part -> activations of a batch, without training."""
+    import torch
+
+    (model,) = run.stages.values()
+    found: dict[str, list[Tensor]] = {part: [] for part in PARTS}
+
+    def note(part: str, module: nn.Module, args: object, output: Tensor) -> None:
+        found[part].append(output.detach().clone())
+
+    with ExitStack() as hooks, torch.no_grad():
+        for part, module in _modules(model):
+            hooks.callback(module.register_forward_hook(partial(note, part)).remove)
+        model.eval()
+        model(None, batch)
+        model.train()
+    return {part: torch.stack(outputs) for part, outputs in found.items()}
+
+
+def _modules(model: GPTModel) -> Iterator[tuple[str, nn.Module]]:
+    """(part, module whose output it is)"""
+    assert model.embedding is not None and model.output_layer is not None
+    yield "embedding", model.embedding
+    layers = list(model.named_layers().values())
+    for layer in layers:
+        for part, name in (("attention", "self_attention"), ("mlp", "mlp")):
+            if (module := getattr(layer, name, None)) is not None:
+                yield part, module
+    yield "stream", layers[-1]
+    yield "logits", model.output_layer
+
+
+def verdict(axis: Axis, steps: int, tolerance: float) -> tuple[list[str], bool]:
+    """Lines of a table of slopes, and whether all are flat. Activations of the logits may shrink, as their initial
+    values do."""
+    lines, flat = [f"{axis.name}s {' '.join(map(str, axis.sizes))}: slopes after {steps} steps"], True
+    for part, kind, found in axis.slopes(steps):
+        may_shrink = part == "logits" and kind == "activation"
+        good = found <= tolerance and (may_shrink or found >= -tolerance)
+        flat = flat and good
+        lines.append(f"  {part:10} {kind:10} {found:+7.2f}{'' if good else '  not flat'}")
+    return lines, flat
+
+
+def picture(axes: Sequence[Axis], steps: int) -> Figure:
+    """Sizes over width and depth after the last step: activations above, updates below."""
+    from .pictures.drawing import new_figure
+
+    figure = new_figure(4.6 * len(axes), 6)
+    panels = figure.subplots(2, len(axes), squeeze=False)
+    for column, axis in enumerate(axes):
+        for row, kind in enumerate(("activation", "update")):
+            panel = panels[row][column]
+            for part in PARTS:
+                values = [getattr(each, f"{kind}s")[part][steps] for each in axis.found]
+                panel.plot(axis.sizes, values, marker="o", markersize=3, linewidth=1.2, label=part)
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log", base=2)
+            panel.set_xticks(axis.sizes, [str(size) for size in axis.sizes])
+            what = "activations" if kind == "activation" else "their change"
+            panel.set(title=f"root mean square of {what}, step {steps}", xlabel=axis.name)
+            panel.grid(alpha=0.3)
+    panels[0][0].legend(fontsize="small", frameon=False)
+    return figure
+
+
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = tool_parser(__doc__)
+    add_extension_flag(parser, argv)
+    parser.add_argument("--widths", type=int, nargs="+", metavar="N", help="values of --hidden-size, at least two")
+    parser.add_argument("--depths", type=int, nargs="+", metavar="N", help="values of --num-layers, at least two")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps of training (default: 8)")
+    parser.add_argument("--tolerance", type=float, default=0.2, help="largest slope that is flat (default: 0.2)")
+    parser.add_argument("--output", type=Path, metavar="PICTURE", help="PNG file to write")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    own, flags = parted(argv)
+    args = build_parser(own).parse_args(own)
+    wanted = {"width": args.widths, "depth": args.depths}
+    problems = too_small(args, steps=1, tolerance=0)
+    problems += [
+        f"--{name}s {sizes[0]}: give at least two" for name, sizes in wanted.items() if sizes and len(sizes) < 2
+    ]
+    problems += [] if any(wanted.values()) else ["--widths: give two or more, or --depths"]
+    refuse(problems)
+    refuse_picture("--output", args.output)
+    fields = {"width": "hidden_size", "depth": "num_layers"}
+    plans = {
+        name: [config_of(flags, **{fields[name]: size}) for size in sizes] for name, sizes in wanted.items() if sizes
+    }
+    axes, flat = [], True
+    for name, configs in plans.items():
+        axis = Axis(name, wanted[name], [measured(config, args.steps) for config in configs])
+        lines, good = verdict(axis, args.steps, args.tolerance)
+        print("\n".join(lines), flush=True)
+        axes.append(axis)
+        flat = flat and good
+    if args.output is not None:
+        from .pictures.drawing import write_picture
+
+        write_picture(picture(axes, args.steps), args.output)
+    sizes = " and ".join(plans)
+    print(f"flat: sizes do not depend on the {sizes}" if flat else f"not flat: sizes depend on the {sizes}")
+    return 0 if flat else 1
+
+
+if __name__ == "__main__":
+    run_tool(main)
