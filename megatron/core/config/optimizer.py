@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -185,7 +185,20 @@ class OptimizerConfig(Section):
     @property
     def host_fraction(self) -> float:
         """Share of the optimizer's states in host memory."""
-        return max((HOST_MEMORY.facts(name).fraction(self) for name in HOST_MEMORY), default=0.0)
+        return 0.0 if self.host_store is None else HOST_MEMORY.facts(self.host_store).fraction(self)
+
+    @property
+    def host_store(self) -> str | None:
+        """Entry of HOST_MEMORY that keeps states; None where all are on the device."""
+        return next((name for name in HOST_MEMORY if HOST_MEMORY.facts(name).fraction(self) > 0), None)
+
+    def host_ranges(self, owned: Mapping[tuple[int, int], int]) -> Mapping[tuple[int, int], Sequence[range]]:
+        """The elements of a rank whose states are in host memory, by bucket (`HostFacts.ranges`)."""
+        return {} if self.host_store is None else HOST_MEMORY.facts(self.host_store).ranges(self, owned)
+
+    def host_slots(self, sizes: Sequence[int]) -> tuple[int, int]:
+        """(number, elements) of the slots that gradients and parameters of ranges on the host pass through."""
+        return (0, 0) if self.host_store is None else HOST_MEMORY.facts(self.host_store).slots(sizes)
 
     @cached_property
     def parameter_rules(self) -> list[ParameterRule]:

@@ -24,6 +24,15 @@ class HostFacts:
     fraction: Callable[..., float]
     """OptimizerConfig -> share of the elements whose states are in host memory, and are updated there."""
 
+    ranges: Callable[..., Mapping[tuple[int, int], Sequence[range]]]
+    """(OptimizerConfig, elements that a rank owns of each bucket) -> those whose states are in host memory, from the
+    first element on. A bucket is (number of its buffer, number in it); they come in the order in which backward
+    completes them."""
+
+    slots: Callable[[Sequence[int]], tuple[int, int]]
+    """Sizes of the ranges in host memory -> number and elements of the slots that their gradients and parameters pass
+    through, for plans."""
+
     layers: Callable[..., int]
     """ModelParallelConfig -> layers of each stage, from its first one, whose activations are kept there."""
 
@@ -39,11 +48,10 @@ class HostMemory(Protocol):
         config: Section,
         shards: Sequence[object],
         chains: Sequence[object],
-        slots: tuple[int, int],
         threads: int | None,
     ) -> object:
         """Returns the `megatron.core.optimizer.optimizer.HostUpdateRule` of shards in host memory, each updated by its
-        chain. `slots` are the number and the elements of those that gradients and parameters pass through."""
+        chain."""
 
     def activations(self, config: Section, device: torch.device) -> object:
         """Returns the `megatron.core.transformer.activation_store.ActivationStore` of a rank's stages."""
@@ -52,7 +60,8 @@ class HostMemory(Protocol):
 HOST_MEMORY = Registry("store in host memory", HostFacts, protocol=HostMemory)
 """Name -> `HostMemory`; the library itself keeps nothing in host memory:
 
-    HOST_MEMORY.register("host", f"{__package__}.memory:HostStores", fraction=..., layers=..., with_layers=...)
+    HOST_MEMORY.register("host", f"{__package__}.memory:HostStores", fraction=..., ranges=..., slots=..., layers=...,
+                         with_layers=...)
 """
 
 

@@ -31,11 +31,8 @@ from megatron.core.param_meta import ParamMeta
 ALIGNMENT = 64
 """Elements; also those of a state that may share a scale, where an extension stores states so."""
 
-HOST_CHUNK = 2**23
-"""Elements of offloaded states that are updated at a time, while gradients of the next ones are copied to the host."""
-
-HOST_SLOTS = 2
-"""Chunks of gradients and parameters in host memory at a time: one is updated, the other one is copied."""
+BucketPlace = tuple[int, int]
+"""Number of a buffer, and of a bucket in it."""
 
 DEFAULT = OptimizerConfig()
 
@@ -214,7 +211,7 @@ def _fill_buckets(
     return buckets
 
 
-def launch_order(buffers: Sequence[BufferLayout]) -> list[tuple[int, int]]:
+def launch_order(buffers: Sequence[BufferLayout]) -> list[BucketPlace]:
     """Order of reductions: (buffer, bucket) as backward completes them, the same on every data-parallel rank.
 
     A bucket is complete once its first registered parameter is. All ranks of a group must start their reductions in
@@ -244,32 +241,19 @@ class StateRange:
 
 def place_states(buffers: Sequence[BufferLayout], optimizer: OptimizerConfig) -> tuple[StateRange, ...]:
     """Places of a rank's optimizer states: the whole of what it owns of each bucket, in order, or cut between device
-    and host.
-
-    `optimizer.host_fraction` of all elements, in whole blocks of `ALIGNMENT`, is in host memory, in ranges of at most
-    `HOST_CHUNK`. Buckets are taken in the order in which backward completes them, so that what the next forward pass
-    needs first is updated on the device. At most one bucket has states in both places."""
+    and host (`OptimizerConfig.host_ranges`)."""
     sharded = optimizer.use_distributed_optimizer
     owned = {
         (b, k): (bucket.stop - bucket.start) // (bucket.num_shards if sharded else 1)
         for b, buffer in enumerate(buffers)
         for k, bucket in enumerate(buffer.buckets)
     }
-    left = round(optimizer.host_fraction * sum(owned.values()) / ALIGNMENT) * ALIGNMENT
-    on_host = {}
-    for place in launch_order(buffers):
-        on_host[place] = min(left, owned[place])
-        left -= on_host[place]
+    on_host = optimizer.host_ranges({place: owned[place] for place in launch_order(buffers)})
     found = []
     for (b, k), numel in owned.items():
-        cut = on_host[b, k]
-        found += [StateRange(b, k, at, min(at + HOST_CHUNK, cut), True) for at in range(0, cut, HOST_CHUNK)]
+        ranges = on_host.get((b, k), ())
+        found += [StateRange(b, k, part.start, part.stop, True) for part in ranges]
+        cut = ranges[-1].stop if ranges else 0
         if cut < numel:
             found.append(StateRange(b, k, cut, numel, False))
     return tuple(found)
-
-
-def host_slots(ranges: Sequence[StateRange]) -> tuple[int, int]:
-    """(number, elements) of the slots in host memory that gradients and parameters of offloaded states pass through."""
-    sizes = [place.numel for place in ranges if place.on_host]
-    return min(HOST_SLOTS, len(sizes)), max(sizes, default=0)

@@ -24,7 +24,7 @@ from megatron.core.config.parallel import HOST_MEMORY
 from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import Bucket
-from megatron.core.distributed.param_layout import host_slots, place_states
+from megatron.core.distributed.param_layout import place_states
 from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.chain import Chain
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
@@ -101,7 +101,6 @@ def _build_shards(config: OptimizerConfig, ddp: DistributedDataParallel) -> list
 
 def _build_host_update(
     config: OptimizerConfig,
-    ddp: DistributedDataParallel,
     shards: Sequence[Shard],
     chains: Sequence[Chain],
     threads: int | None,
@@ -109,10 +108,9 @@ def _build_host_update(
     """The update of the shards in host memory, each by its chain; None if there are none."""
     if not shards:
         return None
-    name = max(HOST_MEMORY, key=lambda name: HOST_MEMORY.facts(name).fraction(config))
-    slots = host_slots(place_states(ddp.layouts, config))
-    update = HOST_MEMORY[name].update(config, shards, chains, slots, threads)
-    assert isinstance(update, HostUpdateRule), f"{name} makes no update"
+    assert config.host_store is not None
+    update = HOST_MEMORY[config.host_store].update(config, shards, chains, threads)
+    assert isinstance(update, HostUpdateRule), f"{config.host_store} makes no update"
     return update
 
 
@@ -175,7 +173,7 @@ class DistributedOptimizer:
         self._chain = Chain(config, self._on_device, plan, ddp, state)
         on_host = [shard for shard in self.shards if shard.on_host]
         chains_on_host = [Chain(config, [shard], plan, ddp, state) for shard in on_host]
-        self.host_update = _build_host_update(config, ddp, on_host, chains_on_host, host_threads)
+        self.host_update = _build_host_update(config, on_host, chains_on_host, host_threads)
         self.chains = [self._chain, *chains_on_host]
         """The chains of all shards, on the device and on the host."""
         self.after_update: list[Callable[[Tensor], None]] = []

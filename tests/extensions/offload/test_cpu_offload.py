@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megatron.core.distributed import param_layout
-from megatron.core.distributed.param_layout import ALIGNMENT, HOST_SLOTS, host_slots, place_states, plan_buffers
+from megatron.core.distributed.param_layout import ALIGNMENT, place_states, plan_buffers
 from megatron.core.optimizer.distrib_optimizer import Update
 from megatron.core.optimizer.optimizer import MAIN_PARAM, Rates
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
-from megatron.extensions.memory.offload import host_update
+from megatron.extensions.memory.offload import host_update, placement
 from megatron.testing.local_run import local_run
 from megatron.testing.reshard import Checkpoints
 from megatron.testing.snapshot import Snapshot, train_in_world
@@ -41,7 +41,7 @@ AWARE = "--use-precision-aware-optimizer "
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks of these models, so that slots are used again."""
-    monkeypatch.setattr(param_layout, "HOST_CHUNK", 1024)
+    monkeypatch.setattr(placement, "HOST_CHUNK", 1024)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -154,8 +154,11 @@ def test_states_are_placed_by_the_fraction_and_in_order() -> None:
             assert covered == owned
             sizes = [place.numel for place in found if place.on_host]
             assert abs(sum(sizes) - fraction * sum(owned.values())) <= ALIGNMENT / 2
-            assert all(size <= param_layout.HOST_CHUNK for size in sizes)
-            assert host_slots(found) == (min(HOST_SLOTS, len(sizes)), max(sizes, default=0))
+            assert all(size <= placement.HOST_CHUNK for size in sizes)
+            assert config.host_slots(sizes) == (
+                min(placement.HOST_SLOTS, len(sizes)),
+                max(sizes, default=0),
+            )
             places = {place: {p.on_host for p in found if (p.buffer, p.bucket) == place} for place in owned}
             order = [places[place] for place in param_layout.launch_order(buffers)]
             assert order == sorted(order, key=lambda kinds: (True not in kinds, False in kinds))

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from importlib import import_module
 from math import inf
 from typing import Any
 from unittest import mock
@@ -27,11 +28,11 @@ import numpy as np
 from megatron.core import compiled_regions
 from megatron.core.datasets import mock as mock_data
 from megatron.core.datasets.sample_format import Sample
-from megatron.core.distributed import param_layout
 from megatron.core.moe import dispatcher, layer
 from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.testing.layout_matrix import TOLERANCE
 from megatron.testing.snapshot import Snapshot, differences, train_in_world
+from tests.extensions import installed
 from tests.parity.matrix.combination import FACTORS, Combination
 from tests.parity.matrix.design import pairwise
 from tests.parity.matrix.named import NAMED
@@ -103,8 +104,9 @@ def settings(combination: Combination) -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = [
         (compiled_regions, "_compiled", lambda function, static: function),
         (mock_data, "END_OF_DOCUMENT", DOCUMENT_ENDS),
-        (param_layout, "HOST_CHUNK", HOST_CHUNK),
     ]
+    if installed("offload"):
+        patches.append((import_module("megatron.extensions.memory.offload.placement"), "HOST_CHUNK", HOST_CHUNK))
     if combination["documents"] == "masked":
         patches.append((mock_data.MockGPTDataset, "__getitem__", _masked_sample))
     if combination["row counts"] == "on the device":

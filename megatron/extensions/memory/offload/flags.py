@@ -10,6 +10,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.config.parallel import HOST_MEMORY, ModelParallelConfig
 from megatron.core.pipeline_parallel.stages import pipeline_layout
+from megatron.extensions.memory.offload.placement import host_ranges, host_slots
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
@@ -102,5 +103,11 @@ def _fraction(optimizer: OptimizerConfig) -> float:
 
 
 HOST_MEMORY.register(
-    "host", f"{HERE}.host_stores:HostStores", fraction=_fraction, layers=_layers, with_layers=_with_layers
+    "host",
+    f"{HERE}.host_stores:HostStores",
+    fraction=_fraction,
+    ranges=host_ranges,
+    slots=host_slots,
+    layers=_layers,
+    with_layers=_with_layers,
 )

@@ -19,14 +19,10 @@ class HostStores:
 
     @staticmethod
     def update(
-        config: OptimizerConfig,
-        shards: Sequence[Shard],
-        chains: Sequence[ShardUpdate],
-        slots: tuple[int, int],
-        threads: int | None,
+        config: OptimizerConfig, shards: Sequence[Shard], chains: Sequence[ShardUpdate], threads: int | None
     ) -> HostUpdate:
         """What --optimizer-cpu-offload asks for."""
-        return HostUpdate(config, shards, chains, slots, threads)
+        return HostUpdate(config, shards, chains, threads)
 
     @staticmethod
     def activations(config: ModelParallelConfig, device: torch.device | str) -> ActivationOffload:

@@ -21,6 +21,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.optimizer import Rates, Shard, ShardUpdate, StepValues
 from megatron.extensions.memory.offload.flags import HostStateFlags
+from megatron.extensions.memory.offload.placement import host_slots
 
 
 class CopyQueue:
@@ -98,13 +99,11 @@ class HostUpdate:
         config: OptimizerConfig,
         shards: Sequence[Shard],
         chains: Sequence[ShardUpdate],
-        slots: tuple[int, int],
         threads: int | None,
     ) -> None:
-        """`slots`: number and elements of those that gradients and parameters pass through. `threads`: of the update,
-        by default torch's."""
-        options, (number, elements) = config.options(HostStateFlags), slots
-        assert shards and number <= len(shards) and elements == max(shard.numel for shard in shards)
+        """`threads`: of the update, by default torch's."""
+        options = config.options(HostStateFlags)
+        number, elements = host_slots([shard.numel for shard in shards])
         self.shards, self.chains = shards, chains
         params, grads = shards[0].device_params, shards[0].device_grads
         self.device = params.device

@@ -18,7 +18,6 @@ from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.param_layout import (
     BucketLayout,
     BufferLayout,
-    host_slots,
     place_states,
     plan_buffers,
     unit_of,
@@ -107,7 +106,7 @@ def buffer_bytes(
         moments[place.on_host] += sum(state.nbytes(place.numel, main) for state in states[place.buffer])
     for on_host, size in enumerate(of_chain):
         moments[bool(on_host)] += size
-    slots, size = host_slots(ranges)
+    slots, size = optimizer.host_slots([place.numel for place in ranges if place.on_host])
     rollback = 0
     parameters = sum(buffer.kept(shards_parameters) for buffer in buffers) * params
     if (late := late_update(optimizer)) is not None:
