@@ -110,6 +110,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("layers/hybrid_layers", "Layers of one sublayer each, as a pattern states them, as in Nemotron-H."),
     BuiltIn("moe/routing", "Sinkhorn routing, SparseMixer's weights, random choices of experts for benchmarks."),
     BuiltIn("moe/hash_routing", "Experts chosen by the ids of tokens in the first layers, as in DeepSeek-V4."),
+    BuiltIn("moe/upcycling", "Experts that start as copies of a dense model's MLPs.", needs=("conversion",)),
     BuiltIn("moe/moe_shortcut", "Experts whose output is added a layer later, as in LongCat-Flash."),
     BuiltIn("attention/latent_attention", "Multi-latent attention (MLA), as in DeepSeek-V3."),
     BuiltIn(

@@ -18,7 +18,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS
 from megatron.training.metrics.sinks import Record
-from megatron.training.progress import Progress, Step
+from megatron.training.progress import BegunRun, Progress, Step
 from megatron.training.reliability.launch import Launch
 
 if TYPE_CHECKING:
@@ -307,6 +307,12 @@ class Callback:
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
         """Once this rank's stages are built, before gradients and states have memory. Collective."""
+
+    def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
+        """Loads the weights with which the run begins, in place of what --load alone would do, and returns where the
+        run stands; None to leave that to --load. The first callback that returns a position decides. `data` is the
+        fingerprint of the data at a number of consumed samples. A ValueError ends the run. Collective."""
+        return None
 
     def metrics(self) -> Mapping[str, Measure]:
         """Means over log intervals, by the name that they have in records."""

@@ -6,15 +6,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from megatron.training.config.batch_size import BatchSizes
-from megatron.training.config.run_config import Point
+from megatron.training.config.run_config import Point, RunConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
-    from megatron.core.optimizer.distrib_optimizer import StepResult
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
+    from megatron.core.parallel_state import ParallelState
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,27 @@ STEP_PARTS = ("data", "forward", "backward", GRAD_SYNC, "optimizer")
 
 EVALUATION, SAVE = "evaluation batch", "save"
 """What comes between steps."""
+
+
+class BegunRun(Protocol):
+    """A run before its first step, into which a callback may load weights: a `RunCheckpoint`."""
+
+    @property
+    def config(self) -> RunConfig: ...
+
+    @property
+    def state(self) -> ParallelState: ...
+
+    @property
+    def stages(self) -> Mapping[int, Module]: ...
+
+    @property
+    def optimizer(self) -> DistributedOptimizer: ...
+
+    def resume_from(
+        self, load: str, say: Callable[[str], None], data: Callable[[int], str | None], why: str
+    ) -> Progress:
+        """Loads the newest checkpoint of the folder `load` and says `why` from there. Collective."""
 
 
 class StepTimers:

@@ -178,6 +178,11 @@ class RunCheckpoint:
             self._tell_of_other_lengths(saved_config(checkpoint), progress, say)
         return progress
 
+    def resume_from(self, load: str, say: Callable[[str], None], data: Fingerprint, why: str) -> Progress:
+        """As `load`, from the folder `load` in place of --load; the line about what was loaded says `why`."""
+        options = replace(self.config.checkpoint, load=load)
+        return replace(self, config=replace(self.config, checkpoint=options)).load(say, data, why)
+
     def _load_tensors(
         self, checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, say: Callable[[str], None]
     ) -> None:
@@ -237,8 +242,11 @@ def _loader_of(path: PurePath | str, state: ParallelState) -> LoadsModels | None
 def load_start(
     checkpoint: RunCheckpoint, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
 ) -> Progress:
-    """Loads what --load names, a checkpoint or a model that an extension loads, into parameters and
-    optimizer, and returns where the run stands. Collective."""
+    """Loads what a callback starts from, or what --load names, a checkpoint or a model that an extension loads, into
+    parameters and optimizer, and returns where the run stands. Collective."""
+    for callback in checkpoint.callbacks:
+        if (progress := callback.start(checkpoint, say, data)) is not None:
+            return progress
     load = checkpoint.config.checkpoint.load
     loader = None if load is None else _loader_of(load, checkpoint.state)
     return checkpoint.load(say, data) if loader is None else loader.start(checkpoint, say, data)

@@ -7,7 +7,7 @@ wrong type, flags that ask for what is not built, and with them what `validate` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -155,6 +155,20 @@ class StatesFlags(Protocol):
     def with_flags(self, config: RunConfig, reader: FlagReader) -> RunConfig:
         """The configuration with the flags that the model in --load determines. Problems and notes are added to the
         reader. No torch."""
+
+
+@runtime_checkable
+class ChangesModel(Protocol):
+    """A class of flags with which a run begins as another model than the one in --load."""
+
+    def changes_model(self) -> Collection[str]:
+        """The fields of the model that differ."""
+
+
+def changed_by_start(config: RunConfig) -> set[str]:
+    """The fields of the model in which a run differs from the model in --load."""
+    given = (options for options in config.extension_options if isinstance(options, ChangesModel))
+    return {name for options in given for name in options.changes_model()}
 
 
 def with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:

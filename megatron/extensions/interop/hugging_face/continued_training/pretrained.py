@@ -25,6 +25,7 @@ from megatron.extensions.interop.hugging_face.read_config import (
     unread_keys,
 )
 from megatron.extensions.interop.hugging_face.write_config import settings_of
+from megatron.training.config.arguments import changed_by_start
 from megatron.training.config.flags import flags_of, value_of, with_fields, with_named
 from megatron.training.config.problem import Problem
 from megatron.training.config.reading import FlagReader
@@ -52,12 +53,12 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
         reader.problems += Problem.of_errors("--load", load, error)
         reader.suspects |= {flag.name for flag in flags_of("model")}
         return config
-    own = fields_of(model) | {"seq_length": config.model.seq_length}
+    own, changed = fields_of(model) | {"seq_length": config.model.seq_length}, changed_by_start(config)
     for flag in flags_of("model"):
         if flag.field not in reader.values:
             continue
         value = value_of(config, flag)
-        free = _is_free(config, model, flag.field, value)
+        free = flag.field in changed or _is_free(config, model, flag.field, value)
         if free or not _contradicts(model, flag.field, value):
             own[flag.field] = value
             continue

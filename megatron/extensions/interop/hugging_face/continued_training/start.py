@@ -48,8 +48,7 @@ def load_start(
     assert load is not None
     save = options.save
     if save and not options.finetune and on_first_rank(lambda: kind_of(save) in OURS, world):
-        resumed = replace(config, checkpoint=replace(options, load=save))
-        return replace(checkpoint, config=resumed).load(say, data, f" (--save), not the model in --load {load}")
+        return checkpoint.resume_from(save, say, data, f" (--save), not the model in --load {load}")
     depths, origin = load_hf_weights(checkpoint, Path(load), say)
     if config.model.mtp_depths > depths:
         found = f"{depths} of {config.model.mtp_depths} modules" if depths else "none"

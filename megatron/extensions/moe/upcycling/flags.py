@@ -1,0 +1,105 @@
+"""Flags of upcycling, and its rules. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.model import TransformerConfig
+from megatron.training.config.flags import named_value
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS, extension_flags
+
+SWITCH = "--moe-use-upcycling"
+
+
+@extension_flags("upcycling", may_change=True)
+@dataclass(frozen=True)
+class UpcyclingFlags:
+    """Experts that start as copies of the MLPs of a dense model (arXiv 2212.05055, arXiv 2410.07524)."""
+
+    moe_use_upcycling: bool = flag(
+        False,
+        needs="--num-experts; add --num-experts, the number of experts to make of each MLP",
+    )
+    """Start from the dense model in --load: each expert is a copy of the MLP of its layer, so that the model computes
+    what the dense one does until the first step. Routers are initialized at random."""
+
+    moe_upcycling_granularity: int = flag(1, above=0, no_effect_without=SWITCH)
+    """Divide each MLP into this many experts of an equal share of its width. Routers begin with equal weights for the
+    experts of one MLP, so that a token is sent to all of them."""
+
+    moe_upcycling_noise: float = flag(0.0, at_least=0, no_effect_without=SWITCH)
+    """Add this multiple of its random initial weights to each expert. With 0 all experts of a layer begin equal."""
+
+    def changes_model(self) -> Collection[str]:
+        """Fields in which the run differs from the model in --load: `ChangesModel`."""
+        return ("num_experts",) if self.moe_use_upcycling else ()
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        m, options = config.model, config.checkpoint
+        if not self.moe_use_upcycling or m.num_experts is None:
+            return
+        if options.load is None:
+            yield Problem(SWITCH, None, "starts from a dense model", "add --load, the folder of the model")
+        elif options.save == options.load:
+            rule = "is the folder of the dense model in --load, which the checkpoints of this run do not fit"
+            yield Problem("--save", options.save, rule, "give another folder")
+        yield from _divided(m, self.moe_upcycling_granularity)
+        for flag_name, value, given, why in _different(config):
+            if given:
+                rule = f"cannot be combined with {SWITCH}: {why}, which is not what the dense model computes"
+                yield Problem(flag_name, value, rule, "remove one of them")
+
+
+def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
+    """The parts of each MLP are all experts of a token."""
+    name = "--moe-upcycling-granularity"
+    assert m.num_experts is not None
+    for flag_name, value in (("--num-experts", m.num_experts), ("--moe-router-topk", m.moe_router_topk)):
+        if value % granularity:
+            nearest = max(1, round(value / granularity)) * granularity
+            yield Problem(flag_name, value, f"must be a multiple of {name} {granularity}", f"nearest: {nearest}")
+    if m.moe_ffn_size * granularity != m.ffn_size:
+        rule = f"must be the width {m.ffn_size} of the dense MLP divided by {name} {granularity}"
+        width, rest = divmod(m.ffn_size, granularity)
+        remedy = f"--moe-upcycling-granularity must divide {m.ffn_size}" if rest else f"nearest: {width}"
+        yield Problem("--moe-ffn-hidden-size", m.moe_ffn_size, rule, remedy)
+
+
+def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
+    """(flag, value, whether it is given, what it makes of experts' outputs): settings by which experts that are copies
+    of an MLP would compute something else."""
+    m, scores = config.model, config.model.moe_router_scores
+    unequal = "the weights of a token's experts do not sum to a constant"
+    own = scores in ("sigmoid", "sqrtsoftplus")
+    divided = own and m.moe_router_topk_normalization and m.moe_router_topk > 1
+    every = scores == "pre_softmax" and m.moe_router_topk == m.moe_choices
+    yield "--moe-router-pre-softmax", None, scores == "pre_softmax" and not every, unequal
+    yield "--moe-router-score-function", scores, scores not in ("softmax", "pre_softmax") and not divided, unequal
+    epsilon = m.moe_router_topk_epsilon
+    yield "--moe-router-topk-epsilon", epsilon, divided and epsilon > 1e-9, unequal
+    types = m.moe_router_load_balancing_type
+    yield "--moe-router-load-balancing-type", types, "sinkhorn" in types, unequal
+    hashed = named_value(config, "moe_n_hash_layers") or 0
+    yield "--moe-n-hash-layers", hashed, hashed > 0, "the experts of a token are drawn and not parts of one MLP"
+    shared = m.moe_shared_expert_intermediate_size
+    yield "--moe-shared-expert-intermediate-size", shared, bool(shared), "the output of a further MLP is added"
+    yield "--moe-latent-size", m.moe_latent_size, bool(m.moe_latent_size), "experts read a projection of hidden states"
+    yield "--moe-zero-experts", m.moe_zero_experts, bool(m.moe_zero_experts), "some experts compute nothing"
+    yield (
+        "--moe-apply-probs-on-input",
+        None,
+        m.moe_apply_probs_on_input,
+        "weights are applied before the activation function",
+    )
+    yield "--moe-output-norm", None, m.moe_output_norm, "the sum of outputs is normed"
+
+
+CALLBACKS.register(
+    "upcycling",
+    f"{__package__}.dense_start:DenseStart",
+    when=lambda c: c.options(UpcyclingFlags).moe_use_upcycling,
+)
