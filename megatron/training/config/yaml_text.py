@@ -6,7 +6,15 @@ objects of Python. Whatever no file of settings needs is refused with its line."
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from yaml import MappingNode, ScalarNode, SequenceNode
+
+    Node = ScalarNode | SequenceNode | MappingNode
+
+Plain = None | bool | str | list[str] | dict[str, str]
+"""A YAML value as `plain` has it; an empty mapping for what it does not read."""
 
 MOST_BYTES = 16 * 2**20
 """Size of the largest file that is read."""
@@ -32,7 +40,7 @@ def read_yaml_file(path: str | Path) -> str:
     return data.decode("utf-8")
 
 
-def compose_yaml(text: str, any_tag: bool = False) -> Any:
+def compose_yaml(text: str, any_tag: bool = False) -> Node | None:
     """The YAML of a text as nodes; None for an empty text. Raises ValueError, in one line, where it is no YAML of plain
     values; `any_tag` also permits values with tags of a program's own, which stay nodes."""
     import yaml  # most runs do without
@@ -43,12 +51,14 @@ def compose_yaml(text: str, any_tag: bool = False) -> Any:
         raise ValueError("values nest too deeply") from None
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
-    if node is not None:
-        _Check(any_tag).measure(node)
+    if node is None:
+        return None
+    assert isinstance(node, yaml.ScalarNode | yaml.SequenceNode | yaml.MappingNode)
+    _Check(any_tag).measure(node)
     return node
 
 
-def load_yaml(text: str) -> Any:
+def load_yaml(text: str) -> object:
     """The values of a YAML text. Raises ValueError, in one line, where it has none."""
     import yaml
 
@@ -69,7 +79,7 @@ class _Check:
         self._known: dict[int, tuple[int, int] | None] = {}
         """None for a node that is being measured."""
 
-    def measure(self, node: Any) -> tuple[int, int]:
+    def measure(self, node: Node) -> tuple[int, int]:
         """(values, levels) of a node. Raises ValueError for one that is not plain, or has too much of either."""
         if id(node) in self._known:
             if (known := self._known[id(node)]) is None:
@@ -90,7 +100,7 @@ class _Check:
         self._known[id(node)] = values, levels
         return values, levels
 
-    def _children(self, node: Any) -> list[Any]:
+    def _children(self, node: Node) -> list[Node]:
         if node.id == "scalar":
             return []
         if node.id == "sequence":
@@ -101,16 +111,16 @@ class _Check:
         return [part for pair in node.value for part in pair]
 
 
-def _refused(node: Any, why: str) -> ValueError:
+def _refused(node: Node, why: str) -> ValueError:
     return ValueError(f"line {node.start_mark.line + 1}: a value {why}")
 
 
-def compose(path: str) -> Any:
+def compose(path: str) -> Node | None:
     """The YAML of a file as nodes, its keys text. Raises OSError or ValueError where it cannot be read."""
     return compose_yaml(read_yaml_file(path))
 
 
-def plain(node: Any) -> Any:
+def plain(node: Node) -> Plain:
     """A YAML node as None, a bool, a list of texts, or text as it stands: fields know their own types. {} for a mapping
     and for a list that is no list of single values."""
     if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
@@ -126,6 +136,6 @@ BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "of
 NULLS = ("", "~", "null")
 
 
-def texts_of(value: Any) -> list[str]:
+def texts_of(value: object) -> list[str]:
     """A plain YAML value as the texts of a flag."""
     return [str(v) for v in value] if isinstance(value, list) else [str(value)]

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.core.parallel_state import ParallelState
 from megatron.training.reliability.failure_report import place_in, place_of
@@ -25,7 +24,7 @@ class Standing:
     """Line of code."""
 
     stack: str = ""
-    evidence: Any = None
+    evidence: object = None
     """Data of a hang analysis about the rank, of JSON's types."""
 
     def to_json(self) -> str:

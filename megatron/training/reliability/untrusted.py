@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from typing import TypeVar, get_type_hints
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ SHOWN = 40
 """Characters of a malformed text that its report shows."""
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> object:
     """The value of a JSON text. Raises ValueError also if it is nested too deeply or is not UTF-8."""
     try:
         return json.loads(text)
@@ -32,7 +32,7 @@ def parse_json(text: str | bytes) -> Any:
 def parse_record(kind: Callable[..., T], text: str | bytes) -> T:
     """The dataclass instance that a JSON object describes.
 
-    Raises ValueError unless the object has the fields of the class and values of their types. A field of type Any
+    Raises ValueError unless the object has the fields of the class and values of their types. A field of type object
     accepts every value."""
     values, types = parse_json(text), _types(kind)
     if not isinstance(values, dict):
@@ -57,19 +57,17 @@ def parse_integer(text: str) -> int:
 
 
 @cache
-def _types(kind: Any) -> dict[str, Any]:
+def _types(kind: Callable[..., object]) -> dict[str, type]:
     return get_type_hints(kind)
 
 
-def _has_type(value: Any, kind: Any) -> bool:
-    if kind is Any:
-        return True
+def _has_type(value: object, kind: type) -> bool:
     if kind in (int, float) and isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 10**DIGITS
-    return isinstance(value, kind) and not (kind is float and not math.isfinite(value))
+    return isinstance(value, kind) and not (isinstance(value, float) and kind is float and not math.isfinite(value))
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """A value as an error shows it, of containers the type only: they may be long and deep."""
     if isinstance(value, list | dict):
         return f"a {type(value).__name__}"

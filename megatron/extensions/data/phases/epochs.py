@@ -29,7 +29,7 @@ class EpochLines(Callback):
             self._epochs = Epochs(run.plan, run.data.train.dataset, *run.data.sources.sized())
         return self._epochs
 
-    def on_log(self, run: Any, record: Mapping[str, Any]) -> None:
+    def on_log(self, run: Any, record: Mapping[str, object]) -> None:
         for line in self.counted(run).ended(run.progress.consumed_samples):
             run.say(f" {line}")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.datasets.gpt_dataset import DocumentSamples, Pieces
@@ -29,7 +28,7 @@ from megatron.extensions.data.phases.phase_file import (
     read_phases,
 )
 from megatron.training.config.batch_size import BatchSizes
-from megatron.training.config.flags import config_of_sections, flat_values
+from megatron.training.config.flags import config_of_sections, flat_values, with_named
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import Phase
@@ -66,18 +65,18 @@ def rest_of(segment: DocumentSamples, taken: int, cache: IndexCache) -> Pieces:
 COMPARED = (*DATA, *POSITIONS, "global_batch_size")
 """Fields in which a phase that has begun must stay what it was."""
 
-NO_LENGTHS: Mapping[str, Any] = dict.fromkeys(LR_LENGTHS) | {
+NO_LENGTHS: Mapping[str, float | None] = dict.fromkeys(LR_LENGTHS) | {
     "lr_warmup_iters": 0,
     "lr_warmup_samples": 0,
     **dict.fromkeys(LR_FRACTIONS),
 }
 
 
-def values_of(config: RunConfig, entry: PhaseEntry | None = None) -> dict[str, Any]:
+def values_of(config: RunConfig, entry: PhaseEntry | None = None) -> dict[str, object]:
     """The properties of a phase that must not change once it has begun; a phase of a file, or of a run without phases.
     Data sets may move to another folder."""
     values = flat_values(config)
-    found = {field: values[field] for field in COMPARED if field in values}
+    found: dict[str, object] = {field: values[field] for field in COMPARED if field in values}
     found["data_path"] = [Path(word.rstrip("/")).name for word in values["data_path"] or ()]
     shape, anew = (entry.values, entry.anew) if entry is not None else ((), False)
     found |= {field: value for field, value in shape if field in (*LR_SHAPE, *LR_LENGTHS)}
@@ -102,7 +101,7 @@ class FilePhase(Phase):
         return self.entry.name
 
     @property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, object]:
         return values_of(self.config, self.entry)
 
     def take_up(self, source: SourceOrder, prefix: str, format: SampleFormat) -> None:
@@ -141,7 +140,7 @@ def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], Batc
 
 
 def _positive(entry: PhaseEntry) -> bool:
-    numbers = [entry.value(field) for field in ("seq_length", *SIZES)]
+    numbers = [entry.whole(field) for field in ("seq_length", *SIZES)]
     return all(number is None or number > 0 for number in numbers)
 
 
@@ -160,7 +159,7 @@ def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePh
     """The phases without ends and schedules, and the batch sizes of the run."""
     phases: list[FilePhase] = []
     problems: list[Problem] = []
-    own_sizes = any(entry.value("global_batch_size") for entry in entries)
+    own_sizes = any(entry.whole("global_batch_size") for entry in entries)
     sizes = BatchSizes.from_config(config)
     for entry in entries:
         own = _config_of(config, entry)
@@ -201,12 +200,13 @@ def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
     new = {field: value for field, value in entry.values if field in (*DATA, *SIZES, *POSITIONS)}
     if "data_path" in new:
         config = config.without("data_args_path")
-    length, limit = new.get("seq_length", 0), config.model.max_position_embeddings
+    length, limit = entry.whole("seq_length") or 0, config.model.max_position_embeddings
     if limit is not None and length > limit and config.model.position_embedding_type != "learned_absolute":
         new["max_position_embeddings"] = length
     training = config.training
-    micro = new.get("micro_batch_size", training.micro_batch_size)
-    size = new.get("global_batch_size", training.global_batch_size)
+    micro = entry.whole("micro_batch_size") or training.micro_batch_size
+    size = entry.whole("global_batch_size") or training.global_batch_size
+    assert size is not None
     step = micro * (config.parallel.data_parallel_size or 1)
     if (micro, size) != (training.micro_batch_size, training.global_batch_size):
         new["num_microbatches"] = size // step if size % step == 0 else None
@@ -218,18 +218,18 @@ def _with_schedule(phase: FilePhase, config: RunConfig) -> FilePhase:
     """With the learning rate of its own, lengths in samples, if it has one."""
     if not phase.entry.own_lr:
         return phase
-    given = {field: value for field, value in phase.entry.values if field in (*LR_SHAPE, *LR_LENGTHS)}
-    fields: dict[str, Any] = {**NO_LENGTHS, **{field: given[field] for field in LR_SHAPE if field in given}}
+    given = dict(phase.entry.values)
+    fields: dict[str, object] = {**NO_LENGTHS, **{field: given[field] for field in LR_SHAPE if field in given}}
     size = phase.config.training.global_batch_size
     assert size is not None
     for part in ("warmup", "decay", "wsd_decay"):
         for unit in ("iters", "samples", "tokens"):
-            value = given.get(f"lr_{part}_{unit}")
+            value = phase.entry.whole(f"lr_{part}_{unit}")
             if value is not None:
                 samples = {"iters": value * size, "samples": value}.get(unit, value // phase.config.model.seq_length)
                 fields[f"lr_{part}_samples"] = samples
     fields.setdefault("lr_warmup_init", 0.0)
-    return replace(phase, optimizer=replace(config.optimizer, **fields))
+    return replace(phase, optimizer=with_named(config, fields).optimizer)
 
 
 def _end(config: RunConfig, phases: Sequence[FilePhase], sizes: BatchSizes) -> int | None:

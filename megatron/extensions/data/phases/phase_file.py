@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from megatron.training.config.flags import field_table, parse_int, spelling_table
 from megatron.training.config.problem import Problem
 from megatron.training.config.reading import FlagReader
-from megatron.training.config.yaml_text import compose, plain, texts_of
+from megatron.training.config.yaml_text import Plain, compose, plain, texts_of
 
 UNITS = {
     "from-samples": "samples",
@@ -69,14 +68,20 @@ class PhaseEntry:
     start: float
     """First sample, token or iteration, as `unit` says; or the fraction of the run that is before it."""
 
-    values: tuple[tuple[str, Any], ...]
+    values: tuple[tuple[str, object], ...]
     """(field, value) of the flags that it changes."""
 
     anew: bool | tuple[str, ...] = False
     """Whether all its sources restart, or which."""
 
-    def value(self, field: str) -> Any:
+    def value(self, field: str) -> object:
         return dict(self.values).get(field)
+
+    def whole(self, field: str) -> int | None:
+        """The value of a field of whole numbers; None if the phase does not change it."""
+        value = self.value(field)
+        assert value is None or isinstance(value, int)
+        return value
 
     @property
     def own_lr(self) -> bool:
@@ -118,7 +123,7 @@ def _read(path: str, changed: int) -> tuple[tuple[PhaseEntry, ...], tuple[Proble
     return tuple(found), tuple(dict.fromkeys(problems))
 
 
-def _entry(where: str, number: int, items: Sequence[tuple[str, Any]]) -> tuple[PhaseEntry, list[Problem]]:
+def _entry(where: str, number: int, items: Sequence[tuple[str, Plain]]) -> tuple[PhaseEntry, list[Problem]]:
     known = dict(items)
     name = str(known.get("name") or number)
     where = f"{where} ({name})" if "name" in known else where

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from megatron.core.config.data import weight_of
 from megatron.extensions.data.phases.file_phase import NO_LENGTHS, FilePhase, values_of
 from megatron.extensions.data.phases.flags import BatchScheduleFlags, PhasesConfig
 from megatron.extensions.data.phases.phase_file import read_phases
-from megatron.training.config.flags import field_table, named_value
+from megatron.training.config.flags import field_table, named_value, with_named
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules.data import listed
 from megatron.training.config.run_config import RunConfig
@@ -49,7 +48,7 @@ def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
 
 def _judged(phase: FilePhase) -> RunConfig:
     """A configuration of a phase that the rules of a run can judge."""
-    plain = replace(phase.config.optimizer, **NO_LENGTHS, lr_decay_style="constant")
+    plain = with_named(phase.config, {**NO_LENGTHS, "lr_decay_style": "constant"}).optimizer
     training = replace(phase.config.training, train_samples=phase.samples, train_iters=None, train_tokens=None)
     return replace(phase.config, optimizer=phase.optimizer or plain, training=training)
 
@@ -102,8 +101,8 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
         rule = f"has one peak for the whole run, and {where} changes lr"
         yield Problem("--decoupled-lr", config.optimizer.decoupled_lr, rule, "use --param-group 'REGEX lr_mult=...'")
     for entry in entries:
-        words = entry.value("data_path") or ()
-        if len(words) > 1 and all(weight_of(word) is None for word in words):
+        words = entry.value("data_path")
+        if isinstance(words, list | tuple) and len(words) > 1 and all(weight_of(word) is None for word in words):
             rule = "names several data sets without weights, which would be read once"
             yield Problem(f"{entry.where}: data-path", words, rule, "put a weight before each")
 
@@ -131,5 +130,5 @@ def changes(phases: Sequence[FilePhase], history: History) -> Iterator[str]:
             yield f"{phase.entry.where} {rule}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

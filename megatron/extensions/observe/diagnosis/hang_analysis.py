@@ -130,6 +130,8 @@ class Waiting:
     @classmethod
     def of(cls, standing: Standing) -> Waiting:
         """Of a rank, from its evidence. A rank with malformed evidence waits for nobody."""
+        if not isinstance(standing.evidence, list | tuple):
+            return cls(standing.place)
         try:
             entered, sender = standing.evidence
             return cls(standing.place, tuple(map(Entered.of, entered)), None if sender is None else int(sender))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from megatron.core.collectives import gather_objects
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -19,17 +19,34 @@ MOST_TOKENS = 256
 """lm-evaluation-harness' default of max_gen_toks."""
 
 
+class GenerationOptions(TypedDict, total=False):
+    """The generation_kwargs that are read."""
+
+    max_gen_toks: int | None
+    max_new_tokens: int | None
+    max_tokens: int | None
+    max_completion_tokens: int | None
+    until: str | Sequence[str] | None
+    do_sample: bool | None
+    temperature: float
+
+
 def greedy_request(
     tokenizer: Tokenizer,
     context: str,
-    options: Mapping[str, Any],
+    options: GenerationOptions,
     longest: int,
     most_tokens: int = MOST_TOKENS,
 ) -> tuple[Request, int]:
     """(the continuation of a context, tokens of it that are cut on the left), by generation_kwargs of
     lm-evaluation-harness. An empty context begins a document. Raises ValueError if there is no room for any of it."""
-    names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-    new = next((int(options[name]) for name in names if options.get(name) is not None), most_tokens)
+    limits = (
+        options.get("max_gen_toks"),
+        options.get("max_new_tokens"),
+        options.get("max_tokens"),
+        options.get("max_completion_tokens"),
+    )
+    new = next((int(limit) for limit in limits if limit is not None), most_tokens)
     if (room := longest - new) < 1:
         raise ValueError(f"max_gen_toks {new} leaves no room for a prompt in the {longest} tokens that the model reads")
     until = options.get("until") or []

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar
 
 import lm_eval.api.metrics
 import lm_eval.api.task
@@ -22,7 +22,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from megatron.core.tokenizers import Tokenizer
-from megatron.extensions.observe.evaluation.continuation import MOST_TOKENS, greedy_request
+from megatron.extensions.observe.evaluation.continuation import MOST_TOKENS, GenerationOptions, greedy_request
 from megatron.extensions.observe.evaluation.flags import is_file
 from megatron.extensions.observe.evaluation.rows import Row, Score, continuation_row, rolling_rows
 from megatron.extensions.observe.evaluation.scoring import Scorer
@@ -30,16 +30,22 @@ from megatron.extensions.use.inference.generation import Request
 from megatron.training.config.yaml_text import compose_yaml
 from megatron.training.foreign import replaced
 
+if TYPE_CHECKING:
+    from lm_eval.api.group import Group
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.task import Task
+    from lm_eval.tasks.manager import TaskDict
+
 T = TypeVar("T")
 
 ContinueRequests = Callable[[Sequence[Request]], list[str]]
 
 
-def asks_for_sampling(options: Mapping[str, Any]) -> bool:
+def asks_for_sampling(options: GenerationOptions) -> bool:
     return bool(options.get("do_sample")) and float(options.get("temperature", 1)) > 0
 
 
-def scored_rows(request: Any, tokenizer: Tokenizer, longest: int) -> tuple[list[Row], int]:
+def scored_rows(request: Instance, tokenizer: Tokenizer, longest: int) -> tuple[list[Row], int]:
     """(rows of a request of log-likelihoods: one, or several of a rolling text; tokens that are cut on the left).
 
     Raises ValueError if it cannot be scored."""
@@ -50,7 +56,7 @@ def scored_rows(request: Any, tokenizer: Tokenizer, longest: int) -> tuple[list[
     return [row], cut
 
 
-def generation(request: Any, tokenizer: Tokenizer, longest: int, most_tokens: int) -> tuple[Request, int]:
+def generation(request: Instance, tokenizer: Tokenizer, longest: int, most_tokens: int) -> tuple[Request, int]:
     """(the continuation that a request asks for, tokens that are cut on the left). Raises ValueError for sampling, and
     where there is no room for it."""
     context, options = request.args
@@ -71,21 +77,21 @@ class ParallelLM(LM):
         self.generate = generate
         self.max_gen_toks = max_gen_toks
 
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-likelihood, whether it is greedy) of each continuation."""
         return self._cached(requests, self._scores(requests))
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each text."""
         return self._cached(requests, [log for log, _ in self._scores(requests)])
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """The most likely continuation of each context. Raises ValueError if generation_kwargs ask for sampling."""
         longest, most = self.scorer.longest, self.max_gen_toks
         asked = [generation(request, self.tokenizer, longest, most)[0] for request in requests]
         return self._cached(requests, self.generate(asked))
 
-    def _scores(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+    def _scores(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Equal rows pass through the model once."""
         texts = [scored_rows(request, self.tokenizer, self.scorer.longest)[0] for request in requests]
         different = list(dict.fromkeys(row for rows in texts for row in rows))
@@ -93,7 +99,7 @@ class ParallelLM(LM):
         scores = [[found[row] for row in rows] for rows in texts]
         return [(sum(each.log_likelihood for each in rows), all(each.is_greedy for each in rows)) for rows in scores]
 
-    def _cached(self, requests: Sequence[Any], results: list[T]) -> list[T]:
+    def _cached(self, requests: Sequence[Instance], results: list[T]) -> list[T]:
         """The results, which the harness may keep."""
         for request, result in zip(requests, results, strict=True):
             self.cache_hook.add_partial(request.request_type, request.args, result)
@@ -107,12 +113,25 @@ BOOTSTRAPS = 1000
 """Samples for the standard error of a metric that has no formula of it, such as a perplexity."""
 
 
+class Results(TypedDict):
+    """The harness' results that are read here."""
+
+    results: Mapping[str, Mapping[str, float | str]]
+    """Task -> metric with its filter -> value."""
+
+    groups: NotRequired[Mapping[str, Mapping[str, float | str]]]
+    """The same of groups of tasks."""
+
+    samples: Mapping[str, Sequence[Mapping[str, object]]]
+    """Task -> its documents."""
+
+
 @dataclass(frozen=True)
 class Suite:
     """The tasks and groups of a run. The same on every rank."""
 
-    tasks: dict[str, Any]
-    groups: dict[str, Any]
+    tasks: dict[str, Task]
+    groups: dict[str, Group]
     limit: int | None
     notes: tuple[str, ...]
     """A line for each task of which something is cut."""
@@ -161,7 +180,7 @@ class Suite:
             raise ValueError("\n".join(problems))
         return cls(suite.tasks, suite.groups, limit, tuple(notes))
 
-    def _add(self, loaded: Mapping[str, Any]) -> None:
+    def _add(self, loaded: TaskDict) -> None:
         """Adds tasks and groups. A group may name tasks that are there already."""
         groups = loaded.get("groups", {})
         for name in () if groups else loaded["tasks"].keys() & self.tasks.keys():
@@ -170,7 +189,7 @@ class Suite:
         self.tasks.update(loaded["tasks"])
         self.groups.update(groups)
 
-    def _cut(self, task: Any, tokenizer: Tokenizer, longest: int) -> int:
+    def _cut(self, task: Task, tokenizer: Tokenizer, longest: int) -> int:
         """Builds a task's requests and returns how many are cut. Raises the first error."""
         task.set_fewshot_seed(SEED)
         with _quietly():
@@ -183,14 +202,15 @@ class Suite:
                 cut += scored_rows(request, tokenizer, longest)[1] > 0
         return cut
 
-    def evaluate(self, model: ParallelLM) -> dict[str, Any]:
+    def evaluate(self, model: ParallelLM) -> Results:
         """The harness' results: "results" and, of each document, "samples". Collective. Leaves the state of random
         generators as it is."""
         for task in self.tasks.values():
             task.set_fewshot_seed(SEED)
         loaded = {"tasks": self.tasks, "groups": self.groups}
         with _quietly():
-            return cast(dict[str, Any], evaluator.evaluate(model, loaded, limit=self.limit, bootstrap_iters=BOOTSTRAPS))
+            found: Results = evaluator.evaluate(model, loaded, limit=self.limit, bootstrap_iters=BOOTSTRAPS)
+            return found
 
 
 @contextmanager
@@ -202,13 +222,13 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def _keys(path: Path) -> dict[str, Any]:
+def _keys(path: Path) -> dict[str, object]:
     """The keys of a task file, without what it includes. Its functions are not called."""
     node = compose_yaml(path.read_text(encoding="utf-8"), any_tag=True)
     return {key.value: value.value for key, value in node.value} if node is not None and node.id == "mapping" else {}
 
 
-def record_of(results: Mapping[str, Any]) -> dict[str, float]:
+def record_of(results: Results) -> dict[str, float]:
     """Values and standard errors by their names in records: eval/TASK/METRIC, with the filter's name where there are
     filters."""
     record = {}

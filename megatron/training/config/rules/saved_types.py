@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from types import UnionType
-from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 from megatron.training.config.flags import Flag, field_table, sections
 
@@ -31,7 +31,7 @@ class SavedPhase(TypedDict):
     name: str
     first_sample: int
     planned: list[int]
-    values: dict[str, Any] | None
+    values: dict[str, object] | None
 
 
 class SavedOptimizer(TypedDict):
@@ -63,17 +63,17 @@ class SavedMetadata(TypedDict, total=False):
     past_batches: list[tuple[int, int]] | None
     data_fingerprint: str | None
     loaded_from: str | None
-    origin: dict[str, Any]
+    origin: dict[str, object]
     metrics: dict[str, float | None]
-    layout: dict[str, Any]
+    layout: dict[str, object]
     optimizer: SavedOptimizer
     rng: SavedSeed
-    callbacks: dict[str, Any]
+    callbacks: dict[str, object]
     stages: list[SavedPhase] | None
     converted: bool
 
 
-def metadata_problem(values: Mapping[str, Any]) -> str | None:
+def metadata_problem(values: Mapping[str, object]) -> str | None:
     """The first value of a checkpoint's metadata with a wrong type, in the form `past_batches[1] is text, and must be a
     list of 2 values`; None without one. Unknown entries are not read, and may hold anything."""
     of_run = type_problem({"model_of_run": values.get("model_of_run", {})})
@@ -81,31 +81,32 @@ def metadata_problem(values: Mapping[str, Any]) -> str | None:
     return broken or next(_faults(values, SavedMetadata, ""), None)
 
 
-def _faults(value: Any, kind: Any, where: str) -> Iterator[str]:
-    """The values within `value` that are not of the type that a hint says."""
-    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    if Any in kinds or (value is None and type(None) in kinds):
+def _faults(value: object, hint: object, where: str) -> Iterator[str]:
+    """The values within `value` that are not of the type that a hint says. A hint `object` permits every value."""
+    choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if object in choices or (value is None and type(None) in choices):
         return
-    kind, parts = get_origin(kinds[0]) or kinds[0], get_args(kinds[0])
+    kind, parts = get_origin(choices[0]) or choices[0], get_args(choices[0])
+    assert isinstance(kind, type)
     needed: frozenset[str] = frozenset()
     if is_typeddict(kind):
-        needed, hints = kind.__required_keys__, get_type_hints(kind)
+        needed, hints = vars(kind)["__required_keys__"], get_type_hints(kind)
         kind = dict
     else:
         hints = dict.fromkeys(value, parts[1]) if kind is dict and isinstance(value, dict) else {}
     if rule := _broken_rule(value, kind, len(parts)):
         yield f"{where} is {_shown(value)}, and must be {rule}"
-    elif kind is dict:
+    elif isinstance(value, dict):
         yield from (f"{where}.{name} is missing" for name in sorted(needed - value.keys()))
         for name, of_name in hints.items():
             if name in value:
                 yield from _faults(value[name], of_name, f"{where}.{name}" if where else name)
-    elif kind in (list, tuple):
+    elif isinstance(value, list):
         for index, each in enumerate(value):
             yield from _faults(each, parts[index if kind is tuple else 0], f"{where}[{index}]")
 
 
-def _broken_rule(value: Any, kind: type, count: int) -> str | None:
+def _broken_rule(value: object, kind: type, count: int) -> str | None:
     """The rule that a value breaks, which is to have this type; its own parts are not looked at."""
     if kind is tuple:
         return None if isinstance(value, list) and len(value) == count else f"a list of {count} values"
@@ -122,7 +123,7 @@ def _broken_rule(value: Any, kind: type, count: int) -> str | None:
 _RULES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def type_problem(config: Any) -> str | None:
+def type_problem(config: object) -> str | None:
     """The first value of another type than its field has, in the form `config.model.num_layers is text, and must be a
     whole number`; None without one. Unknown fields are not read, and may hold anything."""
     if not isinstance(config, dict):
@@ -135,7 +136,7 @@ def type_problem(config: Any) -> str | None:
     return None
 
 
-def field_problem(values: Mapping[str, Any]) -> str | None:
+def field_problem(values: Mapping[str, object]) -> str | None:
     """The same of fields by their names alone."""
     table = field_table()
     for field, value in values.items():
@@ -152,7 +153,7 @@ def field_problem(values: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _fits(flag: Flag, value: Any) -> bool:
+def _fits(flag: Flag, value: object) -> bool:
     if value is None:
         return flag.default is None or type(None) in get_args(get_type_hints(sections()[flag.section])[flag.field])
     if flag.takes_several and isinstance(value, list | tuple):
@@ -160,17 +161,17 @@ def _fits(flag: Flag, value: Any) -> bool:
     return _is_one(flag, value)
 
 
-def _is_one(flag: Flag, value: Any) -> bool:
+def _is_one(flag: Flag, value: object) -> bool:
     """Return whether a value is one of a flag's. A whole number may be written as a float."""
     if flag.kind is bool or isinstance(value, bool):
         return flag.kind is bool and isinstance(value, bool)
     if flag.kind is int:
-        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        return whole and abs(value) <= LARGEST
+        whole = not isinstance(value, float) or value.is_integer()
+        return whole and isinstance(value, int | float) and abs(value) <= LARGEST
     return isinstance(value, (int, float) if flag.kind is float else flag.kind) and not _is_endless(value)
 
 
-def _is_endless(value: Any) -> bool:
+def _is_endless(value: object) -> bool:
     """Return whether a value is a number that no flag can have: NaN, an infinity, or beyond the range of doubles."""
     try:
         return isinstance(value, int | float) and not math.isfinite(value)
@@ -178,10 +179,10 @@ def _is_endless(value: Any) -> bool:
         return True
 
 
-def _json_name(value: Any) -> str:
+def _json_name(value: object) -> str:
     return _JSON_NAMES.get(type(value), "null")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value in a message: numbers as they are, of all else the type."""
     return f"{value!r:.40}" if type(value) in (int, float) else _json_name(value)
