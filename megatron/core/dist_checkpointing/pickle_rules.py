@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TypeGuard
 
 
 class Refused(pickle.UnpicklingError):
@@ -57,14 +57,14 @@ class Storage:
 class Call:
     """The arguments of a call, and how to check another call, which it makes in turn."""
 
-    given: tuple[Any, ...]
-    inner: Callable[[Any, Any], Any]
+    given: tuple[object, ...]
+    inner: Callable[[object, object], object]
 
     size: int | None = None
     """Bytes that it returns, as its rule finds."""
 
 
-def cost(value: Any) -> int:
+def cost(value: object) -> int:
     """Bytes that a call copies of an argument at most, about."""
     if isinstance(value, Listed):
         return 8 * value.length
@@ -96,7 +96,7 @@ def _bytes_of_text(call: Call) -> str | None:
 def _tensor(call: Call) -> str | None:
     """A view of a storage, which torch enlarges if the view reaches beyond it."""
     storage, offset, shape, strides = (*call.given, *(None,) * 4)[:4]
-    if not isinstance(storage, Storage) or not _naturals((offset,)) or not _naturals(shape) or not _naturals(strides):
+    if not isinstance(storage, Storage) or not _natural(offset) or not _naturals(shape) or not _naturals(strides):
         return "without a storage, an offset, sizes and strides"
     if len(shape) != len(strides):
         return "with other numbers of sizes and strides"
@@ -107,12 +107,16 @@ def _tensor(call: Call) -> str | None:
     return None
 
 
-def _width(dtype: Any) -> int:
+def _width(dtype: object) -> int:
     return ITEMSIZES.get(dtype, 1) if isinstance(dtype, Name) else 1
 
 
-def _naturals(values: Any) -> bool:
-    return isinstance(values, tuple) and all(type(each) is int and each >= 0 for each in values)
+def _naturals(values: object) -> TypeGuard[tuple[int, ...]]:
+    return isinstance(values, tuple) and all(map(_natural, values))
+
+
+def _natural(value: object) -> TypeGuard[int]:
+    return type(value) is int and value >= 0
 
 
 def _with_type(call: Call) -> str | None:

@@ -71,7 +71,7 @@ def save(
     root: Folder,
     iteration: int,
     tensors: StateDict,
-    payload: dict[str, Any],
+    payload: dict[str, object],
     world: Axis,
     writer: Writer = DataWriter,
     check: Callable[[], None] = lambda: None,
@@ -114,7 +114,7 @@ def _save(
     root: Folder,
     iteration: int,
     tensors: StateDict,
-    payload: dict[str, Any],
+    payload: dict[str, object],
     world: Axis,
     kind: Writer,
     check: Callable[[], None],
@@ -282,7 +282,7 @@ def _raise_first(problems: list[Problem | None]) -> None:
             raise ValueError(message) if users else CheckpointError(message)
 
 
-def _publish(root: PurePath, iteration: int, payload: dict[str, Any], sums: Sums) -> None:
+def _publish(root: PurePath, iteration: int, payload: dict[str, object], sums: Sums) -> None:
     """Publishes a written checkpoint."""
     final, storage = checkpoint_folder(root, iteration), storage_of(root)
     scratch = storage.scratch(final)

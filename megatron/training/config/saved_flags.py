@@ -124,7 +124,7 @@ def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
     before = (saved_sections(located(load)) or {}).get("model", {}).get("mtp_layer_kind")
     if before != "last_layer" or model.mtp_layer_kind == before:
         return config, []
-    return replace(config, model=replace(model, mtp_layer_kind=before)), [
+    return replace(config, model=replace(model, mtp_layer_kind="last_layer")), [
         f"--mtp-layer-kind is {before}, as in the checkpoint, not {model.mtp_layer_kind}"
     ]
 
@@ -200,14 +200,14 @@ def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
     return tuple(dict.fromkeys((int(iterations), int(samples)) for iterations, samples in found))
 
 
-def saved_sections(load: PurePath) -> dict[str, dict[str, Any]] | None:
+def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
     """The sections of the configuration that the latest checkpoint in a folder was saved under; None if it has none.
 
     Flags that its phase had changed are as the run gave them. ValueError as in `saved_metadata`."""
     metadata = saved_metadata(load)
     if metadata is None:
         return None
-    sections: dict[str, dict[str, Any]] = metadata["config"]
+    sections: dict[str, dict[str, object]] = metadata["config"]
     return sections | {"model": sections["model"] | metadata.get("model_of_run", {})}
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.json_text import parse_json
 from megatron.extensions.interop.megatron_flags.flags import DataLists
-from megatron.training.config.flags import dashed
+from megatron.training.config.flags import dashed, with_named
 from megatron.training.config.run_config import RunConfig
 
 
@@ -19,7 +17,7 @@ def with_data_lists(config: RunConfig) -> RunConfig:
 
     Raises ValueError naming the flag if a list cannot be read, OSError if its file cannot be opened.
     """
-    lists, found = config.options(DataLists).given, dict[str, Any]()
+    lists, found = config.options(DataLists).given, dict[str, tuple[str, ...]]()
     for field, value in lists.items():
         try:
             found |= _read(field, value)
@@ -29,11 +27,13 @@ def with_data_lists(config: RunConfig) -> RunConfig:
     for field in found:
         if getattr(config.data, field):
             raise ValueError(f"{dashed(field)}: cannot be combined with {', '.join(map(dashed, lists))}")
-    return replace(config.without("data_args_path"), data=replace(config.data, **found))
+    return with_named(config.without("data_args_path"), found)
 
 
-def _read(field: str, value: Any) -> dict[str, tuple[str, ...]]:
-    """Field of a data path -> its words."""
+def _read(field: str, value: tuple[str, ...] | str) -> dict[str, tuple[str, ...]]:
+    """Field of a data path -> its words. The value of a flag of a file is its path."""
+    if not isinstance(value, str):
+        return {_data_path(field): weighted_ranges(" ".join(value))}
     if field == "data_args_path":
         return {"data_path": tuple(Path(value).read_text(encoding="utf-8").split())}
     if field == "per_split_data_args_path":
@@ -41,11 +41,14 @@ def _read(field: str, value: Any) -> dict[str, tuple[str, ...]]:
         if not isinstance(lists, dict) or not set(lists) <= {"train", "valid", "test"}:
             raise ValueError('must be a JSON object with lists "train", "valid" and "test"')
         return {f"{split}_data_path": _words(split, words) for split, words in lists.items() if words}
-    texts = [Path(value).read_text(encoding="utf-8")] if field.endswith("_path") else value
-    return {f"{field.partition('_')[0]}_data_path": weighted_ranges(" ".join(texts))}
+    return {_data_path(field): weighted_ranges(Path(value).read_text(encoding="utf-8"))}
 
 
-def _words(split: str, words: Any) -> tuple[str, ...]:
+def _data_path(field: str) -> str:
+    return f"{field.partition('_')[0]}_data_path"
+
+
+def _words(split: str, words: object) -> tuple[str, ...]:
     if isinstance(words, str):
         return tuple(words.split())
     if not isinstance(words, list):

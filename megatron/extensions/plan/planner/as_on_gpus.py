@@ -311,8 +311,9 @@ def _fused_attention(
     """torch's attention by a fused kernel, where it has one: it chooses none for tensors without values."""
     learned = attn_mask is not None and attn_mask.requires_grad
     if dropout_p or learned or q.shape[-1] != v.shape[-1]:
-        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, **options)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     return cpu_attention(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from megatron.core.config.parallel import ModelParallelConfig
@@ -13,7 +11,7 @@ from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
 from megatron.extensions.speed.fp8.blockwise import BlockwiseGemms
 from megatron.extensions.speed.fp8.casts import BLOCK_CAPABILITY, BLOCK_CUDA, FIRST_CAPABILITY
 from megatron.extensions.speed.fp8.flags import Fp8Flags
-from megatron.extensions.speed.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
+from megatron.extensions.speed.fp8.grouped import AddWeightGrad, Fp8GroupedGemms, has_grouped_fp8_kernel
 from megatron.extensions.speed.fp8.recipes import DelayedGemms, Fp8Context, Fp8Gemms, RowwiseGemms, TensorwiseGemms
 from megatron.extensions.speed.fp8.weight_gather import WeightGather, build_gather
 
@@ -37,7 +35,7 @@ class Fp8Format(Fp8Context):
         return RECIPES[self.config.fp8_recipe](name, self, tp, cuts, device, compiled)
 
     def grouped(
-        self, expt_tp: Axis, cuts: Cuts, in_one_kernel: bool, compiled: bool, add_weight_grad_: Any
+        self, expt_tp: Axis, cuts: Cuts, in_one_kernel: bool, compiled: bool, add_weight_grad_: AddWeightGrad
     ) -> Fp8GroupedGemms:
         return Fp8GroupedGemms(self, expt_tp, cuts, in_one_kernel, compiled, add_weight_grad_)
 

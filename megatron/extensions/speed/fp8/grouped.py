@@ -6,7 +6,6 @@ other tokens of a micro-batch. The kernel for all experts at once takes scales o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,6 +77,10 @@ def cast_by_rows(x: Tensor) -> Scaled:
     return cast_by_row_amax(x, amax_of_rows(x))
 
 
+AddWeightGrad = Callable[[Tensor, Tensor, Tensor, Segments], None]
+"""(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X of each expert."""
+
+
 class Fp8GroupedGemms:
     """The products of a grouped linear layer with rows, y = x Wᵀ and dX = dY W, in fp8. W [experts, ..., in].
 
@@ -94,7 +97,7 @@ class Fp8GroupedGemms:
         cuts: Cuts,
         in_one_kernel: bool,
         compiled: bool,
-        add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Any], None],
+        add_weight_grad_: AddWeightGrad,
     ) -> None:
         self.add_weight_grad_ = add_weight_grad_
         self.casts = fp8.casts

@@ -15,7 +15,6 @@ Shapes: t ranks; [s, b, h] activations; f features of the sharded dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from megatron.core.collectives import RingExchange, start_all_gather, start_redu
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear, TPContext
 from megatron.core.tensor_parallel.linear_gemms import matrix_of, rows_of
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, add_product_, saved_without_graph
 from megatron.core.torch_private import AutogradContext, load_symmetric_memory
 from megatron.extensions.speed.overlap.flags import OverlapFlags
@@ -86,7 +86,7 @@ class SymmetricOverlap:
     """
 
     @staticmethod
-    def operations() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def operations() -> tuple[Callable[..., tuple[Tensor, list[Tensor]]], Callable[..., Tensor]]:
         """Returns torch's (all-gather + GEMM, GEMM + reduce-scatter) operations."""
         load_symmetric_memory()
         ops = torch.ops.symm_mem
@@ -199,7 +199,7 @@ class Overlapped(ParallelLinear):
 
     function: type[torch.autograd.Function]
 
-    def __init__(self, linear: Any, ctx: TPContext) -> None:
+    def __init__(self, linear: ColumnLinear | RowLinear, ctx: TPContext) -> None:
         assert ctx.format is None, "overlapped GEMMs run in the parameters' format"
         super().__init__(linear, ctx)  # type: ignore[call-arg, arg-type]
         self.overlap = OVERLAPS[ctx.options(OverlapFlags).tp_comm_overlap_method or "ring"]()

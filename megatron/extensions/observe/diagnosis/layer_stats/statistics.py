@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,10 +54,11 @@ class _Rows:
     def of(cls, taps: ActivationTaps, stages: Mapping[int, GPTModel], state: ParallelState) -> _Rows:
         """Collective over the world."""
         own = _parameters(stages), set(taps.sums), set(taps.maxima), set(taps.balances)
-        of_ranks: list[Any] = gather_objects(own, state.world)
+        of_ranks: list[tuple[dict[str, Parameter], set[Key], set[Key], set[int]]] = gather_objects(own, state.world)
         parameters = {name: parameter for found, *_ in of_ranks for name, parameter in found.items()}
         ordered = {name: parameters[name] for name in sorted(parameters, key=_natural)}
-        sums, maxima = (tuple(sorted(set[Key]().union(*(of_rank[i] for of_rank in of_ranks)))) for i in (1, 2))
+        sums = tuple(sorted(set[Key]().union(*(of_rank[1] for of_rank in of_ranks))))
+        maxima = tuple(sorted(set[Key]().union(*(of_rank[2] for of_rank in of_ranks))))
         routers = tuple(sorted(set[int]().union(*(of_rank[3] for of_rank in of_ranks))))
         return cls(ordered, sums, maxima, routers)
 
