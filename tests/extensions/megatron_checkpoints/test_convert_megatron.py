@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.dist_checkpointing.storage import Checkpoint
-from megatron.extensions.interop.megatron_checkpoints.common_state import load_pickle
+from megatron.extensions.interop.megatron_checkpoints.common_state import load_common
 from megatron.training.checkpoints.checkpointing import load_whole_model
 from tests.extensions.megatron_checkpoints.their_runs import (
     Attack,
@@ -91,7 +91,7 @@ def test_there_and_back_has_every_tensor_and_state_of_the_original(theirs: Path,
         assert torch.equal(before.read(key), after.read(key)), key
     objects = {key for key in before.index.state_dict_metadata if key not in before.tensors}
     assert objects <= after.index.state_dict_metadata.keys()
-    common = [load_pickle(folder / "iter_0000002" / "common.pt") for folder in (theirs, tmp_path / "back")]
+    common = [load_common(folder / "iter_0000002" / "common.pt") for folder in (theirs, tmp_path / "back")]
     for key in ("iteration", "checkpoint_version"):
         assert common[0][key] == common[1][key]
     schedule = common[1]["opt_param_scheduler"]
@@ -135,7 +135,7 @@ def test_a_decoupled_learning_rate(dense: Path, tmp_path: Path, capsys: pytest.C
     lie("decoupled_lr", 0.02)(dense / "iter_0000002")
     convert("--input", dense, "--output", tmp_path / "ours")
     convert("--input", tmp_path / "ours", "--output", tmp_path / "back", "--to", "megatron")
-    common = load_pickle(tmp_path / "back" / "iter_0000002" / "common.pt")
+    common = load_common(tmp_path / "back" / "iter_0000002" / "common.pt")
     groups = common["optimizer"]["optimizer"]["param_groups"]
     found = [(each["wd_mult"], each["is_decoupled_lr"], each["max_lr"], each["step"]) for each in groups]
     assert found == [(1.0, False, 0.01, 2), (1.0, True, 0.02, 2), (0.0, False, 0.01, 2), (0.0, True, 0.02, 2)]

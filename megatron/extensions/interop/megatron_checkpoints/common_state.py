@@ -6,8 +6,7 @@ import argparse
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, UnionType
 
 import torch
 
@@ -42,7 +41,14 @@ HARMLESS = (
 """(module, name) of the classes whose values Megatron-LM stores among its arguments. None of them is imported."""
 
 
-def load_pickle(path: Path, kind: Any = dict) -> Any:
+def load_common(path: Path) -> dict[str, object]:
+    """Reads a file of a rank's states by their names, by `load_pickle`."""
+    found = load_pickle(path, dict)
+    assert isinstance(found, dict)
+    return found
+
+
+def load_pickle(path: Path, kind: type | UnionType) -> object:
     """Reads a file of torch.save that may come from anywhere, with weights_only and a list of harmless classes.
 
     Raises ValueError, in one line, for a file that is missing, damaged, asks for any other class or function, or holds
@@ -84,7 +90,7 @@ def _signal(number: int) -> int:
     return int(number)
 
 
-def args_of(common: Mapping[str, object], path: Path) -> dict[str, Any]:
+def args_of(common: Mapping[str, object], path: Path) -> dict[str, object]:
     """Megatron-LM's arguments in a checkpoint. Raises ValueError without them."""
     args = common.get("args")
     if not isinstance(args, argparse.Namespace):

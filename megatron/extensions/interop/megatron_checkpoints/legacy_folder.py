@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.stage_parameters import model_states, stage_metas
-from megatron.extensions.interop.megatron_checkpoints.common_state import args_of, load_pickle
+from megatron.extensions.interop.megatron_checkpoints.common_state import args_of, load_common, load_pickle
 from megatron.extensions.interop.megatron_checkpoints.legacy_states import FROZEN, Held, states_of
 from megatron.extensions.interop.megatron_checkpoints.megatron_names import (
     LAYERS,
@@ -53,18 +52,21 @@ class Layout:
     expt_tp: int
 
     @classmethod
-    def of(cls, args: Mapping[str, Any]) -> Layout:
+    def of(cls, args: Mapping[str, object]) -> Layout:
         """The sizes that the arguments say, by default 1. Raises ValueError if they are impossible."""
         tp = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1
-        found = cls(
-            tp,
-            args.get("pipeline_model_parallel_size") or 1,
-            args.get("expert_model_parallel_size") or 1,
-            args.get("expert_tensor_parallel_size") or tp,
-        )
-        for name, size in vars(found).items():
+        given = {
+            "tp": tp,
+            "pp": args.get("pipeline_model_parallel_size") or 1,
+            "ep": args.get("expert_model_parallel_size") or 1,
+            "expt_tp": args.get("expert_tensor_parallel_size") or tp,
+        }
+        sizes = dict[str, int]()
+        for name, size in given.items():
             if type(size) is not int or size < 1:
                 raise ValueError(f"its arguments say that the parallel size {name} is {size!r:.40}")
+            sizes[name] = size
+        found = cls(**sizes)
         if found.expt_tp not in (1, tp):
             raise ValueError(
                 f"experts at TP {found.expt_tp} in a model at TP {tp} cannot be read; at TP 1 or {tp} they can"
@@ -110,7 +112,7 @@ class LegacyTensors:
         self.folder = folder
         names = sorted(each.name for each in folder.glob("mp_rank_*"))
         self.arguments_file = folder / names[0] / FILE
-        self.common: Mapping[str, Any] = load_pickle(self.arguments_file)
+        self.common: Mapping[str, object] = load_common(self.arguments_file)
         self.args = args_of(self.common, self.arguments_file)
         try:
             self.layout = Layout.of(self.args)
@@ -118,7 +120,8 @@ class LegacyTensors:
             self.layout.check_complete(self.ranks)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
-        self.version = float(self.common.get("checkpoint_version") or 0)
+        version = self.common.get("checkpoint_version") or 0
+        self.version = float(version) if isinstance(version, int | float | str) else 0.0
         self.chunks = self._open()
         self.tables = self._tables({rank: dict(ChainMap(*chunks)) for rank, chunks in self.chunks.items()})
         self.states: dict[str, Tables] = {}
@@ -145,9 +148,9 @@ class LegacyTensors:
             for rank, chunks in opened.items()
         }
 
-    def _load(self, rank: Rank) -> Mapping[str, Any]:
+    def _load(self, rank: Rank) -> Mapping[str, object]:
         path = self.ranks[rank] / FILE
-        return self.common if path == self.arguments_file else load_pickle(path)
+        return self.common if path == self.arguments_file else load_common(path)
 
     def _tables(self, held: Mapping[Rank, Held]) -> Tables:
         pairs = dict.fromkeys((tp, ep) for tp, _, ep in held)
@@ -257,7 +260,7 @@ class LegacyTensors:
             other = {name for chunk in chunks for name in chunk if name in self.buffers or is_skipped(name)}
             trained = [{name: chunk[name] for name in chunk if name not in other} for chunk in chunks]
             path = self.ranks[rank] / DISTRIBUTED_OPTIMIZER
-            buffers = load_pickle(path, kind=dict | list) if path.exists() else None
+            buffers = load_pickle(path, dict | list) if path.exists() else None
             try:
                 states = states_of(trained, self._load(rank).get("optimizer"), buffers, self.args)
             except ValueError as error:

@@ -27,13 +27,16 @@ BUFFER_KINDS = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_
 DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def states_of(chunks: Sequence[Held], optimizer: object, buffers: object, args: Mapping[str, Any]) -> dict[str, Held]:
+def states_of(
+    chunks: Sequence[Held], optimizer: object, buffers: object, args: Mapping[str, object]
+) -> dict[str, Held]:
     """The optimizer's states of a rank: kind -> name of the parameter -> tensor in its shape.
 
     `chunks`: the rank's parameters; `optimizer`: its entry of the rank's file; `buffers`: the content of
     distrib_optim.pt if there is one. Raises ValueError if they do not fit each other.
     """
-    apart = (args.get("expert_model_parallel_size") or 1) > 1
+    experts = args.get("expert_model_parallel_size")
+    apart = isinstance(experts, int) and experts > 1
     if buffers is not None:
         return _of_buffers(chunks, buffers, apart, args)
     if args.get("use_distributed_optimizer"):
@@ -105,7 +108,7 @@ def _fitting(state: object, name: str, weight: Tensor) -> Tensor:
 # Distributed optimizer
 
 
-def _of_buffers(chunks: Sequence[Held], content: object, apart: bool, args: Mapping[str, Any]) -> dict[str, Held]:
+def _of_buffers(chunks: Sequence[Held], content: object, apart: bool, args: Mapping[str, object]) -> dict[str, Held]:
     """Dense parameters and, if EP is above 1, experts have buffers of their own: the last entry of a list. An entry is
     None where another rank has saved it."""
     parts = content if isinstance(content, list) else [content]
@@ -149,13 +152,17 @@ def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tens
     yield from found.values()
 
 
-def _places(buffer: Sequence[tuple[str, Tensor]], tensors: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[int]:
+def _places(
+    buffer: Sequence[tuple[str, Tensor]], tensors: Mapping[str, Tensor], args: Mapping[str, object]
+) -> list[int]:
     """The offset of each parameter in the flat tensors of its buffer.
 
     The size shows whether the buffer is divided into buckets, and whether tied embeddings have a separate one."""
     total = tensors["param"].numel()
     replicas = args.get("data_parallel_size") or 1
-    size = args.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * (replicas if isinstance(replicas, int) else 1))
+    size = args.get("ddp_bucket_size")
+    if not isinstance(size, int) or not size:
+        size = max(40_000_000, 1_000_000 * (replicas if isinstance(replicas, int) else 1))
     for tied_apart in (False, True):
         for bucket in (None, size):
             places, end = layout_of([(name, weight.numel()) for name, weight in buffer], bucket, tied_apart)

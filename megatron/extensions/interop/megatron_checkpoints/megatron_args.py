@@ -6,13 +6,13 @@ Fields of the configuration have the names of Megatron-LM's arguments, so that m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.moe import ROUTERS, router_of
 from megatron.core.config.norms import NORMALIZATIONS
 from megatron.training.config.flags import config_of_sections, flags_of, named_value, spelling_table, value_of
 from megatron.training.config.run_config import RunConfig
+from megatron.training.progress import Progress
 
 TRAINING = ("micro_batch_size", "global_batch_size", "rampup_batch_size", "train_iters", "train_samples", "seed")
 """Fields of the training section that are taken."""
@@ -175,15 +175,16 @@ def _vocabulary(args: Mapping[str, object], padding_counts: bool) -> dict[str, o
     return {"vocab_size": padded if padding_counts or not size else size, "pad_vocab_size_to": padded}
 
 
-def progress_of(common: Mapping[str, object], args: Mapping[str, object]) -> dict[str, Any]:
+def progress_of(common: Mapping[str, object], args: Mapping[str, object]) -> Progress:
     """Iteration and samples that a run has consumed. Raises ValueError if the checkpoint does not state it."""
-    found: dict[str, Any] = {
-        "iteration": common.get("iteration", args.get("iteration")),
-        "consumed_samples": args.get("consumed_train_samples"),
-    }
-    for name, value in found.items():
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"its {name} is {value!r:.40}")
+    iteration = _count("iteration", common.get("iteration", args.get("iteration")))
+    samples = _count("consumed_samples", args.get("consumed_train_samples"))
     scheduler = common.get("opt_param_scheduler")
     steps = scheduler.get("num_steps") if isinstance(scheduler, Mapping) else None
-    return found | {"scheduled_samples": steps if isinstance(steps, int) else found["consumed_samples"]}
+    return Progress(iteration, samples, scheduled_samples=steps if isinstance(steps, int) else samples)
+
+
+def _count(name: str, value: object) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"its {name} is {value!r:.40}")
+    return value

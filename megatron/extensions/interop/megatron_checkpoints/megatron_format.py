@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.stage_parameters import model_states, stage
 from megatron.extensions.interop.conversion.formats import Options, Source, TrainingState, side_files_of
 from megatron.extensions.interop.megatron_checkpoints.common_state import (
     args_of,
-    load_pickle,
+    load_common,
     loss_scaler_of,
     update_count,
 )
@@ -28,7 +28,6 @@ from megatron.extensions.interop.megatron_checkpoints.legacy_folder import Legac
 from megatron.extensions.interop.megatron_checkpoints.legacy_states import FROZEN
 from megatron.extensions.interop.megatron_checkpoints.megatron_args import config_of, progress_of
 from megatron.extensions.interop.megatron_checkpoints.megatron_names import find_ways, stacked_misfits, stacked_ways
-from megatron.training.progress import Progress
 
 for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # of an index
     theirs = "megatron.core.dist_checkpointing.strategies.torch", f"MCore{_name}"
@@ -69,7 +68,7 @@ class TorchDistTensors:
 
     def __init__(self, folder: Path) -> None:
         self.arguments_file = folder / COMMON
-        self.common: Mapping[str, object] = load_pickle(self.arguments_file)
+        self.common: Mapping[str, object] = load_common(self.arguments_file)
         self.checkpoint = Checkpoint(folder)
         if (kind := self.checkpoint.payload.get("sharded_backend")) != "torch_dist":
             raise ValueError(f"{folder} is a checkpoint of format {kind!r:.40}; only torch_dist can be read")
@@ -170,7 +169,7 @@ class MegatronSource(Source):
         self.notes = tuple(self._remarks(options))
         self.side_files = side_files_of(self.config.tokenizer)
         with suppress(ValueError):  # it does not state one
-            progress = Progress(**progress_of(self.tensors.common, self.args))
+            progress = progress_of(self.tensors.common, self.args)
             self.progress = progress if progress.iteration else None  # a release has none
 
     def _remarks(self, options: Options) -> Iterator[str]:
@@ -203,7 +202,7 @@ class MegatronSource(Source):
             if not kinds:
                 return None
             count = update_count(self.tensors.common.get("optimizer"))
-            progress = Progress(**progress_of(self.tensors.common, self.args))
+            progress = progress_of(self.tensors.common, self.args)
             if "exp_avg" not in kinds:
                 count = progress.iteration  # which only Adam's bias correction depends on
         except ValueError as error:
