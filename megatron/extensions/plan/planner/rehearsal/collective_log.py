@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.parallel_state import Axis
 from megatron.core.torch_private import default_group, known_groups, schema_of
 from megatron.extensions.plan.planner.live_memory import tensors_of
 from megatron.extensions.plan.planner.rehearsal.matching import Collective, Group, Splits
@@ -56,7 +57,7 @@ class CollectiveLog:
         self.phase = phase
         self._groups: dict[str, Group] = {}
 
-    def name_groups(self, axes: dict[str, Any]) -> None:
+    def name_groups(self, axes: Mapping[str, Axis]) -> None:
         """Names the groups of a layout by its axes, the first one where several have the same ranks, and those of all
         parameters before those of experts."""
         for name, axis in sorted(axes.items(), key=lambda item: item[0].startswith("expt_")):
@@ -75,10 +76,9 @@ class CollectiveLog:
                 before[members] += 1
         return self._groups[name]
 
-    def add(self, op: str, group: Group, **fields: Any) -> None:
+    def add(self, made: Collective) -> None:
         """Records a call made by what is on the stack now."""
         phase, microbatch = self.phase()
-        made = Collective(op, group, **{"dtype": "", "sent": 0, "received": 0, **fields})
         self.collectives.append(made._replace(site=call_site(), phase=phase, microbatch=microbatch))
 
     def record(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -100,22 +100,22 @@ class CollectiveLog:
             group, received = self.group(given["group_name"]), []
             up, down = {"all_gather": (len(group.ranks), 1), "reduce_scatter": (1, len(group.ranks))}.get(op, (1, 1))
             sizes[1] = sizes[0] * up // down
-        fields: dict[str, Any] = {}
+        made = Collective(op, group, "", 0, 0)
         if op == "all_to_all":
-            fields["splits"] = _splits(name, given, sent, received, sizes)
+            made = made._replace(splits=_splits(name, given, sent, received, sizes))
         elif op in ("send", "recv"):
             peer = given.get("dst", given.get("src", -1))
-            fields |= {"peer": group.ranks[peer] if peer >= 0 else -1, "tag": given["tag"]}
+            made = made._replace(peer=group.ranks[peer] if peer >= 0 else -1, tag=given["tag"])
             sizes[op == "send"] = 0
         elif "root_rank" in given or "src" in given:
-            fields["peer"] = group.ranks[given.get("root_rank", given.get("src"))]
+            made = made._replace(peer=group.ranks[given.get("root_rank", given.get("src"))])
         if "reduce_op" in given:
-            fields["reduce"] = _reduction(given["reduce_op"])
+            made = made._replace(reduce=_reduction(given["reduce_op"]))
         if op != "barrier":
             dtype = (sent or received)[0].dtype
-            fields |= {"dtype": str(dtype).removeprefix("torch."), "itemsize": dtype.itemsize}
-            fields |= {"sent": sizes[0], "received": sizes[1]}
-        self.add(op, group, **fields)
+            made = made._replace(dtype=str(dtype).removeprefix("torch."), itemsize=dtype.itemsize)
+            made = made._replace(sent=sizes[0], received=sizes[1])
+        self.add(made)
 
     def objects(self) -> AbstractContextManager[None]:
         """Records collectives of Python objects too, and answers them."""
@@ -123,8 +123,8 @@ class CollectiveLog:
         def recorded(name: str, real: Callable[..., object]) -> Callable[..., object]:
             def call(*args: object, **kwargs: object) -> None:
                 given = signature(real).bind(*args, **kwargs).arguments
-                fields = {} if name == "all_gather_object" else {"peer": given.get("src", given.get("dst")) or 0}
-                self.add(name, self.group(given.get("group") or default_group()), **fields)
+                peer = -1 if name == "all_gather_object" else given.get("src", given.get("dst")) or 0
+                self.add(Collective(name, self.group(given.get("group") or default_group()), "", 0, 0, peer=peer))
                 self.answer(real, given)
 
             return call
