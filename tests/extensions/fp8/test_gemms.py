@@ -14,7 +14,8 @@ from megatron.core import torch_private
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
-from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts, build_format
+from megatron.core.tensor_parallel.linear_formats import build_format
+from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.extensions.speed.fp8 import blockwise
 from megatron.extensions.speed.fp8 import casts as fp8
