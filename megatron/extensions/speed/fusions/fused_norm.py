@@ -7,7 +7,7 @@ once more forward and backward, and the weight's gradient reads both operands ag
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,19 @@ class FusedLayerNorm(LayerNorm):
 
     centered = True
 
-    def forward(self, x: Tensor | ResidualSum, residual: bool = False, cast: InputCast | None = None) -> Any:
+    @overload
+    def forward(
+        self, x: Tensor | ResidualSum, residual: Literal[False] = False, cast: InputCast | None = None
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, x: Tensor | ResidualSum, residual: Literal[True], cast: InputCast | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self, x: Tensor | ResidualSum, residual: bool = False, cast: InputCast | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of x [..., h], or with `residual` (the sum, its norm): see `add_and_norm`."""
         stream = x if isinstance(x, ResidualSum) else ResidualSum(x)
         if self.fuses():
