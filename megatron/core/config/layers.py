@@ -226,7 +226,8 @@ def all_but_last_of_each(layer: int, period: int) -> bool:
 
 
 def _value_of(text: str, otherwise: str) -> int | list[int]:
-    """The number or list that a text says. ValueError that says what it is `otherwise`."""
+    """Evaluates a text. Raises ValueError with `otherwise`, such as "is not a list of numbers", if it says neither a
+    number nor a list."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, RecursionError, UnicodeEncodeError):
@@ -234,7 +235,8 @@ def _value_of(text: str, otherwise: str) -> int | list[int]:
 
 
 def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Callable[[int], bool]) -> tuple[int, ...]:
-    """A list that must have an entry for each layer, `what` is legal."""
+    """Returns a list that has one legal entry for each layer. Raises ValueError, with `what` an entry must be, if it
+    has not."""
     if len(value) != num_layers:
         raise ValueError(f"the list must have {what} for each of {num_layers} layers, and has {len(value)} entries")
     for layer, item in enumerate(value):
@@ -244,29 +246,34 @@ def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Call
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:
-    """Evaluates whole numbers, lists of them, and + and * of both."""
+    """Evaluates whole numbers, lists of them, sums of lists, and a list times a number. Raises TypeError for anything
+    else."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _evaluate(node.operand)
-        if isinstance(value, int):
-            return -value
+        return -_number(node.operand)
     if isinstance(node, ast.List | ast.Tuple):
-        return [item for element in node.elts for item in _items(element)]
+        return [_number(element) for element in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
         left, right = _evaluate(node.left), _evaluate(node.right)
-        if isinstance(node.op, ast.Mult) and isinstance(left, int) != isinstance(right, int):
-            length, times = (len(left), right) if isinstance(left, list) else (len(right), left)  # type: ignore[arg-type]
-            if length * times > MOST_LAYERS:  # type: ignore[operator]
-                raise TypeError(node)
-            return left * right  # type: ignore[operator]
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
+        if isinstance(node.op, ast.Add):
+            if isinstance(left, list) and isinstance(right, list):
+                return left + right
+        elif isinstance(left, list) and isinstance(right, int):
+            return _repeated(left, right)
+        elif isinstance(left, int) and isinstance(right, list):
+            return _repeated(right, left)
     raise TypeError(node)
 
 
-def _items(node: ast.expr) -> list[int]:
+def _repeated(items: list[int], times: int) -> list[int]:
+    if len(items) * times > MOST_LAYERS:
+        raise TypeError(f"{len(items)} entries {times} times")
+    return items * times
+
+
+def _number(node: ast.expr) -> int:
     value = _evaluate(node)
     if isinstance(value, list):
         raise TypeError(node)
-    return [value]
+    return value

@@ -177,6 +177,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         self._losses: dict[int, Tensor] = {}
 
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
+        """Runs one action, or the two that follow an FB in turns. An exception gets a note that names them."""
         self.current, *pair = unit
         try:
             with record_function(str(self.current)):
@@ -203,10 +204,12 @@ class PipelineExecutor(Generic[Module, Micro]):
         self._handlers[action.kind](action)
 
     def _clock(self, phase: str) -> AbstractContextManager[object]:
-        """A pair of passes that runs in turns is timed as one action."""
+        """The context that times a pass; none within a pair that runs in turns, which is timed as one action."""
         return nullcontext() if self._in_turns else self.timed(phase)
 
     def _run_in_turns(self, *pair: Action) -> None:
+        """Runs a forward and a backward in turns, as `pair` of the executor says."""
+
         def run(action: Action) -> None:
             with record_function(str(action)):
                 self.run_action(action)
@@ -258,12 +261,14 @@ class PipelineExecutor(Generic[Module, Micro]):
             self.held.outbox[Action(Kind.SEND_B, stage, microbatch)] = hidden.grad
 
     def _input_backward(self, action: Action) -> None:
+        """As `_backward`, but leaves the weight gradients of linear layers in the queue."""
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
         self.queue.begin((action.stage, action.microbatch))
         self._backward(action)
         self.queue.end()
 
     def _weight_backward(self, action: Action) -> None:
+        """Adds the weight gradients that the I of this stage and micro-batch has left in the queue."""
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
         with self._clock("backward"):
             self.queue.run((action.stage, action.microbatch))
@@ -284,8 +289,10 @@ class PipelineExecutor(Generic[Module, Micro]):
         return self.held.outbox.pop(counterpart(receive))
 
     def _peer(self, action: Action) -> int:
+        """The pipeline rank at the other end of a message."""
         return self.layout.rank_of(counterpart(action).stage)
 
     def _tag(self, send: Action) -> int:
+        """A number that both ends of a message know it by."""
         place = send.microbatch * self.layout.num_stages + send.stage
         return 2 * place + (send.kind is Kind.SEND_B)

@@ -28,25 +28,25 @@ from megatron.core.pipeline_parallel.walk import Walk
 
 
 def add_communication(lists: Lists, validates: bool = False) -> Schedule:
-    """Places SEND_F/RECV_F and SEND_B/RECV_B; a stage whose neighbour is on the same rank needs none.
+    """Adds messages to lists of compute actions: SEND_F and RECV_F, SEND_B and RECV_B. Stages on the same rank need
+    none.
 
-    All actions are walked in the order in which they would start. Whoever computes a message places both ends: the send
-    behind the action in its own list, and the receive at the end of the peer's list as it stands. So a receive is
-    posted when its message begins to be computed, ahead of what the peer does meanwhile, and each list is a subsequence
-    of the one order of the walk. In that order every send directly precedes its receive, behind all that it depends on:
-    running the first unfinished action of the walk is always possible, even if sends and receives block until both ends
-    are there. Passes that run in turns are one step, before the messages of both.
+    The actions of all ranks are visited in the order in which they would start. For each message, the send is appended
+    to the list of the rank that computes it, right after the action, and the receive to the list of its peer, as far as
+    that list has come. The peer therefore posts the receive when the message begins to be computed, and then does its
+    own work meanwhile.
 
-    With `validates` every list has a VALIDATE where the walk reaches the first backward of all. No message passes from
-    one side of this cut to the other, so that all ranks can begin their lists again there; and it waits for nothing but
-    the step before, which every rank ends without help from this one."""
+    The lists cannot wait for each other forever, even if sends and receives block until both ends are there: each list
+    is a part of one order, in which every send directly precedes its receive and follows all that it depends on. The
+    first unfinished action of this order can always run. Two passes that run in turns are one step of it, and the
+    messages of both follow them.
+
+    With `validates`, every list has a VALIDATE where the order reaches the first backward of all. No message crosses
+    this point, so all ranks can begin their lists again there. A VALIDATE waits only for the step before, which every
+    rank ends without help from this one."""
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]
-    run = Walk(lists)
-    run.run()
-    starts = [{action: start for action, start, _ in timed} for timed in run.timeline]
-    walk = [(starts[rank][unit[0]], rank, unit) for rank, actions in enumerate(lists) for unit in units(actions)]
-    for _, rank, unit in sorted(walk, key=_walk_order):
+    for rank, unit in _by_start(lists):
         if validates and any(action.kind in BACKWARDS for action in unit):
             for own, actions in zip(placed, lists, strict=True):
                 own.append(Action(Kind.VALIDATE, min(action.stage for action in actions), 0))
@@ -61,10 +61,27 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     return placed
 
 
-def _walk_order(entry: tuple[float, int, tuple[Action, ...]]) -> tuple[float, bool, int]:
-    """By start. Among actions that start together, the one whose message a neighbour needs next is first, so that the
-    neighbour posts the receive before it computes: forwards by rising stage, then backwards by falling."""
-    start, _, ((kind, stage, _), *_) = entry
+Unit = tuple[Action, ...]
+"""One action, or the FB before two passes that run in turns with both of them."""
+
+
+def _by_start(lists: Lists) -> list[tuple[int, Unit]]:
+    """(rank, unit) of all units, in the order in which they would start."""
+    run = Walk(lists)
+    run.run()
+    found = []
+    for rank, actions in enumerate(lists):
+        starts = {action: start for action, start, _ in run.timeline[rank]}
+        found += [(starts[unit[0]], rank, unit) for unit in units(actions)]
+    return [(rank, unit) for _, rank, unit in sorted(found, key=_walk_order)]
+
+
+def _walk_order(entry: tuple[float, int, Unit]) -> tuple[float, bool, int]:
+    """Key that sorts (start, rank, unit) by start. Of units that start together, forwards come first, by rising stage,
+    then backwards, by falling stage: a neighbour needs the first one's message next, and so posts its receive before it
+    computes."""
+    start, _, unit = entry
+    kind, stage, _ = unit[0]
     return (start, False, stage) if kind in (Kind.F, Kind.FB) else (start, True, -stage)
 
 
@@ -97,6 +114,8 @@ def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *
 
 
 def _check_complete(actions: set[Action], num_stages: int, microbatches: int, forward_only: bool) -> None:
+    """Raises ValueError unless every stage runs each micro-batch: F with B, or F with I and W; F alone if there are no
+    backwards."""
     forward = {Kind.F}
     whole = {Kind.F, Kind.B}
     halves = {Kind.F, Kind.I, Kind.W}

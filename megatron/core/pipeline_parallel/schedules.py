@@ -116,10 +116,12 @@ def one_f_one_b(p: int, m: int, in_turns: bool = False) -> Schedule:
     On one rank, with `in_turns`, a forward and the backward of the microbatch before run in turns.
     """
     assert p == 1 or not in_turns, "1F1B has one stage a rank: a forward and the backward beside it need each other"
-    return [
-        alternate([F(rank, i) for i in range(m)], [B(rank, i) for i in range(m)], p - rank - 1 + in_turns, in_turns)
-        for rank in range(p)
-    ]
+    lists = []
+    for rank in range(p):
+        forwards, backwards = [F(rank, i) for i in range(m)], [B(rank, i) for i in range(m)]
+        ahead = p - rank - 1
+        lists.append(alternate(forwards, backwards, ahead + in_turns, in_turns))
+    return lists
 
 
 def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: bool = False) -> Schedule:
@@ -177,22 +179,27 @@ def forward_only(layout: PipelineLayout, m: int) -> Schedule:
 def alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], ahead: int, in_turns: bool = False
 ) -> list[Action]:
-    """`ahead` forwards, then a forward and a backward one after the other, or `in_turns`, then the backwards that are
-    left."""
+    """`ahead` forwards, then pairs of a forward and a backward, and at last the backwards that are left. With
+    `in_turns` an FB before each pair says that the two passes run in turns."""
     ahead = min(ahead, len(forwards))
     steady = len(forwards) - ahead
-    pairs = zip(forwards[ahead:], backwards[:steady], strict=True)
-    marked = (([f._replace(kind=Kind.FB)] if in_turns else []) + [f, b] for f, b in pairs)
-    return [*forwards[:ahead], *(action for pair in marked for action in pair), *backwards[steady:]]
+    actions = list(forwards[:ahead])
+    for forward, backward in zip(forwards[ahead:], backwards[:steady], strict=True):
+        if in_turns:
+            actions.append(forward._replace(kind=Kind.FB))
+        actions += [forward, backward]
+    return [*actions, *backwards[steady:]]
 
 
 def groups_of(m: int, p: int, group: int | None = None) -> list[range]:
-    """m microbatches in groups of `group` (default p) and one of the rest if that has p or more; otherwise in as many
-    groups as there are whole ones in m, as even as possible, the largest first."""
+    """Divides m microbatches into groups of `group`, by default of p.
+
+    A rest of p or more microbatches is a group of its own. A smaller one is divided among the whole groups: these are
+    then as even as possible, the largest first."""
     group = group or p
-    count, rest = max(1, m // group), m % group
-    if m > group and rest >= p:
+    if m > group and m % group >= p:
         return [range(start, min(start + group, m)) for start in range(0, m, group)]
+    count = max(1, m // group)
     size, larger = divmod(m, count)
     starts = [i * size + min(i, larger) for i in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
