@@ -198,7 +198,9 @@ class LinearFormat(Protocol):
     def linear(self, name: str, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> Any:
         """The `LinearGemms` of the linear layer `name`."""
 
-    def grouped(self, expt_tp: Axis, cuts: Cuts, in_one_kernel: bool, compiled: bool, add_weight_grad_: Any) -> Any:
+    def grouped(
+        self, expt_tp: Axis, cuts: Cuts, in_one_kernel: bool, compiled: bool, add_weight_grad_: Callable[..., None]
+    ) -> Any:
         """The `GroupedGemms` of a layer of experts. `add_weight_grad_` are those of the parameters' format."""
 
     def groups_in_one_kernel(self, device: torch.device) -> bool:
