@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.extensions.interop.conversion.convert import Conversion, formats, parse_bytes, parse_dtype
 from megatron.extensions.interop.conversion.formats import Options
+from megatron.extensions.interop.conversion.stored_output import written_locally
 from megatron.training.config.problem import any_text
 from megatron.training.metrics.progress_bar import ProgressBar
 
@@ -55,13 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         require_transformers()
     try:
-        conversion = Conversion(args.input, args.output, args.to, options, args.force)
-        folders = dict(zip(conversion.formats, (args.input, args.output), strict=True))
-        if args.check is not None and folders.keys() != {"hf", "dcp"}:
-            raise ValueError("--check compares a Hugging Face folder with a checkpoint; this conversion has not both")
-        for note in conversion.notes:
-            print(f"note: {note}", file=sys.stderr)
-        convert(conversion, args.workers)
+        with written_locally(args.output, args.force) as folder:
+            conversion = Conversion(args.input, folder, args.to, options, args.force)
+            folders = dict(zip(conversion.formats, (args.input, args.output), strict=True))
+            if args.check is not None and folders.keys() != {"hf", "dcp"}:
+                raise ValueError(
+                    "--check compares a Hugging Face folder with a checkpoint; this conversion has not both"
+                )
+            if folder != args.output and (args.check is not None or conversion.formats[1] != "hf"):
+                rule = "is a URL, to which only Hugging Face folders are written, and without --check"
+                raise ValueError(f"--output {args.output} {rule}; convert to a local folder, and copy it")
+            for note in conversion.notes:
+                print(f"note: {note}", file=sys.stderr)
+            convert(conversion, args.workers)
     except CheckpointError as error:
         raise ValueError(str(error)) from None
     source, target = conversion.formats
@@ -83,7 +90,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_family_flag(parser, argv, writes=True)
     add = parser.add_argument
     add("--input", type=located, required=True, help="folder of the model to convert")
-    add("--output", type=Path, required=True, help="folder to create")
+    add("--output", type=located, required=True, help="folder to create")
     add(
         "--to",
         choices=formats(),

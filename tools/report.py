@@ -3,15 +3,18 @@
     python tools/report.py runs/a
     python tools/report.py runs/a --against runs/b runs/c --output a.html
 
-RUN is a --save folder. The page needs no network and no script, and shows what there is: of a run that crashed or still
+RUN is a --save folder, or its URL, for which --output is needed. The page
+needs no network and no script, and shows what there is: of a run that crashed or still
 runs, without a trace, or with damaged files. --against adds the curves of other runs and the values that differ. Code
 that the run names is not executed; --extension names it for the plan of a run with parts of your own.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
+from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.fsync import whole_file
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
@@ -26,6 +30,7 @@ from megatron.training.extensions import ExtensionError
 
 from .common import add_extension_flag, refuse, refuse_unwritable, run_tool, too_small, tool_parser
 from .pictures import report_sections as sections
+from .pictures.fetched_run import local_run
 from .pictures.plot_memory import read_plan
 from .pictures.run_folder import CONFIG, RunFolder, read_run
 
@@ -34,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_parser(__doc__)
     add_extension_flag(parser, argv)
     add = parser.add_argument
-    add("run", type=Path, help="--save folder of the run, or its metrics.jsonl")
-    add("--against", type=Path, metavar="RUN", nargs="+", action="extend", default=[], help="runs to compare with")
+    add("run", type=located, help="--save folder of the run, or its metrics.jsonl")
+    add("--against", type=located, metavar="RUN", nargs="+", action="extend", default=[], help="runs to compare with")
     add("--output", type=Path, metavar="FILE.html", help="default: report.html in the folder of the run")
     add("--metrics-file", type=Path, help="default: metrics.jsonl in the folder of the run")
     add("--trace", type=Path, help="default: the newest in the folder trace of the run")
@@ -45,13 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--gpus-per-node", type=int, default=8, help="for the map of ranks without a trace (default: 8)")
     args = parser.parse_args(argv)
     refuse(too_small(args, gpus_per_node=1))
-    run = read_run(args.run, args.metrics_file, args.outcome, args.trace)
-    others = [read_run(path) for path in args.against]
+    with ExitStack() as stack:
+        run, *others = [stack.enter_context(local_run(path)) for path in (args.run, *args.against)]
+        return _write(args, run, others)
+
+
+def _write(args: argparse.Namespace, path: Path, against: Sequence[Path]) -> int:
+    run = read_run(path, args.metrics_file, args.outcome, args.trace)
+    others = [read_run(other) for other in against]
     plan, why = None, "--no-plan"
     if args.plan is not None:
         plan = read_plan(args.plan)
     elif not args.no_plan:
         plan, why = computed_plan(run)
+    if args.output is None and not isinstance(args.run, Path):
+        raise ValueError(f"--output is needed for {args.run}, whose folder is not on the local disk")
     output = args.output or run.path / "report.html"
     refuse_unwritable("--output", output)
     text = report(run, others, plan, why, args.gpus_per_node)

@@ -48,8 +48,9 @@ def stored(name: str, to: Path) -> Path:
 
 def test_a_run_resumes_bitwise_at_another_layout(tmp_path: Path) -> None:
     screen, local = tmp_path / "screen", tmp_path / "whole"
+    exports = ["--export-hf-interval", "4"]
     for save in (str(local), URL):
-        run_forked(2, [*FLAGS, "--tp", "2", "--save", save, "--exit-interval", "4"], screen)
+        run_forked(2, [*FLAGS, "--tp", "2", "--save", save, "--exit-interval", "4", *exports], screen)
     same = run_program("tools/inspect_checkpoint.py", URL, local, code=0)
     assert "equal" in same.stdout
     for save in (str(local), URL):
@@ -58,9 +59,22 @@ def test_a_run_resumes_bitwise_at_another_layout(tmp_path: Path) -> None:
     assert losses_in(stored("metrics.jsonl", tmp_path / "m.jsonl")) == losses_in(local / "metrics.jsonl")
     names = file_system().find(f"{BUCKET}/run")
     assert not [name for name in names if name.endswith((".unfinished", ".lease"))]
-    assert {name.split("/")[2] for name in names if "/iter_" in name} == {"iter_0000004", "iter_0000006"}
+    assert {name.split("/")[2] for name in names if name.startswith(f"{BUCKET}/run/iter_")} == {
+        "iter_0000004",
+        "iter_0000006",
+    }
     events = [json.loads(line) for line in stored("run_events.jsonl", tmp_path / "e.jsonl").read_text().splitlines()]
     assert [event for event in events if event["event"] == "storage"][-1]["written"] > 0
+    file_system().get(f"{BUCKET}/run/hf/iter_0000004", str(tmp_path / "hf"), recursive=True)
+    run_program("tools/inspect_checkpoint.py", tmp_path / "hf", local / "hf" / "iter_0000004", code=0)
+    converted = ("tools/convert_checkpoint.py", "--input", URL, "--output", f"{URL}/exported")
+    run_program(*converted, code=0)
+    assert "exists already" in run_program(*converted, code=2).stderr and f"{BUCKET}/run/exported/config.json" in (
+        file_system().find(f"{BUCKET}/run/exported")
+    )
+    page = tmp_path / "report.html"
+    run_program("tools/report.py", URL, "--against", local, "--output", page, "--no-plan", code=0)
+    assert "iter_0000006" in page.read_text() or "Saves" in page.read_text()
     kept = "".join(path.read_text() for path in (tmp_path / "e.jsonl", stored("run_config.yaml", tmp_path / "c.yaml")))
     assert "test-secret-key" not in kept + screen.read_text() and "test-access-key" not in kept
 

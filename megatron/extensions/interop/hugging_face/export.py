@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.extensions import load
 from megatron.extensions.interop.conversion.convert import Conversion
 from megatron.extensions.interop.conversion.formats import Options
+from megatron.extensions.interop.conversion.stored_output import written_locally
 from megatron.extensions.interop.hugging_face.family_files import add_families, family_to_write
 from megatron.extensions.interop.hugging_face.flags import HuggingFaceConfig
 from megatron.training.config.run_config import RunConfig
@@ -45,7 +46,7 @@ COUNTS = struct.Struct("qq")
 class ExportProcess:
     """The process of one export. It sees no GPU, and gives way to training."""
 
-    def __init__(self, checkpoint: PurePath, output: Path, families: Sequence[str]) -> None:
+    def __init__(self, checkpoint: PurePath, output: PurePath, families: Sequence[str]) -> None:
         self.checkpoint, self.began = checkpoint, time.monotonic()
         # A file, because a pipe fills up while nobody reads it during training.
         self._counts = tempfile.TemporaryFile()  # noqa: SIM115
@@ -106,13 +107,13 @@ class HFExporter:
     doing = "exporting to Hugging Face"
 
     def __init__(self, config: RunConfig, held: list[PurePath]) -> None:
-        options, save = config.options(HuggingFaceConfig), config.checkpoint.save_folder or Path()
+        options, save = config.options(HuggingFaceConfig), config.checkpoint.save_root or Path()
         assert options.export_hf_interval is not None
         self.interval = options.export_hf_interval
         self.held = held
         self.families = options.hf_family or ()
-        self.root = Path(options.export_hf_dir or save / "hf")
-        self._waiting: deque[tuple[PurePath, Path]] = deque()
+        self.root = located(options.export_hf_dir or save / "hf")
+        self._waiting: deque[tuple[PurePath, PurePath]] = deque()
         self._running: ExportProcess | None = None
         self._said = set[str]()
 
@@ -166,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load()
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("checkpoint")
-    parser.add_argument("output", type=Path)
+    parser.add_argument("output", type=located)
     for flag in ("--extension", "--hf-family"):
         parser.add_argument(flag, action="append", default=[])
     parser.add_argument("--counts", type=int, help="file descriptor for the progress")
@@ -177,16 +178,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         load_extensions(args.extension)
         add_families(args.hf_family)
         options = Options(family=family_to_write(args.hf_family))
-        conversion = Conversion(located(args.checkpoint), args.output, "hf", options, force=True)
-        for note in conversion.notes:
-            print(f"{NOTE}{visible(' '.join(note.split()))}")
-        total = conversion.target.nbytes
+        with written_locally(args.output, force=True) as folder:
+            conversion = Conversion(located(args.checkpoint), folder, "hf", options, force=True)
+            for note in conversion.notes:
+                print(f"{NOTE}{visible(' '.join(note.split()))}")
+            total = conversion.target.nbytes
 
-        def show(done: int) -> None:
-            if args.counts is not None:
-                os.pwrite(args.counts, COUNTS.pack(done, total), 0)
+            def show(done: int) -> None:
+                if args.counts is not None:
+                    os.pwrite(args.counts, COUNTS.pack(done, total), 0)
 
-        conversion.run(workers=1, show=show)
+            conversion.run(workers=1, show=show)
     except (ValueError, OSError, CheckpointError) as error:
         print(visible(" ".join(str(error).split())))
         return 1

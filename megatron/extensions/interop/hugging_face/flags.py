@@ -21,7 +21,7 @@ class HuggingFaceConfig:
     """Iterations between exports of checkpoints to Hugging Face folders, written in the background; a multiple of
     --save-interval."""
 
-    export_hf_dir: str | None = flag(None, path="local", writes="folder", no_effect_without="--export-hf-interval")
+    export_hf_dir: str | None = flag(None, path="stored", writes="folder", no_effect_without="--export-hf-interval")
     """Folder for these exports; default: hf in --save."""
 
     hf_family: tuple[str, ...] | None = flag(None, path="local", repeats=True)

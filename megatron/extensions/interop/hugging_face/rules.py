@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.dist_checkpointing.file_storage import UrlPath
 from megatron.extensions.interop.hugging_face.family_files import add_families, family_to_write
 from megatron.extensions.interop.hugging_face.flags import HuggingFaceConfig
 from megatron.extensions.interop.hugging_face.write_config import choose_family, config_to_hf
@@ -28,9 +27,6 @@ def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
         nearest = interval * max(1, round(wanted / interval)) if interval else wanted
         remedy = f"nearest: {nearest}" if interval else f"add --save-interval {wanted}"
         yield Problem("--export-hf-interval", wanted, rule, remedy)
-    if wanted is not None and isinstance(c.checkpoint.save_root, UrlPath) and options.export_hf_dir is None:
-        rule = f"writes folders on the local disk, and --save {c.checkpoint.save} is not there"
-        yield Problem("--export-hf-interval", wanted, rule, "add --export-hf-dir FOLDER")
     # What no folder can express, before a run is trained whose exports would all fail.
     if wanted is None or c.model.num_layers < 1:
         return

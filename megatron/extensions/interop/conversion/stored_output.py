@@ -1,0 +1,57 @@
+"""Output folders in another storage than the local disk: written to a temporary folder, then uploaded.
+
+The folder holds `.unfinished` until all its files are there. An upload that fails leaves none.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePath
+
+from megatron.core.dist_checkpointing.file_storage import storage_of
+from megatron.core.dist_checkpointing.integrity import CHUNK
+from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of
+
+
+@contextmanager
+def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Path]:
+    """Yields the folder to write: `output` itself if it is on the local disk, else a temporary one, which is uploaded
+    if the body succeeds.
+
+    Raises ValueError if `output` exists and is no model that `force` allows to replace, or cannot be written.
+    """
+    if isinstance(output, Path):
+        yield output
+        return
+    try:
+        if storage_of(output).names(output):
+            if not force:
+                raise ValueError(f"--output {output} exists already; choose another folder")
+            if not PATH_KINDS.facts(kind_of(output)).model and storage_of(output).finished(output):
+                rule = "holds no model, so that it is not replaced"
+                raise ValueError(f"--output {output} {rule}; choose another folder")
+        with tempfile.TemporaryDirectory(prefix="upload-") as scratch:
+            folder = Path(scratch, output.name or "output")
+            yield folder
+            if folder.is_dir():
+                upload(folder, output)
+    except OSError as error:
+        raise ValueError(f"--output {output} cannot be written: {error}; nothing of it was kept") from error
+
+
+def upload(folder: Path, final: PurePath) -> None:
+    """Publishes a copy of a folder. Raises OSError; then there is none."""
+    storage = storage_of(final)
+    storage.begin(final)
+    try:
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+            with file.open("rb") as source, storage.create(final.joinpath(*file.relative_to(folder).parts)) as target:
+                shutil.copyfileobj(source, target, CHUNK)
+        storage.publish(final)
+    except OSError:
+        with suppress(OSError):
+            storage.discard(final)
+        raise
