@@ -45,6 +45,14 @@ def test_flat_with_and_not_without(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "  not flat" in capsys.readouterr().out
 
 
+OPTIMIZERS = ("muon --muon-extra-scale-factor 0.2", "muon --muon-scale-mode unit_rms_norm", "sgd --lr 0.03")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_flat_with_every_optimizer(optimizer: str) -> None:
+    assert main(["--widths", "64", "256", "--", *MUP, "--optimizer", *optimizer.split()]) == 0
+
+
 def test_wrong_flags_are_refused() -> None:
     with pytest.raises(ValueError, match="--widths 64: give at least two"):
         main(["--widths", "64"])

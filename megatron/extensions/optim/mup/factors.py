@@ -73,8 +73,10 @@ def rate(found: Factors, meta: ParamMeta, optimizer: str, matrix_scale: str | No
     """
     if optimizer == "sgd":
         return found.change / found.gradient
-    if matrix_scale is None or matrix_scale == "spectral":  # "spectral" makes elements as large in every shape
+    if matrix_scale is None:
         return found.change
-    if matrix_scale == "unit_rms_norm" or meta.width_kind == "hidden":  # makes outputs as large in every shape
-        return 1.0
-    return found.change**0.5  # max(1, out / in)^(1/2) is 1 for the few outputs of routers and gates
+    # Muon's updates have one singular value, which must grow as sqrt(out / in) does (arXiv 2310.17813): not at all
+    # between two widths, and by the root of `change` from a width to a few outputs.
+    wanted = 1.0 if meta.width_kind == "hidden" else found.change**0.5
+    made = {"spectral": found.change**-0.5, "unit_rms_norm": wanted, "shape_scaling": 1.0}
+    return wanted / made[matrix_scale]
