@@ -4,10 +4,10 @@
 #
 #   bash scripts/gpu_first_hour.sh wheels             before, on a machine with a package index: fills .wheels/ with what
 #                                                     the tests need, for a machine where nothing can be installed
-#   bash scripts/gpu_first_hour.sh PART [FOLDER]      tests | llama | headline | calibrate | parts | models | features |
-#                                                     page
-#   bash scripts/gpu_first_hour.sh all [FOLDER]       all of them, one after another, in at most 61 minutes; the first
-#                                                     three take at most 27
+#   bash scripts/gpu_first_hour.sh PART [FOLDER]      nccl | tests | llama | headline | calibrate | parts | models |
+#                                                     features | page
+#   bash scripts/gpu_first_hour.sh all [FOLDER]       all of them, one after another, in at most 71 minutes; nccl takes
+#                                                     at most 10, the next three at most 27
 #   bash scripts/gpu_first_hour.sh all FOLDER --cpu --tiny      a trial without a GPU, in a few minutes
 #
 # FOLDER, by default $OUT or else runs/gpu (runs/gpu-trial with --cpu), gets JSON files, a log for each part, calls.jsonl
@@ -25,8 +25,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # shellcheck source=scripts/env.sh
 source scripts/env.sh
 
-PARTS=(tests llama headline calibrate parts models features)
+PARTS=(nccl tests llama headline calibrate parts models features)
 declare -A WRITTEN=(
+    [nccl]="nccl.txt"
     [tests]="tests.txt"
     [llama]="llama-bf16.json llama-fp8.json"
     [headline]="headline-bf16.json headline-fp8.json compile.json"
@@ -181,6 +182,23 @@ measure() {
         devices+=(--calibrated "$DEVICE_FILE")
     fi
     limited "$seconds" "$PYTHON" tools/bench/gpu.py ${cpu:+"$cpu"} "$@" --json "$OUT/$file" "${devices[@]}"
+}
+
+# Ranks that share the GPU over NCCL, each as if it were alone on its host: one sum with NCCL's own log, every collective,
+# runs at each kind of layout, faults, and combinations of the parity matrix. With --cpu, over gloo.
+nccl() {
+    local share="--nccl-on-one-gpu${cpu:+=cpu}" backend=nccl ranks options
+    if [[ -n "$cpu" ]]; then
+        backend=gloo
+    fi
+    ranks=(-m torch.distributed.run --standalone --nproc-per-node 2 --no-python bash scripts/rank_as_host.sh "$PYTHON")
+    NCCL_DEBUG=INFO limited 60 "$PYTHON" "${ranks[@]}" tests/gpu/first_sum.py "$backend"
+    options=("$share" -vv --tb=short -p no:cacheprovider -p tests.failure_lines)
+    log_name=nccl.txt limited 60 "$PYTHON" -m pytest tests/gpu/test_collectives.py "${options[@]}"
+    if [[ -z "$tiny" ]]; then
+        log_name=nccl.txt limited 280 "$PYTHON" -m pytest tests/gpu/test_nccl.py "${options[@]}"
+        log_name=nccl.txt limited 160 "$PYTHON" -m pytest tests/gpu/test_matrix.py -k nccl "${options[@]}"
+    fi
 }
 
 tests() {

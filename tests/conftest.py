@@ -117,6 +117,14 @@ def pytest_collection_finish() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the campaigns too, which a path does that names them")
     parser.addoption("--whole", action="store_true", help="run whole grids of layouts where a part is the default")
+    parser.addoption(
+        "--nccl-on-one-gpu",
+        nargs="?",
+        const="cuda",
+        choices=("cuda", "cpu"),
+        help="tests of several ranks in tests/gpu run over NCCL, with all ranks on the first GPU; =cpu tries them with "
+        "gloo on the CPU",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

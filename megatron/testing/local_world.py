@@ -1,11 +1,11 @@
-"""Gloo worlds on this machine: a function run by 1 to 8 forked ranks, every rank's result handed back.
+"""Worlds of processes on this machine: a function run by 1 to 8 forked ranks, every rank's result handed back.
 
     results = run_world(4, train_two_steps, config)     # train_two_steps(rank, world_size, config) on each rank
 
 A world starts in about a tenth of a second, as it forks instead of importing torch again. The rendezvous is a file,
 so worlds that run side by side need no free port. An exception on any rank raises here with that rank's traceback,
 and a world that hangs is ended after `timeout` seconds with the stack of every rank. Tests and the tools that
-compare layouts are built on it.
+compare layouts are built on it. The backend is gloo, or nccl for ranks that share the first GPU (`share_a_gpu`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -35,19 +36,34 @@ from megatron.core.torch_private import preload_compiler
 R = TypeVar("R")
 
 
-def run_world(world_size: int, fn: Callable[..., R], *args: object, timeout: float = 600.0) -> list[R]:
+@dataclass(frozen=True)
+class World:
+    """A world that is about to start."""
+
+    size: int
+    folder: Path
+    """Holds its rendezvous, results, errors and stacks."""
+
+    timeout: float
+    """Seconds."""
+
+    backend: str
+
+
+def run_world(
+    world_size: int, fn: Callable[..., R], *args: object, timeout: float = 600.0, backend: str = "gloo"
+) -> list[R]:
     """Returns [fn(rank, world_size, *args) for each rank]. Raises RuntimeError with the first failing rank's
-    traceback, or TimeoutError with all stacks. Results must pickle."""
+    traceback, or TimeoutError with all stacks. Results must pickle. `backend`: "gloo", or "nccl" for ranks that share
+    the first GPU."""
     assert not torch.cuda.is_initialized(), "a process that has touched CUDA cannot fork"
     preload_compiler()
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="world-") as folder:
+        world = World(world_size, Path(folder), timeout, backend)
+        jobs = [partial(fn, rank, world_size, *args) for rank in range(world_size)]
         ranks = [
-            context.Process(
-                target=_rank_main,
-                args=(rank, world_size, Path(folder), os.getpid(), timeout, partial(fn, rank, world_size, *args)),
-            )
-            for rank in range(world_size)
+            context.Process(target=_rank_main, args=(rank, world, os.getpid(), job)) for rank, job in enumerate(jobs)
         ]
         for process in ranks:
             process.start()
@@ -99,27 +115,43 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)  # it ended before
 
 
-def _rank_main(
-    rank: int, world_size: int, folder: Path, parent: int, timeout: float, job: Callable[[], object]
-) -> None:
+def share_a_gpu(rank: int, environ: MutableMapping[str, str]) -> None:
+    """Lets several processes of a host use its first GPU over NCCL. Call it before NCCL starts.
+
+    NCCL refuses two ranks on a GPU of one host. It takes hosts for different ones by NCCL_HOSTID, and then sends by
+    sockets (`scripts/rank_as_host.sh` does the same for a launcher).
+    """
+    environ["NCCL_HOSTID"] = f"rank-{rank}"
+    environ["NCCL_SOCKET_IFNAME"] = "lo"
+    for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_MAX_NCHANNELS"):
+        environ[name] = "1"
+
+
+def _rank_main(rank: int, world: World, parent: int, job: Callable[[], object]) -> None:
     die_with_parent(parent)
     gc.freeze()  # looking through what came with the fork would copy its pages
-    stack_file = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 (stays open for the signal handler)
+    stack_file = open(world.folder / f"stack-{rank}", "w")  # noqa: SIM115 (stays open for the signal handler)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     torch.set_num_threads(1)
     code = 0
     try:
+        device = None
+        if world.backend == "nccl":
+            share_a_gpu(rank, os.environ)
+            device = torch.device("cuda", 0)
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/rendezvous",
+            world.backend,
+            init_method=f"file://{world.folder}/rendezvous",
             rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
+            world_size=world.size,
+            timeout=timedelta(seconds=world.timeout),
+            device_id=device,
         )
-        (folder / f"result-{rank}").write_bytes(pickle.dumps(job()))
+        (world.folder / f"result-{rank}").write_bytes(pickle.dumps(job()))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        (folder / f"error-{rank}").write_text(f"rank {rank} of {world_size}:\n{traceback.format_exc()}")
+        (world.folder / f"error-{rank}").write_text(f"rank {rank} of {world.size}:\n{traceback.format_exc()}")
         code = 1
     os._exit(code)

@@ -1,5 +1,7 @@
-"""The parity matrix on a GPU: combinations of one rank, and of two that share the GPU over gloo, against one process on
-the CPU, in fp64 and without dropout, of which each device draws other masks."""
+"""The parity matrix on a GPU, in combinations of one rank and of several that share the GPU over gloo or NCCL.
+
+Each is compared with one process on the CPU, in fp64 and without dropout, of which each device draws other masks.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,16 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.initialize import Runtime, local_runtime
+from tests.gpu.shared_gpu import GLOO, NCCL, SHARED_GPU, Ranks, ranks_of
 from tests.parity.matrix import compared, covering, settings
 from tests.parity.matrix.combination import Combination
 from tests.parity.matrix.design import pairwise
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
-
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
-MOST = 30
-"""Of one rank, they have every choice."""
+MOST, MOST_OF_NCCL = 30, 12
+"""Combinations of a world; the 30 of one rank have every choice. NCCL's messages between ranks on one GPU are slow."""
+
+MOST_OF_TRIALS = 2
 
 ON_HOST = ("sin", "cos", "exp", "log1p")
 """Functions that are computed on the host in fp32, as those of angles, whatever the model's dtype: devices round them
@@ -40,30 +43,38 @@ def on_host(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: function(x.cpu()).to(x.device) if x.dtype == torch.float32 else function(x)
 
 
-def on_the_gpu(config: RunConfig, rank: int, world_size: int) -> Runtime:
-    return replace(local_runtime(config, rank, world_size), device=torch.device("cuda", 0))
+def on_device(device: str) -> Callable[[RunConfig, int, int], Runtime]:
+    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    return lambda config, rank, size: replace(local_runtime(config, rank, size), device=place)
 
 
-def train_all(rank: int, world_size: int, combinations: Sequence[Combination], folder: Path) -> None:
+def train_all(rank: int, world_size: int, combinations: Sequence[Combination], ranks: Ranks, folder: Path) -> None:
     """Writes the fragments of each combination, or why one has none: in one process, since each starts the GPU anew."""
-    torch.cuda.set_device(0)
-    for name in ON_HOST:
-        setattr(Tensor, name, on_host(getattr(Tensor, name)))
+    if ranks.device == "cuda":
+        torch.cuda.set_device(0)
+        for name in ON_HOST:
+            setattr(Tensor, name, on_host(getattr(Tensor, name)))
     for number, combination in enumerate(combinations):
-        flags = [*(word for word in combination.argv if word != "--cpu"), *NO_DROPOUT, "--distributed-backend", "gloo"]
-        with settings(combination), mock.patch.object(local_run, "local_runtime", on_the_gpu):
+        flags = [*combination.argv, *NO_DROPOUT, "--distributed-backend", ranks.backend]
+        if ranks.device == "cuda":
+            flags.remove("--cpu")
+        with settings(combination), mock.patch.object(local_run, "local_runtime", on_device(ranks.device)):
             unseen = int(combination["norm"] != "awaited")
             try:
                 config = resolve_legal(parse_args(flags), world_size)
                 found: object = train_on_rank(rank, world_size, config, 2 - unseen, False, unseen)
-            except Exception:
+            except Exception as error:
+                if world_size > 1:  # the other ranks wait for this one
+                    error.add_note(f"combination: {combination}")
+                    raise
                 found = traceback.format_exc()
         (folder / f"{number}-{rank}").write_bytes(pickle.dumps(found))
 
 
-def differing(world_size: int, folder: Path) -> Iterator[str]:
-    combinations = covering([each for each in pairwise() if each.world_size == world_size])[:MOST]
-    run_world(world_size, train_all, combinations, folder)
+def differing(world_size: int, ranks: Ranks, folder: Path, most: int) -> Iterator[str]:
+    """The combinations of a world that compute something else than one process does, and what."""
+    combinations = covering([each for each in pairwise() if each.world_size == world_size])[:most]
+    run_world(world_size, train_all, combinations, ranks, folder, backend=ranks.backend)
     for number, combination in enumerate(combinations):
         of_ranks = [pickle.loads((folder / f"{number}-{rank}").read_bytes()) for rank in range(world_size)]
         if problems := [each for each in of_ranks if isinstance(each, str)]:
@@ -79,6 +90,10 @@ def differing(world_size: int, folder: Path) -> Iterator[str]:
             yield f"{combination}: {wrong}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_combinations_compute_what_the_cpu_does(world_size: int, tmp_path: Path) -> None:
-    assert list(differing(world_size, tmp_path)) == []
+@pytest.mark.parametrize(("world_size", "ranks"), [(1, SHARED_GPU), (2, SHARED_GPU), (2, NCCL), (4, NCCL)], ids=str)
+def test_combinations_compute_what_the_cpu_does(
+    world_size: int, ranks: Ranks, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    here = ranks_of(request, ranks)
+    most = {SHARED_GPU: MOST, NCCL: MOST_OF_NCCL, GLOO: MOST_OF_TRIALS}[here]
+    assert list(differing(world_size, here, tmp_path, most)) == []

@@ -24,6 +24,7 @@ from tools.bench.side_by_side import replace_text
 Figures = Mapping[str, Any]
 
 EXPECTED = {
+    "nccl.txt": "ranks that share the GPU over NCCL",
     "tests.txt": "tests/gpu",
     "llama-bf16.json": "layers of Llama 3.1 8B in bf16",
     "llama-fp8.json": "layers of Llama 3.1 8B in fp8",
