@@ -14,6 +14,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.datasets.blended import Renumbered, WholeBatches
 from megatron.core.datasets.build import Demands, build_datasets, source_lines, split_share
 from megatron.core.datasets.dataset import Dataset, Datasets
+from megatron.core.datasets.dealer import Dealer, DealsSamples, in_order
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
 from megatron.core.dist_checkpointing.path_kind import data_kind_of
@@ -92,6 +93,7 @@ class TrainingData:
     def enter(self, phase: Phase) -> None:
         """Evaluates on the data of a phase from now on, and makes batches for its model."""
         self.model, number = phase.config.model, self.plan.phases.index(phase)
+        self.train.deal = dealer_of(phase.config)
         for each in self._iterators()[1:]:
             each.close()
         self.valid, self.test = {}, None
@@ -118,6 +120,16 @@ def iterator(dataset: Dataset, config: RunConfig, runtime: Runtime, name: str) -
         name=name,
         pin_memory=runtime.device.type == "cuda",
     )
+
+
+def dealer_of(config: RunConfig) -> Dealer:
+    """What deals the samples of a training step to replicas, as the flags ask for."""
+    asked = [
+        options.dealer(config.model.seq_length)
+        for options in config.extension_options
+        if isinstance(options, DealsSamples)
+    ]
+    return next((deal for deal in asked if deal is not None), in_order)
 
 
 def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:

@@ -2,13 +2,15 @@
 
 Samples are numbered as consumed since the run began. A step that starts at sample g uses [g, g + global batch). Of
 these, micro-batch m of data-parallel rank r uses micro_batch_size samples from
-g + (m * dp_size + r) * micro_batch_size. The samples of a step therefore depend neither on the layout nor on workers,
-a run can resume anywhere, and the global batch may change from step to step.
+g + (m * dp_size + r) * micro_batch_size, unless a dealer divides the samples of the step in another way. The samples of
+a step therefore depend neither on the layout nor on workers, a run can resume anywhere, and the global batch may change
+from step to step.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets.dataset import Dataset
+from megatron.core.datasets.dealer import Dealer, in_order
 from megatron.core.datasets.sample_format import Sample
 from megatron.core.datasets.sample_order import sources_of
 
@@ -25,15 +28,7 @@ MicroBatch = dict[str, Tensor | None]
 PREFETCH = 4
 
 
-def microbatch_samples(
-    consumed_samples: int, microbatch: int, dp_rank: int, dp_size: int, micro_batch_size: int
-) -> range:
-    """Samples of one micro-batch of a rank in the step that starts at `consumed_samples`."""
-    first = consumed_samples + (microbatch * dp_size + dp_rank) * micro_batch_size
-    return range(first, first + micro_batch_size)
-
-
-def collate(samples: list[Sample], indices: range) -> MicroBatch:
+def collate(samples: list[Sample], indices: Sequence[int]) -> MicroBatch:
     """Stacks samples to one micro-batch of tensors [b, s], with `sample_index` [b].
 
     An entry is None if it is None in the samples.
@@ -42,7 +37,7 @@ def collate(samples: list[Sample], indices: range) -> MicroBatch:
     for name in samples[0]:
         parts = [part for sample in samples if (part := sample[name]) is not None]
         batch[name] = torch.from_numpy(np.stack(parts)) if parts else None
-    batch["sample_index"] = torch.arange(indices.start, indices.stop)
+    batch["sample_index"] = torch.tensor(indices)
     return batch
 
 
@@ -74,6 +69,7 @@ class DataIterator:
         self.dp_size = dp_size
         self.name = name
         self.pin_memory = pin_memory
+        self.deal: Dealer = in_order
         self.with_sources = False
         """True if micro-batches have `source_ids` [b], the number of each sample's data set."""
 
@@ -86,8 +82,9 @@ class DataIterator:
             start = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin_memory else (None, ())
             self._pool = ThreadPoolExecutor(num_workers, f"{name}-data", *start)
         self._depth = num_workers * PREFETCH
-        self._ready: deque[tuple[range, Future[MicroBatch]]] = deque()
-        self._next = 0  # consumed samples before the row of the next micro-batch to schedule
+        self._ready: deque[tuple[Sequence[int], Future[MicroBatch]]] = deque()
+        self._coming: deque[Sequence[int]] = deque()  # micro-batches that are dealt and not scheduled
+        self._next = 0  # first sample that is not dealt
 
     @property
     def row(self) -> int:
@@ -108,14 +105,10 @@ class DataIterator:
                 f"{self.end}; ask for more samples (--train-iters or --train-samples for training, "
                 "--eval-iters for evaluation), which repeats the data, or stop earlier"
             )
-        count = global_batch_size // self.row
-        wanted = [
-            microbatch_samples(consumed_samples, number, self.dp_rank, self.dp_size, self.micro_batch_size)
-            for number in range(count)
-        ]
+        wanted = self._deal(range(consumed_samples, end))
         if self._pool is None:
             return [self._prepare(indices) for indices in wanted]
-        return self._take(consumed_samples, wanted)
+        return self._take(range(consumed_samples, end), wanted)
 
     def restrict(self, end: int, micro_batch_size: int) -> None:
         """Takes no sample from number `end` on, and micro-batches of another size."""
@@ -129,31 +122,43 @@ class DataIterator:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _take(self, consumed_samples: int, wanted: list[range]) -> list[MicroBatch]:
-        if not self._ready or self._ready[0][0] != wanted[0]:
-            self._drop()
-            self._next = consumed_samples
+    def _deal(self, samples: range) -> list[Sequence[int]]:
+        """This rank's micro-batches of a step of these samples."""
+        dealt = self.deal(self.dataset, samples, self.dp_size, self.micro_batch_size)
+        mine: list[Sequence[int]] = dealt[:, self.dp_rank].tolist()
+        return mine
+
+    def _take(self, step: range, wanted: list[Sequence[int]]) -> list[MicroBatch]:
         found = []
-        for indices in wanted:
-            self._schedule(1 + self._depth)
-            ready, future = self._ready.popleft()
-            assert ready == indices
+        for place, indices in enumerate(wanted):
+            if not self._ready or self._ready[0][0] != indices:
+                self._drop()
+                self._coming.extend(wanted[place:])
+                self._next = step.stop
+            self._schedule(1 + self._depth, len(step))
+            _, future = self._ready.popleft()
             found.append(future.result())
-        self._schedule(max(self._depth, len(wanted)))  # prefetch a whole step of the same size
+        self._schedule(max(self._depth, len(wanted)), len(step))  # prefetch a whole step of the same size
         return found
 
-    def _schedule(self, depth: int) -> None:
-        """Schedules work until `depth` micro-batches are ready or in progress, or the data end."""
+    def _schedule(self, depth: int, batch_size: int) -> None:
+        """Schedules work until `depth` micro-batches are ready or in progress, or the data end. Steps that follow have
+        the size of the current one, as far as is known."""
         assert self._pool is not None
-        while len(self._ready) < depth and self._next + self.row <= self.end:
-            indices = microbatch_samples(self._next, 0, self.dp_rank, self.dp_size, self.micro_batch_size)
+        while len(self._ready) < depth:
+            if not self._coming:
+                if self._next + batch_size > self.end:
+                    return
+                self._coming.extend(self._deal(range(self._next, self._next + batch_size)))
+                self._next += batch_size
+            indices = self._coming.popleft()
             self._ready.append((indices, self._pool.submit(self._prepare, indices)))
-            self._next += self.row
 
-    def _prepare(self, indices: range) -> MicroBatch:
+    def _prepare(self, indices: Sequence[int]) -> MicroBatch:
         batch = collate([self.dataset[index] for index in indices], indices)
         if self.with_sources:
-            batch["source_ids"] = torch.from_numpy(sources_of(self.dataset, indices))
+            numbers = [sources_of(self.dataset, range(index, index + 1)) for index in indices]
+            batch["source_ids"] = torch.from_numpy(np.concatenate(numbers))
         if self.pin_memory:
             return {name: None if value is None else value.pin_memory() for name, value in batch.items()}
         return batch
@@ -162,3 +167,4 @@ class DataIterator:
         for _, future in self._ready:
             future.cancel()
         self._ready.clear()
+        self._coming.clear()

@@ -16,6 +16,7 @@ from megatron.training.extensions import extension_flags
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from megatron.core.datasets.dealer import Dealer
     from megatron.core.datasets.gpt_dataset import SampleMaker
 
 WINDOW = 1 << 17
@@ -32,6 +33,12 @@ class PackingConfig:
 
     packing_window: int = flag(WINDOW, above=0)
     """Documents that best-fit packs together. More of them leave less padding."""
+
+    balance_packed_samples: bool = flag(
+        False, no_effect_without=("--sequence-packing best-fit", "--reset-attention-mask")
+    )
+    """Deal the samples of a step to data-parallel replicas and micro-batches so that all have about as many pairs of
+    tokens that attend to each other. The samples of a step stay the same."""
 
     @property
     def packs(self) -> bool:
@@ -51,6 +58,13 @@ class PackingConfig:
             return None
         told: str = imported(f"{__package__}.order:waste_line")(lengths, seq_length, self.packing_window)
         return told
+
+    def dealer(self, seq_length: int) -> Dealer | None:
+        """What deals samples of this length; None if the flags do not ask for it."""
+        if not self.balance_packed_samples:
+            return None
+        made: Dealer = imported(f"{__package__}.dealing:WorkDealer")(seq_length)
+        return made
 
     def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
         if not self.packs:

@@ -1,0 +1,100 @@
+"""Deals the samples of a global batch to data-parallel replicas and micro-batches, with equal sums of work. Pure.
+
+Replicas wait for each other at the end of a step, so the slowest one decides its time. The work of a sample of packed
+documents is its pairs of a query and a key: a document of n tokens has n (n + 1) / 2. All else that a sample costs is
+the same for every sample. The samples of a step stay the same, and so does the sum of their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.dataset import Dataset
+from megatron.core.datasets.sample_order import documents_of
+
+SWAPS = 4
+"""Swaps for each group, at most, that bring its sum nearer to the mean."""
+
+
+def pairs_of(counts: Sequence[int], seq_length: int) -> int:
+    """Pairs of a query and a key in a sample whose seq_length + 1 tokens are documents of `counts` tokens, and padding.
+
+    The last token is only a label."""
+    sizes = [*counts, seq_length + 1 - sum(counts)]
+    last = max(place for place, size in enumerate(sizes) if size)
+    sizes[last] -= 1
+    return sum(size * (size + 1) // 2 for size in sizes)
+
+
+def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
+    """Divide items into groups of equal size whose sums of work are about equal; return their numbers, [groups, size].
+
+    The heaviest item comes first, and each goes to the lightest group that is not full. Then items of the heaviest
+    group are swapped with others while that makes the larger of both sums smaller."""
+    size = len(works) // groups
+    assert size * groups == len(works)
+    members: list[list[int]] = [[] for _ in range(groups)]
+    sums = [0] * groups
+    for item in np.argsort(-works, kind="stable").tolist():
+        group = min((group for group in range(groups) if len(members[group]) < size), key=lambda group: sums[group])
+        members[group].append(item)
+        sums[group] += int(works[item])
+    found = np.array(members, np.int64).reshape(groups, size)
+    for _ in range(SWAPS * groups):
+        if not _swap(found, works):
+            break
+    return found
+
+
+def _swap(groups: NDArray[np.int64], works: NDArray[np.int64]) -> bool:
+    """Swaps the best pair of an item of the heaviest group and one of another; False if none lowers the larger sum."""
+    of_items = works[groups]
+    sums = of_items.sum(1)
+    heaviest = int(sums.argmax())
+    less = of_items[heaviest][:, None, None] - of_items  # [size, groups, size]
+    larger = np.maximum(sums[heaviest] - less, sums[:, None] + less)
+    larger[:, heaviest] = sums[heaviest]
+    item, group, other = np.unravel_index(int(larger.argmin()), larger.shape)
+    if larger[item, group, other] >= sums[heaviest]:
+        return False
+    groups[heaviest, item], groups[group, other] = groups[group, other], groups[heaviest, item]
+    return True
+
+
+def deal(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
+    """[micro-batches, replicas, micro_batch_size]: the items of each micro-batch of each replica.
+
+    Sums are equal over replicas first, then over the micro-batches of each. Micro-batches are ordered by their work, so
+    that replicas which meet in every micro-batch, as under expert parallelism, meet at equal ones."""
+    found = []
+    for items in equal_groups(works, replicas):
+        batches = items[equal_groups(works[items], len(items) // micro_batch_size)]
+        found.append(batches[np.argsort(-works[batches].sum(1), kind="stable")])
+    return np.stack(found, axis=1)
+
+
+def imbalance(works: NDArray[np.int64], dealt: NDArray[np.int64]) -> float:
+    """The largest sum of work of a replica, as a multiple of the mean."""
+    sums = works[dealt].sum((0, 2))
+    return float(sums.max() / max(float(sums.mean()), 1.0))
+
+
+@dataclass(frozen=True)
+class WorkDealer:
+    """Deals samples of a data set by their pairs of tokens."""
+
+    seq_length: int
+
+    def works(self, dataset: Dataset, samples: range) -> NDArray[np.int64]:
+        """The work of each sample, [samples]; equal ones of a data set that does not know its documents."""
+        parts = (documents_of(dataset, number) for number in samples)
+        lengths = ([count for _, _, count in each] for each in parts)
+        return np.array([pairs_of(counts or [self.seq_length + 1], self.seq_length) for counts in lengths], np.int64)
+
+    def __call__(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
+        """[micro-batches, replicas, micro_batch_size]: the numbers of samples."""
+        return samples.start + deal(self.works(dataset, samples), replicas, micro_batch_size)

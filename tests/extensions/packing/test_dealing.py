@@ -1,0 +1,113 @@
+"""Samples dealt to replicas and micro-batches by their work: as numbers, by the iterator, and in training."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.datasets.dealer import in_order
+from megatron.core.datasets.sample_format import SampleFormat
+from megatron.core.datasets.samplers import DataIterator
+from megatron.extensions.data.packing.dealing import WorkDealer, deal, equal_groups, imbalance, pairs_of
+from megatron.testing.layout_matrix import TOLERANCE
+from megatron.testing.snapshot import differences
+from megatron.training.config.arguments import parse_args
+from tests.extensions.packing.test_packed_data import EOD, MODEL, corpus, packed
+from tests.harness import train_in_world
+
+SHAPES = st.tuples(st.integers(1, 8), st.integers(1, 4), st.integers(1, 3))
+
+
+@given(SHAPES, st.randoms(use_true_random=False))
+def test_each_sample_is_dealt_once_and_no_replica_has_more_than_in_order(shape: tuple[int, int, int], random) -> None:  # type: ignore[no-untyped-def]
+    replicas, micro_batches, size = shape
+    works = np.array([random.randrange(1, 1000) for _ in range(replicas * micro_batches * size)], np.int64)
+    dealt = deal(works, replicas, size)
+    assert dealt.shape == (micro_batches, replicas, size) and sorted(dealt.ravel().tolist()) == list(range(len(works)))
+    sums = works[dealt].sum(2)
+    assert (np.diff(sums, axis=0) <= 0).all()  # micro-batches by their work
+    # No swap of two samples of two replicas lowers the larger of their sums, beside the heaviest replica.
+    groups = equal_groups(works, replicas)
+    totals = works[groups].sum(1)
+    heaviest = int(totals.argmax())
+    assert totals.max() - totals.mean() <= works.max()
+    assert totals[heaviest] >= totals.mean()
+
+
+def test_log_normal_lengths_are_balanced() -> None:
+    """Eight replicas of 16 samples each: max/mean of the work of replicas, mean of 20 steps."""
+    random = np.random.default_rng(0)
+    before, after = [], []
+    for _ in range(20):
+        works = []
+        for _ in range(128):
+            counts, left = [], 4097
+            while left:
+                counts.append(min(left, 1 + int(random.lognormal(6, 1.2))))
+                left -= counts[-1]
+            works.append(pairs_of(counts, 4096))
+        array = np.array(works, np.int64)
+        before.append(imbalance(array, np.arange(128).reshape(-1, 8, 1)))
+        after.append(imbalance(array, deal(array, 8, 1)))
+    assert np.mean(before) > 1.15 and np.max(after) < 1.01
+
+
+@pytest.mark.parametrize(("counts", "pairs"), [([9], 36), ([4, 5], 20), ([4, 4], 20), ([3], 6 + 15), ([9, 0], 36)])
+def test_pairs_of_a_sample(counts: list[int], pairs: int) -> None:
+    """Of seq-length 8: the last of nine tokens is only a label; what is left is padding, a document too."""
+    assert pairs_of(counts, 8) == pairs
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_takes_the_samples_of_each_step_at_any_start(tmp_path: Path, workers: int) -> None:
+    prefix = corpus(tmp_path / "x", np.random.default_rng(2).integers(2, 24, 200).tolist())
+    data = packed(prefix, range(200), 64, SampleFormat(16, EOD, 50))
+    dealer = WorkDealer(16)
+
+    def taken(starts: list[tuple[int, int]], ranks: int) -> list[list[int]]:
+        iterators = [
+            DataIterator(data, micro_batch_size=2, dp_rank=rank, dp_size=ranks, num_workers=workers)
+            for rank in range(ranks)
+        ]
+        steps = []
+        for each in iterators:
+            each.deal = dealer
+        for first, size in starts:
+            parts = [each.next_step(first, size) for each in iterators]
+            expected = dealer(data, range(first, first + size), ranks, 2)
+            for rank, batches in enumerate(parts):
+                numbers = [index.tolist() for batch in batches if (index := batch["sample_index"]) is not None]
+                assert numbers == expected[:, rank].tolist()
+            steps.append(sorted(expected.ravel().tolist()))
+        for each in iterators:
+            with closing(each):
+                pass
+        return steps
+
+    for ranks in (1, 2, 4):  # batch sizes change, and a step is taken again
+        starts = [(0, 8), (8, 8), (16, 16), (32, 8), (8, 8)]
+        assert taken(starts, ranks) == [list(range(first, first + size)) for first, size in starts]
+
+
+def test_without_a_dealer_samples_are_in_megatrons_order() -> None:
+    assert in_order(None, range(8, 16), 2, 2).tolist() == [[[8, 9], [10, 11]], [[12, 13], [14, 15]]]  # type: ignore[arg-type]
+
+
+def test_gradients_are_those_of_one_process_and_of_another_order(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "x", np.random.default_rng(2).integers(1, 24, 90).tolist())
+    flags = f"{MODEL} --data-path {prefix}".split()
+    alone = train_in_world(1, flags)
+    for world, layout in ((2, "--micro-batch-size 2"), (4, "--pp 2"), (4, "--cp 2")):
+        found = train_in_world(world, [*flags, "--balance-packed-samples", *layout.split()])
+        assert max(value for _, value in differences(alone, found)) < TOLERANCE, layout
+
+
+def test_the_spelling_of_megatron() -> None:
+    config = parse_args(f"{MODEL} --data-path x --sequence-packing-scheduler dp_balanced".split())
+    options = {field: value for each in config.extension_options for field, value in vars(each).items()}
+    assert options["balance_packed_samples"] and options["sequence_packing"] == "best-fit"
