@@ -102,8 +102,15 @@ class RunPlan:
         return cls(config, (Phase(config, end=end),), sizes), []
 
     @classmethod
-    def findings(cls, config: RunConfig, world_size: int, judge: Callable[[RunConfig], list[Problem]]) -> list[Problem]:
-        """Problems of a run; `judge` finds it of a configuration without phases."""
+    def findings(
+        cls,
+        config: RunConfig,
+        world_size: int,
+        judge: Callable[[RunConfig], list[Problem]],
+        resolved: RunConfig | None = None,
+    ) -> list[Problem]:
+        """Problems of a run; `judge` finds it of a configuration without phases. `resolved` is the configuration after
+        `resolve`, if known."""
         return judge(config)
 
     @property
@@ -231,7 +238,11 @@ class PlanClass(Protocol):
     def planned(self, config: RunConfig) -> tuple[object, list[Problem]]: ...
 
     def findings(
-        self, config: RunConfig, world_size: int, judge: Callable[[RunConfig], list[Problem]]
+        self,
+        config: RunConfig,
+        world_size: int,
+        judge: Callable[[RunConfig], list[Problem]],
+        resolved: RunConfig | None = None,
     ) -> list[Problem]: ...
 
 

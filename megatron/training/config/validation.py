@@ -66,7 +66,8 @@ def findings(config: RunConfig, world_size: int, resolved: RunConfig | None = No
     """Results of `validate` and `notices` for a configuration, in one pass; `resolved` is the result of `resolve` for
     it, if known."""
     plan = plan_class(config)
-    return plan.findings(config, world_size, partial(_own_findings, world_size=world_size, known=(config, resolved)))
+    judge = partial(_own_findings, world_size=world_size, known=(config, resolved))
+    return plan.findings(config, world_size, judge, resolved)
 
 
 def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, RunConfig | None]) -> list[Problem]:

@@ -46,8 +46,14 @@ class PhasePlan(RunPlan):
         return (None if found is None else cls(config, *found)), problems
 
     @classmethod
-    def findings(cls, config: RunConfig, world_size: int, judge: Callable[[RunConfig], list[Problem]]) -> list[Problem]:
-        resolved = resolve(config, world_size)
+    def findings(
+        cls,
+        config: RunConfig,
+        world_size: int,
+        judge: Callable[[RunConfig], list[Problem]],
+        resolved: RunConfig | None = None,
+    ) -> list[Problem]:
+        resolved = resolved or resolve(config, world_size)
         found, problems = planned_phases(resolved)
         return findings(config, resolved, judge, None if found is None else found[0], problems)
 

@@ -37,7 +37,7 @@ SMALLEST_COPY = 5 << 20
 class FsspecStorage(Storage):
     """Objects under the URLs of one scheme. Forked processes connect on their own."""
 
-    read_ahead = 4 << 20
+    read_ahead = 16 << 20
 
     def __init__(self, scheme: str) -> None:
         super().__init__(scheme)
@@ -68,7 +68,7 @@ class FsspecStorage(Storage):
 
     def read(self, path: PurePath, start: int = 0, length: int | None = None) -> bytes:
         end = None if length is None else start + length
-        if length == 0 or (start and start >= (self.size(path) or 0)):
+        if length == 0:
             return b""
 
         def fetched(attempt: int) -> bytes:
@@ -77,7 +77,14 @@ class FsspecStorage(Storage):
             LIMITS.count(read=len(data))
             return bytes(data)
 
-        return LIMITS.tried(path, fetched)
+        try:
+            return LIMITS.tried(path, fetched)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if start and start >= (self.size(path) or 0):  # stores refuse a range after the end
+                return b""
+            raise
 
     def write(self, path: PurePath, data: bytes) -> None:
         if len(data) > LIMITS.part_bytes:
