@@ -37,7 +37,7 @@ SMALLEST_COPY = 5 << 20
 class FsspecStorage(Storage):
     """Objects under the URLs of one scheme. Forked processes connect on their own."""
 
-    read_ahead = 4 << 20
+    read_ahead = 16 << 20
 
     def __init__(self, scheme: str) -> None:
         super().__init__(scheme)
