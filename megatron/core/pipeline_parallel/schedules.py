@@ -149,7 +149,7 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: 
 
 
 def of_one_stage(schedule: PipelineSchedule) -> ChunkedSchedule:
-    """A schedule with one stage on each rank, in the form of one that is told their number."""
+    """A schedule with one stage on each rank, as a function that takes their number too."""
     return lambda p, m, v, group: schedule(p, m)
 
 

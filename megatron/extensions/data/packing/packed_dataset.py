@@ -73,7 +73,7 @@ class PackedDataset(DocumentSamples):
         self.fingerprint = content_hash({"order": order, "tokens": self._probe()})
 
     def __getitem__(self, index: int) -> Sample:
-        """The model inputs of a sample. Documents are told apart by their lengths, not by tokens: no prediction crosses
+        """The model inputs of a sample. The lengths of documents separate them, not tokens: no prediction crosses
         from one to the next, and padding, which fills the end, is a document whose predictions do not count."""
         text = self.text(index)
         lengths = self.index.lengths[self._parts(index)]

@@ -200,6 +200,7 @@ MET: dict[str, Callable[[RunConfig, Given], bool]] = {
         and c.model.moe_drops_tokens
         and named_value(c, "moe_token_drop_policy") == "position"
     ),
+    "`--use-mup`": lambda c, given: "--use-mup" in given,
 }
 """Subject of a difference -> whether it applies to a resolved configuration. Like a rule, it must not raise on any
 value."""

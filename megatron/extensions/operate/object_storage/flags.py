@@ -14,7 +14,7 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 @dataclass(frozen=True)
 class ObjectStorageFlags:
     storage_retry_seconds: float = flag(300.0, above=0)
-    """Seconds for which a request to object storage that fails is made again, with growing pauses."""
+    """Seconds for which a request to object storage that fails is repeated, with growing pauses."""
 
     storage_timeout_seconds: float = flag(60.0, above=0)
     """Seconds after which a request to object storage without an answer has failed."""

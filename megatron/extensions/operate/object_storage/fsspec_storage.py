@@ -1,7 +1,7 @@
 """A storage of objects, reached by fsspec. No torch.
 
 Writing follows `Storage`: a folder holds `.unfinished` until all else is written, its manifest last. So nothing relies
-on renames, and a folder whose upload was cut off is never seen. Each request has a time limit and is made again for a
+on renames, and a folder whose upload was cut off is never seen. Each request has a time limit and is repeated for a
 while (`limits`). Credentials come from the environment or from the files of the store's own programs.
 
 On S3, objects are uploaded in parts from memory, and replaced on condition that nobody else did (`s3_requests`). Other

@@ -15,7 +15,7 @@ from megatron.training.reliability.url_credentials import redacted
 T = TypeVar("T")
 
 FIRST_CONTACT = 20.0
-"""Seconds for which requests are made again as long as none has succeeded: the URL may be wrong."""
+"""Seconds for which requests are repeated as long as none has succeeded: the URL may be wrong."""
 
 LONGEST_PAUSE = 15.0
 
