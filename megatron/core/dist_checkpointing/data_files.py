@@ -28,6 +28,7 @@ from torch.futures import Future
 
 from megatron.core.dist_checkpointing.file_storage import storage_of
 from megatron.core.dist_checkpointing.integrity import SummedFile, Sums
+from megatron.core.dist_checkpointing.ranged_file import Range
 from megatron.core.torch_private import storage_info
 
 SMALL = 1 << 20
@@ -43,10 +44,15 @@ Template = tuple[bytes, bytes]
 class StoredFiles(FileSystem):
     """The file system of DCP's readers: files of a folder in any storage."""
 
+    def __init__(self) -> None:
+        self.ranges: dict[str, list[Range]] = {}
+        """Name of a file -> the only ranges of it that are read next, from front to back."""
+
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
         assert mode == "rb" and isinstance(path, PurePath), (mode, path)
-        with storage_of(path).open(path) as stream:
+        storage, ranges = storage_of(path), self.ranges.get(path.name)
+        with storage.open(path) if ranges is None else storage.open_ranges(path, ranges) as stream:
             yield cast("io.IOBase", stream)
 
     def init_path(self, path: str | os.PathLike) -> str | os.PathLike:
@@ -64,6 +70,7 @@ class SummedFiles(StoredFiles):
     own name here."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.sums: Sums = {}
 
     @contextmanager

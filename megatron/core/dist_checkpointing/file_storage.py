@@ -14,11 +14,13 @@ import io
 import os
 import shutil
 from abc import abstractmethod
+from collections.abc import Iterable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, TYPE_CHECKING, Protocol, cast
 
+from megatron.core.dist_checkpointing.ranged_file import Range, RangedFile
 from megatron.core.fsync import sync_folder
 from megatron.core.registry import NoFacts, Registry
 
@@ -106,6 +108,16 @@ class Storage(Protocol):
     def open(self, path: PurePath) -> IO[bytes]:
         """Opens a file for reading at any position. Raises FileNotFoundError."""
         return io.BufferedReader(_Ranges(self, path), self.read_ahead)
+
+    def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
+        """Opens a file of which hardly anything but `ranges` is read, from front to back. Raises FileNotFoundError."""
+        size = self._known_size(path)
+        return cast("IO[bytes]", RangedFile(partial(self.read, path), size, ranges, self.read_ahead))
+
+    def _known_size(self, path: PurePath) -> int:
+        if (size := self.size(path)) is None:
+            raise FileNotFoundError(f"there is no {path}")
+        return size
 
     def create(self, path: PurePath) -> IO[bytes]:
         """A new file to write from front to back; it is complete and durable once closed. Unless overridden, it is kept
@@ -202,6 +214,9 @@ class LocalStorage(Storage):
 
     def open(self, path: PurePath) -> IO[bytes]:
         return open(path, "rb")
+
+    def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
+        return self.open(path)
 
     def create(self, path: PurePath) -> IO[bytes]:
         return cast("IO[bytes]", _SyncedFile(path, "w"))
@@ -314,11 +329,8 @@ class _Ranges(io.RawIOBase):
     """A file that reads ranges of a stored one."""
 
     def __init__(self, storage: Storage, path: PurePath) -> None:
-        size = storage.size(path)
-        if size is None:
-            raise FileNotFoundError(f"there is no {path}")
         self._storage, self._path = storage, path
-        self._size, self._at = size, 0
+        self._size, self._at = storage._known_size(path), 0
 
     def readable(self) -> bool:
         return True
@@ -332,6 +344,10 @@ class _Ranges(io.RawIOBase):
 
     def tell(self) -> int:
         return self._at
+
+    def readall(self) -> bytes:
+        """In one request, not in many of a few KiB."""
+        return self.read(max(0, self._size - self._at)) or b""
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         into = memoryview(buffer).cast("B")
