@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import SimpleNamespace
 
 import pytest
 
 from megatron.core.dist_checkpointing.file_storage import located
 from megatron.extensions.operate.object_storage.fsspec_storage import FsspecStorage
-from megatron.extensions.operate.object_storage.limits import LIMITS, Limits
+from megatron.extensions.operate.object_storage.limits import LIMITS, Limits, Traffic
 from tests.extensions.object_storage.server import (
     BUCKET,
     Faults,
@@ -76,13 +76,19 @@ def test_files(storage: FsspecStorage) -> None:
     assert not storage.exists(ROOT)
 
 
-def test_a_large_object_is_uploaded_in_parts_of_bounded_memory(storage: FsspecStorage) -> None:
+def test_a_large_object_is_uploaded_in_parts_of_bounded_memory(
+    storage: FsspecStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LIMITS, "traffic", Traffic())
+    before = LIMITS._held
     data = os.urandom(1 << 20)
     with storage.create(ROOT / "large") as file:
         for _ in range(23):
             file.write(data)
         assert storage.size(ROOT / "large") is None, "it is there once closed"
     assert storage.read(ROOT / "large") == 23 * data
+    part = LIMITS.part_bytes
+    assert 2 * part <= LIMITS.traffic.upload_memory - before <= 5 * part and LIMITS._held == before
     storage.append(ROOT / "large", b"more")
     assert storage.size(ROOT / "large") == (23 << 20) + 4 and storage.read(ROOT / "large", 23 << 20) == b"more"
 
@@ -164,7 +170,7 @@ def test_pauses_grow_and_the_bandwidth_is_kept() -> None:
     assert time.monotonic() - began >= 0.25
 
 
-def test_any_store_of_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_store_of_fsspec(capfd: pytest.CaptureFixture[str]) -> None:
     """fsspec's store in memory has no conditional replacement and no uploads in parts."""
     storage, root = FsspecStorage("memory"), PurePath("/run")
     write_folder(storage, root / "iter_1", b"whole")
@@ -173,6 +179,10 @@ def test_any_store_of_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     storage.replace(root / "latest", b"2", b"1")
     with pytest.raises(FileExistsError):
         storage.replace(root / "latest", b"3", b"1")
+    told = capfd.readouterr().err
+    assert told.count("\n") == 1 and told.startswith(
+        "/run/latest: this store replaces an object whoever has changed it"
+    )
     storage.append(root / "latest", b"3")
     assert storage.read(root / "latest") == b"23"
     storage.remove(root)

@@ -64,7 +64,8 @@ def test_a_run_resumes_bitwise_at_another_layout(tmp_path: Path) -> None:
         "iter_0000006",
     }
     events = [json.loads(line) for line in stored("run_events.jsonl", tmp_path / "e.jsonl").read_text().splitlines()]
-    assert [event for event in events if event["event"] == "storage"][-1]["written"] > 0
+    traffic = [event for event in events if event["event"] == "storage"][-1]
+    assert traffic["written"] > 0 and traffic["upload_memory"] > 0
     file_system().get(f"{BUCKET}/run/hf/iter_0000004", str(tmp_path / "hf"), recursive=True)
     run_program("tools/inspect_checkpoint.py", tmp_path / "hf", local / "hf" / "iter_0000004", code=0)
     converted = ("tools/convert_checkpoint.py", "--input", URL, "--output", f"{URL}/exported")

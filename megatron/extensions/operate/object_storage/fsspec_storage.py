@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +23,7 @@ from typing import IO, TYPE_CHECKING, TypeVar, cast
 from megatron.core.dist_checkpointing.file_storage import Storage
 from megatron.extensions.operate.object_storage.limits import LIMITS
 from megatron.extensions.operate.object_storage.s3_requests import S3, Parts, is_precondition
+from megatron.training.reliability.visible_text import visible
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -42,6 +44,7 @@ class FsspecStorage(Storage):
     def __init__(self, scheme: str) -> None:
         super().__init__(scheme)
         self._process, self._opened = 0, cast("AbstractFileSystem | None", None)
+        self._told = False
 
     def names(self, folder: PurePath) -> list[str]:
         place = self._place(folder)
@@ -151,10 +154,19 @@ class FsspecStorage(Storage):
         except (NotImplementedError, OSError) as error:
             if not isinstance(error, NotImplementedError) and "NotImplemented" not in str(error):
                 raise
-            super().replace(path, data, expected)  # the store has no conditional writes
+            self._tell_of_races(path)
+            super().replace(path, data, expected)
             return
         if not done and self.content(path) != data:  # equal: an earlier attempt, whose answer was lost
             raise FileExistsError(f"{path} was changed by another writer")
+
+    def _tell_of_races(self, path: PurePath) -> None:
+        """Says once that the store has no conditional writes."""
+        if not self._told:
+            self._told = True
+            rule = "this store replaces an object whoever has changed it, so it is read and compared before"
+            remedy = "start runs that save to one URL one after another"
+            print(visible(f"{path}: {rule}; {remedy}"), file=sys.stderr, flush=True)
 
     def begin(self, final: PurePath) -> None:
         """Also drops the parts of uploads that were cut off."""

@@ -16,7 +16,7 @@ from megatron.training.reliability.run_status import record_event
 
 class StorageTraffic(Callback):
     """Records the event `storage` after each save: bytes that rank 0 has read and written since the run started, the
-    requests that it repeated, and the largest memory of its uploads."""
+    requests that it repeated, their seconds, and the most bytes of its uploads in parts that were in memory at once."""
 
     def on_setup(self, runtime: Runtime) -> None:
         options = self.config.options(ObjectStorageFlags)

@@ -42,6 +42,9 @@ class Traffic:
     seconds: float = 0.0
     """Seconds in requests, added up over threads."""
 
+    upload_memory: int = 0
+    """The most bytes of uploads in parts that were in memory at once."""
+
 
 @dataclass
 class Limits:
@@ -54,6 +57,9 @@ class Limits:
     traffic: Traffic = field(default_factory=Traffic)
     answered: bool = False
     """Whether a request has succeeded."""
+
+    _held: int = 0
+    """Bytes of uploads in parts that are in memory now."""
 
     _free: float = 0.0
     """`time.monotonic()` from which the bandwidth is free again."""
@@ -76,6 +82,12 @@ class Limits:
             self.traffic.written += written
             self.traffic.repeated += repeated
             self.traffic.seconds += seconds
+
+    def hold(self, nbytes: int) -> None:
+        """Counts bytes of an upload that came into memory; below 0: that left it."""
+        with self._lock:
+            self._held += nbytes
+            self.traffic.upload_memory = max(self.traffic.upload_memory, self._held)
 
     def tried(self, what: object, request: Callable[[int], T], sleep: Callable[[float], object] = time.sleep) -> T:
         """Makes a request, again after a growing pause while it fails and `retry_seconds` have not passed.

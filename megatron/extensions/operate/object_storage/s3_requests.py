@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,6 +113,7 @@ class Parts(io.RawIOBase):
         while at < len(given):
             taken = given[at : at + LIMITS.part_bytes - len(self._next)]
             self._next += taken
+            LIMITS.hold(len(taken))
             at += len(taken)
             if len(self._next) >= LIMITS.part_bytes:
                 self._send()
@@ -129,12 +131,19 @@ class Parts(io.RawIOBase):
         finally:
             if self._pool is not None:
                 self._pool.shutdown(cancel_futures=True)
+            self._drop()
             super().close()
 
     def __del__(self) -> None:
         """Nothing comes of a file that was not closed."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Frees what is not on its way."""
+        LIMITS.hold(-len(self._next))
+        self._next.clear()
 
     def _finish(self) -> None:
         if not self._upload:
@@ -160,8 +169,11 @@ class Parts(io.RawIOBase):
             self._tags.append(self._under_way.popleft().result())
         data, number = bytes(self._next), len(self._tags) + len(self._under_way) + 1
         self._sent += len(data)
-        self._next.clear()
-        self._under_way.append(self._pool.submit(self._send_part, data, number))
+        LIMITS.hold(len(data))
+        self._drop()
+        sent = self._pool.submit(self._send_part, data, number)
+        sent.add_done_callback(partial(_freed, len(data)))
+        self._under_way.append(sent)
 
     def _send_part(self, data: bytes, number: int) -> str:
         def sent(attempt: int) -> str:
@@ -172,3 +184,8 @@ class Parts(io.RawIOBase):
             return tag
 
         return LIMITS.tried(self._path, sent)
+
+
+def _freed(nbytes: int, sent: Future[str]) -> None:
+    """Counts a part that is not in memory any more, whether it was sent or not."""
+    LIMITS.hold(-nbytes)
