@@ -27,7 +27,7 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import place_states
 from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.chain import Chain
-from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
+from megatron.core.optimizer.grad_norm import GradNorm
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import HostUpdateRule, Rates, Shard, StepValues
 from megatron.core.optimizer.transforms import plan_of_chain, states_of_shards
@@ -208,14 +208,15 @@ class DistributedOptimizer:
         """Ends what the last `step` has begun: its result can be read afterwards. Collective over the world."""
 
     def verdict(self, update: Update, summed: Tensor, result: StepResult) -> tuple[Tensor, Tensor | None]:
-        """(1 if nothing is to be updated, else 0; the factor of clipping, or None without), and settles the result.
-        `summed` is what `GradNorm.start` has summed over the world."""
+        """(1 if nothing is to be updated, else 0; the factor, at most 1, that brings the norm down to --clip-grad, or
+        None without), and settles the result. `summed` is what `GradNorm.start` has summed over the world."""
         norm, overflow, sums = self.grad_norm.finish(summed, update.factor)
         judge = update.judge
         refused, spike = (torch.zeros_like(overflow),) * 2 if judge is None else judge(norm, overflow, sums)
         skip = torch.maximum(overflow, refused)
         result.settle(torch.cat([torch.stack([norm, overflow, skip, spike]), sums]))
-        return skip, clip_coefficient(norm, self.config.clip_grad) if self.config.clip_grad > 0 else None
+        limit = self.config.clip_grad
+        return skip, (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else None
 
     def apply(self, update: Update, skip: Tensor, coefficient: Tensor | None) -> None:
         """Applies a verdict: updates states and parameters, and starts the gather of parameters."""

@@ -27,7 +27,7 @@ from megatron.core.batch import Batch
 from megatron.core.collectives import gather_objects
 from megatron.core.datasets.sample_order import documents_of
 from megatron.core.datasets.samplers import MicroBatch
-from megatron.core.optimizer.clip_grads import sum_of_squares
+from megatron.core.optimizer.grad_norm import sum_of_squares
 from megatron.extensions.observe.logs.flags import LogsConfig
 from megatron.training.hooks import Callback, Evaluation, Meter, RunView
 from megatron.training.metrics.meters import Tallies, means

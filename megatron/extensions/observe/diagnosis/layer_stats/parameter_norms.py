@@ -88,7 +88,7 @@ def _squares_of(part: _Part, values: Tensor) -> Tensor:
     if values.is_cuda:
         views = [values[start:stop] for _, start, stop in part.pieces]
         return torch.stack(foreach_norm(views, 2, torch.float64)).square()
-    # As `clip_grads.sum_of_squares`, and one pass for all parameters of a bucket.
+    # As `grad_norm.sum_of_squares`, and one pass for all parameters of a bucket.
     dtype = torch.promote_types(values.dtype, torch.float32)
     squares = torch.linalg.vector_norm(values.view(-1, ALIGNMENT), dim=1, dtype=dtype).double().square_()
     return torch.stack([squares[start // ALIGNMENT : stop // ALIGNMENT].sum() for _, start, stop in part.pieces])

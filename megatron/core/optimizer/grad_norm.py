@@ -1,4 +1,4 @@
-"""The global gradient norm, and clipping by it, without waiting for the device.
+"""The global gradient norm, without waiting for the device.
 
 Each element of the model counts once: every data-parallel rank adds up its own shard, with or without the distributed
 optimizer, and of the replicas over model axes and of a tied embedding's two copies one counts. Rows of `ROW` elements
@@ -72,8 +72,3 @@ def sum_of_squares(x: Tensor) -> Tensor:
     rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), dim=1, dtype=dtype)
     rest = torch.linalg.vector_norm(x[whole:], dtype=dtype)
     return rows.double().square().sum() + rest.double().square()
-
-
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """Factor that brings a gradient of norm `norm` down to `max_norm`, at most 1."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
