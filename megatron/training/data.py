@@ -13,10 +13,9 @@ from megatron.core.config.losses import LOSSES
 from megatron.core.config.model import TransformerConfig
 from megatron.core.datasets.blended import Renumbered, WholeBatches
 from megatron.core.datasets.build import Demands, build_datasets, source_lines, split_share
-from megatron.core.datasets.dataset import Dataset, Datasets
-from megatron.core.datasets.dealer import Dealer, DealsSamples, in_order
+from megatron.core.datasets.dataset import Dataset, Datasets, Dealer
 from megatron.core.datasets.index_cache import content_hash
-from megatron.core.datasets.samplers import DataIterator, MicroBatch
+from megatron.core.datasets.samplers import DataIterator, MicroBatch, in_order
 from megatron.core.dist_checkpointing.path_kind import data_kind_of
 from megatron.core.dist_checkpointing.storage import on_first_rank, ranks_without
 from megatron.core.parallel_state import Axis
@@ -120,6 +119,14 @@ def iterator(dataset: Dataset, config: RunConfig, runtime: Runtime, name: str) -
         name=name,
         pin_memory=runtime.device.type == "cuda",
     )
+
+
+@runtime_checkable
+class DealsSamples(Protocol):
+    """Flags of an extension that may deal the samples of training steps in another way."""
+
+    def dealer(self, seq_length: int) -> Dealer | None:
+        """What deals samples of this length; None if the flags do not ask for it."""
 
 
 def dealer_of(config: RunConfig) -> Dealer:

@@ -37,6 +37,13 @@ class Dataset(Protocol):
         """The model inputs of a sample, see `SampleFormat.sample`."""
 
 
+class Dealer(Protocol):
+    """Deals the samples of a step to the micro-batches of all replicas: a pure function, the same on every rank."""
+
+    def __call__(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
+        """[micro-batches, replicas, micro_batch_size]: the numbers of `samples`, each once."""
+
+
 class Datasets(NamedTuple):
     """One dataset per split; None if the split has no share or no samples are needed."""
 

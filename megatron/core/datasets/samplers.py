@@ -15,10 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.core.datasets.dataset import Dataset
-from megatron.core.datasets.dealer import Dealer, in_order
+from megatron.core.datasets.dataset import Dataset, Dealer
 from megatron.core.datasets.sample_format import Sample
 from megatron.core.datasets.sample_order import sources_of
 
@@ -26,6 +26,11 @@ MicroBatch = dict[str, Tensor | None]
 
 # Micro-batches that each worker prefetches.
 PREFETCH = 4
+
+
+def in_order(dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
+    """The usual `Dealer`: micro-batch after micro-batch, replica after replica, as in Megatron-LM."""
+    return np.arange(samples.start, samples.stop).reshape(-1, replicas, micro_batch_size)
 
 
 def collate(samples: list[Sample], indices: Sequence[int]) -> MicroBatch:

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.datasets.dealer import in_order
 from megatron.core.datasets.sample_format import SampleFormat
-from megatron.core.datasets.samplers import DataIterator
+from megatron.core.datasets.samplers import DataIterator, in_order
 from megatron.extensions.data.packing.dealing import WorkDealer, deal, equal_groups, imbalance, pairs_of
 from megatron.testing.layout_matrix import TOLERANCE
 from megatron.testing.snapshot import differences

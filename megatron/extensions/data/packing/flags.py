@@ -16,7 +16,7 @@ from megatron.training.extensions import extension_flags
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatron.core.datasets.dealer import Dealer
+    from megatron.core.datasets.dataset import Dealer
     from megatron.core.datasets.gpt_dataset import SampleMaker
 
 WINDOW = 1 << 17
