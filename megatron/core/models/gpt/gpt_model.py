@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.init import has_storage, initialize_parameters_
 from megatron.core.models.gpt.embedding import Embedding
-from megatron.core.models.gpt.loss import Head
-from megatron.core.models.gpt.loss_chunks import LossSum
+from megatron.core.models.gpt.loss import Head, masked_sum
+from megatron.core.models.gpt.loss_chunks import Chunking, Tokens, loss_sum_in_chunks
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN, MultiTokenPrediction
 from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import ParallelState
@@ -173,17 +174,34 @@ class GPTModel(nn.Module):
         """Hidden states for the next stage; on the last one the scalar sum of loss_mask * loss over tokens, in fp32
         (fp64 for fp64 parameters). In training, that scalar brings the gradients of multi-token prediction with it."""
         x = self.hidden_states(hidden, batch)
-        if self.output_layer is None or self.loss is None:
+        if self.output_layer is None:
             return x
-        loss_sum = LossSum(self.output_layer, self.loss, self.chunk_tokens)
-        loss, losses = loss_sum(x, batch.labels, batch.loss_mask, seed=batch.loss_seed)
+        loss, losses = self.loss_sum(x, batch.labels, batch.loss_mask, seed=batch.loss_seed)
         for watch in self.loss_watchers:
             watch(losses, batch)
         if self.mtp is None or not self.training:
             return loss
         assert self.embedding is not None
-        further = self.mtp(x, batch, self.embedding, loss_sum)
+        further = self.mtp(x, batch, self.embedding, self.loss_sum)
         return loss + (further - further.detach())
+
+    def loss_sum(
+        self, x: Tensor, labels: Tensor, mask: Tensor, factor: float = 1.0, seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x [s, b, h], or [s/tp, b, h] under sequence parallelism, labels and mask [b, s] -> (scalar sum of mask *
+        loss, losses [s, b] without gradients), on the last stage.
+
+        `factor` is the gradient that the caller's use of the sum gives it, for a gradient of 1 of the micro-batch's
+        loss, and `seed` is `Batch.loss_seed`. Chunks compute their gradients with the product of both, so the backward
+        must bring that product.
+        """
+        head, loss = self.output_layer, self.loss
+        assert head is not None and loss is not None, "only the last stage has a loss"
+        if not self.chunk_tokens:
+            losses = loss(head(x), labels.t())
+            return masked_sum(losses, mask), losses.detach()
+        tokens = Tokens(labels.t(), mask.t(), factor if seed is None else factor * seed)
+        return head(x, partial(loss_sum_in_chunks, Chunking(head, loss, self.chunk_tokens), tokens))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:

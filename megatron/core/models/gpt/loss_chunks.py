@@ -1,10 +1,10 @@
-"""From hidden states to the loss sum: the head and the loss, of a whole micro-batch at once or in chunks of tokens.
+"""The head and the loss of a micro-batch in chunks of tokens (--loss-chunk-tokens), in place of the whole at once.
 
 The logits of a large vocabulary are the largest tensor of a pass. Losses are sums over tokens, and the backward starts
-from a factor that is known before, so the gradient of a token's loss is known as soon as its logits are. In chunks
-(--loss-chunk-tokens), the forward pass computes the logits of some tokens, their losses, and at once the gradients of
-the hidden states and of the weight; then the logits are dropped. This takes the same three products for each token as
-a forward and a backward do. A tensor of the size of the hidden states is left, which the backward hands over.
+from a factor that is known before, so the gradient of a token's loss is known as soon as its logits are. The forward
+pass computes the logits of some tokens, their losses, and at once the gradients of the hidden states and of the weight;
+then it drops the logits. This takes the same three products for each token as a forward and a backward do. A tensor of
+the size of the hidden states is left, which the backward hands over.
 
 Under sequence parallelism a chunk consists of the same places of each rank's part of the sequence. Its hidden states
 are gathered while the chunk before is computed, and their gradient is reduced while the next one is.
@@ -12,7 +12,6 @@ are gathered while the chunk before is computed, and their gradient is reduced w
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -29,29 +28,13 @@ from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad
 from megatron.core.torch_private import AutogradContext, assert_async
 
 
-class LossSum(NamedTuple):
-    """Computes the loss of a micro-batch from its hidden states."""
+class Chunking(NamedTuple):
+    """The parts of a model that make losses of hidden states, and the size of chunks."""
 
     head: Head
     loss: Loss
     chunk_tokens: int
-    """--loss-chunk-tokens: tokens in one chunk, of those whose losses a rank computes; 0 for all of them."""
-
-    def __call__(
-        self, x: Tensor, labels: Tensor, mask: Tensor, factor: float = 1.0, seed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """x [s, b, h], or [s/tp, b, h] under sequence parallelism, labels and mask [b, s] -> (scalar sum of mask *
-        loss, losses [s, b] without gradients).
-
-        `factor` is the gradient that the caller's use of the sum gives it, for a gradient of 1 of the micro-batch's
-        loss, and `seed` is `Batch.loss_seed`. Chunks compute their gradients with the product of both, so the backward
-        must bring that product.
-        """
-        if not self.chunk_tokens:
-            losses = self.loss(self.head(x), labels.t())
-            return masked_sum(losses, mask), losses.detach()
-        tokens = Tokens(labels.t(), mask.t(), factor if seed is None else factor * seed)
-        return self.head(x, partial(_in_chunks, self, tokens))
+    """--loss-chunk-tokens: tokens in one chunk, of those whose losses a rank computes."""
 
 
 class Tokens(NamedTuple):
@@ -67,7 +50,9 @@ class Tokens(NamedTuple):
     """The gradient of the loss sum."""
 
 
-def _in_chunks(setup: LossSum, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor]:
+def loss_sum_in_chunks(setup: Chunking, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The x [s, b, h] that the weight of the head multiplies, or [s/tp, b, h] under sequence parallelism -> (scalar sum
+    of mask * loss, losses [s, b] without gradients)."""
     if torch.is_grad_enabled():
         return _ChunkedLoss.apply(x, setup.head.weight, setup.head.bias, setup, tokens)
     losses = _Chunks(setup, tokens, x, (False, False, False)).run()
@@ -82,7 +67,7 @@ class _ChunkedContext(AutogradContext):
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _ChunkedContext, x: Tensor, weight: Tensor, bias: Tensor | None, setup: LossSum, tokens: Tokens
+        ctx: _ChunkedContext, x: Tensor, weight: Tensor, bias: Tensor | None, setup: Chunking, tokens: Tokens
     ) -> tuple[Tensor, Tensor]:
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         chunks = _Chunks(setup, tokens, x, (needs_dx, needs_dw, needs_db))
@@ -112,7 +97,7 @@ class _ChunkedLoss(torch.autograd.Function):
 class _Chunks:
     """One pass over the chunks of a micro-batch. t is the number of ranks over which the sequence of x is sharded."""
 
-    def __init__(self, setup: LossSum, tokens: Tokens, x: Tensor, needs: tuple[bool, bool, bool]) -> None:
+    def __init__(self, setup: Chunking, tokens: Tokens, x: Tensor, needs: tuple[bool, bool, bool]) -> None:
         """`needs`: whether gradients of x, the weight and the bias are needed."""
         self.head, self.loss = setup.head, setup.loss
         self.gradient = tokens.gradient

@@ -17,6 +17,7 @@ as in Megatron-LM, makes the loss a mean over these, which the paper divides by 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from megatron.core.batch import Batch, BatchContext
 from megatron.core.collectives import features_to_sequence, gather_from
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.embedding import Embedding
-from megatron.core.models.gpt.loss_chunks import LossSum
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, TPContext
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear
 from megatron.core.transformer.block import TransformerBlock
@@ -34,6 +34,14 @@ from megatron.core.transformer.norm import build_norm
 
 MULTI_TOKEN = "mtp.layers"
 """Modules of multi-token prediction, by depth from 0."""
+
+
+class LossSum(Protocol):
+    """`megatron.core.models.gpt.gpt_model.GPTModel.loss_sum`."""
+
+    def __call__(
+        self, x: Tensor, labels: Tensor, mask: Tensor, factor: float = 1.0, seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear:
