@@ -32,7 +32,8 @@ from megatron.core.dist_checkpointing.state_dict import MODEL, model_key
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, TensorInfo
 from megatron.core.parallel_state import Axis
 from megatron.extensions.interop.conversion.formats import MERGE_FILE, Origin
-from megatron.training.checkpoints.checkpoint_fit import choose_run_checkpoint, saved_progress
+from megatron.training.checkpoints.checkpoint_fit import saved_progress
+from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
 
 from .common import add_extension_flag, run_tool, tool_parser
 
@@ -89,7 +90,7 @@ def open_or_complain(path: PurePath) -> Contents:
     if (kind := kind_of(path)) not in OURS and PATH_KINDS.facts(kind).model:
         return ForeignWeights(path)
     remarks: list[str] = []
-    checkpoint = choose_run_checkpoint(path, Axis(), remarks.append)
+    checkpoint = choose_checkpoint(path, Axis(), remarks.append)
     if checkpoint is None:
         raise ValueError(refusal(path))
     for remark in remarks:

@@ -17,13 +17,13 @@ import torch
 
 from megatron.core.dist_checkpointing import storage
 from megatron.core.dist_checkpointing.checkpoint_writer import CheckpointWriter
-from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import LATEST, read_latest, saved_folders
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis, initialize_model_parallel
 from megatron.extensions.operate.checkpoint_cleanup.flags import RetentionFlags
 from megatron.extensions.operate.checkpoint_cleanup.retention import retain
+from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
 from megatron.training.run import TrainingRun
 from tests.harness import run_world, train_to_the_end
 from tests.tiny import TINY

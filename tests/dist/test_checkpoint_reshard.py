@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.dist_checkpointing.latest_checkpoint import candidates
 from megatron.core.dist_checkpointing.path_kind import read_latest
 from megatron.core.dist_checkpointing.state_dict import model_key, model_state, optimizer_key, optimizer_state
 from megatron.core.dist_checkpointing.storage import Checkpoint, save
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState, build_parallel_state, initialize_model_parallel
 from megatron.core.param_meta import ParamMeta
+from megatron.training.checkpoints.latest_checkpoint import candidates
 from tests.dist.toy import build, catalogue, noise
 from tests.harness import run_world
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.parallel_state import Axis
+from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
 from tests.harness import run_world
 
 ROWS, COLUMNS, TENSORS = 3072, 3072, 4

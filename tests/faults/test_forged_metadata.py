@@ -19,11 +19,11 @@ from megatron.extensions.interop.conversion.dcp_format import DCPSource
 from megatron.extensions.interop.conversion.formats import Options
 from megatron.training.checkpoints.checkpoint_fit import (
     check_fits,
-    choose_run_checkpoint,
     saved_config,
     saved_progress,
     tell_of_other_groups,
 )
+from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.rules.saved_types import metadata_problem
 from megatron.training.config.saved_flags import changed_lengths, read_history, with_past_batches, with_saved_flags
@@ -108,7 +108,7 @@ def readers(root: Path) -> list[Callable[[], object]]:
         plan_of(config).continued(read_history(config.checkpoint))
 
     def state() -> None:
-        checkpoint, config = choose_run_checkpoint(root, Axis()), resolve(run, 1)
+        checkpoint, config = choose_checkpoint(root, Axis()), resolve(run, 1)
         assert checkpoint is not None
         check_fits(checkpoint, config, True, None)
         before, progress = saved_config(checkpoint), saved_progress(checkpoint.payload)
@@ -207,7 +207,7 @@ def test_sizes_that_no_model_has_are_refused_before_it_is_built(
     saved: Saved, field: str, value: int, rule: str
 ) -> None:
     saved.forge(replaced(saved.whole, ("config", "model", field), value))
-    checkpoint = choose_run_checkpoint(saved.root, Axis())
+    checkpoint = choose_checkpoint(saved.root, Axis())
     assert checkpoint is not None
     with pytest.raises(ValueError, match=r"metadata\.json is damaged: .*" + rule):
         saved_config(checkpoint)
@@ -217,7 +217,7 @@ def test_an_earlier_checkpoint_takes_the_place_of_a_forged_one(saved: Saved) -> 
     shutil.copytree(saved.folder, saved.root / "iter_0000001")
     saved.forge(saved.whole | {"iteration": "x"})
     said: list[str] = []
-    chosen = choose_run_checkpoint(saved.root, Axis(), said.append)
+    chosen = choose_checkpoint(saved.root, Axis(), said.append)
     assert chosen is not None and chosen.folder.name == "iter_0000001"
     assert said == [
         f"skipped checkpoint {saved.folder}: metadata.json is damaged: iteration is text, and must be a whole "

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from pathlib import PurePath
 from typing import Any
 
 from megatron.core.config.optimizers import OPTIMIZERS, STATE_STORES
 from megatron.core.dist_checkpointing.file_storage import storage_of
-from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA
 from megatron.core.dist_checkpointing.state_dict import (
     CALLBACKS,
@@ -20,12 +18,10 @@ from megatron.core.dist_checkpointing.state_dict import (
     optimizer_key,
 )
 from megatron.core.dist_checkpointing.storage import Checkpoint
-from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import HISTORY
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.training.config.flags import all_flags, config_of_sections, field_table, flags_of, named_value, value_of
 from megatron.training.config.rules.fields import single_values
-from megatron.training.config.rules.saved_types import metadata_problem
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import changed_fields, check_types, free_choices, past_batches
 from megatron.training.plan import PLANS
@@ -35,13 +31,6 @@ FORMAT_VERSION = 1
 
 PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
 """Entries besides tensors that a checkpoint needs for a run to resume from it."""
-
-
-def choose_run_checkpoint(
-    path: PurePath, world: Axis, say: Callable[[str], None] = lambda line: None, verified: bool = True
-) -> Checkpoint | None:
-    """`choose_checkpoint` that also skips a checkpoint whose metadata have values of wrong types."""
-    return choose_checkpoint(path, world, say, verified, metadata_problem)
 
 
 def saved_config(checkpoint: Checkpoint) -> RunConfig:

@@ -40,7 +40,6 @@ from megatron.training.checkpoints.checkpoint_fit import (
     FORMAT_VERSION,
     check_fits,
     check_may_start,
-    choose_run_checkpoint,
     converted,
     mismatch_remedy,
     saved_config,
@@ -51,6 +50,7 @@ from megatron.training.checkpoints.checkpoint_fit import (
     without_new_tensors,
     without_states_of_thawed,
 )
+from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
 from megatron.training.config.flags import values_by_section
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import changed_lengths
@@ -307,7 +307,7 @@ def load_stages(
     """
     if (loader := _loader_of(path, state)) is not None:
         return loader.stages(Path(path), layout_of, state, device, number_format)
-    checkpoint = choose_run_checkpoint(located(path), state.world)
+    checkpoint = choose_checkpoint(located(path), state.world)
     if checkpoint is None:
         raise ValueError(f"--load {refusal(path)}")
     load_saved_extensions(checkpoint.payload, checkpoint.folder)
@@ -348,7 +348,7 @@ def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Check
     options = config.checkpoint
     if options.load is None:
         return None
-    checkpoint = choose_run_checkpoint(located(options.load), world, say)
+    checkpoint = choose_checkpoint(located(options.load), world, say)
     if checkpoint is None:
         check_may_start(options)
     return checkpoint

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.file_storage import UrlPath
-from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.extensions.interop.conversion.convert import recognize
@@ -25,6 +24,7 @@ from megatron.extensions.interop.conversion.formats import Options, Source
 from megatron.extensions.interop.conversion.merge import _record
 from megatron.extensions.interop.conversion.merge_weights import Decay, decay_weights
 from megatron.extensions.interop.conversion.merged_source import MergedSource
+from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
 from megatron.training.extensions import load_extensions
 from tests.apart import ROOT
 from tests.extensions.megatron_checkpoints.their_runs import unpack

@@ -11,7 +11,6 @@ import torch
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dist_checkpointing.latest_checkpoint import candidates
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -28,6 +27,7 @@ from megatron.extensions.interop.hugging_face.safetensors_file import FileTensor
 from megatron.extensions.interop.hugging_face.weights import HFWeights
 from megatron.training.checkpoints.checkpoint_fit import saved_config
 from megatron.training.checkpoints.checkpointing import RunCheckpoint, load_start
+from megatron.training.checkpoints.latest_checkpoint import candidates
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.progress import Progress
 from tests.extensions.hugging_face.hf_exact import save_model

@@ -30,11 +30,11 @@ from megatron.extensions.interop.conversion.formats import (
 from megatron.extensions.interop.conversion.streaming import Made, StreamedTensor, StreamingWriter, share
 from megatron.training.checkpoints.checkpoint_fit import (
     FORMAT_VERSION,
-    choose_run_checkpoint,
     converted,
     saved_config,
     saved_progress,
 )
+from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
 from megatron.training.config.arguments import save_config
 from megatron.training.config.flags import values_by_section
 from megatron.training.config.run_config import CheckpointConfig
@@ -50,7 +50,7 @@ class DCPSource(Source):
 
     def __init__(self, path: PurePath, options: Options) -> None:
         remarks: list[str] = []
-        checkpoint = choose_run_checkpoint(path, Axis(), remarks.append)
+        checkpoint = choose_checkpoint(path, Axis(), remarks.append)
         if checkpoint is None:
             raise ValueError(f"{path} holds no checkpoint")
         self.checkpoint, self.notes = checkpoint, tuple(remarks)

@@ -36,7 +36,8 @@ from megatron.extensions.plan.planner.rehearsal.matching import (
     written_bytes,
 )
 from megatron.extensions.plan.planner.terminal import progress
-from megatron.training.checkpoints.checkpoint_fit import check_fits, check_may_start, choose_run_checkpoint, converted
+from megatron.training.checkpoints.checkpoint_fit import check_fits, check_may_start, converted
+from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
 from megatron.training.config.batch_size import byte_text
 from megatron.training.config.commands import Prepared
 from megatron.training.config.flags import flat_values
@@ -127,7 +128,7 @@ def start_of_run(config: RunConfig) -> tuple[list[str], list[str]]:
 
 def _start(config: RunConfig, load: PurePath) -> tuple[list[str], list[str]]:
     options, lines = config.checkpoint, list[str]()
-    checkpoint = choose_run_checkpoint(load, Axis(), lines.append, verified=False)
+    checkpoint = choose_checkpoint(load, Axis(), lines.append, verified=False)
     if checkpoint is None:
         check_may_start(options)
         missing = "there is no such folder" if not storage_of(load).exists(load) else "it holds no checkpoint"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import PurePath
-from typing import Any
 
 from megatron.core.collectives import gather_objects
 from megatron.core.dist_checkpointing.dcp_index import INDEX
@@ -13,6 +12,7 @@ from megatron.core.dist_checkpointing.integrity import MANIFEST, damages, read_m
 from megatron.core.dist_checkpointing.path_kind import METADATA, Candidates, candidates, saved_folders
 from megatron.core.dist_checkpointing.storage import Checkpoint, on_first_rank, open_checkpoint, ranks_without
 from megatron.core.parallel_state import Axis
+from megatron.training.config.rules.saved_types import metadata_problem
 
 REMEDY = "name a folder on a file system that all hosts share"
 
@@ -22,13 +22,12 @@ def choose_checkpoint(
     world: Axis,
     say: Callable[[str], None] = lambda line: None,
     verified: bool = True,
-    payload_problem: Callable[[dict[str, Any]], str | None] = lambda payload: None,
 ) -> Checkpoint | None:
     """Opens the newest complete and undamaged checkpoint; None if there is no checkpoint. Collective over `world`.
 
-    If they are to be `verified`, every file is read by one of the ranks and compared with the manifest. `say` receives
-    one line for each checkpoint skipped, on every rank. `payload_problem` says why the contents besides tensors cannot
-    be used; None if they can. Raises ValueError on every rank if there are checkpoints and none is readable.
+    If they are to be `verified`, every file is read by one of the ranks and compared with the manifest. A checkpoint is
+    also damaged if its metadata have values of wrong types. `say` receives one line for each checkpoint skipped, on
+    every rank. Raises ValueError on every rank if there are checkpoints and none is readable.
     """
     found = on_first_rank(lambda: candidates(path), world)
     _check_seen(path, found, world)
@@ -40,7 +39,7 @@ def choose_checkpoint(
         if not problems:
             try:
                 checkpoint = open_checkpoint(folder, world)
-                if (broken := payload_problem(checkpoint.payload)) is None:
+                if (broken := metadata_problem(checkpoint.payload)) is None:
                     return checkpoint
                 problems = [f"{METADATA} is damaged: {broken}"]
             except ValueError as error:
