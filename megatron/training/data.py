@@ -13,7 +13,7 @@ from megatron.core.config.losses import LOSSES
 from megatron.core.config.model import TransformerConfig
 from megatron.core.datasets.blended import Renumbered, WholeBatches
 from megatron.core.datasets.build import Demands, build_datasets, source_lines, split_share
-from megatron.core.datasets.dataset import Dataset, Datasets, Dealer
+from megatron.core.datasets.dataset import Dataset, Datasets, Dealer, StepShape
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.samplers import DataIterator, MicroBatch, in_order
 from megatron.core.dist_checkpointing.path_kind import data_kind_of
@@ -157,7 +157,10 @@ def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
     for phase in plan.phases:
         splits.append(_splits(plan, phase, demands, sources))
         data, length = with_tokens(phase.config), phase.config.model.seq_length
-        for line in (*plan.lines(phase), *source_lines(data, phase.samples, length)):
+        batch, step = phase.config.training.global_batch_size, None
+        if batch is not None:
+            step = StepShape(batch, runtime.state.dp.size, phase.config.training.micro_batch_size)
+        for line in (*plan.lines(phase), *source_lines(data, phase.samples, length, step)):
             runtime.say(f"data: {line}")
     dataset = plan.training_set([each.train for each in splits])
     made = TrainingData(

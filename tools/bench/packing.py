@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +16,11 @@ from numpy.typing import NDArray
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.extensions.data.packing.dealing import deal, imbalance, pairs_of
-from megatron.extensions.data.packing.order import Packed, Rounds, Waste, cut, round_of
+from megatron.core.datasets.dataset import StepShape
+from megatron.extensions.data.packing.order import Rounds, Waste, cut, round_of
+from megatron.extensions.data.packing.survey import balance
 
-REPLICAS, SAMPLES = 8, 16
-"""Data-parallel replicas, and samples of each in a step."""
+STEP = StepShape(samples=128, replicas=8, micro_batch_size=1)
 
 
 def distributions(documents: int, seq_length: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
@@ -49,18 +48,6 @@ def greedy(lengths: NDArray[np.int64], seq_length: int) -> tuple[float, float]:
     return 0.0, float(((ends - lengths) // seq_length != (ends - 1) // seq_length).mean())
 
 
-def balance(packed: Packed, seq_length: int) -> tuple[float, float]:
-    """Mean of max/mean of the work of replicas over steps, in order and dealt by work."""
-    bounds = pairwise([0, *packed.ends.tolist()])
-    works = np.array([pairs_of(packed.lengths[a:b].tolist(), seq_length) for a, b in bounds], np.int64)
-    batch = REPLICAS * SAMPLES
-    in_order = np.arange(batch).reshape(SAMPLES, REPLICAS, 1)
-    steps = [works[first : first + batch] for first in range(0, len(works) - batch + 1, batch)]
-    found = [(imbalance(step, in_order), imbalance(step, deal(step, REPLICAS, 1))) for step in steps]
-    before, after = np.mean(found, axis=0).tolist() if found else (1.0, 1.0)
-    return before, after
-
-
 def main(words: list[str]) -> int:
     """Prints a table."""
     documents, seq_length = map(int, words or ("20000", "4096"))
@@ -70,7 +57,7 @@ def main(words: list[str]) -> int:
         waste = Waste.of(packed, seq_length)
         _, cuts = greedy(lengths, seq_length)
         padding, long = first_fit(lengths, seq_length)
-        before, after = balance(packed, seq_length)
+        before, after = balance(packed, seq_length, STEP) or (1.0, 1.0)
         print(
             f"{name:11} {cuts:10.2%}  {padding:13.3%}  {long:5.2%}  {waste.padding / waste.places:12.3%}  "
             f"{waste.cut / waste.documents:5.2%}  {before:13.3f}  {after:8.4f}"

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron.core.config.data import DatasetConfig, weight_of
 from megatron.core.datasets.blended import BlendedDataset, normalise
-from megatron.core.datasets.dataset import DATASETS, Dataset, Datasets
+from megatron.core.datasets.dataset import DATASETS, Dataset, Datasets, StepShape
 from megatron.core.datasets.gpt_dataset import DividesDocuments, GPTDataset, Pieces, SampleMaker, TextDataset
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset, strip_suffix
@@ -334,13 +335,23 @@ def training_sources(config: DatasetConfig) -> list[tuple[str, float, float | No
 
 
 def source_lines(
-    config: DatasetConfig, samples: int | None, seq_length: int, other: Callable[[str], str | None] = lambda path: None
+    config: DatasetConfig,
+    samples: int | None,
+    seq_length: int,
+    step: StepShape | None = None,
+    other: Callable[[str], str | None] = lambda path: None,
 ) -> Iterator[str]:
     """A line for each data set of the training split, of a run of `samples` samples; None: one epoch. Data that cannot
-    be opened are reported. `other` may return the line of a path that is no indexed dataset."""
+    be opened are reported. `step` is a step of the run. `other` may return the line of a path that is no indexed
+    dataset."""
+
+    def with_samples(line: str, lengths: NDArray | None) -> str:
+        told = [options.line(lengths, seq_length, step) for options in dividers(config)]
+        return "; ".join([line, *(text for text in told if text)])
+
     for prefix, of_documents, of_samples in training_sources(config):
         if line := other(prefix):
-            yield line
+            yield with_samples(line, None)
             continue
         try:
             dataset = IndexedDataset(prefix)
@@ -352,5 +363,4 @@ def source_lines(
             epochs = samples * of_samples * seq_length / (dataset.num_tokens * of_documents)
             part = "" if of_documents == 1 else f" of the {100 * of_documents:.4g} % for training"
             line += f"; {epochs:.3g} epochs{part}"
-        told = [options.line(dataset.lengths, seq_length) for options in dividers(config)]
-        yield "; ".join([line, *(text for text in told if text)])
+        yield with_samples(line, dataset.lengths)

@@ -37,6 +37,14 @@ class Dataset(Protocol):
         """The model inputs of a sample, see `SampleFormat.sample`."""
 
 
+class StepShape(NamedTuple):
+    """How many samples a step takes, and what they are dealt to."""
+
+    samples: int
+    replicas: int
+    micro_batch_size: int
+
+
 class Dealer(Protocol):
     """Deals the samples of a step to the micro-batches of all replicas: a pure function, the same on every rank."""
 

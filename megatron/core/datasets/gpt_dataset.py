@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.datasets.dataset import StepShape
 from megatron.core.datasets.index_cache import IndexCache, content_hash
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indices import GPTIndex, finds_starts, gpt_index_parts, plan_epochs
@@ -259,5 +260,6 @@ class DividesDocuments(Protocol):
     def sample_maker(self) -> SampleMaker | None:
         """What makes samples of documents; None if the flags do not ask for it."""
 
-    def line(self, lengths: NDArray, seq_length: int) -> str | None:
-        """Text about samples of documents of these lengths [documents], for the log and plans; None as above."""
+    def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
+        """Text about samples of documents of these lengths [documents], None if they are not known yet, and about
+        steps of these samples, for the log and plans; None as above."""

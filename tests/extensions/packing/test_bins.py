@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron.extensions.data.packing.bins import best_fit_decreasing
-from megatron.extensions.data.packing.order import Packed, Rounds, Waste, round_of, waste_line
+from megatron.extensions.data.packing.flags import PackingConfig
+from megatron.extensions.data.packing.order import Packed, Rounds, Waste, round_of
+from megatron.extensions.data.packing.survey import survey_line
 
 
 def one_by_one(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -95,7 +97,7 @@ def test_waste_counts_padding_and_long_documents() -> None:
     assert waste.cut == epochs and waste.places == 9 * waste.samples
     tokens = epochs * (9 + 4 + 5 + 3 + 6 + 30 + 3)  # the 30 are cut in four parts, which share three tokens
     assert waste.padding == waste.places - tokens
-    assert waste_line(np.full(1000, 5), 8, 100) == (
+    assert survey_line(PackingConfig("best-fit", 100), np.full(1000, 5), 8, None) == (
         "best-fit packing: 44.4 % padding, 0 of 1,000 documents cut because they are longer than a sample"
     )
 

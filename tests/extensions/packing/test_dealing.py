@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from pathlib import Path
 
@@ -10,14 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.config.data import DatasetConfig
+from megatron.core.datasets.build import source_lines
+from megatron.core.datasets.dataset import StepShape
 from megatron.core.datasets.sample_format import SampleFormat
 from megatron.core.datasets.samplers import DataIterator, in_order
 from megatron.extensions.data.packing.dealing import WorkDealer, deal, equal_groups, imbalance, pairs_of
+from megatron.extensions.data.packing.flags import PackingConfig
+from megatron.extensions.data.packing.survey import survey_line
 from megatron.testing.layout_matrix import TOLERANCE
 from megatron.testing.snapshot import differences
 from megatron.training.config.arguments import parse_args
-from tests.extensions.packing.test_packed_data import EOD, MODEL, corpus, packed
-from tests.harness import train_in_world
+from tests.apart import read_records
+from tests.extensions.packing.test_packed_data import EOD, MODEL, corpus, packed, train_split
+from tests.harness import run_world, train_in_world, train_to_the_end
 
 SHAPES = st.tuples(st.integers(1, 8), st.integers(1, 4), st.integers(1, 3))
 
@@ -110,3 +117,43 @@ def test_the_spelling_of_megatron() -> None:
     config = parse_args(f"{MODEL} --data-path x --sequence-packing-scheduler dp_balanced".split())
     options = {field: value for each in config.extension_options for field, value in vars(each).items()}
     assert options["balance_packed_samples"] and options["sequence_packing"] == "best-fit"
+
+
+def test_the_log_has_the_work_of_the_busiest_replica(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "x", np.random.default_rng(2).integers(1, 24, 90).tolist())
+    flags = f"{MODEL} --data-path {prefix} --balance-packed-samples --seed 1 --train-iters 4 --log-interval 2"
+    run_world(2, train_to_the_end, [*flags.split(), "--save", str(tmp_path)])
+    data = train_split(DatasetConfig(data_path=(prefix,), split="1,0,0").with_options(PackingConfig("best-fit")), 32)
+    worth = []
+    for sample in range(32):
+        _, counts = np.unique(np.asarray(data[sample]["document_ids"]), return_counts=True)
+        worth.append(int((counts * (counts + 1) // 2).sum()))
+    of_micro_batch = np.array(worth).reshape(4, 4, 2)
+    before = of_micro_batch.sum(1).max(1) / of_micro_batch.sum((1, 2)) * 2
+    records = read_records(tmp_path / "metrics.jsonl")
+    found = [record["work_imbalance_in_order"] for record in records]
+    assert found == pytest.approx(before.reshape(2, 2).mean(1).tolist(), rel=1e-12)
+    assert all(1 <= record["work_imbalance"] < record["work_imbalance_in_order"] for record in records)
+
+
+def test_a_plan_says_how_equal_the_work_will_be() -> None:
+    lengths = np.random.default_rng(0).lognormal(3, 1, 4000).astype(np.int64) + 1
+    step = StepShape(32, 8, 1)
+    lines = [survey_line(PackingConfig("best-fit", 4000, asked), lengths, 128, step) for asked in (False, True)]
+    ends = [
+        re.search(r" cut because .*; attention work .*: (\S+) times the mean in order, (\S+) (.*)$", line)
+        for line in lines
+    ]
+    assert ends[0] and ends[1] and ends[0][1] == ends[1][1] and ends[0][2] == ends[1][2]
+    assert float(ends[0][1]) > 1.1 > 1.05 > float(ends[0][2]) >= 1
+    assert (ends[0][3], ends[1][3]) == ("with --balance-packed-samples", "as dealt")
+    for other in (None, StepShape(32, 1, 1), StepShape(100_000, 8, 1)):
+        assert "attention work" not in survey_line(PackingConfig("best-fit"), lengths, 128, other)
+
+
+def test_a_plan_of_text_says_that_padding_is_unknown() -> None:
+    config = DatasetConfig(data_path=("a.jsonl",), split="1,0,0")
+    told = ["text a.jsonl; best-fit packing: the share of padding is unknown until the documents are tokenized"]
+    packs = config.with_options(PackingConfig("best-fit"))
+    assert list(source_lines(packs, 8, 16, None, lambda path: f"text {path}")) == told
+    assert list(source_lines(config, 8, 16, None, lambda path: f"text {path}")) == ["text a.jsonl"]

@@ -11,12 +11,12 @@ from megatron.core.config.flag_spec import flag
 from megatron.core.registry import imported
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import extension_flags
+from megatron.training.extensions import CALLBACKS, extension_flags
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatron.core.datasets.dataset import Dealer
+    from megatron.core.datasets.dataset import Dealer, StepShape
     from megatron.core.datasets.gpt_dataset import SampleMaker
 
 WINDOW = 1 << 17
@@ -52,11 +52,11 @@ class PackingConfig:
         made: SampleMaker = partial(imported(f"{__package__}.packed_dataset:PackedDataset"), window=self.packing_window)
         return made
 
-    def line(self, lengths: NDArray, seq_length: int) -> str | None:
-        """How well documents of these lengths fill samples."""
+    def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
+        """How well documents of these lengths fill samples, and how equal the work of the replicas of a step is."""
         if not self.packs:
             return None
-        told: str = imported(f"{__package__}.order:waste_line")(lengths, seq_length, self.packing_window)
+        told: str = imported(f"{__package__}.survey:survey_line")(self, lengths, seq_length, step)
         return told
 
     def dealer(self, seq_length: int) -> Dealer | None:
@@ -82,3 +82,10 @@ class PackingConfig:
         if any(getattr(options, "fim_data", False) for options in config.extension_options):
             rule = "cannot be combined with --fim-data, which changes the lengths of documents"
             yield Problem(name, value, rule, "remove one of them")
+
+
+CALLBACKS.register(
+    "work of replicas",
+    f"{__package__}.hooks:WorkOfReplicas",
+    when=lambda config: config.options(PackingConfig).balance_packed_samples,
+)

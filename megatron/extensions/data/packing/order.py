@@ -142,14 +142,3 @@ def blocks() -> Iterator[range]:
     while True:
         yield range(first, 2 * first)
         first *= 2
-
-
-SURVEYED = 1 << 17
-"""Documents at the beginning of a data set whose packing stands for that of all in a line of the log."""
-
-
-def waste_line(lengths: NDArray, seq_length: int, window: int) -> str:
-    """How well documents of these lengths fill samples, measured on the first ones."""
-    some = lengths[:SURVEYED]
-    rounds = Rounds.of(some, range(len(some)), seq_length, window)
-    return f"best-fit packing: {Waste.of(round_of(some, rounds, seq_length, seed=0, number=1), seq_length)}"

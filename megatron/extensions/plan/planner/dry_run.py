@@ -101,7 +101,7 @@ def print_plan(
         (f"Groups, world size {world_size}", group_lines(dims)),
         (f"Pipeline stages and memory of each rank{of}", [*memory_lines(largest, dims, memory), *fits]),
         ("Batch and length", batch_lines(run, dims, cache)),
-        ("Data", [line for phase in run.phases for line in data_lines(run, phase)]),
+        ("Data", [line for phase in run.phases for line in data_lines(run, phase, dims)]),
         (f"Predicted step{of}", step_lines(step) if step is not None else ()),
         *((f"Different from {name}", of.differences(config, asked.given)) for name, of in foreign_programs().items()),
     ]
@@ -280,9 +280,10 @@ def batch_lines(plan: RunPlan, dims: ParallelDims, cache: PlannerCache) -> Itera
     yield f"{iterations:,} iterations, {consumed:,} samples, {tokens:,} tokens, {flops:.6g} FLOPs in all"
 
 
-def data_lines(plan: RunPlan, phase: Phase) -> Iterator[str]:
+def data_lines(plan: RunPlan, phase: Phase, dims: ParallelDims) -> Iterator[str]:
     """The data sets of the training split in a phase as they are on this machine."""
     from megatron.core.datasets.build import source_lines
+    from megatron.core.datasets.dataset import StepShape
 
     config, data = phase.config, phase.config.data
     yield from plan.lines(phase)
@@ -293,7 +294,10 @@ def data_lines(plan: RunPlan, phase: Phase) -> Iterator[str]:
     if phase.end is not None:
         end = plan.sizes.samples(plan.iterations) if phase == plan.phases[-1] else phase.end
         samples = end - phase.first_sample
-    yield from source_lines(data, samples, config.model.seq_length, _other_line)
+    batch, step = config.training.global_batch_size, None
+    if batch is not None:
+        step = StepShape(batch, dims.dp, config.training.micro_batch_size)
+    yield from source_lines(data, samples, config.model.seq_length, step, _other_line)
 
 
 def _other_line(path: str) -> str | None:

@@ -1,0 +1,53 @@
+"""Logs how equal the attention work of data-parallel replicas is, in order and as samples are dealt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.extensions.data.packing.dealing import WorkDealer
+from megatron.extensions.data.packing.survey import imbalances, work_line
+from megatron.training.hooks import Callback, Meter
+from megatron.training.metrics.sinks import Record
+from megatron.training.progress import Interval, Step
+from megatron.training.run import TrainingRun
+
+
+class WorkOfReplicas(Callback, Meter):
+    """--balance-packed-samples: the work of the replica that has most, as a multiple of the mean.
+
+    It follows from the lengths of documents, so the first rank computes it alone.
+    """
+
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        self.data = run.data
+        self.device = run.runtime.device
+        self.computes = run.runtime.state.world.first
+        self.steps: dict[int, tuple[float, float]] = {}
+        return (self,)
+
+    def begin_step(self, step: Step) -> None:
+        train = self.data.train
+        if self.computes and isinstance(train.deal, WorkDealer):
+            samples = range(step.first_sample, step.first_sample + step.samples)
+            works = train.deal.works(train.dataset, samples)
+            self.steps[step.iteration] = imbalances(works, train.dp_size, train.micro_batch_size)
+
+    def take(self) -> Tensor:
+        """[sum in order, sum as dealt, steps] float64, on the first rank."""
+        sums = [sum(values) for values in zip(*self.steps.values(), strict=True)] or [0.0, 0.0]
+        sums.append(float(len(self.steps)))
+        self.steps = {}
+        return torch.tensor(sums, dtype=torch.float64, device=self.device)
+
+    def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
+        before, after, steps = summed.tolist()
+        return {"work_imbalance_in_order": before / steps, "work_imbalance": after / steps} if steps else {}
+
+    def lines(self, record: Record) -> list[str]:
+        before, after = record.get("work_imbalance_in_order"), record.get("work_imbalance")
+        if not isinstance(before, float) or not isinstance(after, float):
+            return []
+        return [f" {work_line(before, after)}"]
