@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.apart import losses_in
+from tests.cli.test_training import MODEL
 from tests.extensions.object_storage.server import (
     BUCKET,
     Faults,
@@ -118,3 +119,12 @@ def test_only_one_of_two_runs_saves_to_a_url(tmp_path: Path) -> None:
     finally:
         holding.set()
     assert f"another run saves to {URL}: its rank 0 is process 1 on far, started now" in said
+
+
+def test_a_step_that_cannot_be_saved_is_told(tmp_path: Path) -> None:
+    diverging = ["--lr", "1e6", "--residual-multiplier", "1e6", "--embedding-multiplier", "1e6", "--clip-grad", "0"]
+    said = run_forked(1, [*MODEL, *diverging, "--save", URL], tmp_path / "screen", code=1)
+    report = said[said.index("RUN FAILED") :]
+    assert "is not finite" in report and "Traceback" not in report
+    rule = f"--save {URL}: is a URL, and steps are saved to mounted file systems only, so that this one was not saved; "
+    assert rule + "use --save FOLDER to save and replay such a step" in report

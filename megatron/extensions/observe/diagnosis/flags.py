@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Condition, flag
+from megatron.training.config.flags import named_value
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
@@ -106,10 +107,21 @@ class DiagnosisConfig:
         if profiles and any(not 0 <= rank < world_size for rank in self.profile_ranks):
             rule = f"must be below the {world_size} ranks"
             yield Problem("--profile-ranks", self.profile_ranks, rule, "remove the others")
+        yield from self._unwritten(config)
         if self.trace and length is not None and 0 < length <= self.trace_step_start:
             rule = f"has no effect in a run of --train-iters {length}"
             remedy = f"use {max(0, length - 2)} and --trace-step-end {length}"
             yield Problem("--trace-step-start", self.trace_step_start, rule, remedy, harmless=True)
+
+    def _unwritten(self, config: RunConfig) -> Iterator[Problem]:
+        """Yields a problem for each flag whose files would go to --save, if that is a URL."""
+        save = config.checkpoint.save
+        if save is None or config.checkpoint.save_folder is not None or named_value(config, "tensorboard_dir"):
+            return
+        for used, name in ((_by_torch(config), "--profile"), (self.trace, "--trace")):
+            if used:
+                rule = f"is a URL, and the files of {name} go to mounted file systems only"
+                yield Problem("--save", save, rule, "add --tensorboard-dir FOLDER for them")
 
 
 @extension_flags("spikes", may_change=True, part_of="checks")

@@ -32,6 +32,7 @@ from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.extensions.observe.diagnosis.nonfinite_search import Finding, search
 from megatron.training.checkpoints.checkpointing import RunCheckpoint
 from megatron.training.config.arguments import save_config
+from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Meter, StepFinding, Verdict
 from megatron.training.progress import Progress, Step
@@ -100,6 +101,7 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
     text = finding.describe() if finding is not None else nothing
     if not verdict.ends_run:
         return StepFinding(text)
+    text += not_saved(run.config)
     if run.config.checkpoint.save_folder is not None:
         run.saver.wait()
         before = replace(run.progress, iteration=step.iteration - 1, consumed_samples=step.first_sample)
@@ -113,6 +115,15 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
     if finding is not None and finding.rank != run.runtime.launch.rank:
         time.sleep(1.0)  # the rank with the first bad value reports
     return StepFinding(text, ADVICE)
+
+
+def not_saved(config: RunConfig) -> str:
+    """A line that a step cannot be saved in --save as it is no folder; empty if it can, or without --save."""
+    save = config.checkpoint.save
+    if save is None or config.checkpoint.save_folder is not None:
+        return ""
+    rule = "is a URL, and steps are saved to mounted file systems only, so that this one was not saved"
+    return f"\n{Problem('--save', save, rule, 'use --save FOLDER to save and replay such a step')}"
 
 
 def save_step(saved: SavedStep, batches: Sequence[MicroBatch], checkpoint: RunCheckpoint, before: Progress) -> Path:
