@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from megatron.core.collectives import gather_objects
 from megatron.core.config.json_text import parse_json
+from megatron.core.datasets.dataset import Dataset
 from megatron.core.datasets.sample_format import Sample
 from megatron.core.datasets.samplers import MicroBatch
 from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
@@ -174,18 +175,30 @@ def _write_samples(batches: Sequence[MicroBatch], path: Path) -> str | None:
 
 
 class SavedSamples:
-    """Data set of the samples of a saved step, under their numbers in the run."""
+    """Data set of the samples of a saved step, under their numbers in the run, of which `micro_batch_size` is."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, micro_batch_size: int) -> None:
         self.samples: dict[int, Sample] = {}
+        dealt = []
         for path in sorted(folder.glob(SAMPLES)):
             with np.load(path, allow_pickle=False) as arrays:
                 columns = {name: arrays[name] for name in arrays.files}
-            for row, number in enumerate(columns.pop("sample_index").tolist()):
+            numbers = columns.pop("sample_index")
+            dealt.append(numbers.reshape(-1, micro_batch_size))
+            for row, number in enumerate(numbers.tolist()):
                 self.samples[number] = {name: column[row] for name, column in columns.items()}
         if not self.samples:
             raise ValueError(f"{folder} holds no samples: {SAMPLES}")
+        self.order = np.stack(dealt, axis=1).ravel()
+        """The samples, micro-batch after micro-batch of the run, those of all its replicas in turn."""
+
         self.fingerprint = str(folder)
+
+    def deal(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
+        """[micro-batches, replicas, micro_batch_size]: the micro-batches of the run, at any number of replicas, unless
+        they have another size."""
+        dealt: NDArray[np.int64] = self.order.reshape(-1, replicas, micro_batch_size)
+        return dealt
 
     def __len__(self) -> int:
         return max(self.samples) + 1

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig, PrecisionConfig
+from megatron.core.datasets.gpt_dataset import DividesDocuments
 from megatron.core.datasets.samplers import DataIterator
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.observe.diagnosis.nonfinite_search import Finding, search
@@ -18,6 +19,7 @@ from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args, save_config
 from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
 from megatron.training.config.validation import resolve_legal
+from megatron.training.data import DealsSamples, WrapsDatasets
 from megatron.training.extensions import CALLBACKS
 from megatron.training.initialize import Runtime, choose_device, local_runtime, set_determinism
 from megatron.training.reliability.launch import Launch
@@ -66,8 +68,16 @@ def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
     )
     with TemporaryDirectory() as scratch:
         path = Path(scratch) / CONFIG
-        save_config(_without_callbacks(config), path)
+        save_config(_without_callbacks(_without_data_flags(config)), path)
         return parse_args(["--config", str(path), *flags])
+
+
+def _without_data_flags(config: RunConfig) -> RunConfig:
+    """The configuration without the flags of extensions that make, change or deal samples: those saved are used."""
+    for options in config.extension_options:
+        if isinstance(options, DividesDocuments | DealsSamples | WrapsDatasets):
+            config = config.with_options(type(options)())
+    return config
 
 
 def _without_callbacks(config: RunConfig) -> RunConfig:
@@ -92,10 +102,11 @@ def _replay_on_rank(
     run = build_run(config, runtime)
     run.data.close()
     dp, micro_batch_size = runtime.state.dp, config.training.micro_batch_size
-    samples = SavedSamples(folder)
+    samples = SavedSamples(folder, parse_args(["--config", str(folder / CONFIG)]).training.micro_batch_size)
     run.data.train = DataIterator(
         samples, micro_batch_size=micro_batch_size, dp_rank=dp.rank, dp_size=dp.size, name="saved"
     )
+    run.data.train.deal = samples.deal
     if prepare is not None:
         prepare(run)
     return search(run.forward_backward, saved.step, run.data.read_batches(saved.step), saved.loss_scale)
