@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, isfunction, signature
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 P = TypeVar("P")
@@ -91,6 +91,33 @@ def _refused(form: str, part: object) -> str:
     return f"must take ({form}), and takes {taken}; correct its parameters"
 
 
+def _refused_methods(protocol: type, part: type) -> str:
+    """The methods of `protocol` that a class does not write or that cannot be called as they are there, and the remedy;
+    else empty."""
+    if unwritten := sorted(getattr(part, "__abstractmethods__", ())):
+        return f"has no {', '.join(f'{name}()' for name in unwritten)} of its own; write it, or correct its spelling"
+    for name in _members(protocol):
+        wanted, given = getattr(protocol, name, None), getattr(part, name, None)
+        if not isfunction(wanted) or not isfunction(given) or given is wanted:
+            continue
+        parameters = signature(wanted).parameters.values()
+        if any(each.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for each in parameters):
+            continue
+        by_name = {each.name: True for each in parameters if each.kind is Parameter.KEYWORD_ONLY}
+        try:
+            signature(given).bind(*(each.name for each in parameters if each.name not in by_name), **by_name)
+        except TypeError:
+            form, takes = _without_types(wanted), _without_types(given)
+            return f"{name}() must take {form}, and takes {takes}; correct its parameters"
+    return ""
+
+
+def _without_types(function: Callable[..., object]) -> Signature:
+    """The parameters of a method, without `self` and annotations."""
+    parameters = list(signature(function).parameters.values())[1:]
+    return Signature([each.replace(annotation=Parameter.empty) for each in parameters])
+
+
 def refused_call(protocol: type, part: object) -> str:
     """Checks a function that stands beside a part, as one of its facts: says what is wrong if it cannot be called as
     `protocol` is, and is empty otherwise."""
@@ -103,7 +130,7 @@ class Registry(Collection[str], Generic[P, F, K]):
     `facts` makes the facts of a part from the keyword arguments of `register`. `protocol` is the Protocol of the parts:
     each must take the arguments of its `__call__` and have its other members. It may also be a plain class, whose
     instances the parts are. Where a part is called to make an object, `makes` is the Protocol of these objects, and
-    each part that is a class must have its members.
+    each part that is a class must have its members, and methods that take the same arguments.
     """
 
     def __init__(
@@ -119,7 +146,7 @@ class Registry(Collection[str], Generic[P, F, K]):
         self._form = _call_form(protocol) if _is_protocol(protocol) else None
         self._members = _members(protocol)
         self._class = object if _is_protocol(protocol) else protocol
-        self._members_of_classes = [] if makes is None else _members(makes)
+        self._makes = makes
         self._entries: dict[str, _Entry[F]] = {}
         self._substitutes: dict[str, list[tuple[str, Callable[..., bool]]]] = {}
 
@@ -195,11 +222,15 @@ class Registry(Collection[str], Generic[P, F, K]):
         if not isinstance(part, self._class):
             rule = f"must be a {self._class.__name__}, and is a {type(part).__name__}"
             raise ValueError(f"{self.flag} {name}: {rule}; make one of it")
-        wanted = self._members + (self._members_of_classes if isinstance(part, type) else [])
-        known = set(dir(part)) | set(getattr(part, "__annotations__", ()))
+        made = self._makes if isinstance(part, type) else None
+        wanted = self._members + ([] if made is None else _members(made))
+        classes = part.__mro__ if isinstance(part, type) else (part,)
+        known = set(dir(part)).union(*(getattr(each, "__annotations__", ()) for each in classes))
         if missing := [attribute for attribute in wanted if attribute not in known and not hasattr(part, attribute)]:
             raise ValueError(f"{self.flag} {name}: has no {', '.join(missing)}; derive it from the class of its kind")
         if self._form is not None and (refused := _refused(self._form, part)):
+            raise ValueError(f"{self.flag} {name}: {refused}")
+        if made is not None and isinstance(part, type) and (refused := _refused_methods(made, part)):
             raise ValueError(f"{self.flag} {name}: {refused}")
 
     def facts(self, name: str) -> F:

@@ -14,6 +14,11 @@ from megatron.training.extensions import ExtensionError
 LONG = "a" * 300
 
 
+def test_a_url_names_something_after_its_slashes() -> None:
+    (problem,) = read_flags(["--save", "s3:///run"]).problems
+    assert str(problem) == "--save s3:///run: is a URL without a name after the two slashes; write SCHEME://NAME/FOLDER"
+
+
 def test_rules_of_paths() -> None:
     assert path_rule("local", "/dev/null") is None and path_rule("local", "/dev/stdout") is None
     assert path_rule("local", f"runs/{'a' * 255}/b") is None and path_rule("url", f"s3://bucket/{LONG}") is None

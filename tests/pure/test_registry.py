@@ -15,6 +15,7 @@ from megatron.core.config.layers import LAYERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.moe import BALANCING_LOSSES, BALANCINGS, ROUTERS, SCORE_FUNCTIONS, Scores, router_of
 from megatron.core.config.norms import NORMALIZATIONS
+from megatron.core.dist_checkpointing.file_storage import STORAGES, LocalStorage, Storage
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
 from megatron.core.moe.router import OwnScores, TopKRouter
 from megatron.core.param_meta import Init, ParamMeta
@@ -229,8 +230,30 @@ def test_a_protocol_states_the_form_of_the_parts() -> None:
     lossy: Any = type("Lossy", (), {"__init__": lambda self, config, *, name: None})
     with pytest.raises(ValueError, match="--store lossy: has no keep, size"):
         stores.register("lossy", lossy)
+    hasty: Any = type("Hasty", (kept,), {"keep": lambda self: None})
+    with pytest.raises(ValueError, match=r"--store hasty: keep\(\) must take \(value\), and takes \(\); correct"):
+        stores.register("hasty", hasty)
     with pytest.raises(ValueError, match=r"--store nameless: must take \(config, name=\)"):
         stores.register("nameless", lambda config: kept(config, name=""))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "changed", "said"),
+    [
+        ("remove", {}, r"storage lacking: has no remove\(\) of its own; write it"),
+        (
+            "",
+            {"write": lambda self, path: None},
+            r"storage lacking: write\(\) must take \(path, data\), and takes \(path\)",
+        ),
+    ],
+)
+def test_a_storage_has_all_its_methods(left_out: str, changed: dict[str, Any], said: str) -> None:
+    """At registration: a save would find out later."""
+    methods = {name: getattr(LocalStorage, name) for name in ("names", "size", "read", "write", "remove")} | changed
+    methods.pop(left_out, None)
+    with pytest.raises(ValueError, match=said):
+        STORAGES.register("lacking", type("Lacking", (Storage,), methods))
 
 
 def test_a_registry_of_objects_takes_those_of_its_class() -> None:

@@ -131,8 +131,11 @@ class LrSchedule(Protocol):
     """
 
     def __call__(self, samples: float, length: object, config: Section) -> float:
-        """Returns the learning rate of the update after this many consumed samples, beyond the warm-up. `length` is a
-        `megatron.core.optimizer.param_scheduler.ScheduleLength`."""
+        """Returns the learning rate of the update at `samples`, the samples consumed since the start of the run.
+
+        It is called only after the warm-up, `length.warmup` samples, and also after the decay, `length.decay` samples.
+        `length` is a `megatron.core.optimizer.param_scheduler.ScheduleLength`.
+        """
 
 
 LR_SCHEDULES = Registry("--lr-decay-style", NoFacts, protocol=LrSchedule)

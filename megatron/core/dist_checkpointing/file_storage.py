@@ -170,7 +170,7 @@ class StorageClass(Protocol):
         """Makes the object that serves all URLs of the scheme in a process."""
 
 
-STORAGES = Registry("storage", NoFacts, protocol=StorageClass)
+STORAGES = Registry("storage", NoFacts, protocol=StorageClass, makes=Storage)
 """Scheme of a URL -> `StorageClass`."""
 
 

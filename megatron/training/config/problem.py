@@ -207,6 +207,8 @@ def path_rule(kind: str, path: str) -> tuple[str, str] | None:
             return SECRET
         if kind == "stored" and not isinstance(located(path), UrlPath):
             return f"is a URL, and no storage is registered for {path.partition('://')[0]}://", NO_STORAGE
+        if kind == "stored" and path.partition("://")[2].startswith("/"):
+            return "is a URL without a name after the two slashes", "write SCHEME://NAME/FOLDER"
         return NO_URL if kind == "local" else None
     if "\0" in path:
         return "has a zero byte, which no path has", "correct the path"

@@ -10,7 +10,7 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 
-ROLL_BACK = "--optimizer-post-validation: an update that is rolled back would be averaged"
+ROLL_BACK = "--optimizer-post-validation: averages follow each update, so none could run ahead of its check"
 
 
 @extension_flags("moving averages of the weights", may_change=True)
