@@ -1,4 +1,4 @@
-"""One HTML page about a run: loss, throughput, memory, layout, timeline, saves, faults, configuration.
+"""One HTML page about a run: loss, throughput, goodput, memory, layout, timeline, saves, faults, configuration.
 
     python tools/report.py runs/a
     python tools/report.py runs/a --against runs/b runs/c --output a.html
@@ -93,6 +93,7 @@ def report(
             "Summary": sections.summary(run),
             "Loss": sections.loss(run, others),
             "Throughput": sections.throughput(run, others),
+            "Goodput": sections.goodput(run),
             "Memory": sections.memory(run, plan, why_no_plan),
             "Layout": sections.layout(run, gpus_per_node),
             "Timeline": sections.timeline(run),

@@ -62,6 +62,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         "interop/megatron_checkpoints", "checkpoints of Megatron-LM, to convert from and to", needs=("conversion",)
     ),
     BuiltIn("observe/logs", "TensorBoard, Weights & Biases, Megatron-LM's lines; samples, losses of data sets, norms"),
+    BuiltIn("observe/goodput", "Share of the wall time in which a run was trained, over all its starts."),
     BuiltIn("interop/megatron_flags", "lists of data as Megatron names them, and its flags without a field here"),
     BuiltIn(
         "optim/optimizers", "Muon, QK-clip, Adam with states in fewer bits than fp32; groups of parameters by name"

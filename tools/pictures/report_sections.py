@@ -253,6 +253,26 @@ def timeline(run: RunFolder) -> Markup:
     )
 
 
+def goodput(run: RunFolder) -> Markup:
+    """The wall time of all starts by what it was spent on, and goodput as logged."""
+    from megatron.extensions.observe.goodput import accounts  # a run without --log-goodput needs no extension
+
+    found = accounts.last_account(run.events)
+    if found is None:
+        return html.paragraph("Not recorded: --log-goodput measures useful step time over wall time.")
+    iteration, seconds = found
+    wall = sum(seconds.values())
+    rows = [
+        [name, f"{seconds[part]:.1f}", f"{seconds[part] / wall if wall else 0:.1%}"]
+        for part, name in accounts.PARTS.items()
+    ]
+    head = "spent on", "seconds", "share"
+    share = f"{accounts.goodput(seconds):.1%} of {wall:,.0f} s of wall time"
+    text = f"{share}, up to iteration {iteration:,}, over all starts."
+    chart = curves("goodput", "since the first start", of_runs([run], "goodput"), "{:.1%}".format, marks=marks_of(run))
+    return html.paragraph(text) + figures([chart]) + html.table("wall time of all starts", head, rows, (1, 2))
+
+
 def when(seconds: Any) -> str:
     """A time in UTC."""
     value = number(seconds)

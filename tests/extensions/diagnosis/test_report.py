@@ -18,7 +18,7 @@ from tools.pictures.drawing import NARROW
 from tools.pictures.run_folder import RunFolder, labels_of, read_run
 from tools.report import computed_plan, main
 
-SECTIONS = "summary loss throughput memory layout timeline saves faults-and-restarts configuration".split()
+SECTIONS = "summary loss throughput goodput memory layout timeline saves faults-and-restarts configuration".split()
 ATTACK = "<script>alert('x')</script>&\"quoted\""
 
 CONFIG = f"""# Resolved configuration.

@@ -1,0 +1,23 @@
+"""Flags of goodput. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS, extension_flags
+
+
+@extension_flags("goodput", may_change=True)
+@dataclass(frozen=True)
+class GoodputConfig:
+    log_goodput: bool = False
+    """Log the share of the wall time, earlier starts included, in which the model was trained, and what took the
+    rest."""
+
+
+def _when(config: RunConfig) -> bool:
+    return config.options(GoodputConfig).log_goodput and not config.training.skip_train
+
+
+CALLBACKS.register("goodput", f"{__package__}.hooks:Goodput", when=_when)

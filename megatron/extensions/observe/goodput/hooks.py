@@ -1,0 +1,168 @@
+"""--log-goodput: measures the parts of the wall time on the first rank, and logs them over all starts of the run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.file_storage import storage_of
+from megatron.core.dist_checkpointing.path_kind import EVENTS
+from megatron.extensions.observe.goodput import accounts
+from megatron.extensions.observe.goodput.accounts import PARTS, Earlier, Seconds
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback, Evaluation, Log, Meter, RunView, Task
+from megatron.training.metrics.sinks import Record
+from megatron.training.progress import SAVE, Interval
+from megatron.training.reliability.run_status import record_event
+from megatron.training.run import TrainingRun
+
+EVENT_SECONDS = 30.0
+"""Least time between two events of log lines; each save has one too."""
+
+
+class Goodput(Callback, Meter):
+    """The parts of the wall time of a run. The first rank measures, and all log what it has found."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        age = process_age()
+        self._began = time.perf_counter() - age
+        self._wall_began = time.time() - age
+
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        self._run, self._measures = run, run.runtime.is_main
+        run.lines.metrics = (*run.lines.metrics, "goodput")
+        self._own = accounts.none()
+        self._counted: Interval | None = None
+        self._at_step: tuple[Interval, float] = (run.interval, 0.0)
+        self._evaluation: tuple[float, float] | None = None
+        self._event_at = 0.0
+        self._earlier = Earlier(self._wall_began, accounts.none())
+        if self._measures:
+            self._earlier = accounts.earlier_starts(self._events(), run.progress.iteration, self._wall_began)
+            self._own["startup"] = max(0.0, run.interval.start - self._began)
+            run.timers.watchers.append(self._watched)
+        return (self,)
+
+    def on_start(self, run: RunView) -> None:
+        self._record_event()
+
+    def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
+        """The step time as each step ends: a save at the end of the run is not part of it."""
+        return (Task("goodput", 1, self._step_ended, counts=True, reads_result=False),) if self._measures else ()
+
+    def _step_ended(self) -> None:
+        self._at_step = (self._run.interval, self._run.interval.seconds())
+
+    def take(self) -> Tensor:
+        """Seconds of each part from the first start on, [parts] float64; zeros on ranks that do not measure."""
+        spent = torch.zeros(len(PARTS), dtype=torch.float64)
+        if self._measures:
+            seconds = self._seconds(self._with_steps(self._run.interval.seconds()))
+            spent = torch.tensor([seconds[part] for part in PARTS], dtype=torch.float64)
+        return spent.to(self._run.runtime.device)
+
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, float]:
+        return accounts.values(dict(zip(PARTS, summed.tolist(), strict=True)))
+
+    def lines(self, record: Record) -> list[str]:
+        return [accounts.line(record)]
+
+    def on_log(self, run: RunView, record: Record) -> None:
+        """Ends the interval: what follows belongs to the next."""
+        if self._measures:
+            interval = self._run.interval
+            steps = record["step_time"] * max(1, len(interval.results))
+            self._own, self._counted = self._with_steps(steps), interval
+            if time.perf_counter() - self._event_at >= EVENT_SECONDS:
+                self._record_event()
+
+    @contextmanager
+    def evaluating(self, evaluation: Evaluation) -> Iterator[None]:
+        """From the first data set to `on_evaluation`: only then has the device finished."""
+        began = self._evaluation[0] if self._evaluation else time.perf_counter()
+        try:
+            yield
+        finally:
+            self._evaluation = (began, time.perf_counter())
+
+    def on_evaluation(self, run: RunView, split: str, record: Record) -> None:
+        if self._evaluation is not None:
+            self._own["evaluation"] += time.perf_counter() - self._evaluation[0]
+            self._evaluation = None
+
+    @contextmanager
+    def _watched(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if part == SAVE:
+            self._own["save"] += time.perf_counter() - began
+
+    def on_checkpoint(self, run: RunView) -> None:
+        self._record_event()
+
+    def on_end(self, run: RunView) -> None:
+        self._record_event()
+
+    def _with_steps(self, step_seconds: float) -> Seconds:
+        """Own seconds with those of the steps since the last log line, divided by the number of skipped steps."""
+        interval, own = self._run.interval, dict(self._own)
+        if interval is self._counted:
+            return own
+        skipped = sum(result.skipped for result in interval.results) + interval.passed_over
+        steps = len(interval.results) + interval.passed_over
+        if steps:
+            own["skipped"] += step_seconds * skipped / steps
+            own["useful"] += step_seconds * (steps - skipped) / steps
+        return own
+
+    def _seconds(self, own: Seconds) -> Seconds:
+        """Seconds of each part since the first start; what no part has measured in this start is `other`."""
+        if self._evaluation is not None:
+            own["evaluation"] += self._evaluation[1] - self._evaluation[0]
+        own["other"] = max(0.0, time.perf_counter() - self._began - sum(own.values()))
+        return {part: self._earlier.seconds[part] + own[part] for part in PARTS}
+
+    def _record_event(self) -> None:
+        """Writes the parts up to the last step to `run_events.jsonl`, if the run has a --save folder."""
+        if not self._measures:
+            return
+        self._event_at = time.perf_counter()
+        interval, step_seconds = self._at_step
+        seconds = self._seconds(self._with_steps(step_seconds if interval is self._run.interval else 0.0))
+        rounded = {part: round(spent, 3) for part, spent in seconds.items()}
+        facts = {"iteration": self._run.progress.iteration, "began": round(self._earlier.began, 3), "seconds": rounded}
+        record_event(self.config.checkpoint.save, accounts.EVENT, **facts)
+
+    def _events(self) -> list[dict[str, object]]:
+        root = self.config.checkpoint.save_root
+        if root is None:
+            return []
+        try:
+            found = storage_of(root / EVENTS).read(root / EVENTS)
+        except OSError:
+            return []
+        return accounts.read_events(found.decode(errors="replace"))
+
+
+_counted_pids: set[int] = set()
+"""This process, once a run has counted its start."""
+
+
+def process_age() -> float:
+    """Seconds since this process started, for its first run; 0 for later runs, and where the system does not say."""
+    if os.getpid() in _counted_pids:
+        return 0.0
+    _counted_pids.add(os.getpid())
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0

@@ -1,0 +1,82 @@
+"""The parts of the wall time that a start takes over from earlier ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.extensions.observe.goodput import accounts
+from megatron.extensions.observe.goodput.accounts import PARTS, earlier_starts
+
+BEGAN = 1000.0
+
+
+def event(iteration: int, began: float = BEGAN, **seconds: float) -> dict[str, object]:
+    return {"event": "goodput", "iteration": iteration, "began": began, "seconds": accounts.none() | seconds}
+
+
+SAVED = {"event": "save", "time": BEGAN + 50, "iteration": 4, "seconds": 1.0}
+
+
+def test_a_first_start_has_nothing_before_it() -> None:
+    earlier = earlier_starts([], 0, 77.0)
+    assert earlier.began == 77.0 and earlier.seconds == accounts.none()
+    assert accounts.goodput(earlier.seconds) == 0.0
+
+
+def test_steps_after_the_checkpoint_are_repeated() -> None:
+    events = [event(4, useful=40, skipped=5, startup=10), SAVED, event(7, useful=70, skipped=6, startup=10)]
+    earlier = earlier_starts(events, 4, BEGAN + 100)
+    assert earlier.began == BEGAN
+    assert earlier.seconds == accounts.none() | {
+        "useful": 40,
+        "skipped": 5,
+        "repeated": 31,
+        "startup": 10,
+        "idle": 100 - 86,
+    }
+    assert sum(earlier.seconds.values()) == 100  # nothing is counted twice or left out
+
+
+def test_repeated_steps_stay_repeated_over_several_failures() -> None:
+    events = [event(4, useful=40), SAVED, event(7, useful=70)]
+    first = earlier_starts(events, 4, BEGAN + 70)
+    again = first.seconds | {"useful": first.seconds["useful"] + 20}
+    events += [event(4, **first.seconds), event(6, **again)]
+    second = earlier_starts(events, 4, BEGAN + 95)
+    assert (second.seconds["useful"], second.seconds["repeated"], second.seconds["idle"]) == (40, 50, 5)
+
+
+def test_without_an_event_at_the_checkpoint_the_one_before_counts() -> None:
+    earlier = earlier_starts([event(3, useful=30), event(9, useful=90)], 5, BEGAN + 90)
+    assert (earlier.seconds["useful"], earlier.seconds["repeated"]) == (30, 60)
+
+
+def test_a_start_at_0_continues_a_run_without_saves_and_else_begins_a_new_one() -> None:
+    killed = [event(3, useful=30)]
+    assert earlier_starts(killed, 0, BEGAN + 40).seconds == accounts.none() | {"repeated": 30, "idle": 10}
+    failed = [*killed, SAVED | {"error": "the disk is full"}]
+    assert earlier_starts(failed, 0, BEGAN + 40).began == BEGAN
+    assert earlier_starts([*killed, SAVED], 0, BEGAN + 400).began == BEGAN + 400
+
+
+def test_events_of_the_run_before_do_not_count() -> None:
+    events = [event(6, useful=600), SAVED, event(2, began=BEGAN + 1000, useful=20), event(7, BEGAN + 1000, useful=70)]
+    earlier = earlier_starts(events, 6, BEGAN + 1070)
+    assert (earlier.seconds["useful"], earlier.seconds["repeated"]) == (20, 50)
+
+
+def test_damaged_events_are_skipped() -> None:
+    text = '{"event": "goodput"}\nno json\n[1]\n{"event": "goodput", "iteration": 1, "began": "x", "seconds": {}}\n{"ev'
+    assert accounts.last_account(accounts.read_events(text)) is None
+    assert earlier_starts(accounts.read_events(text), 3, 5.0).began == 5.0
+
+
+def test_a_clock_that_went_back_takes_nothing_away() -> None:
+    assert earlier_starts([event(4, useful=40)], 4, BEGAN + 10).seconds == accounts.none() | {"useful": 40}
+
+
+def test_the_line_has_what_took_most() -> None:
+    seconds = accounts.none() | {"useful": 90.0, "startup": 9.99, "idle": 0.01}
+    record = accounts.values(seconds)
+    assert record["goodput"] == pytest.approx(0.9) and len(record) == 1 + len(PARTS)
+    assert accounts.line(record) == " goodput 90.0 % of 0:01:40 | start-up 10.0 %"
