@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.apart import python_apart
 from tests.forked import ROOT, run_program
 from tools.bench.device_time import GROUPS, IDLE, OTHER, OWN, group_of, groups_of_trace
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of, largest_that_fits, planned_bytes
@@ -92,3 +93,14 @@ def test_groups_of_a_trace() -> None:
         IDLE: 20,
     }
     assert groups["GEMM"].share == pytest.approx(50 / 110)
+
+
+def test_benches_know_the_flags_of_extensions() -> None:
+    """A program loads the extensions before it reads flags. Tests have loaded them already."""
+    program = (
+        "from tools.bench.gpu import parser_of_args\n"
+        "from megatron.training.config.flags import spelling_table\n"
+        "parser_of_args()\n"
+        "print('--tp-comm-overlap' in spelling_table())\n"
+    )
+    assert python_apart("-c", program, code=0).stdout == "True\n"

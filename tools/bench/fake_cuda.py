@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron.core.compiled_regions import RECOMPILE_LIMIT, CompiledRegion
 from megatron.core.parallel_state import ParallelState
 from megatron.core.torch_private import FakeTensorMode, TorchDispatchMode, cudnn_attention
+from megatron.extensions import load
 from megatron.extensions.plan.planner.device_file import DeviceFile, device_names, read_device
 from megatron.extensions.plan.planner.fake_stage import NoValues
 from megatron.training.config.run_config import RunConfig
@@ -391,6 +392,7 @@ def run_step(config: RunConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    load()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser)
     parser.add_argument("--device", default="h100", help=f"{', '.join(device_names())}, or a device file")

@@ -59,7 +59,10 @@ def positive(text: str) -> int:
 
 def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) -> argparse.ArgumentParser:
     """A parser of --json, of --rounds with this default where measurements are repeated, and of further positive
-    numbers: name -> (default, help)."""
+    numbers: name -> (default, help). Loads the built-in extensions, as every program does before it reads flags."""
+    from megatron.extensions import load  # contestants of other programs import this module without the library
+
+    load()
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
         parser.add_argument("--rounds", type=positive, default=rounds)

@@ -280,7 +280,7 @@ def test_a_plan_prints_each_phase(tmp_path: Path) -> None:
     more = "--train-iters 20 --tokenizer-type ByteTokenizer --vocab-size 2000 --split 1,0,0"
     plan = made(tmp_path / "s.yaml", text, more)
     dims = ParallelDims.from_config(plan.base.parallel, 1)
-    lines = [line for phase in plan.phases for line in description.data_lines(plan, phase)]
+    lines = [line for phase in plan.phases for line in description.data_lines(plan, phase, dims)]
     lines += description.batch_lines(plan, dims, cache)
     for part in (
         "phase 0: from sample 0, iteration 1, token 0: 80 samples of 16, 1,280 tokens, 10 iterations; global batch 8",
@@ -310,5 +310,5 @@ def test_the_phases_of_a_published_recipe_are_legal() -> None:
 def test_a_plan_says_which_data_are_missing(tmp_path: Path) -> None:
     description = pytest.importorskip("megatron.extensions.plan.planner.dry_run")
     plan = made(tmp_path / "s.yaml", f"- {{data-path: {tmp_path / 'nowhere'}}}\n", "--train-iters 20 --vocab-size 2000")
-    lines = list(description.data_lines(plan, plan.phases[0]))
+    lines = list(description.data_lines(plan, plan.phases[0], ParallelDims()))
     assert any(f"there is no file {tmp_path / 'nowhere'}.idx" in line for line in lines), lines
