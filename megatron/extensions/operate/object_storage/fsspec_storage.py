@@ -187,7 +187,11 @@ class FsspecStorage(Storage):
         LIMITS.tried(path, put)
 
     def _place(self, path: PurePath) -> str:
-        return str(self._fs._strip_protocol(str(path))).strip("/")
+        if self.scheme in S3_SCHEMES:  # fsspec does not know all of them
+            return str(path).partition("://")[2].strip("/")
+        from fsspec.core import strip_protocol  # an extra
+
+        return str(strip_protocol(str(path))).strip("/")
 
     @property
     def _s3(self) -> S3 | None:
