@@ -20,7 +20,7 @@ from functools import cache, partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, TYPE_CHECKING, Protocol, cast
 
-from megatron.core.dist_checkpointing.ranged_file import Range, RangedFile
+from megatron.core.dist_checkpointing.ranged_file import Range, RangedFile, SeekableFile
 from megatron.core.fsync import sync_folder
 from megatron.core.registry import NoFacts, Registry
 
@@ -325,29 +325,12 @@ class _Upload(io.BytesIO):
             super().close()
 
 
-class _Ranges(io.RawIOBase):
+class _Ranges(SeekableFile):
     """A file that reads ranges of a stored one."""
 
     def __init__(self, storage: Storage, path: PurePath) -> None:
+        super().__init__(storage._known_size(path))
         self._storage, self._path = storage, path
-        self._size, self._at = storage._known_size(path), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readall(self) -> bytes:
-        """In one request, not in many of a few KiB."""
-        return self.read(max(0, self._size - self._at)) or b""
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         into = memoryview(buffer).cast("B")

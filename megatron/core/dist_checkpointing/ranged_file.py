@@ -29,20 +29,11 @@ class Range(NamedTuple):
     end: int
 
 
-class RangedFile(io.RawIOBase):
-    """A stored file of `size` bytes whose `ranges` are read from front to back, each in any order, and hardly anything
-    else.
+class SeekableFile(io.RawIOBase):
+    """A file of a known size, for reading at any position. A class that derives from this one writes `readinto`."""
 
-    `read(start, length)` fetches bytes; each is fetched about once, in pieces of at most `largest`. `HELD` pieces are
-    in memory.
-    """
-
-    def __init__(self, read: Callable[[int, int], bytes], size: int, ranges: Iterable[Range], largest: int) -> None:
-        self._read = read
+    def __init__(self, size: int) -> None:
         self._size, self._at = size, 0
-        inside = [Range(max(start, 0), min(end, size)) for start, end in sorted(ranges)]
-        self._pieces = [*pieces(inside, largest)]
-        self._held: dict[Range, bytes] = {}
 
     def readable(self) -> bool:
         return True
@@ -58,7 +49,24 @@ class RangedFile(io.RawIOBase):
         return self._at
 
     def readall(self) -> bytes:
+        """Reads the rest in one request, not in many of a few KiB."""
         return self.read(max(0, self._size - self._at)) or b""
+
+
+class RangedFile(SeekableFile):
+    """A stored file of `size` bytes whose `ranges` are read from front to back, each in any order, and hardly anything
+    else.
+
+    `read(start, length)` fetches bytes; each is fetched about once, in pieces of at most `largest`. `HELD` pieces are
+    in memory.
+    """
+
+    def __init__(self, read: Callable[[int, int], bytes], size: int, ranges: Iterable[Range], largest: int) -> None:
+        super().__init__(size)
+        self._read = read
+        inside = [Range(max(start, 0), min(end, size)) for start, end in sorted(ranges)]
+        self._pieces = [*pieces(inside, largest)]
+        self._held: dict[Range, bytes] = {}
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         """Fills the whole buffer, unless the file ends."""
