@@ -1,0 +1,190 @@
+"""Train configurations at several learning rates, and find the best rate of each.
+
+    python tools/sweep_rates.py --output runs/sweep --rates 1e-3 2e-3 4e-3 8e-3 --extend 3 \\
+        --case "usual/64 --hidden-size 64" --case "usual/256 --hidden-size 256" -- --config base.yaml
+
+A run is pretrain_gpt.py in a process of its own, with the flags after `--`, those of the case, --lr and --seed. Its
+result is the last validation loss. The folder --output holds a JSON file of each run, its log and its metrics; the same
+command again skips the runs that are there. A run that fails counts as one that diverges: delete its JSON file to
+repeat it.
+
+The best rate is at the minimum of the parabola through the lowest loss and its two neighbours, over log2(rate). With
+--extend, cases whose lowest loss is at their first or last rate get further rates beyond it, by the ratio of the last
+two. Cases whose names are equal up to the last slash form a group: the last lines say how much its best rates differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
+
+from megatron.core.fsync import whole_file
+from megatron.training.reliability.run_status import ExitCode
+
+from .common import parted, refuse, refuse_unwritable, run_tool, too_small, tool_parser
+
+PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
+Curve = Mapping[float, float]
+"""Learning rate -> loss, infinite where the run diverged."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best learning rate of a case, and the loss that the parabola has there."""
+
+    rate: float
+    loss: float
+
+
+def best_rate(curve: Curve) -> Best | None:
+    """The minimum of the parabola through the lowest loss and its neighbours; None if one of them is missing."""
+    rates = sorted(curve)
+    lowest = rates.index(min(rates, key=lambda rate: curve[rate]))
+    if not 0 < lowest < len(rates) - 1:
+        return None
+    near = rates[lowest - 1 : lowest + 2]
+    (a, x), (b, y), (c, z) = ((math.log2(rate), curve[rate]) for rate in near)
+    if not all(map(math.isfinite, (x, y, z))):
+        return Best(near[1], y) if math.isfinite(y) else None
+    left, right = (y - x) / (b - a), (z - y) / (c - b)
+    bend = (right - left) / (c - a)
+    if bend <= 0:
+        return Best(near[1], y)
+    at = (a + b) / 2 - left / (2 * bend)
+    return Best(2**at, x + left * (at - a) + bend * (at - a) * (at - b))
+
+
+def next_rate(curve: Curve) -> float | None:
+    """The rate beyond the end at which the loss is lowest; None if the lowest loss is between two others."""
+    rates = sorted(curve)
+    lowest = rates.index(min(rates, key=lambda rate: curve[rate]))
+    if lowest == 0:
+        return rates[0] * rates[0] / rates[1]
+    if lowest == len(rates) - 1:
+        return rates[-1] * rates[-1] / rates[-2]
+    return None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The runs of a sweep, in a folder."""
+
+    folder: Path
+    flags: Sequence[str]
+    """Of all runs."""
+
+    seeds: Sequence[int]
+
+    def loss(self, case: str, flags: Sequence[str], rate: float) -> float:
+        """The mean loss of the seeds, from the folder or from new runs."""
+        return fmean(self.run(case, flags, rate, seed) for seed in self.seeds)
+
+    def run(self, case: str, flags: Sequence[str], rate: float, seed: int) -> float:
+        """The last validation loss of a run. Raises ValueError if its flags are refused, it is stopped, or the folder
+        has it with other flags."""
+        stem = self.folder / case / f"lr_{rate:.6g}_seed_{seed}"
+        result, log, metrics = (Path(f"{stem}.{suffix}") for suffix in ("json", "log", "jsonl"))
+        command = [*self.flags, *flags, "--lr", f"{rate:.6g}", "--seed", str(seed)]
+        if not result.is_file():
+            stem.parent.mkdir(parents=True, exist_ok=True)
+            metrics.unlink(missing_ok=True)
+            code = self._train([*command, "--metrics-file", str(metrics)], log)
+            loss = _last_loss(metrics, log) if code == ExitCode.DONE else None
+            text = json.dumps({"case": case, "rate": rate, "seed": seed, "loss": loss, "flags": command}, indent=1)
+            with whole_file(result) as file:
+                file.write_text(text + "\n")
+            print(f"{case} lr {rate:.4g} seed {seed}: {'diverged' if loss is None else f'{loss:.4f}'}", flush=True)
+        found = json.loads(result.read_text())
+        if found["flags"] != command:
+            raise ValueError(f"{result}: is of a run with other flags; choose another --output, or delete it")
+        return math.inf if found["loss"] is None else float(found["loss"])
+
+    def _train(self, flags: Sequence[str], log: Path) -> int:
+        """Runs the program. Returns its exit code."""
+        with log.open("w") as out:
+            code = subprocess.run([sys.executable, str(PROGRAM), *flags], stdout=out, stderr=out).returncode
+        if code not in (ExitCode.DONE, ExitCode.FAILED):
+            last = "\n".join(log.read_text(errors="replace").splitlines()[-3:])
+            raise ValueError(f"{log}: the run ended with exit code {code}\n{last}")
+        return code
+
+
+def _last_loss(metrics: Path, log: Path) -> float | None:
+    """The last validation loss; None if it is not finite. Raises ValueError if there is none."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    losses = [record["valid_loss"] for record in records if "valid_loss" in record]
+    if not losses:
+        raise ValueError(f"{log}: the run has no validation loss; set --eval-iters and --eval-interval")
+    return losses[-1] if losses[-1] is not None and math.isfinite(losses[-1]) else None
+
+
+def table(curves: Mapping[str, Curve]) -> list[str]:
+    """Lines of losses by case and rate, with the best rate of each case, and a line for each group."""
+    rates = sorted({rate for curve in curves.values() for rate in curve})
+    width = max(len(case) for case in curves)
+    lines = [" ".join([" " * width, *(f"{rate:>9.3g}" for rate in rates), " best rate", "    loss"])]
+    groups: dict[str, list[float | None]] = {}
+    for case, curve in curves.items():
+        best = best_rate(curve)
+        groups.setdefault(case.rpartition("/")[0] or "all", []).append(best and best.rate)
+        losses = [f"{curve[rate]:9.4f}" if rate in curve else " " * 9 for rate in rates]
+        end = f"{best.rate:10.3g} {best.loss:8.4f}" if best else "  not between two rates"
+        lines.append(" ".join([f"{case:{width}}", *losses, end]))
+    for group, found in groups.items():
+        known = [rate for rate in found if rate is not None]
+        if len(known) < len(found):
+            lines.append(f"{group}: best rates are not all known; give more --rates, or --extend")
+        elif len(known) > 1:
+            lines.append(f"{group}: best rates within a factor {max(known) / min(known):.2f}")
+    return lines
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = tool_parser(__doc__)
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="folder of the results")
+    text = "a configuration, as one argument: its name, and its flags; may be given more than once"
+    add("--case", action="append", required=True, metavar="'NAME FLAGS'", type=shlex.split, help=text)
+    add("--rates", type=float, nargs="+", required=True, metavar="LR", help="learning rates of each case")
+    add("--extend", type=int, default=0, metavar="N", help="most rates to add to a case (default: 0)")
+    add("--seeds", type=int, nargs="+", default=[1234], help="runs of each case and rate (default: 1234)")
+    args = parser.parse_args(argv)
+    names, rates = [case[0] for case in args.case], {*args.rates}
+    problems = too_small(args, extend=0)
+    problems += [f"--case {name}: is given more than once" for name in {*names} if names.count(name) > 1]
+    if len(rates) < max(2, len(args.rates)) or min(rates) <= 0:
+        problems.append("--rates: give two or more different ones above 0")
+    refuse(problems)
+    refuse_unwritable("--output", args.output / "table")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    own, flags = parted(argv)
+    args = parse(own)
+    sweep = Sweep(args.output, flags, args.seeds)
+    curves: dict[str, Curve] = {}
+    for name, *case in args.case:
+        curve = {rate: sweep.loss(name, case, rate) for rate in sorted(args.rates)}
+        for _ in range(args.extend):
+            if (rate := next_rate(curve)) is not None:
+                curve[rate] = sweep.loss(name, case, rate)
+        curves[name] = curve
+    print("\n".join(table(curves)))
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)
