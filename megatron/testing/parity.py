@@ -9,10 +9,12 @@ of the table:
 - `one-process`: the reference; shows the SHA-256 of the initial weights.
 - `finite-differences`: on one process, each gradient against finite differences of the loss.
 - a layout, such as `tp2-sp` or `pp2-zb-v`: initial weights bit-identical to one process; loss, gradient norm, each
-  gradient, weight and optimizer state of each step within 1e-9. `given` is the layout of the flags themselves. Where
-  an optimizer, such as one of signs, makes steps of a gradient that is zero but for rounding, as of a bias of keys,
-  these elements of weights and states may differ; the row counts them.
-- `A-to-B`: a checkpoint saved at layout A and loaded at layout B: the same bits of weights and optimizer states.
+  gradient and weight, and each state of the optimizer and of callbacks, of each step within 1e-9. `given` is the layout
+  of the flags themselves. Where an optimizer, such as one of signs, makes steps of a gradient that is zero but for
+  rounding, as of a bias of keys, these elements of weights and states may differ; the row counts them.
+- `A-to-B`: a checkpoint saved at layout A and loaded at layout B: the same bits of weights and states.
+
+Callbacks that keep states in checkpoints are called at the start and after each step, by `on_start` and `on_step_end`.
 
 Exit code 0: no row differs or crashed; 1: some row did; 2: the flags are wrong, or validation refuses every row.
 """

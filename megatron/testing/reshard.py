@@ -1,7 +1,7 @@
 """Save a checkpoint at one layout, load it at another, and compare memory with memory bit by bit.
 
 The expected contents of a checkpoint are read from the memory of the ranks that saved it: weights, states without a
-gradient, and every state of the optimizer. Before a load, all of that is filled with NaN. Neither side of the
+gradient, and every state of the optimizer and of callbacks. Before a load, all of that is filled with NaN. Neither side of the
 comparison is read through the code of checkpoints."""
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ import torch
 
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
-from megatron.testing.snapshot import Fragment, Label, Snapshot, assemble, state_fragments
+from megatron.testing.snapshot import (
+    Fragment,
+    Label,
+    Snapshot,
+    assemble,
+    start_callbacks,
+    state_fragments,
+    whole_step,
+)
 from megatron.training.checkpoints.checkpointing import RunCheckpoint
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.run import TrainingRun
-from megatron.training.train_step import train_step
 
 NOW = Label(0)
 NOTHING: Mapping[str, Mapping[str, float]] = {}
@@ -110,9 +117,10 @@ def _visit(
 ) -> Visit:
     found = Visit()
     with local_run(config, rank, world_size) as run:
-        checkpoint = RunCheckpoint(config, run.runtime.state, run.stages, run.optimizer)
+        checkpoint = RunCheckpoint(config, run.runtime.state, run.stages, run.optimizer, callbacks=run.callbacks)
         if train:
-            train_step(run)
+            start_callbacks(run)
+            whole_step(run)
             checkpoint.save(run.progress)
             found.trained = state_fragments(run, NOW)
             found.counters = (run.progress.iteration, run.progress.consumed_samples, run.optimizer.step_count)
@@ -145,6 +153,8 @@ def forget(run: TrainingRun) -> None:
         with run.optimizer.loading_state() as pieces:
             for piece in pieces:
                 piece.data.fill_(torch.nan)
+        for piece in (piece for callback in run.callbacks for piece in callback.states):
+            piece.data.fill_(torch.nan)
     run.optimizer.step_count = -1
 
 

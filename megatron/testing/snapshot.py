@@ -7,26 +7,30 @@ order in which they were computed, and insists that replicas agree and that noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import isfinite
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.collectives import all_reduce_
+from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
+from megatron.core.dist_checkpointing.state_dict import callback_prefix
 from megatron.core.param_meta import ParamMeta
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
+from megatron.training.checkpoints.checkpointing import callback_states
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
-from megatron.training.hooks import Meter
+from megatron.training.hooks import Callback, Meter, states_of
 from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
@@ -46,7 +50,7 @@ class Fragment:
         object.__setattr__(self, "values", self.values.detach().to("cpu", copy=True))
 
 
-PHASES = ("activation", "loss", "gradient", "grad_norm", "weight", "state", "moment")
+PHASES = ("activation", "loss", "gradient", "grad_norm", "weight", "state", "moment", "callback")
 """The values that a step computes, in order."""
 
 
@@ -95,7 +99,8 @@ def train_in_world(
     reading the parameters waits for their gather, so only unrecorded steps overlap with one another.
 
     Keys, for step k = 1, 2, ...: `step k loss`, `step k grad_norm`, `step k gradient NAME`, `step k weight NAME`,
-    `step k exp_avg NAME`, ... and `initial weight NAME`; with `activations` also `step k activation MODULE`
+    `step k exp_avg NAME`, ..., of callbacks `step k callbacks.CALLBACK.STATE NAME`, and `initial weight NAME`; with
+    `activations` also `step k activation MODULE`
     [samples, s, h], the outputs of the embedding and of each layer. Raises ValueError for an illegal configuration,
     RuntimeError with the traceback of a rank that fails, TimeoutError with all stacks.
     """
@@ -108,9 +113,10 @@ def train_on_rank(
     rank: int, world_size: int, config: RunConfig, steps: int, activations: bool, unseen: int
 ) -> list[Fragment]:
     with local_run(config, rank, world_size) as run:
+        start_callbacks(run)
         fragments = list(_weights(run, Label(0)))
         for _ in range(unseen):
-            train_step(run)
+            whole_step(run)
         for step in range(unseen + 1, unseen + steps + 1):
             with ExitStack() as hooks:
                 seen = _Activations(run, Label(step), hooks) if activations else None
@@ -120,7 +126,7 @@ def train_on_rank(
 
 
 def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
-    """One training step, and the fragments of the loss, gradients, weights and moments on this rank."""
+    """One training step, and the fragments of the loss, gradients, weights and states on this rank."""
     interval = run.interval = Interval()
     found: list[Fragment] = []
     for buffer in run.ddp.buffers:
@@ -129,7 +135,7 @@ def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
     seen = _GradientMeter(run, label)
     run.meters.append(seen)
     try:
-        train_step(run)
+        whole_step(run)
     finally:
         run.meters.remove(seen)
     found += seen.found
@@ -140,8 +146,26 @@ def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
 
 
 def state_fragments(run: TrainingRun, label: Label) -> list[Fragment]:
-    """The weights, states that have no gradient, main parameters and moments on this rank."""
-    return list(_weights(run, label)) + list(_moments(run, label))
+    """The weights, states that have no gradient, main parameters, moments and states of callbacks on this rank."""
+    return [*_weights(run, label), *_moments(run, label), *_of_callbacks(run, label)]
+
+
+def keepers(run: TrainingRun) -> list[Callback]:
+    """The callbacks that keep states in checkpoints."""
+    return [each for each in run.callbacks if states_of(each) or type(each).state is not Callback.state]
+
+
+def start_callbacks(run: TrainingRun) -> None:
+    """Before the first `whole_step`: callbacks that keep states begin."""
+    for callback in keepers(run):
+        callback.on_start(run)
+
+
+def whole_step(run: TrainingRun) -> None:
+    """One training step, after which callbacks bring their states up to date."""
+    train_step(run)
+    for callback in keepers(run):
+        callback.on_step_end(run)
 
 
 class _Activations:
@@ -239,13 +263,44 @@ def _gradients(run: TrainingRun, label: Label, factor: torch.Tensor) -> Iterator
 
 
 def _moments(run: TrainingRun, label: Label) -> Iterator[Fragment]:
+    return _pieces(run, run.optimizer.sharded_state(), label, "moment")
+
+
+def _of_callbacks(run: TrainingRun, label: Label) -> Iterator[Fragment]:
+    """Tensors that callbacks keep, and the numbers and words of what their `state()` returns."""
+    for callback in keepers(run):
+        yield from _pieces(run, callback.states, label, "callback", _callback_kind(callback.name))
+    for name, state in callback_states(run.callbacks).items():
+        kind = _callback_kind(name).removesuffix(".")
+        for path, value in _leaves(state, "state"):
+            key = f"{label} {kind} {path.replace(' ', '_')}"
+            yield Fragment(key, (), (), torch.tensor(value, dtype=torch.float64), label.order("callback"))
+
+
+def _callback_kind(name: str) -> str:
+    """What the kinds of a callback's states begin with. Kinds have no spaces."""
+    return callback_prefix(name).replace(" ", "_")
+
+
+def _leaves(state: object, path: str) -> Iterator[tuple[str, float]]:
+    """Path -> value in a state of JSON's types: a finite number, the checksum of anything else, or the length of a list or
+    mapping, so that a missing entry is a difference too."""
+    if isinstance(state, (list, Mapping)):
+        yield f"{path}.length", len(state)
+        for name, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from _leaves(value, f"{path}.{name}")
+    else:
+        yield path, state if isinstance(state, (int, float)) and isfinite(state) else crc32(repr(state).encode())
+
+
+def _pieces(
+    run: TrainingRun, pieces: Iterable[OptimizerPiece], label: Label, phase: str, prefix: str = ""
+) -> Iterator[Fragment]:
     places = _places(run)
-    for piece in run.optimizer.sharded_state():
-        name = piece.meta.name
-        shape = piece.global_shape
-        order = label.order("moment", *places[piece.meta.name])
+    for piece in pieces:
+        key, order = f"{label} {prefix}{piece.key} {piece.meta.name}", label.order(phase, *places[piece.meta.name])
         for offset, values in piece.boxes(run.runtime.state.coords):
-            yield Fragment(f"{label} {piece.key} {name}", shape, offset, values, order)
+            yield Fragment(key, piece.global_shape, offset, values, order)
 
 
 def assemble(fragments: Iterable[Fragment]) -> Snapshot:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.optimizer.owned_tensors import with_main_weights
 from megatron.core.transformer import mlp
 from megatron.testing.layout_matrix import compared, error_line
 from megatron.testing.parity import main
 from megatron.testing.parity_plan import Row
 from megatron.testing.parity_rows import possible_names
 from megatron.testing.snapshot import Snapshot
+from megatron.training.extensions import CALLBACKS
+from megatron.training.hooks import Callback, RunView
 from tests.apart import python_apart
 
 MOE = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --num-layers 2".split()
@@ -82,6 +87,55 @@ def test_a_wrong_gradient_is_named(
     found = verdicts(capsys.readouterr().out)
     assert found[row].startswith("DIFFERS") and "gradient decoder.layers.1.pre_mlp_layernorm" in found[row]
     assert found[equal].startswith("equal")
+
+
+class SumOfWeights(Callback):
+    """Adds up the main weights of all steps, at every layout the same but for a mistake."""
+
+    mistake = ""
+    steps = 0
+
+    def on_step_end(self, run: RunView) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.steps += 1 + rank if self.mistake == "number" else 1
+        for total, weights in with_main_weights(run.optimizer, self.states):
+            total.add_(weights, alpha=ranks if self.mistake == "tensor" else 1)
+
+    def state(self) -> object:
+        return {"steps": [self.steps]}
+
+    def load_state(self, state: Any) -> None:
+        self.steps = 0 if self.mistake == "load" else state["steps"][0]
+
+
+@pytest.fixture
+def sum_of_weights() -> Iterator[None]:
+    CALLBACKS.register("sum of weights", SumOfWeights, states=("total",))
+    yield
+    del CALLBACKS._entries["sum of weights"]
+
+
+RESHARDED = "dp2-to-tp2-sp-pp2-dp2"
+
+
+@pytest.mark.usefixtures("sum_of_weights")
+@pytest.mark.parametrize(
+    ("mistake", "rows", "why"),
+    [
+        ("", ["dp2", RESHARDED], " 3 callbacks.sum_of_weights, 28 callbacks.sum_of_weights.total"),
+        ("tensor", ["dp2"], "step 1 callbacks.sum_of_weights.total embedding"),
+        ("number", ["dp2"], "step 1 callbacks.sum_of_weights state.steps.0: replicas differ"),
+        ("load", [RESHARDED], "initial callbacks.sum_of_weights state.steps.0 (1 tensors"),
+    ],
+)
+def test_a_wrong_state_of_a_callback_is_named(
+    mistake: str, rows: list[str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(SumOfWeights, "mistake", mistake)
+    assert main(["--layouts", *rows, "--", "--num-layers", "2"]) == (1 if mistake else 0)
+    found = verdicts(capsys.readouterr().out)
+    assert all(found[row].startswith("DIFFERS" if mistake else "equal") for row in rows)
+    assert why in found[rows[-1]]
 
 
 def test_a_crash_is_one_row_and_the_others_run(

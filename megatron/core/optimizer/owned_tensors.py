@@ -3,10 +3,11 @@ to evaluate with. They are divided as the optimizer's states are, so that checkp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -20,6 +21,34 @@ def owned_weights(ddp: DistributedDataParallel) -> Iterator[OptimizerPiece]:
         for piece in bucket.owned_pieces:
             data = bucket.owned_params[piece.offset - first : piece.offset - first + piece.stop - piece.start]
             yield OptimizerPiece("weight", piece.meta, data, piece.start, piece.stop)
+
+
+def with_main_weights(
+    optimizer: DistributedOptimizer, pieces: Iterable[OptimizerPiece]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs (elements of `pieces` [n], to write in place; main weights of the same elements [n], to read), on the same
+    device, for all trained parameters: fp32 under --bf16 and --fp16, as the optimizer updates them.
+
+    `pieces` are of elements that this rank updates, in any order, such as the states of a callback."""
+    if any(shard.on_host for shard in optimizer.shards):
+        optimizer.finish_param_sync()  # the host has updated its part
+    by_name = _by_name(pieces)
+    for shard in optimizer.shards:
+        for part, span in shard.owned_pieces(*shard.range):
+            main = shard.read_main(span.start, span.stop)
+            for piece in by_name.get(part.meta.name, ()):
+                start, stop = max(piece.start, part.start), min(piece.stop, part.stop)
+                if start < stop:
+                    target = piece.data[start - piece.start : stop - piece.start]
+                    yield target, main[start - part.start : stop - part.start].to(target.device)
+
+
+def _by_name(pieces: Iterable[OptimizerPiece]) -> Mapping[str, list[OptimizerPiece]]:
+    """Parameter -> its pieces."""
+    found: dict[str, list[OptimizerPiece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.meta.name, []).append(piece)
+    return found
 
 
 def owned_zeros(ddp: DistributedDataParallel, names: Sequence[str]) -> list[OptimizerPiece]:
@@ -45,9 +74,7 @@ def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPi
     and no updates. Collective over the data-parallel ranks; it takes the memory of a copy of `owned_weights`.
     """
     optimizer.finish_param_sync()
-    by_name: dict[str, list[OptimizerPiece]] = {}
-    for piece in offered:
-        by_name.setdefault(piece.meta.name, []).append(piece)
+    by_name = _by_name(offered)
     owned = [weight for weight in owned_weights(optimizer.ddp) if weight.meta.name in by_name]
     kept = [weight.data.clone() for weight in owned]
     for weight in owned:
