@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import Problem, extension_flags
-from megatron.training.hooks import CALLBACKS, Callback, Log, Task
+from megatron.training.extensions import CALLBACKS, Problem, extension_flags
+from megatron.training.hooks import Callback, Log, Task
 from megatron.training.run import TrainingRun
 
 

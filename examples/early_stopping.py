@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import extension_flags
-from megatron.training.hooks import CALLBACKS, Callback, RunView
+from megatron.training.extensions import CALLBACKS, extension_flags
+from megatron.training.hooks import Callback, RunView
 
 
 @extension_flags("early stopping", may_change=True)

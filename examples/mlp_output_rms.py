@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.training.hooks import CALLBACKS, Callback, Meter
+from megatron.training.extensions import CALLBACKS
+from megatron.training.hooks import Callback, Meter
 from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 

@@ -20,8 +20,8 @@ from megatron.core.config.activations import ACTIVATIONS
 from megatron.core.config.flag_spec import flag
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import Problem, extension_flags
-from megatron.training.hooks import CALLBACKS, Callback
+from megatron.training.extensions import CALLBACKS, Problem, extension_flags
+from megatron.training.hooks import Callback
 from megatron.training.run import TrainingRun
 
 # 1. Flags. A field is a flag, and the text below it is its help. `flag` states bounds, choices and other flags that it
@@ -47,13 +47,13 @@ class MyFlags:
 
 
 # 2. A part of the model, chosen by a flag of the program. It is built once for each layer, and reads flags of its own
-#    by `ctx.options`. Parameters are created by `make_parameter`, see examples/trainable_swish.py.
+#    by `config.options`. Parameters are created by `make_parameter`, see examples/trainable_swish.py.
 
 
 @ACTIVATIONS.register("my_activation")
 class MyActivation:
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        self.slope = ctx.options(MyFlags).my_slope
+        self.slope = config.options(MyFlags).my_slope
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [s, b, f/tp] -> [s, b, f/tp]"""

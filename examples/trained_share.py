@@ -8,7 +8,8 @@ It is `trained_share` in metrics.jsonl, TensorBoard and Weights & Biases.
 import torch
 from torch import Tensor
 
-from megatron.training.hooks import CALLBACKS, Callback, StepView
+from megatron.training.extensions import CALLBACKS
+from megatron.training.hooks import Callback, StepView
 
 
 @CALLBACKS.register("trained share")

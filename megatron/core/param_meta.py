@@ -67,7 +67,7 @@ Role = Literal[
 - `router`: the weight of the logits of experts.
 - `gate`: the weight of a few numbers for each token, which do not widen with the model.
 - `convolution`: a kernel over the last tokens of each channel.
-- `norm`: the gain of a norm.
+- `norm`: the weight of a norm, which multiplies what is normalized.
 - `bias`: a vector that is added to the output of a linear map or a norm.
 - `sink`: a logit of each head that attention scores compete with.
 - `vector`: any other vector or scalar, such as a decay or the slope of an activation function.
@@ -126,7 +126,7 @@ class ParamMeta:
 
     fan_in: int = field(default=0, kw_only=True)
     """Number of terms that are summed to one output: by default that of a weight [..., out, in], of a convolution
-    [..., taps], and 1 for tables, gains, biases and other vectors."""
+    [..., taps], and 1 for tables, weights of norms, biases and other vectors."""
 
     to_residual: bool = field(default=False, kw_only=True)
     """True if the output is added to the residual stream, as those of linear_proj and linear_fc2 are."""
@@ -180,7 +180,7 @@ class ParamMeta:
 
     @property
     def kind(self) -> str:
-        """Kinds that weight decay distinguishes: "matrices", "embeddings" (matrices too), "norms" (their gains), and
+        """Kinds that weight decay distinguishes: "matrices", "embeddings" (matrices too), "norms" (their weights), and
         "biases" for all other vectors."""
         return KINDS.get(self.role, "matrices")
 
@@ -245,8 +245,8 @@ class InitPolicy:
     embedding_std: float = 0.02
     """Standard deviation of word and position embeddings."""
 
-    gain: float = 1.0
-    """Gain of norms: 0 where norms multiply by 1 + gain."""
+    norm_weight: float = 1.0
+    """Weight of norms: 0 where norms multiply by 1 + weight."""
 
     rules: Sequence[InitRule] = ()
     """Rules that change these values, the last one last."""
@@ -265,7 +265,7 @@ class InitPolicy:
         if meta.role == "embedding":
             return Init("normal", self.embedding_std)
         if meta.role == "norm":
-            return Init("ones" if self.gain else "zeros")
+            return Init("ones" if self.norm_weight else "zeros")
         if meta.role == "bias":
             return Init("zeros")
         if meta.role == "convolution":  # as torch has it

@@ -1,8 +1,8 @@
 """Save a checkpoint at one layout, load it at another, and compare memory with memory bit by bit.
 
 The expected contents of a checkpoint are read from the memory of the ranks that saved it: weights, states without a
-gradient, and every state of the optimizer and of callbacks. Before a load, all of that is filled with NaN. Neither side of the
-comparison is read through the code of checkpoints."""
+gradient, and every state of the optimizer and of callbacks. Before a load, all of that is filled with NaN. Neither side
+of the comparison is read through the code of checkpoints."""
 
 from __future__ import annotations
 

@@ -283,8 +283,8 @@ def _callback_kind(name: str) -> str:
 
 
 def _leaves(state: object, path: str) -> Iterator[tuple[str, float]]:
-    """Path -> value in a state of JSON's types: a finite number, the checksum of anything else, or the length of a list or
-    mapping, so that a missing entry is a difference too."""
+    """(path, value) of all in a state of JSON's types: a finite number, the checksum of anything else, or the length of
+    a list or mapping, so that a missing entry is a difference too."""
     if isinstance(state, (list, Mapping)):
         yield f"{path}.length", len(state)
         for name, value in state.items() if isinstance(state, Mapping) else enumerate(state):

@@ -260,8 +260,8 @@ class Callback:
     states: Sequence[OptimizerPiece] = ()
     """Its states of `register(..., states=("name",))`, from `on_start` on: `piece.data` [n] are the elements [start,
     stop) of this rank's part of the parameter `piece.meta`, flat, and `piece.key` is the state's name. Write them in
-    place. The parameters' elements are `megatron.core.optimizer.owned_tensors.owned_weights(run.optimizer.ddp)`, in the
-    same order for each name."""
+    place. `megatron.core.optimizer.owned_tensors.with_main_weights` pairs them with the weights that the optimizer
+    updates."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config

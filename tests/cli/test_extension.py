@@ -73,7 +73,8 @@ def test_an_extension_renamed_since_the_checkpoint_is_named_anew(tmp_path: Path)
 
 
 RAISES = """
-from megatron.training.hooks import CALLBACKS, Callback
+from megatron.training.extensions import CALLBACKS
+from megatron.training.hooks import Callback
 
 @CALLBACKS.register("uploads")
 class Uploads(Callback):

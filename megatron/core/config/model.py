@@ -409,7 +409,7 @@ class TransformerConfig(ModelFields):
             std=std,
             residual_std=std / sqrt(of_layer * max(self.num_layers, 1)),
             embedding_std=std if of_embeddings is None else of_embeddings,
-            gain=0.0 if self.apply_layernorm_1p else 1.0,
+            norm_weight=0.0 if self.apply_layernorm_1p else 1.0,
         )
 
 

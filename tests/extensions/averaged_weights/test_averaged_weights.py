@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import pretrain_gpt
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.optim.averaged_weights.averages import MovingAverages
@@ -114,7 +116,11 @@ def losses(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]
         dims = ParallelDims.from_config(config.parallel, world_size)
         metas = states_of_rank(config, dims, dims.coords(rank)["pp"]).metas
         held = {piece.data.untyped_storage().data_ptr(): piece.data.untyped_storage() for piece in average.states}
-        assert sum(map(len, held.values())) == callback_bytes(config, planned_buffers(config, dims, metas)) > 0
+        assert (
+            sum(map(len, held.values()))
+            == sum(callback_bytes(config, planned_buffers(config, dims, metas)).values())
+            > 0
+        )
         return records[0]["valid_loss"], records[1]["valid_loss"]
 
 
@@ -150,3 +156,13 @@ def test_names_and_rules() -> None:
     ):
         problems = validate(parse_args(f"{RUN} {flags}".split()), 1)
         assert [problem for problem in problems if str(problem).startswith(rule)], problems
+
+
+def test_a_plan_names_the_averages_with_their_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """fp32: 4 bytes for each trained element, of one average on one process."""
+    with pytest.raises(SystemExit):
+        pretrain_gpt.main(f"{RUN} --bf16 --ema-decay 0.9 --dry-run --world-size 1".split())
+    out = capsys.readouterr().out
+    (line,) = [line.strip() for line in out.splitlines() if "states of callback" in line]
+    found = re.fullmatch(r"states of callback ema: decay_0_9 float32 .*, at most ([\d,]+) bytes on a rank", line)
+    assert found is not None and int(found[1].replace(",", "")) % 4 == 0, line

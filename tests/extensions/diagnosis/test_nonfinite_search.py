@@ -21,8 +21,7 @@ from megatron.extensions.observe.diagnosis.step_replay import replay
 from megatron.training.config.arguments import parse_args, save_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
-from megatron.training.extensions import Problem, extension_flags
-from megatron.training.hooks import CALLBACKS
+from megatron.training.extensions import CALLBACKS, Problem, extension_flags
 from megatron.training.run import TrainingRun
 from megatron.training.step_guard import BadStepError
 from megatron.training.train_step import train_step

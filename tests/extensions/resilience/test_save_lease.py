@@ -239,7 +239,7 @@ def test_a_second_run_on_this_machine_is_refused_until_the_first_is_killed(tmp_p
 DELETES = """
 import shutil
 from pathlib import Path
-from megatron.training.hooks import CALLBACKS
+from megatron.training.extensions import CALLBACKS
 from megatron.training.hooks import Callback
 
 @CALLBACKS.register("deletes")

@@ -6,8 +6,8 @@ Buffers are planned by the function that lays them out in memory, so the bytes a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
@@ -157,6 +157,9 @@ class RankStates:
 
     in_flight: UnitsInFlight
 
+    of_callbacks: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the states that a callback keeps, by its name. They count as moments in `memory`."""
+
 
 def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankStates:
     """Parameters and bytes of states of the ranks at `pp_rank`."""
@@ -171,13 +174,14 @@ def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankS
     buffers = planned_buffers(config, dims, metas)
     dtypes = parallel.params_dtype, parallel.main_dtype
     device, host = chain_bytes(buffers, optimizer, dims, pp_rank, DTYPE_BYTES[parallel.main_dtype])
-    device = [size + callback_bytes(config, buffers) for size in device]
+    of_callbacks = callback_bytes(config, buffers)
+    device = [size + sum(of_callbacks.values()) for size in device]
     memory = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters, (max(device), max(host)))
     frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta))
     memory = replace(memory, parameters=memory.parameters + frozen * DTYPE_BYTES[parallel.params_dtype])
     elements = sum(prod(shape) for _, shape in shapes)
     in_flight = _units_in_flight(buffers, config, mine)
-    return RankStates(pp_rank, tuple(mine), metas, elements, memory, in_flight)
+    return RankStates(pp_rank, tuple(mine), metas, elements, memory, in_flight, of_callbacks)
 
 
 def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[ParamMeta]) -> tuple[BufferLayout, ...]:
@@ -189,11 +193,17 @@ def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[Param
     return plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart, ddp.shards_gradients)
 
 
-def callback_bytes(config: RunConfig, buffers: Sequence[BufferLayout]) -> int:
-    """Bytes of the states that callbacks of a run keep on the device of each rank."""
-    states = sum(len(CALLBACKS.facts(name).states_in(config)) for name in CALLBACKS.wanted(config))
-    owned = sum(place.numel for place in place_states(buffers, config.optimizer)) if states else 0
-    return states * owned * DTYPE_BYTES[config.parallel.main_dtype]
+def callback_bytes(config: RunConfig, buffers: Sequence[BufferLayout]) -> dict[str, int]:
+    """Bytes of the states that callbacks of a run keep on the device of each rank, by callback."""
+    counts = {name: len(states) for name, states in states_of_callbacks(config).items()}
+    owned = sum(place.numel for place in place_states(buffers, config.optimizer)) if counts else 0
+    return {name: count * owned * DTYPE_BYTES[config.parallel.main_dtype] for name, count in counts.items()}
+
+
+def states_of_callbacks(config: RunConfig) -> dict[str, tuple[str, ...]]:
+    """Names of the states that callbacks of a run keep, by callback, of those that keep some."""
+    every = {name: CALLBACKS.facts(name).states_in(config) for name in CALLBACKS.wanted(config)}
+    return {name: states for name, states in every.items() if states}
 
 
 def chain_bytes(

@@ -9,7 +9,7 @@ from megatron.core.config.param_groups import lines_of_groups
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN
 from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.plan.planner.memory import RankMemory, RankStates
+from megatron.extensions.plan.planner.memory import RankMemory, RankStates, states_of_callbacks
 from megatron.extensions.speed.fp8.flags import Fp8Flags
 from megatron.training.config.batch_size import byte_text, formats_of_states
 from megatron.training.config.run_config import RunConfig
@@ -46,6 +46,10 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
         copies = f", in {dims.instances} instances" if dims.instances > 1 else ""
         owned = f"sharded over {dims.shards(False)} ranks{experts}{copies}"
     yield f"states: {formats_of_states(config)} {owned}; padding of buffers included"
+    for callback, states in states_of_callbacks(config).items():
+        most_kept = max(plan.of_callbacks[callback] for plan in plans)
+        kept = f"{', '.join(states)} {config.parallel.main_dtype}"
+        yield f"states of callback {callback}: {kept} {owned}, at most {most_kept:,} bytes on a rank"
     if (late := late_update(config)) is not None:
         most_copies = max(plan.memory.rollback for plan in plans)
         yield f"{late}: at most {most_copies:,} bytes of the optimizer's are {STEP_PARTS.facts(late).kept_name}"
