@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
@@ -40,167 +41,236 @@ DIFFERENCES = tuple(Difference(**each) for each in tomllib.loads(TABLE.read_text
 
 def differences_met(config: RunConfig, given: Given) -> Iterator[str]:
     """A line for each difference that applies to a resolved configuration and the flags as given."""
-    return (str(each) for each in DIFFERENCES if MET[each.subject](config, given))
-
-
-def _per_token(given: Given) -> bool:
-    return "--calculate-per-token-loss" in given
-
-
-def _several_micro_batches(c: RunConfig) -> bool:
-    """Return whether a step has more micro-batches than one, on a rank or on several."""
-    return (c.training.global_batch_size or 1) > c.training.micro_batch_size
-
-
-def _masks_tokens(c: RunConfig) -> bool:
-    """Return whether some tokens do not count in the main loss."""
-    return c.data.eod_mask_loss or c.model.loss_func == "goldfish"
-
-
-def _balances(c: RunConfig, *types: str) -> bool:
-    """Return whether a loss of one of these types balances experts."""
-    return c.model.num_experts is not None and c.model.moe_balancing_coeff(*types) > 0
-
-
-def _samples_at_once(c: RunConfig) -> int:
-    """Samples of a micro-batch on all ranks."""
-    return c.training.micro_batch_size * (c.parallel.data_parallel_size or 1)
-
-
-def _pads_vocabulary(c: RunConfig) -> bool:
-    """Return whether Megatron-LM pads the vocabulary, as it does almost any that is not known yet."""
-    size, padded = c.model.vocab_size, c.model.pad_vocab_size_to
-    multiple = c.model.make_vocab_size_divisible_by * c.parallel.tensor_model_parallel_size
-    return size is None or (size % max(multiple, 1) > 0 if padded is None else padded != size)
-
-
-def _mixers(c: RunConfig) -> set[str]:
-    """Linear attentions and other mixers of the layers; none where the pattern of layers is not legal."""
-    with suppress(ValueError, ArithmeticError, AssertionError):
-        return set(c.model.linear_attentions)
-    return set()
-
-
-def _ratios(c: RunConfig) -> str:
-    return str(named_value(c, "csa_compress_ratios") or "")
-
-
-def _selects(c: RunConfig) -> bool:
-    """Whether an indexer selects keys: of sparse attention, or in layers of compressed attention with a ratio of 4."""
-    mixers = _mixers(c)
-    return "dsa" in mixers or (COMPRESSED in mixers and re.search(r"\b4\b", _ratios(c).replace("*", " * ")) is not None)
-
-
-def _learns_selection(c: RunConfig) -> bool:
-    return _selects(c) and (named_value(c, "dsa_indexer_loss_coeff") or 0) > 0
-
-
-def _hashes(c: RunConfig) -> bool:
-    """Return whether some layers have routing by hashes."""
-    return c.model.num_experts is not None and (named_value(c, "moe_n_hash_layers") or 0) > 0
+    run = Run(config, given)
+    return (str(each) for each in DIFFERENCES if MET[each.subject](run))
 
 
 COMPRESSED = "dsv4_hybrid"
-WITHOUT_DOCUMENTS = {"mamba2", "gated_delta_net", "dsa", COMPRESSED}
+"""The mixer of compressed attention."""
+
+IGNORE_DOCUMENTS = {"mamba2", "gated_delta_net", "dsa", COMPRESSED}
 """Mixers that ignore --reset-attention-mask in Megatron-LM."""
 
 
-MET: dict[str, Callable[[RunConfig, Given], bool]] = {
-    "loss": lambda c, given: _masks_tokens(c) and _several_micro_batches(c) and not _per_token(given),
-    "padded vocabulary": lambda c, given: _pads_vocabulary(c),
-    "multi-token prediction across documents and loss masks": lambda c, given: (
-        c.model.mtp_depths > 0 and (_masks_tokens(c) or c.data.reset_attention_mask)
+class Run:
+    """Facts about a run, of which conditions are made. As in a rule, none raises on any value of a flag."""
+
+    def __init__(self, config: RunConfig, given: Given) -> None:
+        self.config, self.given = config, given
+        self.model, self.training, self.parallel = config.model, config.training, config.parallel
+
+    def value(self, field: str) -> Any:
+        """The value of an extension's flag; None where the extension is not installed."""
+        return named_value(self.config, field)
+
+    def uses(self, optimizer: str) -> bool:
+        return self.config.optimizer.optimizer == optimizer
+
+    # Batches and tokens
+
+    @property
+    def sums_over_tokens(self) -> bool:
+        """Whether Megatron-LM divides a loss by all tokens of the global batch, as this program does."""
+        return "--calculate-per-token-loss" in self.given
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether some tokens do not count in the main loss."""
+        return self.config.data.eod_mask_loss or self.model.loss_func == "goldfish"
+
+    @property
+    def separates_documents(self) -> bool:
+        return self.config.data.reset_attention_mask
+
+    @property
+    def several_samples(self) -> bool:
+        """Whether a step has more samples than one."""
+        return (self.training.global_batch_size or 1) > 1
+
+    @property
+    def several_samples_at_once(self) -> bool:
+        """Whether micro-batches have more samples than one on all ranks together."""
+        return self.training.micro_batch_size * (self.parallel.data_parallel_size or 1) > 1
+
+    @property
+    def several_micro_batches(self) -> bool:
+        """Whether a step has more micro-batches than one, on a rank or on several."""
+        return (self.training.global_batch_size or 1) > self.training.micro_batch_size
+
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether a rank has only some tokens of a sequence."""
+        return self.parallel.context_parallel_size > 1 or self.parallel.sequence_parallel
+
+    @property
+    def grows_batches(self) -> bool:
+        """Whether the batch size follows a schedule of steps."""
+        return self.value("step_batch_size_schedule") is not None
+
+    @property
+    def validates_at_final_size(self) -> bool:
+        """Whether validations have the batch size of training, for which a schedule has several."""
+        return bool(self.training.eval_iters) and self.training.eval_global_batch_size is None
+
+    # Model
+
+    @property
+    def pads_vocabulary(self) -> bool:
+        """Whether Megatron-LM pads the vocabulary, as it does almost any that is not known yet."""
+        size, padded = self.model.vocab_size, self.model.pad_vocab_size_to
+        multiple = self.model.make_vocab_size_divisible_by * self.parallel.tensor_model_parallel_size
+        return size is None or (size % max(multiple, 1) > 0 if padded is None else padded != size)
+
+    @property
+    def predicts_several_tokens(self) -> bool:
+        return self.model.mtp_depths > 0
+
+    @property
+    def has_latent_attention(self) -> bool:
+        return self.model.attention == "multi_latent_attention"
+
+    @property
+    def mixers(self) -> set[str]:
+        """Linear attentions and other mixers of the layers; none where the pattern of layers is not legal."""
+        with suppress(ValueError, ArithmeticError, AssertionError):
+            return set(self.model.linear_attentions)
+        return set()
+
+    @property
+    def compresses(self) -> bool:
+        """Whether some layers have compressed attention."""
+        return COMPRESSED in self.mixers
+
+    @property
+    def selects_keys(self) -> bool:
+        """Whether an indexer selects keys: of sparse attention, or of compressed attention in layers with a ratio of
+        4."""
+        ratios = str(self.value("csa_compress_ratios") or "").replace("*", " * ")
+        return "dsa" in self.mixers or (self.compresses and re.search(r"\b4\b", ratios) is not None)
+
+    @property
+    def trains_indexer(self) -> bool:
+        return self.selects_keys and (self.value("dsa_indexer_loss_coeff") or 0) > 0
+
+    # Experts
+
+    @property
+    def has_experts(self) -> bool:
+        return self.model.num_experts is not None
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether experts have a capacity."""
+        return self.has_experts and self.model.moe_drops_tokens
+
+    @property
+    def hashes_tokens(self) -> bool:
+        """Whether some layers have routing by hashes."""
+        return self.has_experts and (self.value("moe_n_hash_layers") or 0) > 0
+
+    def balances(self, *losses: str) -> bool:
+        """Whether one of these losses balances experts."""
+        return self.has_experts and self.model.moe_balancing_coeff(*losses) > 0
+
+
+MET: dict[str, Callable[[Run], bool]] = {
+    # Losses and batches
+    "loss": lambda run: run.masks_tokens and run.several_micro_batches and not run.sums_over_tokens,
+    "padded vocabulary": lambda run: run.pads_vocabulary,
+    "`--rampup-batch-size`": lambda run: run.value("rampup_batch_size") is not None,
+    "`--step-batch-size-schedule`, validation": lambda run: run.grows_batches and run.validates_at_final_size,
+    "`--step-batch-size-schedule` with lengths in iterations": (
+        lambda run: run.grows_batches and "--train-iters" in run.given
     ),
-    "`--window-size` with `--reset-attention-mask`": lambda c, given: (
-        c.model.window_size is not None and c.data.reset_attention_mask
+    "`--iterations-to-skip`, evaluations and saves": lambda run: bool(run.config.checks.iterations_to_skip),
+    # Layers
+    "multi-token prediction across documents and loss masks": (
+        lambda run: run.predicts_several_tokens and (run.masks_tokens or run.separates_documents)
     ),
-    "`--no-rope-freq` with `--multi-latent-attention`": lambda c, given: (
-        c.model.no_rope_freq is not None and c.model.attention == "multi_latent_attention"
+    "multi-token prediction, dropout of the embedding": (
+        lambda run: run.predicts_several_tokens and run.model.hidden_dropout > 0
     ),
-    "`--mscale-all-dim` with `--rope-type rope`": lambda c, given: (
-        c.model.attention_facts.scales_scores and c.model.rope_type == "rope" and c.model.mscale_all_dim != 0
+    "`--window-size` with `--reset-attention-mask`": (
+        lambda run: run.model.window_size is not None and run.separates_documents
     ),
-    "`global_aux_loss` of experts": lambda c, given: _balances(c, "global_aux_loss") and _samples_at_once(c) > 1,
-    "`aux_loss` of experts": lambda c, given: _balances(c, "aux_loss") and (c.training.global_batch_size or 1) > 1,
-    "balancing losses under loss masks": lambda c, given: (
-        _balances(c, "aux_loss", "seq_aux_loss", "global_aux_loss") and _masks_tokens(c) and _per_token(given)
+    "`--no-rope-freq` with `--multi-latent-attention`": (
+        lambda run: run.model.no_rope_freq is not None and run.has_latent_attention
     ),
-    "capacity of experts (`--moe-expert-capacity-factor`)": lambda c, given: (
-        c.model.num_experts is not None
-        and c.model.moe_drops_tokens
-        and (c.training.micro_batch_size > 1 or c.parallel.context_parallel_size > 1 or c.parallel.sequence_parallel)
+    "`--yarn-` flags with `--multi-latent-attention`": (
+        lambda run: run.has_latent_attention and any(flag.startswith("--yarn-") for flag in run.given)
     ),
-    "multi-token prediction, dropout of the embedding": lambda c, given: (
-        c.model.mtp_depths > 0 and c.model.hidden_dropout > 0
+    "`--mscale-all-dim` with `--rope-type rope`": (
+        lambda run: (
+            run.model.attention_facts.scales_scores and run.model.rope_type == "rope" and run.model.mscale_all_dim != 0
+        )
     ),
-    "sinkhorn routing": lambda c, given: (
-        bool(c.model.num_experts) and "sinkhorn" in c.model.moe_router_load_balancing_type
+    "`--rope-scaling-factor`": lambda run: run.model.use_rope_scaling and run.model.rope_scaling_factor != 8,
+    "`--qk-l2-norm`": (
+        lambda run: run.model.qk_l2_norm and (run.model.no_rope_freq is not None or not run.model.rotary)
     ),
-    "forced load balancing": lambda c, given: bool(
-        c.model.num_experts and named_value(c, "moe_router_force_load_balancing")
+    "default width of a gated MLP": (
+        lambda run: "ffn_hidden_size" in dict(run.config.given) and run.model.gated and not run.model.swiglu
     ),
-    "`--qk-l2-norm`": lambda c, given: c.model.qk_l2_norm and (c.model.no_rope_freq is not None or not c.model.rotary),
-    "default width of a gated MLP": lambda c, given: (
-        "ffn_hidden_size" in dict(c.given) and c.model.gated and not c.model.swiglu
+    "`--openai-gelu`": (
+        lambda run: (
+            "--openai-gelu" in run.given and (not run.model.add_bias_linear or "--no-bias-gelu-fusion" in run.given)
+        )
     ),
-    "Muon, learned position embeddings": lambda c, given: (
-        c.optimizer.optimizer == "muon" and c.model.position_embedding_type == "learned_absolute"
-    ),
-    "Muon, gated MLPs": lambda c, given: (
-        c.optimizer.optimizer == "muon" and c.model.gated and named_value(c, "muon_split_gate_up")
-    ),
-    "`--rope-scaling-factor`": lambda c, given: c.model.use_rope_scaling and c.model.rope_scaling_factor != 8,
-    "`--openai-gelu`": lambda c, given: (
-        "--openai-gelu" in given and (not c.model.add_bias_linear or "--no-bias-gelu-fusion" in given)
-    ),
-    "`--rampup-batch-size`": lambda c, given: named_value(c, "rampup_batch_size") is not None,
-    "`--step-batch-size-schedule`, validation": lambda c, given: (
-        named_value(c, "step_batch_size_schedule") is not None
-        and bool(c.training.eval_iters)
-        and c.training.eval_global_batch_size is None
-    ),
-    "`--embedding-init-method-std`": lambda c, given: (
-        c.model.embedding_init_method_std is not None and "embeddings" in c.optimizer.weight_decay_on
-    ),
-    "`--optimizer lion`": lambda c, given: c.optimizer.optimizer == "lion",
-    "`--step-batch-size-schedule` with lengths in iterations": lambda c, given: (
-        named_value(c, "step_batch_size_schedule") is not None and "--train-iters" in given
-    ),
-    "Mamba-2, norm of the outputs": lambda c, given: "mamba2" in _mixers(c) and c.model.norm_epsilon != 1e-5,
+    "Mamba-2, norm of the outputs": lambda run: "mamba2" in run.mixers and run.model.norm_epsilon != 1e-5,
     "`--reset-attention-mask` in layers with Mamba-2, gated delta nets, sparse or compressed attention": (
-        lambda c, given: c.data.reset_attention_mask and not WITHOUT_DOCUMENTS.isdisjoint(_mixers(c))
+        lambda run: run.separates_documents and not IGNORE_DOCUMENTS.isdisjoint(run.mixers)
     ),
-    "rotary embedding of the indexer of sparse attention": lambda c, given: (
-        "dsa" in _mixers(c) and "--dsa-indexer-rope-interleaved" not in given
+    "hyper-connections": lambda run: bool(run.value("enable_mhc_connections")),
+    # Experts
+    "`global_aux_loss` of experts": lambda run: run.balances("global_aux_loss") and run.several_samples_at_once,
+    "`aux_loss` of experts": lambda run: run.balances("aux_loss") and run.several_samples,
+    "balancing losses under loss masks": (
+        lambda run: (
+            run.balances("aux_loss", "seq_aux_loss", "global_aux_loss") and run.masks_tokens and run.sums_over_tokens
+        )
     ),
-    "equal scores of an indexer": lambda c, given: _selects(c),
-    "logged `indexer_loss`": lambda c, given: _learns_selection(c) and named_value(c, "dsa_indexer_loss_coeff") != 1,
-    "indexer's loss under loss masks": lambda c, given: _learns_selection(c) and _masks_tokens(c) and _per_token(given),
-    "indexer's loss of compressed attention": lambda c, given: (
-        COMPRESSED in _mixers(c) and _learns_selection(c) and _several_micro_batches(c)
+    "capacity of experts (`--moe-expert-capacity-factor`)": (
+        lambda run: run.drops_tokens and (run.training.micro_batch_size > 1 or run.cuts_sequences)
     ),
-    "sinks of compressed attention": lambda c, given: COMPRESSED in _mixers(c) and c.model.softmax_type != "learnable",
-    "Muon, outputs of compressed attention": lambda c, given: (
-        c.optimizer.optimizer == "muon" and COMPRESSED in _mixers(c) and (named_value(c, "o_groups") or 1) > 1
+    "`--moe-token-drop-policy position`": (
+        lambda run: run.drops_tokens and run.value("moe_token_drop_policy") == "position"
     ),
-    "hyper-connections": lambda c, given: bool(named_value(c, "enable_mhc_connections")),
-    "weights of hash routing with `--moe-router-score-function softmax`": lambda c, given: (
-        _hashes(c) and c.model.moe_router_scores == "softmax"
+    "sinkhorn routing": (
+        lambda run: bool(run.model.num_experts) and "sinkhorn" in run.model.moe_router_load_balancing_type
     ),
-    "balancing losses of hash routing": lambda c, given: (
-        _hashes(c) and _balances(c, "aux_loss", "seq_aux_loss", "global_aux_loss")
+    "forced load balancing": (lambda run: bool(run.model.num_experts and run.value("moe_router_force_load_balancing"))),
+    "table of hash routing": lambda run: run.hashes_tokens,
+    "weights of hash routing with `--moe-router-score-function softmax`": (
+        lambda run: run.hashes_tokens and run.model.moe_router_scores == "softmax"
     ),
-    "table of hash routing": lambda c, given: _hashes(c),
-    "`--yarn-` flags with `--multi-latent-attention`": lambda c, given: (
-        c.model.attention == "multi_latent_attention" and any(flag.startswith("--yarn-") for flag in given)
+    "balancing losses of hash routing": (
+        lambda run: run.hashes_tokens and run.balances("aux_loss", "seq_aux_loss", "global_aux_loss")
     ),
-    "`--iterations-to-skip`, evaluations and saves": lambda c, given: bool(c.checks.iterations_to_skip),
-    "`--moe-token-drop-policy position`": lambda c, given: (
-        c.model.num_experts is not None
-        and c.model.moe_drops_tokens
-        and named_value(c, "moe_token_drop_policy") == "position"
+    # Sparse and compressed attention
+    "rotary embedding of the indexer of sparse attention": (
+        lambda run: "dsa" in run.mixers and "--dsa-indexer-rope-interleaved" not in run.given
     ),
-    "`--use-mup`": lambda c, given: "--use-mup" in given,
+    "equal scores of an indexer": lambda run: run.selects_keys,
+    "logged `indexer_loss`": lambda run: run.trains_indexer and run.value("dsa_indexer_loss_coeff") != 1,
+    "indexer's loss under loss masks": (lambda run: run.trains_indexer and run.masks_tokens and run.sums_over_tokens),
+    "indexer's loss of compressed attention": (
+        lambda run: run.compresses and run.trains_indexer and run.several_micro_batches
+    ),
+    "sinks of compressed attention": lambda run: run.compresses and run.model.softmax_type != "learnable",
+    # Optimizers
+    "Muon, learned position embeddings": (
+        lambda run: run.uses("muon") and run.model.position_embedding_type == "learned_absolute"
+    ),
+    "Muon, gated MLPs": lambda run: run.uses("muon") and run.model.gated and run.value("muon_split_gate_up"),
+    "Muon, outputs of compressed attention": (
+        lambda run: run.uses("muon") and run.compresses and (run.value("o_groups") or 1) > 1
+    ),
+    "`--optimizer lion`": lambda run: run.uses("lion"),
+    "`--embedding-init-method-std`": (
+        lambda run: (
+            run.model.embedding_init_method_std is not None and "embeddings" in run.config.optimizer.weight_decay_on
+        )
+    ),
+    "`--use-mup`": lambda run: "--use-mup" in run.given,
 }
-"""Subject of a difference -> whether it applies to a resolved configuration. Like a rule, it must not raise on any
-value."""
+"""Subject of a difference -> whether a run meets it."""
