@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from megatron.core.config.flag_spec import Section
 from megatron.core.param_meta import ParamMeta
 from megatron.core.registry import NoFacts, Registry
-
-if TYPE_CHECKING:
-    import torch
 
 
 def _no_roles(optimizer: Section) -> frozenset[str]:
@@ -103,23 +100,14 @@ class StateStore(Protocol):
     """Makes the shards of main parameters and optimizer states of a rank. Its facts are a `StatePlan`; the last one
     that holds is taken."""
 
-    def __call__(
-        self,
-        bucket: object,
-        states: Sequence[object],
-        layout: object,
-        place: object,
-        config: Section,
-        main_dtype: torch.dtype,
-    ) -> object:
-        """Returns the `megatron.core.optimizer.optimizer.Shard` at `place`, a `StateRange`, of a `Bucket` and its
-        `BufferLayout`, with the states of its fused link, each a `State`."""
+    def __call__(self, spec: object) -> object:
+        """Returns the `Shard` of a `ShardSpec`, both of `megatron.core.optimizer.optimizer`."""
 
 
 STATE_STORES = Registry("store of states", _stated, protocol=StateStore)
 """Name -> `StateStore`."""
 
-STATE_STORES.register("main", "megatron.core.optimizer.optimizer:build_shard", plan=StatePlan())
+STATE_STORES.register("main", "megatron.core.optimizer.optimizer:OptimizerShard", plan=StatePlan())
 
 
 class LrSchedule(Protocol):

@@ -9,7 +9,7 @@ DCP reads boxes through three methods that are private to torch. Only this file 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,3 +133,11 @@ class OptimizerPiece:
         local = self.meta.box(coords) if whole is None else ((0,) * len(whole), whole)
         flat = boxes_of_flat_range(*local, self.start, self.stop)
         return [(box.offset, self.data[box.start - self.start : box.stop - self.start].view(box.shape)) for box in flat]
+
+
+def pieces_by_name(pieces: Iterable[OptimizerPiece]) -> dict[str, list[OptimizerPiece]]:
+    """Parameter -> its pieces."""
+    found: dict[str, list[OptimizerPiece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.meta.name, []).append(piece)
+    return found

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.sharded_tensor import LocalBox, OptimizerPiece, ShardedBoxes
+from megatron.core.dist_checkpointing.sharded_tensor import LocalBox, OptimizerPiece, ShardedBoxes, pieces_by_name
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 
@@ -37,7 +37,7 @@ def model_state(
     writers = _Writers(state)
     of_shards = _Writers(state, True)
     entries = _Entries()
-    pieces = _by_name(sharded)
+    pieces = pieces_by_name(sharded)
     for meta, param in tagged_parameters(modules):
         key, parts = model_key(meta.name), pieces.get(meta.name)
         mine = (writers if parts is None else of_shards).mine(key, meta)
@@ -78,7 +78,7 @@ def load_targets(
         main = optimizer_key(MAIN_PARAM, name)
         return main if load_optimizer and main in saved else model_key(name)
 
-    entries, parts = _Entries(), _by_name(sharded)
+    entries, parts = _Entries(), pieces_by_name(sharded)
     for meta, param in tagged_parameters(modules):
         entries.add(weight_key(meta.name), meta.global_shape, _boxes(meta, param, state, parts.get(meta.name)))
     for piece in pieces:
@@ -113,13 +113,6 @@ def tagged_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[ParamMeta,
         meta = getattr(param, "meta", None)
         assert isinstance(meta, ParamMeta), f"parameter {name} carries no ParamMeta"
         yield meta, param
-
-
-def _by_name(sharded: Iterable[OptimizerPiece]) -> dict[str, list[OptimizerPiece]]:
-    found: dict[str, list[OptimizerPiece]] = {}
-    for piece in sharded:
-        found.setdefault(piece.meta.name, []).append(piece)
-    return found
 
 
 def _boxes(meta: ParamMeta, param: Tensor, state: ParallelState, parts: list[OptimizerPiece] | None) -> list[LocalBox]:

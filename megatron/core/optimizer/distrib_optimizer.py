@@ -29,7 +29,7 @@ from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.chain import Chain
 from megatron.core.optimizer.grad_norm import GradNorm
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
-from megatron.core.optimizer.optimizer import HostUpdateRule, Rates, Shard, StepValues
+from megatron.core.optimizer.optimizer import HostUpdateRule, Rates, Shard, ShardSpec, StepValues
 from megatron.core.optimizer.transforms import plan_of_chain, states_of_shards
 from megatron.core.parallel_state import ParallelState
 
@@ -93,7 +93,7 @@ def _build_shards(config: OptimizerConfig, ddp: DistributedDataParallel) -> list
     for place in place_states(ddp.layouts, config):
         buffer = ddp.buffers[place.buffer]
         bucket = buffer.buckets[place.bucket]
-        shard = build_shard(bucket, states[place.buffer], buffer.layout, place, config, ddp.main_dtype)
+        shard = build_shard(ShardSpec(bucket, buffer.layout, place, states[place.buffer], config, ddp.main_dtype))
         assert isinstance(shard, Shard), f"store of states {config.state_store} makes no shard"
         shards.append(shard)
     return shards

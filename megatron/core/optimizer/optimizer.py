@@ -31,15 +31,34 @@ CHUNK = 2**22
 """Elements that are updated at a time, element by element: bounds the memory of the copies that an update works on."""
 
 
+@dataclass(frozen=True)
+class ShardSpec:
+    """What a rank updates of one bucket, and which states it keeps for that."""
+
+    bucket: Bucket
+    layout: BufferLayout
+    """That of the bucket's buffer."""
+
+    place: StateRange
+    """The elements of the bucket, and whether their states are in host memory."""
+
+    states: Sequence[State]
+    """Those of the fused link of the bucket's parameters."""
+
+    config: OptimizerConfig
+    main_dtype: torch.dtype
+
+
 class Shard:
     """One rank's part of one bucket, or a range of it: its main parameters and their states, however they are stored,
-    in the memory of the device or of the host (`place`). States are allocated at once, so that a checkpoint can load
-    into them and memory is final before the first step."""
+    in the memory of the device or of the host. States are allocated at once, so that a checkpoint can load into them
+    and memory is final before the first step."""
 
-    def __init__(self, bucket: Bucket, layout: BufferLayout, place: StateRange, main_dtype: torch.dtype) -> None:
+    def __init__(self, spec: ShardSpec) -> None:
+        bucket, place = spec.bucket, spec.place
         self.bucket = bucket
-        self.layout = layout
-        self.group = layout.group
+        self.layout = spec.layout
+        self.group = spec.layout.group
         self.on_host, self.numel = place.on_host, place.numel
         first = bucket.owned_range[0]
         self.range = first + place.start, first + place.stop
@@ -50,7 +69,7 @@ class Shard:
         """Tensors that an update writes and reads; of a shard on the host what was attached."""
         self.device = torch.device("cpu") if self.on_host else self.params.device
         """Device on which states are stored and updated."""
-        self.params_are_main = self.params.dtype == main_dtype
+        self.params_are_main = self.params.dtype == spec.main_dtype
         """True if the parameters have the values of the main parameters, which are not saved then."""
 
     changes_params_when_loaded = False
@@ -100,13 +119,12 @@ class OptimizerShard(Shard):
     in the main dtype.
     """
 
-    def __init__(self, bucket: Bucket, states: Sequence[State], layout: BufferLayout, place: StateRange) -> None:
-        main_dtype = bucket.owned_grads.dtype
-        super().__init__(bucket, layout, place, main_dtype)
+    def __init__(self, spec: ShardSpec) -> None:
+        super().__init__(spec)
         self.aliased = self.params_are_main and not self.on_host
-        self.main = self.params if self.aliased else self.params.to(self.device, main_dtype, copy=True)
+        self.main = self.params if self.aliased else self.params.to(self.device, spec.main_dtype, copy=True)
         self.main.grad = None if self.on_host else self.grads
-        self.states = {state.name: self._zeros(state) for state in states}
+        self.states = {state.name: self._zeros(state) for state in spec.states}
         """Those of a fused link."""
         self.written_by_update = False
         """True if an update of the main parameters writes the parameters."""
@@ -137,18 +155,6 @@ class OptimizerShard(Shard):
     @property
     def nbytes(self) -> tuple[int, int]:
         return 0 if self.aliased else self.main.nbytes, sum(state.nbytes for state in self.states.values())
-
-
-def build_shard(
-    bucket: Bucket,
-    states: Sequence[State],
-    layout: BufferLayout,
-    place: StateRange,
-    config: OptimizerConfig,
-    main_dtype: torch.dtype,
-) -> Shard:
-    """The plain entry of STATE_STORES: a shard of a range of states, in plain tensors."""
-    return OptimizerShard(bucket, states, layout, place)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@ to evaluate with. They are divided as the optimizer's states are, so that checkp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
+from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece, pieces_by_name
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -32,7 +32,7 @@ def with_main_weights(
     `pieces` are of elements that this rank updates, in any order, such as the states of a callback."""
     if any(shard.on_host for shard in optimizer.shards):
         optimizer.finish_param_sync()  # the host has updated its part
-    by_name = _by_name(pieces)
+    by_name = pieces_by_name(pieces)
     for shard in optimizer.shards:
         for part, span in shard.owned_pieces(*shard.range):
             main = shard.read_main(span.start, span.stop)
@@ -41,14 +41,6 @@ def with_main_weights(
                 if start < stop:
                     target = piece.data[start - piece.start : stop - piece.start]
                     yield target, main[start - part.start : stop - part.start].to(target.device)
-
-
-def _by_name(pieces: Iterable[OptimizerPiece]) -> Mapping[str, list[OptimizerPiece]]:
-    """Parameter -> its pieces."""
-    found: dict[str, list[OptimizerPiece]] = {}
-    for piece in pieces:
-        found.setdefault(piece.meta.name, []).append(piece)
-    return found
 
 
 def owned_zeros(ddp: DistributedDataParallel, names: Sequence[str]) -> list[OptimizerPiece]:
@@ -74,7 +66,7 @@ def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPi
     and no updates. Collective over the data-parallel ranks; it takes the memory of a copy of `owned_weights`.
     """
     optimizer.finish_param_sync()
-    by_name = _by_name(offered)
+    by_name = pieces_by_name(offered)
     owned = [weight for weight in owned_weights(optimizer.ddp) if weight.meta.name in by_name]
     kept = [weight.data.clone() for weight in owned]
     for weight in owned:

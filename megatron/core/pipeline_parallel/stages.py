@@ -36,3 +36,11 @@ def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, 
     ends = (0, layout.num_stages - 1)
     both = model.tied_embeddings or model.mtp_depths > 0
     return ends if both and layout.rank_of(ends[0]) != layout.rank_of(ends[1]) else ()
+
+
+def has_tied_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> bool:
+    """Whether two ranks hold a copy of the embedding. False where sizes do not fit, which other rules report."""
+    try:
+        return bool(tied_stages(model, pipeline_layout(model, parallel)))
+    except (ArithmeticError, ValueError):
+        return False

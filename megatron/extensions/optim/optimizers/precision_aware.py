@@ -27,10 +27,8 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import region
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.distributed.param_and_grad_buffer import Bucket
-from megatron.core.distributed.param_layout import BufferLayout, StateRange
 from megatron.core.dropout import mixed, round_to_bf16, uniform_of
-from megatron.core.optimizer.optimizer import MAIN_PARAM, Shard, ShardUpdate, StepValues
+from megatron.core.optimizer.optimizer import MAIN_PARAM, Shard, ShardSpec, ShardUpdate, StepValues
 from megatron.core.optimizer.transforms import FusedTransform, StageOfUpdate, State, Transform, elements
 from megatron.core.param_meta import ParamMeta
 from megatron.extensions.optim.optimizers.flags import SCALE_BLOCK, PrecisionAwareFlags
@@ -203,16 +201,9 @@ class PackedShard(Shard):
 
     changes_params_when_loaded = True
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        states: Sequence[State],
-        layout: BufferLayout,
-        place: StateRange,
-        config: OptimizerConfig,
-        main_dtype: torch.dtype,
-    ) -> None:
-        super().__init__(bucket, layout, place, main_dtype)
+    def __init__(self, spec: ShardSpec) -> None:
+        super().__init__(spec)
+        config, main_dtype = spec.config, spec.main_dtype
         params = self.params
         numel = self.numel
         device = self.device

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizers import STATE_STORES
-from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
+from megatron.core.pipeline_parallel.stages import has_tied_stages
 from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS
 from megatron.training.config.batch_size import legal_sizes
 from megatron.training.config.problem import Problem
@@ -86,10 +86,6 @@ def _no_use(c: RunConfig) -> Iterator[Problem]:
         rule = "empties the pipeline after every step with --log-interval 1, which reads the loss and the norm"
         yield Problem(SCHEDULE, NAME, rule, "raise --log-interval", harmless=True)
         return
-    try:
-        tied = tied_stages(c.model, pipeline_layout(c.model, c.parallel))
-    except (ArithmeticError, ValueError):
-        return  # sizes that do not fit: other rules say which
-    if tied:
+    if has_tied_stages(c.model, c.parallel):
         rule = "has a bubble: the embedding on the first and on the last rank sums up its gradients over both"
         yield Problem(SCHEDULE, NAME, rule, "use --untie-embeddings-and-output-weights", harmless=True)

@@ -14,7 +14,6 @@ its backward pass therefore stay in place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,11 +22,8 @@ from torch import Tensor
 from megatron.core.collectives import Pending
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.param_and_grad_buffer import Bucket
-from megatron.core.distributed.param_layout import BufferLayout, StateRange
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult, Update
-from megatron.core.optimizer.optimizer import OptimizerShard
-from megatron.core.optimizer.planned_states import State
+from megatron.core.optimizer.optimizer import OptimizerShard, ShardSpec
 from megatron.core.parallel_state import ParallelState
 from megatron.core.torch_private import foreach_copy_
 from megatron.extensions.pipeline.pipedream_2bw.flags import PREVIOUS
@@ -36,19 +32,11 @@ from megatron.extensions.pipeline.pipedream_2bw.flags import PREVIOUS
 class VersionedShard(OptimizerShard):
     """A shard whose updates read a copy of the gradients, and whose parameters change memories."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        states: Sequence[State],
-        layout: BufferLayout,
-        place: StateRange,
-        config: OptimizerConfig,
-        main_dtype: torch.dtype,
-    ) -> None:
-        super().__init__(bucket, states, layout, place)
+    def __init__(self, spec: ShardSpec) -> None:
+        super().__init__(spec)
         if self.aliased:
             self.aliased, self.main = False, self.params.clone()
-        self.place, self.previous = place, self.device_params
+        self.place, self.previous = spec.place, self.device_params
         """Of this shard: parameters before the last update, a view of the other memory once there is one."""
         self.attach(torch.zeros_like(self.device_grads), self.device_params)
 

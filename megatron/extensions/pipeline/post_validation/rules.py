@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
+from megatron.core.pipeline_parallel.stages import has_tied_stages
 from megatron.extensions.pipeline.post_validation.flags import PostValidationFlags
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -46,11 +46,7 @@ def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
         )
         yield Problem(SWITCH, None, rule, f"use zb-h2 or zb-v, or remove {SWITCH}", harmless=True)
         return
-    try:
-        tied = tied_stages(c.model, pipeline_layout(c.model, c.parallel))
-    except (ArithmeticError, ValueError):
-        return  # sizes that do not fit: other rules say which
-    if tied:
+    if has_tied_stages(c.model, c.parallel):
         rule = "saves no time: the embedding on the first and on the last rank sums up its gradients over both"
         remedy = "use --pipeline-schedule zb-v, which has both on one rank"
         if not c.model.mtp_depths:
