@@ -63,6 +63,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     ),
     BuiltIn("observe/logs", "TensorBoard, Weights & Biases, Megatron-LM's lines; samples, losses of data sets, norms"),
     BuiltIn("observe/goodput", "Share of the wall time in which a run was trained, over all its starts."),
+    BuiltIn("observe/noise_scale", "gradient noise scale: how large a batch may be before it wastes samples"),
     BuiltIn("interop/megatron_flags", "lists of data as Megatron names them, and its flags without a field here"),
     BuiltIn(
         "optim/optimizers", "Muon, QK-clip, Adam with states in fewer bits than fp32; groups of parameters by name"

@@ -1,0 +1,40 @@
+"""Flags of the gradient noise scale. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS, extension_flags
+
+SWITCH = "--log-noise-scale"
+ROLL_BACK = "--optimizer-post-validation: steps that are rolled back would count"
+GRAPHS = "--cuda-graph-impl local: a graph repeats its kernels alone, and gradients of a micro-batch are not seen"
+PARTS = "--context-parallel-size above 1: no rank has the gradient of whole samples before the reduction"
+
+
+@extension_flags("gradient noise scale", may_change=True)
+@dataclass(frozen=True)
+class NoiseScaleFlags:
+    log_noise_scale: bool = flag(False, excludes=(ROLL_BACK, GRAPHS, PARTS))
+    """Log the gradient noise scale in samples, with its 95% interval: batches far below it waste few samples, and
+    batches far above it save few steps."""
+
+    noise_scale_window: int = flag(200, at_least=2, no_effect_without=SWITCH)
+    """Latest steps from which the noise scale is estimated."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        small, large = config.training.micro_batch_size, config.training.global_batch_size
+        if self.log_noise_scale and small and large and small >= large:
+            rule = "compares the gradient of a micro-batch with that of the global batch, which is one micro-batch"
+            yield Problem("--micro-batch-size", small, rule, "lower it, or remove " + SWITCH)
+
+
+CALLBACKS.register(
+    "noise scale",
+    f"{__package__}.measure:NoiseScale",
+    when=lambda config: config.options(NoiseScaleFlags).log_noise_scale and not config.training.skip_train,
+)

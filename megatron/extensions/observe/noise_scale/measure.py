@@ -1,0 +1,171 @@
+"""Takes two squared norms out of each step, without a pass of its own.
+
+The small batch is the first micro-batch of each replica: its gradient stands in `main_grad` between its backward and
+that of the second micro-batch, or the reduction. The large batch is the global batch, whose gradient stands in the
+reduced buffers before the update. Sums over shards and the mean over replicas are left to the sum at a log line.
+
+What counts are the matrices that tensor parallelism cuts, whose gradients each rank has whole: gradients of vectors are
+partial sums with sequence parallelism, and those of tied embeddings with pipeline parallelism. So the estimate is that
+of the same parameters at every layout. An expert sees the tokens of all ranks of its expert-parallel group: its small
+batch is so many micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.optimizer.grad_norm import sum_of_squares
+from megatron.core.param_meta import ParamMeta
+from megatron.core.torch_private import foreach_norm
+from megatron.extensions.observe.noise_scale.estimate import Coefficients, Window
+from megatron.extensions.observe.noise_scale.flags import NoiseScaleFlags
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback, Meter
+from megatron.training.metrics.sinks import Record
+from megatron.training.progress import Interval, Step
+from megatron.training.run import TrainingRun
+
+CUTS = ("tp", "expt_tp", "ep")
+
+
+def counts(meta: ParamMeta, model: TransformerConfig) -> bool:
+    """Whether a parameter's gradient is whole on its rank at every layout."""
+    copied = meta.role == "embedding" and bool(model.tied_embeddings or model.mtp_depths)
+    return meta.matrix and len(meta.global_shape) > 1 and not copied and any(axis in meta.sharded for axis in CUTS)
+
+
+@dataclass
+class Parameters:
+    """Matrices with small batches of one size, on this rank."""
+
+    replicas: int
+    """Ranks that have a small batch each."""
+
+    shards: list[Tensor] = field(default_factory=list)
+    """Reduced gradients that this rank counts."""
+
+    small: list[Tensor] = field(default_factory=list)
+    """Squared norms in the first micro-batch of the step."""
+
+
+class NoiseScale(Callback, Meter):
+    """--log-noise-scale."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.window = Window(config.options(NoiseScaleFlags).noise_scale_window)
+
+    def state(self) -> object:
+        return [list(row) for row in self.window.rows]
+
+    def load_state(self, state: object) -> None:
+        self.window.add(state if isinstance(state, list) else ())
+
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        self._device = run.runtime.device
+        self._step: Step | None = None
+        self._now: Tensor | None = None
+        self._rows: list[Tensor] = []
+        state = run.runtime.state
+        data, experts = state.axis("dp_cp").size, state.axis("expt_dp").size
+        self._dense, self._experts = Parameters(data), Parameters(experts)
+        self._replicas = data
+        self._reports: dict[nn.Parameter, int] = {}
+        self._expected: dict[nn.Parameter, int] = {}
+        """Reports of each parameter in a micro-batch, as the first step has shown."""
+        for param in run.ddp.params:
+            if (into := self._kind(param.meta)) is not None:  # type: ignore[attr-defined]
+                self._reports[param] = 0
+                before = getattr(param, "on_main_grad", None)
+                param.on_main_grad = partial(self._added, param, into, before)  # type: ignore[attr-defined]
+        for bucket in run.ddp.buckets:
+            for piece in bucket.layout.pieces(*bucket.shard_range) if bucket.copies.first else ():
+                if (into := self._kind(piece.meta)) is not None and piece.meta.is_first_replica(state.coords):
+                    start = piece.offset - bucket.shard_range[0]
+                    into.shards.append(bucket.grad_shard[start : start + piece.stop - piece.start])
+        return (self,)
+
+    def _kind(self, meta: ParamMeta) -> Parameters | None:
+        """Where a parameter counts; None if it does not. Experts whose ranks have parts of samples do not."""
+        if not counts(meta, self.config.model):
+            return None
+        if meta.expert:
+            return self._experts if self._replicas % self._experts.replicas == 0 else None
+        return self._dense
+
+    def begin_step(self, step: Step) -> None:
+        self._step = step
+        for kind in (self._dense, self._experts):
+            kind.small.clear()
+        for param in self._reports:
+            self._reports[param] = 0
+
+    @torch.no_grad()
+    def _added(self, param: nn.Parameter, into: Parameters, before: Callable[[], object] | None) -> None:
+        """After a contribution to the gradient of `param`, before its bucket may be reduced."""
+        self._reports[param] += 1
+        if self._reports[param] == self._expected.get(param):
+            grad = param.main_grad.view(-1)  # type: ignore[attr-defined]
+            on_gpu = grad.is_cuda
+            into.small.append(foreach_norm([grad], 2, torch.float64)[0] if on_gpu else sum_of_squares(grad).sqrt())
+        if before is not None:
+            before()
+
+    @torch.no_grad()
+    def gradients_ready(self, factor: Tensor) -> None:
+        assert self._step is not None
+        micro, large = self.config.training.micro_batch_size, self._step.samples
+        assert micro is not None
+        self._now = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if not self._expected:
+            number = large // micro // self._replicas
+            self._expected = {param: count // number for param, count in self._reports.items()}
+            return
+        for kind in (self._dense, self._experts):
+            small = micro * self._replicas // kind.replicas
+            if small >= large:
+                continue  # experts that one micro-batch of each rank has reached
+            first = self._squares(kind.small) * (large / small) ** 2 / kind.replicas
+            whole = self._squares([sum_of_squares(shard).sqrt() for shard in kind.shards])
+            wanted = (Coefficients.of_noise(small, large), Coefficients.of_signal(small, large))
+            self._now += (
+                torch.stack([each.small * first + each.large * whole for each in wanted]) * factor.double() ** 2
+            )
+
+    def _squares(self, norms: Sequence[Tensor]) -> Tensor:
+        """Sum of the squares, float64."""
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.stack(list(norms)).double().square().sum()
+
+    def end_step(self, skip: Tensor) -> None:
+        if self._now is not None:
+            self._rows.append(torch.where(skip > 0, 0.0, self._now))
+        self._now = None
+
+    def discard_step(self) -> None:
+        self._now = None
+
+    def take(self) -> Tensor:
+        """[steps * 2]: this rank's share of tr(S) and |G|^2 in each step since the last call."""
+        rows, self._rows = self._rows, []
+        return torch.cat([torch.zeros(0, dtype=torch.float64, device=self._device), *rows])
+
+    def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
+        self.window.add(summed.view(-1, 2).tolist())
+        found = self.window.estimate()
+        if found is None:
+            return {"noise_scale": None}
+        return {"noise_scale": found.scale, "noise_scale_low": found.low, "noise_scale_high": found.high}
+
+    def lines(self, record: Record) -> list[str]:
+        if record.get("noise_scale") is None:
+            return []
+        scale, low, high = (record[f"noise_scale{end}"] for end in ("", "_low", "_high"))
+        return [f"     noise scale {scale:.4g} samples, 95% interval {low:.4g} to {high:.4g}"]
