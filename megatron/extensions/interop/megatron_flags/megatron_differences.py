@@ -57,7 +57,8 @@ class Run:
 
     def __init__(self, config: RunConfig, given: Given) -> None:
         self.config, self.given = config, given
-        self.model, self.training, self.parallel = config.model, config.training, config.parallel
+        self.model, self.training = config.model, config.training
+        self.parallel = config.parallel
 
     def value(self, field: str) -> Any:
         """The value of an extension's flag; None where the extension is not installed."""
