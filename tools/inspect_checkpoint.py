@@ -32,8 +32,7 @@ from megatron.core.dist_checkpointing.state_dict import MODEL, model_key
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, TensorInfo
 from megatron.core.parallel_state import Axis
 from megatron.extensions.interop.conversion.formats import MERGE_FILE, Origin
-from megatron.training.checkpoints.checkpoint_fit import saved_progress
-from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
+from megatron.training.checkpoints.loading import choose_checkpoint, saved_progress
 
 from .common import add_extension_flag, run_tool, tool_parser
 

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis, initialize_model_parallel
 from megatron.extensions.operate.checkpoint_cleanup.flags import RetentionFlags
 from megatron.extensions.operate.checkpoint_cleanup.retention import retain
-from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
+from megatron.training.checkpoints.loading import choose_checkpoint
 from megatron.training.run import TrainingRun
 from tests.harness import run_world, train_to_the_end
 from tests.tiny import TINY

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.storage import Checkpoint, save
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState, build_parallel_state, initialize_model_parallel
 from megatron.core.param_meta import ParamMeta
-from megatron.training.checkpoints.latest_checkpoint import candidates
+from megatron.training.checkpoints.loading import candidates
 from tests.dist.toy import build, catalogue, noise
 from tests.harness import run_world
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.parallel_state import Axis
-from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
+from megatron.training.checkpoints.loading import choose_checkpoint
 from tests.harness import run_world
 
 ROWS, COLUMNS, TENSORS = 3072, 3072, 4

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.models.gpt.embedding import VocabParallelEmbedding
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, accumulate_weight_grad, add_product_, add_rows_
 from tests.harness import run_world, tp_context
 

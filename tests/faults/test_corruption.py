@@ -18,7 +18,7 @@ import pytest
 
 from megatron.core.parallel_state import Axis
 from megatron.training import training
-from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
+from megatron.training.checkpoints.loading import choose_checkpoint
 from tests.forked import run_forked
 from tests.pure.test_damaged_checkpoints import flip
 from tests.tiny import TINY

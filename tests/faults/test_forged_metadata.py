@@ -17,13 +17,13 @@ from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis
 from megatron.extensions.interop.conversion.dcp_format import DCPSource
 from megatron.extensions.interop.conversion.formats import Options
-from megatron.training.checkpoints.checkpoint_fit import (
+from megatron.training.checkpoints.loading import (
     check_fits,
+    choose_checkpoint,
     saved_config,
     saved_progress,
     tell_of_other_groups,
 )
-from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.rules.saved_types import metadata_problem
 from megatron.training.config.saved_flags import changed_lengths, read_history, with_past_batches, with_saved_flags

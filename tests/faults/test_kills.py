@@ -26,7 +26,7 @@ import pytest
 
 from megatron.core.dist_checkpointing.path_kind import read_latest
 from megatron.core.parallel_state import Axis
-from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
+from megatron.training.checkpoints.loading import choose_checkpoint
 from tests.forked import forked_ranks, join, run_forked
 from tests.limits import HANG
 

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.storage import CheckpointError, save
 from megatron.core.parallel_state import Axis
 from megatron.extensions.operate.checkpoint_cleanup.flags import RetentionFlags
 from megatron.extensions.operate.checkpoint_cleanup.retention import retain
-from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
+from megatron.training.checkpoints.loading import choose_checkpoint
 from megatron.training.metrics.sinks import JsonLinesSink
 from megatron.training.reliability.failure_report import is_users
 from tests.corpus import largest_file

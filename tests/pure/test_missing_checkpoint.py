@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpoints.checkpoint_fit import check_may_start
+from megatron.training.checkpoints.loading import check_may_start
 from megatron.training.config.arguments import command_line
 from megatron.training.config.prepare import prepare
 from megatron.training.config.run_config import CheckpointConfig

@@ -13,9 +13,9 @@ from megatron.core.config.layers import Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
-from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.pipeline_parallel.layout import Stage
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters, stage_metas
 from tests import gpt_cases
 from tests.extensions import installed

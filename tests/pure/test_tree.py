@@ -20,7 +20,7 @@ from tests.conftest import CAMPAIGNS
 
 # What decides by integers and text runs on a login node, where torch may be missing or slow to import.
 WITHOUT_TORCH = {
-    "megatron/core": "boxes config distributed.param_layout models.stage optimizer.param_scheduler "
+    "megatron/core": "boxes config distributed.param_layout optimizer.param_scheduler "
     "optimizer.planned_states param_meta parallel_dims tokenizers",
     "megatron/core/pipeline_parallel": "actions layout passes schedules stages walk",
     "megatron/training": "config config.arguments config.validation reliability.launch",

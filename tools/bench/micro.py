@@ -143,7 +143,7 @@ def layer_tflop(config: RunConfig) -> float:
 def layer(config: RunConfig, device: torch.device) -> Call:
     from megatron.core.batch import Batch
     from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
-    from megatron.core.models.stage import Stage
+    from megatron.core.pipeline_parallel.layout import Stage
 
     model, samples = config.model, config.training.micro_batch_size
     stage = GPTModel(

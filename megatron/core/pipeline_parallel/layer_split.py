@@ -10,9 +10,8 @@ from functools import lru_cache
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.models.stage import Stage
 from megatron.core.param_meta import ParamMeta
-from megatron.core.pipeline_parallel.layout import split_layers
+from megatron.core.pipeline_parallel.layout import Stage, split_layers
 from megatron.core.pipeline_parallel.stage_parameters import layer_tensors, multi_token_tensors
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 

@@ -6,9 +6,21 @@ A *stage* is a global pipeline stage; a rank's local stages are its *chunks*, in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, starmap
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Contents of one pipeline stage: its layers by global number, the embedding (first), norm and head (last), and
+    with the head the modules of multi-token prediction."""
+
+    layers: Sequence[int]
+    first: bool = True
+    last: bool = True
+    tied_stages: tuple[int, ...] = ()
+    """The stages that each hold a copy of the embedding, if they are on different ranks."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
-from megatron.core.models.stage import Stage
 from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.layout import Stage
 from megatron.core.pipeline_parallel.stages import whole_model
 from megatron.core.torch_private import no_function_modes
 

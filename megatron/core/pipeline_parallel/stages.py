@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.models.stage import Stage
-from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.layout import PipelineLayout, Stage
 from megatron.core.pipeline_parallel.schedules import layout_of
 
 

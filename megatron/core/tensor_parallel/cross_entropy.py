@@ -14,7 +14,7 @@ from megatron.core.collectives import all_gather
 from megatron.core.compiled_regions import region
 from megatron.core.kernels import kernel_for, operation
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.embedding import check_ids, local_rows
+from megatron.core.tensor_parallel.layers import check_ids, local_rows
 from megatron.core.torch_private import AutogradContext, is_view
 
 CHUNK, CPU_CHUNK = 2**24, 2**20

@@ -49,7 +49,7 @@ from megatron.core.tensor_parallel.weight_grad import (
     accumulate_weight_grad,
     saved_without_graph,
 )
-from megatron.core.torch_private import AutogradContext, is_hooked
+from megatron.core.torch_private import AutogradContext, assert_async, is_hooked
 
 
 @dataclass(frozen=True)
@@ -357,6 +357,28 @@ class ReplicatedParallelLinear(ParallelLinear):
     def __init__(self, linear: ReplicatedLinear, ctx: TPContext) -> None:
         boundary = LOCAL_SEQUENCE if ctx.sequence_parallel and ctx.tp.size > 1 else LOCAL
         super().__init__(linear.name, linear.metas(ctx.sequence_parallel), boundary, ctx)
+
+
+def local_rows(rows: int, axis: Axis) -> tuple[int, int]:
+    """Returns the vocabulary range [start, stop) that this rank holds."""
+    assert rows % axis.size == 0, f"{rows} vocabulary rows do not divide over {axis.size} ranks"
+    part = rows // axis.size
+    return axis.rank * part, (axis.rank + 1) * part
+
+
+def check_ids(ids: Tensor, size: int, what: str) -> None:
+    """Checks that every id is in [0, size). No rank owns any other id: it would silently contribute nothing.
+
+    Raises ValueError on CPU. On a GPU it asserts on the device, as reading the ids would stall the host.
+    """
+    message = f"{what} must be in [0, {size}), the vocabulary; check --vocab-size and the tokenizer of the data"
+    if not ids.numel():
+        return
+    low, high = torch.aminmax(ids)
+    if ids.device.type == "cpu" and not 0 <= int(low) <= int(high) < size:
+        raise ValueError(f"{message}: found ids from {int(low)} to {int(high)}")
+    if ids.is_cuda:
+        assert_async((low >= 0) & (high < size), message)
 
 
 class OutputLayer(nn.Module):

@@ -36,10 +36,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
-from megatron.training.checkpoints.checkpoint_fit import (
+from megatron.training.checkpoints.loading import (
     FORMAT_VERSION,
     check_fits,
     check_may_start,
+    choose_checkpoint,
     converted,
     mismatch_remedy,
     saved_config,
@@ -50,7 +51,6 @@ from megatron.training.checkpoints.checkpoint_fit import (
     without_new_tensors,
     without_states_of_thawed,
 )
-from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
 from megatron.training.config.flags import values_by_section
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import changed_lengths

@@ -24,7 +24,7 @@ from megatron.extensions.interop.conversion.formats import Options, Source
 from megatron.extensions.interop.conversion.merge import _record
 from megatron.extensions.interop.conversion.merge_weights import Decay, decay_weights
 from megatron.extensions.interop.conversion.merged_source import MergedSource
-from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
+from megatron.training.checkpoints.loading import choose_checkpoint
 from megatron.training.extensions import load_extensions
 from tests.apart import ROOT
 from tests.extensions.megatron_checkpoints.their_runs import unpack

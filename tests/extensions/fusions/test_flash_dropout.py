@@ -28,8 +28,8 @@ from megatron.core.attention.tiles import Documents, Tile, causal_tiles, rank_sp
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dropout import attention_dropout
-from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import Axis
+from megatron.core.pipeline_parallel.layout import Stage
 from megatron.extensions.speed.fusions.attention import flash_dropout
 from megatron.extensions.speed.fusions.attention.flash_dropout import FlashDropoutKernel, band_of
 from tests.pure.test_model_math import shape

@@ -14,10 +14,9 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.stage import Stage
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import initialize_model_parallel
-from megatron.core.pipeline_parallel.layout import split_layers
+from megatron.core.pipeline_parallel.layout import Stage, split_layers
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.extensions.interop.conversion.convert import Conversion
 from megatron.extensions.interop.conversion.formats import Options
@@ -25,9 +24,8 @@ from megatron.extensions.interop.hugging_face.folder import HFFolder
 from megatron.extensions.interop.hugging_face.read_config import config_from_hf
 from megatron.extensions.interop.hugging_face.safetensors_file import FileTensor
 from megatron.extensions.interop.hugging_face.weights import HFWeights
-from megatron.training.checkpoints.checkpoint_fit import saved_config
 from megatron.training.checkpoints.checkpointing import RunCheckpoint, load_start
-from megatron.training.checkpoints.latest_checkpoint import candidates
+from megatron.training.checkpoints.loading import candidates, saved_config
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.progress import Progress
 from tests.extensions.hugging_face.hf_exact import save_model

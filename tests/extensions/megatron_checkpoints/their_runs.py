@@ -18,7 +18,7 @@ from megatron.core.batch import Batch
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.training.checkpoints.checkpointing import load_whole_model
-from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
+from megatron.training.checkpoints.loading import choose_checkpoint
 from tests.forked import run_forked
 from tools import convert_checkpoint
 from tools.common import run_tool

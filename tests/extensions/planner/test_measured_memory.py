@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.actions import COMPUTE, Action
+from megatron.core.pipeline_parallel.layout import Stage
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.extensions.plan.planner.activations import ActivationPlan, activations_of_ranks
 from megatron.extensions.plan.planner.live_memory import LiveMemory

@@ -20,8 +20,8 @@ from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
-from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from megatron.core.pipeline_parallel.layout import Stage
 from megatron.core.transformer.activation_store import build_store
 from megatron.core.transformer.pass_context import PassContext
 from megatron.extensions.plan.planner.activations import ActivationPlan

@@ -13,8 +13,8 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
-from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from megatron.core.pipeline_parallel.layout import Stage
 from megatron.extensions.plan.planner.activations import ActivationPlan
 from megatron.extensions.plan.planner.device_file import read_device
 from megatron.extensions.plan.planner.fake_stage import Part, PlannerCache, StageParts

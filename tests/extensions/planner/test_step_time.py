@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.models.stage import Stage
-from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.layout import PipelineLayout, Stage
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.extensions.plan.planner.commands import DryRun
 from megatron.extensions.plan.planner.device_file import DeviceFile, Link, read_device

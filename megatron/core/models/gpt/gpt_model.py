@@ -20,9 +20,9 @@ from megatron.core.models.gpt.embedding import Embedding
 from megatron.core.models.gpt.loss import Head, masked_sum
 from megatron.core.models.gpt.loss_chunks import Chunking, Tokens, loss_sum_in_chunks
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN, MultiTokenPrediction
-from megatron.core.models.stage import Stage
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import InitRule, ParamMeta
+from megatron.core.pipeline_parallel.layout import Stage
 from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.tensor_parallel.linear_formats import build_format

@@ -28,13 +28,13 @@ from megatron.extensions.interop.conversion.formats import (
     tokenizer_config,
 )
 from megatron.extensions.interop.conversion.streaming import Made, StreamedTensor, StreamingWriter, share
-from megatron.training.checkpoints.checkpoint_fit import (
+from megatron.training.checkpoints.loading import (
     FORMAT_VERSION,
+    choose_checkpoint,
     converted,
     saved_config,
     saved_progress,
 )
-from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
 from megatron.training.config.arguments import save_config
 from megatron.training.config.flags import values_by_section
 from megatron.training.config.run_config import CheckpointConfig

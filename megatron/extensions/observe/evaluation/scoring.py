@@ -17,7 +17,7 @@ from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.embedding import local_rows
+from megatron.core.tensor_parallel.layers import local_rows
 from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, linear_format
 from megatron.extensions.observe.evaluation.rows import Round, Row, Score, batch_lengths, plan_rounds
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, ranks_without
 from megatron.core.parallel_state import Axis
 from megatron.extensions.operate.resilience.flags import StopFileFlags
-from megatron.training.checkpoints.latest_checkpoint import REMEDY
+from megatron.training.checkpoints.loading import REMEDY
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback
 from megatron.training.initialize import Runtime

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron.core.models.stage import Stage
 from megatron.core.pipeline_parallel.actions import Action, Kind, units
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
+from megatron.core.pipeline_parallel.layout import Stage
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.plan.planner.fake_stage import Part, PlannerCache, StageParts, Unit
 from megatron.extensions.plan.planner.micro_batch import MicroBatch

@@ -26,9 +26,9 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.model_fields import RecomputeConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
-from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.pipeline_parallel.layout import Stage
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stage_parameters import built_layers
 from megatron.core.tensor_parallel.hardware import Hardware

@@ -22,10 +22,10 @@ from megatron.core.distributed.param_layout import (
     plan_buffers,
     unit_of,
 )
-from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
+from megatron.core.pipeline_parallel.layout import Stage
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.core.tensor_parallel.linear_formats import gathered_format

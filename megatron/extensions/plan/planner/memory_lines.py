@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config.param_groups import lines_of_groups
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN
-from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.pipeline_parallel.layout import Stage
 from megatron.extensions.plan.planner.memory import RankMemory, RankStates, states_of_callbacks
 from megatron.extensions.speed.fp8.flags import Fp8Flags
 from megatron.training.config.batch_size import byte_text, formats_of_states

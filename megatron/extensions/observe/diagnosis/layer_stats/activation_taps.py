@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from megatron.core.attention.core_attention import CoreAttention
 from megatron.core.attention.logits import LargestLogits
 from megatron.core.compiled_regions import region
+from megatron.core.models.gpt.embedding import VocabParallelEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.moe.load_balancing import Balance
-from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.transformer.block import Stream, TransformerBlock, added
 from megatron.core.transformer.recompute import computing_again
 from megatron.extensions.observe.diagnosis.layer_stats.alarms import OUTPUT

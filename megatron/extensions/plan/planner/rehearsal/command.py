@@ -36,8 +36,7 @@ from megatron.extensions.plan.planner.rehearsal.matching import (
     written_bytes,
 )
 from megatron.extensions.plan.planner.terminal import progress
-from megatron.training.checkpoints.checkpoint_fit import check_fits, check_may_start, converted
-from megatron.training.checkpoints.latest_checkpoint import choose_checkpoint
+from megatron.training.checkpoints.loading import check_fits, check_may_start, choose_checkpoint, converted
 from megatron.training.config.batch_size import byte_text
 from megatron.training.config.commands import Prepared
 from megatron.training.config.flags import flat_values

@@ -12,11 +12,10 @@ from math import inf, lcm
 import numpy as np
 
 from megatron.core.distributed.param_layout import ALIGNMENT, plan_buffers
-from megatron.core.models.stage import Stage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
-from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.layout import PipelineLayout, Stage
 from megatron.core.pipeline_parallel.schedules import build_schedule, splits_backward
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import whole_model
