@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.config.parallel import STAGE_SPLITS, ModelParallelConfig
 from megatron.core.pipeline_parallel.layer_split import end_costs, pipeline_stages, stage_costs
 from megatron.core.pipeline_parallel.layout import PipelineLayout, split_layers
 from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
@@ -131,3 +131,29 @@ def test_who_holds_a_tied_embedding() -> None:
     assert tied(4, pipeline_schedule="zb-v") == ()
     untied = replace(MODEL, untie_embeddings_and_output_weights=True)
     assert tied_stages(untied, pipeline_layout(untied, parallel(4))) == ()
+
+
+class ByTimes:
+    """A split of one's own: the first rank is slow, and gets one layer."""
+
+    @staticmethod
+    def virtual(parallel: ModelParallelConfig) -> bool:
+        return False
+
+    @staticmethod
+    def num_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> int | None:
+        return None
+
+    @staticmethod
+    def end_costs(parallel: ModelParallelConfig, first: float, last: float) -> tuple[float, float]:
+        return first, 0.0
+
+    @staticmethod
+    def fixed(model: TransformerConfig, parallel: ModelParallelConfig, layout: PipelineLayout) -> dict[int, int]:
+        return {0: 1}
+
+
+def test_a_split_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(STAGE_SPLITS, "_entries", dict(STAGE_SPLITS._entries))
+    STAGE_SPLITS.register("by times", ByTimes, when=lambda parallel: parallel.pipeline_model_parallel_size == 3)
+    assert counts(parallel(2)) != [1, 29] and counts(parallel(3)) == [1, 15, 14]

@@ -27,7 +27,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
     have_values,
 )
 from megatron.core.distributed.param_layout import DEFAULT, launch_order, plan_buffers
-from megatron.core.distributed.unit_sharding import UnitSharding
+from megatron.core.distributed.unit_sharding import UnitBucket, UnitSharding
 from megatron.core.init import alloc_storage, has_storage
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, ParamGather, gathered_format
@@ -94,16 +94,16 @@ class DistributedDataParallel:
         )
         self.device = self.params[0].device if self.params else _communication_device(state.world)
         self.main_dtype: torch.dtype = getattr(torch, parallel_config.main_dtype)
-        strategy = UnitSharding if ddp_config.shards_gradients else WholeUnits
-        self.buffers = self._build_buffers(optimizer, strategy, initialize)
+        self.buffers = self._build_buffers(optimizer, initialize)
         self.buckets: list[Bucket] = [self.buffers[b].buckets[k] for b, k in launch_order(self.layouts)]
         by_unit = {bucket for buffer in self.buffers if buffer.layout.by_unit for bucket in buffer.buckets}
         self._reduced_whole = [bucket for bucket in self.buckets if bucket not in by_unit]
         """Buckets whose gradients are reduced once a step, in launch order."""
         of_units = [bucket for bucket in self.buckets if bucket in by_unit]
-        self.units = strategy(
-            self.modules, self.params, of_units, ddp_config.shards_parameters, passes.queue, passes.casts
-        )
+        self.units = WholeUnits()
+        if ddp_config.shards_gradients:
+            of_passes = passes.queue, passes.casts
+            self.units = UnitSharding(self.modules, self.params, of_units, ddp_config.shards_parameters, *of_passes)
         self.param_gather: ParamGather | None = None if gather is None else LINEAR_FORMATS[gather].gather(self)
         """Casts weights before they are gathered; None where all are gathered in their own format."""
         self._started = 0
@@ -126,7 +126,6 @@ class DistributedDataParallel:
     def _build_buffers(
         self,
         optimizer: OptimizerConfig,
-        strategy: type[UnitSharding] | type[WholeUnits],
         initialize: Callable[[Sequence[Tensor]], None],
     ) -> list[ParamAndGradBuffer]:
         """The buffers of `layouts`, and how gradients are added up in those of bfloat16."""
@@ -136,11 +135,12 @@ class DistributedDataParallel:
             optimizer.use_distributed_optimizer,
             self.config.shards_parameters,
         )
+        of_unit = UnitBucket if self.config.shards_gradients else Bucket
         buffers = []
         for layout in self.layouts:
             ranks = "expt_dp" if layout.expert else "dp_cp"
             axis, copies = self.state.shard_axis(ranks), self.state.copies_axis(ranks)
-            buffers.append(ParamAndGradBuffer(layout, self.params, axis, kind, initialize, copies, strategy.bucket))
+            buffers.append(ParamAndGradBuffer(layout, self.params, axis, kind, initialize, copies, of_unit))
         if any(buffer.grad_data.dtype == torch.bfloat16 for buffer in buffers):
             round_into = rounding_sum(self.parallel_config.compiles(self.device.type))
             for param in self.params:

@@ -18,8 +18,7 @@ from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.param_layout import BucketLayout, BufferLayout, Piece
 from megatron.core.init import has_storage
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.linear_gemms import WeightCasts
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, is_stale, mark_stale
+from megatron.core.tensor_parallel.weight_grad import is_stale, mark_stale
 from megatron.core.torch_private import foreach_add_, foreach_copy_
 
 
@@ -133,21 +132,8 @@ class WholeUnits:
     """Hooks of a strategy around the passes of units (transformer layers, and modules outside of them): nothing where
     gradients and parameters are whole all the time. Strategies that shard them derive from it."""
 
-    bucket: type[Bucket] = Bucket
-    """Class of the buckets of units."""
-
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        params: Sequence[nn.Parameter],
-        buckets: Sequence[Bucket],
-        shards_params: bool,
-        queue: WeightGradQueue | None,
-        casts: WeightCasts | None,
-    ) -> None:
-        """`buckets` are those of units; `queue` holds back weight gradients of split backwards; `casts` are copies of
-        parameters."""
-        self.buckets: Sequence[Bucket] = buckets
+    buckets: Sequence[Bucket] = ()
+    """Those of units."""
 
     def begin_step(self, microbatches: int) -> None:
         """Expects the passes of `microbatches` micro-batches; after 0 no gradient is reduced before the end."""

@@ -230,7 +230,6 @@ class UnitSharding(WholeUnits):
     Casts of parameters are dropped with them.
     """
 
-    bucket = UnitBucket
     buckets: Sequence[UnitBucket]
 
     def __init__(
@@ -242,9 +241,10 @@ class UnitSharding(WholeUnits):
         queue: WeightGradQueue | None,
         casts: WeightCasts | None,
     ) -> None:
-        of_units = [bucket for bucket in buckets if isinstance(bucket, UnitBucket)]
+        """`buckets` are those of units; `queue` holds back weight gradients of split backwards; `casts` are copies of
+        parameters."""
+        self.buckets = of_units = [bucket for bucket in buckets if isinstance(bucket, UnitBucket)]
         assert len(of_units) == len(buckets), "buckets of units are of another class"
-        super().__init__(modules, params, of_units, shards_params, queue, casts)
         self.shards_params = shards_params
         self.queue = queue
         self.order = Order()
