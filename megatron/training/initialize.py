@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
-from megatron.core.tensor_parallel.hardware import HARDWARE, Hardware
+from megatron.core.tensor_parallel.layers import HARDWARE, Hardware
 from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, linear_format
 from megatron.core.torch_private import set_group_timeout
 from megatron.training.config.output_files import unwritable

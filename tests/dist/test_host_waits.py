@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron.core.tensor_parallel.hardware import Hardware
+from megatron.core.tensor_parallel.layers import Hardware
 from megatron.training.progress import Interval
 from megatron.training.train_step import train_step
 from tests.extensions import needs

@@ -81,6 +81,24 @@ class TransformerConfig(ModelFields):
         return self.head_widths.value
 
     @property
+    def head_counts(self) -> tuple[int, int, int, int]:
+        """Heads of a query group in linear_qkv: queries, gates of their outputs, keys, values."""
+        queries, gated = self.queries_per_group, self.attention_output_gate or self.head_wise_attn_gate
+        return queries, queries if gated else 0, 1, 1
+
+    @property
+    def group_rows(self) -> tuple[int, ...]:
+        """Rows of linear_qkv of each of these. A gate of a whole head is one number."""
+        key, value = self.head_dim, self.value_head_dim
+        widths = key, 1 if self.head_wise_attn_gate else value, key, value
+        return tuple(count * width for count, width in zip(self.head_counts, widths, strict=True))
+
+    @property
+    def has_even_heads(self) -> bool:
+        """True if queries, gates, keys and values have heads of one width."""
+        return self.group_rows == tuple(count * self.head_dim for count in self.head_counts)
+
+    @property
     def query_groups(self) -> int:
         """Key/value heads: the query heads themselves without GQA."""
         if self.group_query_attention and self.num_query_groups:

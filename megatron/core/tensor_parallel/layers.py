@@ -11,12 +11,15 @@ sequence parallelism [s/t, b, h].
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.core.attention.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionOperands
 from megatron.core.collectives import (
     PassPair,
     Pending,
@@ -31,7 +34,6 @@ from megatron.core.init import free_storage
 from megatron.core.kernels import kernel_for
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import Init, InitPolicy, ParamMeta, Role
-from megatron.core.tensor_parallel.hardware import Hardware
 from megatron.core.tensor_parallel.linear_gemms import (
     PLAIN,
     Cuts,
@@ -50,6 +52,37 @@ from megatron.core.tensor_parallel.weight_grad import (
     saved_without_graph,
 )
 from megatron.core.torch_private import AutogradContext, assert_async, is_hooked
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Answers for the device that tensors are on. Layers get it in their `TPContext`.
+
+    A plan builds the model with an instance of its own, which answers for a device that is not there.
+    """
+
+    compiled: bool = False
+    """True if torch.compile compiles element-wise regions (`megatron.core.compiled_regions`)."""
+
+    def host_waits_for(self, x: Tensor) -> bool:
+        """Return whether the host waits for the device when it reads `x`."""
+        return x.is_cuda
+
+    def attention(self, backend: str, operands: AttentionOperands) -> AttentionBackend:
+        """The kernels of --attention-backend for the attention of one layer."""
+        made: AttentionBackend = ATTENTION_BACKENDS.build(backend, operands)
+        return made
+
+    def each(self, parts: Sequence[T]) -> Iterable[T]:
+        """The parts of a loop that makes equal passes over the chunks of a sequence. A plan runs some passes for all,
+        so no tensor that a pass makes may outlive the pass."""
+        return parts
+
+
+HARDWARE = Hardware()
+"""The default, without compiled regions."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Fused
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
-from megatron.core.transformer.heads import group_rows, has_even_heads, head_counts
 from megatron.core.transformer.norm import build_query_key_norms
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import (
@@ -40,8 +39,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer = ctx.layer
         self.head_dim = config.head_dim
-        self.head_counts = head_counts(config)
-        self.group_rows, self.value_scale = group_rows(config), config.attention_value_scale
+        self.head_counts = config.head_counts
+        self.group_rows, self.value_scale = config.group_rows, config.attention_value_scale
         self.bound, self.normed_last = config.clip_qkv, config.qk_layernorm_after_rotary
         qkv, proj = attention_linears(name, config)
         self.linear_qkv = column_parallel(qkv, ctx)
@@ -100,8 +99,8 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
     value."""
     hidden, bias = config.hidden_size, config.add_bias_linear
     of_output = bias or config.add_attention_output_bias
-    even = has_even_heads(config)
-    sizes = head_counts(config) if even else group_rows(config)
+    even = config.has_even_heads
+    sizes = config.head_counts if even else config.group_rows
     out_dims = (config.query_groups, sum(sizes), *((config.head_dim,) if even else ()))
     fused = Fused("qkv", 1, tuple(size for size in sizes if size))
     return (

@@ -29,7 +29,7 @@ from megatron.core import compiled_regions
 from megatron.core.datasets import mock as mock_data
 from megatron.core.datasets.sample_format import Sample
 from megatron.core.moe import dispatcher, layer
-from megatron.core.tensor_parallel.hardware import Hardware
+from megatron.core.tensor_parallel.layers import Hardware
 from megatron.testing.layout_matrix import TOLERANCE
 from megatron.testing.snapshot import Snapshot, differences, train_in_world
 from tests.extensions import installed

@@ -23,8 +23,7 @@ from megatron.core.models.gpt.multi_token import MULTI_TOKEN, MultiTokenPredicti
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import InitRule, ParamMeta
 from megatron.core.pipeline_parallel.layout import Stage
-from megatron.core.tensor_parallel.hardware import Hardware
-from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.tensor_parallel.layers import Hardware, TPContext
 from megatron.core.tensor_parallel.linear_formats import build_format
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.pass_context import PassContext

@@ -27,7 +27,7 @@ from megatron.core.attention.tiles import Spans
 from megatron.core.attention.varlen import sinks_grad
 from megatron.core.collectives import all_reduce_
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.hardware import Hardware
+from megatron.core.tensor_parallel.layers import Hardware
 from megatron.core.tensor_parallel.weight_grad import add_rows_
 from megatron.core.torch_private import AutogradContext
 from megatron.core.transformer.recompute import again

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, cat, stack
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.transformer.heads import has_even_heads
 from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
 
 Box = tuple[slice, ...]
@@ -181,7 +180,7 @@ class HeadsOfGroups(Layout):
         return self._of(config).part(config, tensors, box)
 
     def _of(self, config: TransformerConfig) -> Layout:
-        return self.even if has_even_heads(config) else self.uneven
+        return self.even if config.has_even_heads else self.uneven
 
 
 class VocabularyRows(Layout):

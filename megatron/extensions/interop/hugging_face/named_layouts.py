@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.transformer.heads import group_rows, head_counts
 from megatron.extensions.interop.hugging_face.layouts import (
     HeadsOfGroups,
     Layout,
@@ -110,12 +109,12 @@ ATTENTION: dict[str, Layout] = {
     ),
     # MiMo-V2-Flash, Step 3.5, Laguna: queries, gates if there are any, keys and values; heads may differ in width.
     "RowsOfGroups": HeadsOfGroups(
-        even=Pieces(HEADS, _query_groups, 1, lambda config: [count for count in head_counts(config) if count]),
+        even=Pieces(HEADS, _query_groups, 1, lambda config: [count for count in config.head_counts if count]),
         uneven=Pieces(
             ROWS,
             lambda config: {"g": config.query_groups},
             1,
-            lambda config: [rows for rows in group_rows(config) if rows],
+            lambda config: [rows for rows in config.group_rows if rows],
         ),
     ),
     # Ling: one tensor with the rows of all queries, then those of all keys, then those of all values.

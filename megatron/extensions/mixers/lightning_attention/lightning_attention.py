@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.config.model import TransformerConfig
-from megatron.core.tensor_parallel.hardware import HARDWARE
-from megatron.core.tensor_parallel.layers import TPContext, column_parallel, row_parallel
+from megatron.core.tensor_parallel.layers import HARDWARE, TPContext, column_parallel, row_parallel
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.norm import WideRMSNorm
 from megatron.core.transformer.recompute import recomputed

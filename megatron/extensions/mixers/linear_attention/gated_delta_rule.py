@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.attention.tiles import Documents
 from megatron.core.attention.varlen import cumulative_lengths
 from megatron.core.compiled_regions import region
-from megatron.core.tensor_parallel.hardware import HARDWARE, Hardware
+from megatron.core.tensor_parallel.layers import HARDWARE, Hardware
 from megatron.core.torch_private import AutogradContext
 
 CHUNK = 64

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
-from megatron.core.tensor_parallel.hardware import Hardware
+from megatron.core.tensor_parallel.layers import Hardware
 from megatron.core.torch_private import AutogradContext
 from megatron.extensions.mixers.linear_attention.gated_delta_rule import (
     Chunks,

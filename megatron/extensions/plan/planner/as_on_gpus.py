@@ -37,7 +37,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.moe import grouped_gemms
 from megatron.core.tensor_parallel import weight_grad
-from megatron.core.tensor_parallel.hardware import Hardware
+from megatron.core.tensor_parallel.layers import Hardware
 from megatron.core.torch_private import AutogradContext, cpu_attention, device_constructors
 from megatron.extensions.plan.planner.live_memory import LiveMemory
 from megatron.extensions.speed.fp8 import casts

@@ -31,7 +31,7 @@ from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.layout import Stage
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stage_parameters import built_layers
-from megatron.core.tensor_parallel.hardware import Hardware
+from megatron.core.tensor_parallel.layers import Hardware
 from megatron.core.tensor_parallel.linear_formats import linear_format
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import gcd, lcm
 from typing import NamedTuple
 
-from megatron.core.transformer.heads import group_rows
 from megatron.extensions.speed.fp8.flags import ALIGNMENT, TILE, Fp8Flags
 from megatron.extensions.speed.fp8.flags import alignment as alignment_of
 from megatron.training.config.flags import field_table
@@ -161,7 +160,7 @@ def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
     for m in kinds:
         if not m.attention_facts.grouped or m.query_groups < 1 or m.num_attention_heads % m.query_groups:
             continue
-        rows, columns = m.query_groups * sum(group_rows(m)), m.attention_output_size
+        rows, columns = m.query_groups * sum(m.group_rows), m.attention_output_size
         if rows % rank == columns % rank == 0:
             continue
         parts = "queries, gates, keys and values" if m.head_wise_attn_gate else "queries, keys and values"

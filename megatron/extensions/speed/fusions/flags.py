@@ -13,7 +13,6 @@ from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.norms import NORMALIZATIONS
 from megatron.core.kernels import KERNELS
-from megatron.core.transformer.heads import has_even_heads
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
@@ -89,7 +88,7 @@ def splits_at_once(config: TransformerConfig, ctx: Built) -> bool:
     rotates = config.layer(ctx.layer).rotation is not None
     sums_bias = ctx.compiled and (config.add_bias_linear or config.add_qkv_bias)
     normed = config.qk_layernorm or (config.qk_l2_norm and rotates) or config.clip_qkv is not None
-    return (rotates or sums_bias) and not normed and has_even_heads(config)
+    return (rotates or sums_bias) and not normed and config.has_even_heads
 
 
 MIXERS.substitute(
