@@ -20,6 +20,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.optimizer.fused import fused_parts
 from megatron.core.optimizer.matrix_exchange import MatrixExchange
 from megatron.core.optimizer.matrix_plan import ROUND, Matrix, Part
 from megatron.core.optimizer.optimizer import CHUNK, OptimizerShard, Shard, ShardUpdate, StepValues, scale_gradients_
@@ -35,7 +36,6 @@ from megatron.core.optimizer.transforms import (
     SumRequest,
     Transform,
     chain_of,
-    fused_link,
 )
 from megatron.core.parallel_state import ParallelState
 
@@ -106,14 +106,6 @@ class _Run:
             self.requests, self.done = (), True
 
 
-@dataclass(frozen=True)
-class _FusedPart:
-    """The kernel of one fused link, and the shards that it updates."""
-
-    kernel: ShardUpdate
-    shards: Sequence[Shard]
-
-
 class Chain(ShardUpdate):
     """The chains of the parameters of `shards`, all on the device or all on the host. Collective over the stage, unless
     each element is updated by itself.
@@ -139,7 +131,7 @@ class Chain(ShardUpdate):
         """True if each element is updated by itself, so that there are no requests."""
         compiled = not self.on_host and ddp.parallel_config.compiles(ddp.device.type)
         stage = StageOfUpdate(ddp.layouts, state.dims, self.axis, self.dtype, self.device, compiled)
-        self._fused = _fused_parts(config, shards, stage)
+        self._fused = fused_parts(config, shards, stage)
         self.exchange = MatrixExchange(plan.matrices, self.axis, self.dtype, self.device)
         self._params = [
             self._on_rank(planned, links, shard, state)
@@ -345,20 +337,6 @@ class Chain(ShardUpdate):
         """The part's values in this rank's elements of its parameter."""
         first = self._by_name[self.plan.matrices.matrices[part.matrix].meta.name].span.start
         return flat[part.start - first : part.stop - first].view(part.held)[part.within]
-
-
-def _fused_parts(config: OptimizerConfig, shards: Sequence[Shard], stage: StageOfUpdate) -> list[_FusedPart]:
-    """The kernels of all fused links of a stage; on the host of those alone that `shards` have."""
-    links: dict[type[FusedTransform], FusedTransform] = {}
-    members: dict[type[FusedTransform], list[Shard]] = {}
-    on_host = any(shard.on_host for shard in shards)
-    for layout in stage.layouts:
-        own = [shard for shard in shards if shard.layout is layout]
-        link = fused_link(config, layout)
-        if link is not None and (own or not on_host):
-            links.setdefault(type(link), link)
-            members.setdefault(type(link), []).extend(own)
-    return [_FusedPart(link.kernel(members[kind], stage), members[kind]) for kind, link in links.items()]
 
 
 def _run_links(links: Sequence[Transform], x: ParameterUpdate) -> Requests:

@@ -27,10 +27,11 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import place_states
 from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.chain import Chain
+from megatron.core.optimizer.fused import states_of_shards
 from megatron.core.optimizer.grad_norm import GradNorm
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import HostUpdateRule, Rates, Shard, ShardSpec, StepValues
-from megatron.core.optimizer.transforms import plan_of_chain, states_of_shards
+from megatron.core.optimizer.transforms import plan_of_chain
 from megatron.core.parallel_state import ParallelState
 
 

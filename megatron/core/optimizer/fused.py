@@ -1,19 +1,66 @@
-"""Adam and SGD as chains of one fused link: torch's kernels, which update a whole shard in one pass over its memory."""
+"""Fused links, which update whole shards in one pass over their memory: which one the parameters of a buffer have, and
+those of Adam and SGD, torch's kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.param_groups import ParamGroup
+from megatron.core.distributed.param_layout import BufferLayout
 from megatron.core.optimizer.compiled_adam import CompiledAdamKernel
 from megatron.core.optimizer.optimizer import OptimizerShard, Shard, ShardUpdate, StepValues, scale_gradients_
 from megatron.core.optimizer.planned_states import State, elements
-from megatron.core.optimizer.transforms import FusedTransform, StageOfUpdate, Transform
+from megatron.core.optimizer.transforms import FusedTransform, StageOfUpdate, Transform, chain_of
 from megatron.core.param_meta import ParamMeta
+
+
+@dataclass(frozen=True)
+class FusedPart:
+    """The kernel of one fused link, and the shards that it updates."""
+
+    kernel: ShardUpdate
+    shards: Sequence[Shard]
+
+
+def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform | None:
+    """The fused link that the chains of a buffer's parameters have in common. Raises ValueError if some have another
+    one."""
+    found: dict[type[Transform] | None, FusedTransform | None] = {}
+    for param in layout.params:
+        fused = [link for link in chain_of(config, param.meta) if isinstance(link, FusedTransform)]
+        found.setdefault(type(fused[0]) if fused else None, fused[0] if fused else None)
+    if len(found) > 1:
+        names = " and ".join("no fused link" if kind is None else kind.__name__ for kind in found)
+        raise ValueError(
+            f"--optimizer {config.optimizer}: parameters of one buffer have {names}; give their chains the same one, "
+            "or register the optimizer with whole_roles, so that these matrices have buffers of their own"
+        )
+    return next(iter(found.values()), None)
+
+
+def states_of_shards(config: OptimizerConfig, layout: BufferLayout) -> Sequence[State]:
+    """The states that lie beside the main parameters of a buffer, padding included: those of its fused link."""
+    fused = fused_link(config, layout)
+    return () if fused is None else fused.states(layout.params[0].meta)
+
+
+def fused_parts(config: OptimizerConfig, shards: Sequence[Shard], stage: StageOfUpdate) -> list[FusedPart]:
+    """The kernels of all fused links of a stage; on the host of those alone that `shards` have."""
+    links: dict[type[FusedTransform], FusedTransform] = {}
+    members: dict[type[FusedTransform], list[Shard]] = {}
+    on_host = any(shard.on_host for shard in shards)
+    for layout in stage.layouts:
+        own = [shard for shard in shards if shard.layout is layout]
+        link = fused_link(config, layout)
+        if link is not None and (own or not on_host):
+            links.setdefault(type(link), link)
+            members.setdefault(type(link), []).extend(own)
+    return [FusedPart(link.kernel(members[kind], stage), members[kind]) for kind, link in links.items()]
 
 
 class FusedAdam(FusedTransform):

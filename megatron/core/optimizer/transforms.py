@@ -346,28 +346,6 @@ def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
     return links
 
 
-def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform | None:
-    """The fused link that the chains of a buffer's parameters have in common. Raises ValueError if some have another
-    one."""
-    found: dict[type[Transform] | None, FusedTransform | None] = {}
-    for param in layout.params:
-        fused = [link for link in chain_of(config, param.meta) if isinstance(link, FusedTransform)]
-        found.setdefault(type(fused[0]) if fused else None, fused[0] if fused else None)
-    if len(found) > 1:
-        names = " and ".join("no fused link" if kind is None else kind.__name__ for kind in found)
-        raise ValueError(
-            f"--optimizer {config.optimizer}: parameters of one buffer have {names}; give their chains the same one, "
-            "or register the optimizer with whole_roles, so that these matrices have buffers of their own"
-        )
-    return next(iter(found.values()), None)
-
-
-def states_of_shards(config: OptimizerConfig, layout: BufferLayout) -> Sequence[State]:
-    """The states that lie beside the main parameters of a buffer, padding included: those of its fused link."""
-    fused = fused_link(config, layout)
-    return () if fused is None else fused.states(layout.params[0].meta)
-
-
 def states_of_parameter(config: OptimizerConfig, meta: ParamMeta) -> list[State]:
     """The states of the other links, which the chain itself keeps."""
     links = (link for link in chain_of(config, meta) if not isinstance(link, FusedTransform))

@@ -93,7 +93,7 @@ def buffer_bytes(
     Of buffers `by_unit` what stays counts: whole units come on top. `of_chain` are the bytes of states that chains of
     transforms keep on the device and on the host beside those in shards, and of states of callbacks.
     """
-    from megatron.core.optimizer.transforms import states_of_shards  # which imports torch
+    from megatron.core.optimizer.fused import states_of_shards  # which imports torch
 
     main, params = DTYPE_BYTES[main_dtype], DTYPE_BYTES[params_dtype]
     plan = optimizer.state_plan
