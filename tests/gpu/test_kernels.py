@@ -51,8 +51,11 @@ print("agree")
 
 
 GROUPED = """
-from tests.extensions.fusions.test_kernels_weight_grad import check_grouped
+from megatron.extensions.speed.fusions.kernels import grouped_triton
+from tests.extensions.fusions.test_kernels_grouped import check_grouped, check_list
 check_grouped("cuda")
+for tiling in ("wide", "tall", "small"):
+    check_list(grouped_triton, "cuda", tiling)
 print("agree")
 """
 

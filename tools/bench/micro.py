@@ -35,6 +35,7 @@ from tools.bench.side_by_side import bench_parser, machine, write_json
 
 def parts_of(config: RunConfig) -> Iterator[Part]:
     yield from gemms(config)
+    yield from experts(config)
     yield from attention(config)
     yield Part("layer", "forward and backward", layer, tflop=layer_tflop(config))
     yield from memory(config)
@@ -85,6 +86,49 @@ def added_in_fp8(size: Size, kernel: str, config: RunConfig, device: torch.devic
     # On CPU torch's own product stands in for the kernels of GPUs.
     run = kernel if device.type == "cuda" else "torch"
     return weight_grad_runs(ProductShape(out, size_in, rows), torch.float8_e5m2, "delayed", device)[run]
+
+
+def experts(config: RunConfig) -> Iterator[Part]:
+    """Weight gradients of all experts, those of `gpu.py --config experts`, by each kernel: with even numbers of rows,
+    and with half of the rows for one expert."""
+    from megatron.extensions.speed.fusions.grouped_choice import LISTS, TILES
+
+    shapes = expert_shapes(config, torch.device("cpu"))
+    for outputs, inputs in shapes.expert_matrices:
+        work = 2e-12 * shapes.expert_rows * outputs * inputs
+        moved = 1e-9 * (2 * shapes.expert_rows * (outputs + inputs) + 8 * shapes.experts * outputs * inputs)
+        for kernel in (*LISTS, TILES, "torch"):
+            for even in (True, False):
+                call = partial(expert_product, (outputs, inputs), kernel, even)
+                name = f"{outputs} x {inputs} += fp32, {kernel}{'' if even else ', uneven'}"
+                share = 1.0 if even else expert_share(shapes)
+                yield Part("experts", name, call, work * share, moved)
+
+
+def expert_shapes(config: RunConfig, device: torch.device) -> Any:
+    """Sizes of the experts of one rank; of a few small ones in a trial."""
+    from megatron.extensions.speed.fusions.kernel_choice import RunShapes
+
+    if config.model.hidden_size > 64:
+        return RunShapes.of(config_of(SHAPES["experts"], 1, 1, PRECISIONS["bf16"]), device)
+    small: dict[str, Any] = {"experts": 4, "expert_rows": 256, "expert_matrices": ((48, 32), (32, 24))}
+    return replace(RunShapes.of(config, device), **small)
+
+
+def expert_share(shapes: Any) -> float:
+    """Share of the rows that uneven numbers of rows use."""
+    from megatron.extensions.speed.fusions.grouped_choice import uneven
+
+    return float(sum(uneven(shapes)) / shapes.expert_rows)
+
+
+def expert_product(matrix: tuple[int, int], kernel: str, evenly: bool, config: RunConfig, device: torch.device) -> Call:
+    from megatron.extensions.speed.fusions.grouped_choice import even, operands_of, uneven, weight_grad_runs
+
+    shapes = expert_shapes(config, device)
+    operands = operands_of(shapes, *matrix, even(shapes) if evenly else uneven(shapes))
+    # On CPU torch's own products stand in for the kernels of GPUs.
+    return weight_grad_runs(shapes, *matrix, operands)[kernel if device.type == "cuda" else "torch"]
 
 
 # Attention

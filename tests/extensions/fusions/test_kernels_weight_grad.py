@@ -1,5 +1,5 @@
 """Products in fp8 that are added where they are computed: Triton's against its definition, cuBLASLt's calls, and the
-choice between them. Grouped products in 16 and 32 bits too."""
+choice between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.core.moe.grouped_gemms import Segments, add_each_product_
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -260,54 +259,3 @@ def test_operands_in_16_bits_and_in_fp8_are_added_to_the_residual_stream() -> No
         for dtype, fits in ((torch.bfloat16, True), (torch.float16, True), (E4M3, True), (torch.float32, False)):
             assert gemm_choice.adds_residual(None, torch.empty(32, 64, dtype=dtype, device="cuda")) == fits
         assert not gemm_choice.adds_residual(None, torch.empty(40, 64, dtype=E4M3, device="cuda"))
-
-
-def check_grouped(device: str = "cpu") -> None:
-    from megatron.extensions.speed.fusions.kernels import products_triton as kernels
-
-    dtypes = [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float16, torch.float16)]
-    if device != "cpu":  # fp32 is multiplied in TF32 there
-        dtypes = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)]
-    for counts, (dtype, main) in product(([3, 0, 70, 1], [0, 0, 0, 0], [130, 4, 0, 2]), dtypes):
-        torch.manual_seed(0)
-        segments = Segments.of_counts(torch.tensor(counts), True)
-        rows = sum(counts) + 5
-        dy, x = torch.randn(rows, 136, dtype=dtype), torch.randn(rows, 24, dtype=dtype)
-        dy[sum(counts) :], x[sum(counts) :] = torch.nan, torch.nan
-        out = torch.randn(4, 136, 24, dtype=main)
-        expected = out.double()
-        add_each_product_(expected, dy.double(), x.double(), segments)
-        own_out, own_dy, own_x, ends = (part.to(device) for part in (out, dy, x, segments.ends))
-        kernels.add_grouped_products_(own_out, own_dy, own_x, ends)
-        tolerance = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[main]
-        torch.testing.assert_close(own_out.cpu().double(), expected, rtol=tolerance, atol=tolerance)
-        assert sum(counts) or torch.equal(own_out.cpu(), out)
-        twin = Segments.of_counts(torch.tensor(counts), True).clear_spare_(x.clone())
-        kernels.clear_rows_behind_(own_x, ends)
-        assert torch.equal(own_x.cpu(), twin) and twin.isfinite().all()
-        of_bias, factors = torch.zeros(4, 136, 1, dtype=main), twin[:, :1].contiguous()
-        expected = torch.zeros_like(of_bias, dtype=torch.float64)
-        add_each_product_(expected, dy.double(), factors.double(), segments)
-        own_bias = of_bias.to(device)
-        kernels.add_grouped_products_(own_bias, own_dy, factors.to(device), ends)
-        torch.testing.assert_close(own_bias.cpu().double(), expected, rtol=tolerance, atol=2 * tolerance)
-
-
-@apart(interpret=False)
-def test_grouped_sums_compile() -> None:
-    from megatron.extensions.speed.fusions.kernels import products_triton as kernels
-
-    types = {"dy": "*bf16", "x": "*bf16", "ends": "*i32", **dict.fromkeys(("outputs", "inputs", "experts"), "i32")}
-    types |= {"width": "i32"}
-    for capability, main in product((80, 90), ("fp32", "bf16")):
-        given = types | {"out": f"*{main}"}
-        for constants in (kernels.GROUPED_TILE, kernels.GROUPED_TILE | {"inputs": 1}):
-            built = compiled(kernels.add_products_kernel, given, constants, capability, num_warps=8)
-            assert built.metadata.shared <= 160 * 1024, built.metadata.shared
-            assert "inputs" in constants or "mma" in built.asm["ptx"]
-        assert compiled(kernels.clear_rows_kernel, types, {"BLOCK": kernels.CLEARED}, capability).asm["cubin"]
-
-
-@apart(interpret=True)
-def test_interpreted_grouped_sums_are_the_definition() -> None:
-    check_grouped()

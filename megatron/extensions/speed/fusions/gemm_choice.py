@@ -9,16 +9,12 @@ saves the next norm a pass that reads the product and writes the sum. The sum is
 is added later. torch's `addmm` would copy the addend into the output before it adds to that; cuBLASLt reads it as the
 product's matrix C and writes another one.
 
-The rows of experts, whose numbers only the device knows: torch's grouped GEMM covers the forward pass and the gradients
-of inputs. Weight gradients are added in fp32 to their sums, which it does not do; and it leaves rows that belong to no
-expert as the memory was.
-
 The fastest kernel depends on the GPU, the shape and the versions of libraries."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.moe.grouped_gemms import Segments, add_products_grouped_, clear_rows_behind_
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.linear_gemms import matrix_of, residual_gemm
@@ -336,40 +331,3 @@ def residual_runs(shape: ResidualShape, dtype: torch.dtype, device: torch.device
         torch.empty_like(addend).copy_(_product(x, weight, dtype, bias, scales))
 
     return {GEMM: _checked(within, within, expected, "cuBLASLt"), NORM: after}
-
-
-_add_products = gpu_operator(
-    "kernels.products_triton:add_grouped_products_",
-    "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends) -> ()",
-    no_result,
-)
-"""out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e, summed in fp32 whatever the operands are.
-
-out [experts, o, i], dy [n, o], x [n, i], contiguous. Expert e has the rows from ends[e - 1] to ends[e] (int32)."""
-
-_clear_rows = gpu_operator("kernels.products_triton:clear_rows_behind_", "(Tensor(a!) x, Tensor ends) -> ()", no_result)
-"""Sets the rows of x [n, width], contiguous, from ends[-1] (int32) on to zero. Touches no others."""
-
-
-def _expert_rows(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor, Segments]]:
-    if shapes.experts and shapes.dtype == torch.bfloat16:
-        counts = torch.full((shapes.experts,), shapes.tokens // shapes.experts - 1, device=shapes.device)
-        segments = Segments.of_counts(counts, spare=True)
-        out = torch.zeros(shapes.experts, shapes.ffn, shapes.hidden, device=shapes.device)
-        yield out, shapes.random(shapes.tokens, shapes.ffn), shapes.random(shapes.tokens, shapes.hidden), segments
-
-
-ADD_PRODUCTS = FusedKernel(
-    lambda out, dy, x, segments: _add_products(out, dy, x, segments.ends),
-    add_products_grouped_,
-    lambda out, dy, x, segments: runs_triton(x),
-    _expert_rows,
-    2.0**-7,
-)
-CLEAR_ROWS = FusedKernel(
-    _clear_rows,
-    clear_rows_behind_,
-    lambda x, ends: runs_triton(x),
-    lambda shapes: ((x, segments.ends) for _, _, x, segments in _expert_rows(shapes)),
-    0.0,
-)

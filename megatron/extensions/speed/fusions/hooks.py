@@ -17,6 +17,7 @@ from megatron.extensions.speed.fusions.gemm_choice import (
     keep_additions_in_norms,
     place_of,
 )
+from megatron.extensions.speed.fusions.grouped_choice import ADD_PRODUCTS
 from megatron.extensions.speed.fusions.kernel_choice import RunShapes, choose_kernels, device_clock
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback
@@ -36,6 +37,9 @@ class KernelChoice(Callback):
         if runtime.device.type == "cuda":
             clock = None if config.training.deterministic else device_clock
             choose_kernels(RunShapes.of(config, runtime.device), runtime.state.world, clock, runtime.say)
+            for (outputs, inputs), choice in ADD_PRODUCTS.found.items():
+                name = f"{outputs} x {inputs}"
+                runtime.say(f" kernel of weight gradients of experts {name}: {choice.winner} ({choice.times})")
         return replace(parallel, attention_backend=choose_attention(config, runtime))
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:

@@ -87,6 +87,10 @@ class RunShapes:
     device: torch.device
     fp8: str | None = None
     """The recipe; None without fp8."""
+    expert_rows: int = 0
+    """Of all local experts in a micro-batch, if tokens are even over the experts."""
+    expert_matrices: tuple[tuple[int, int], ...] = ()
+    """(outputs, inputs) of the layers of an expert."""
 
     @classmethod
     def of(cls, config: RunConfig, device: torch.device) -> RunShapes:
@@ -94,8 +98,11 @@ class RunShapes:
         parallel = config.parallel
         own = config.options(Fp8Flags)
         tp, length = parallel.tensor_model_parallel_size, model.seq_length // parallel.context_parallel_size
+        tokens = config.training.micro_batch_size * length
+        expert_width, expert_io = model.moe_ffn_size // parallel.expert_tp, model.expert_io_size
+        matrices = ((expert_width * (2 if model.gated else 1), expert_io), (expert_io, expert_width))
         return cls(
-            tokens=config.training.micro_batch_size * length,
+            tokens=tokens,
             length=length,
             hidden=model.hidden_size,
             ffn=model.ffn_size // tp,
@@ -107,6 +114,8 @@ class RunShapes:
             dtype=getattr(torch, parallel.params_dtype),
             device=device,
             fp8=None if own.fp8_format is None else own.fp8_recipe,
+            expert_rows=tokens * model.moe_router_topk * parallel.expert_tp // tp if model.num_experts else 0,
+            expert_matrices=matrices if model.num_experts else (),
         )
 
     def random(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:

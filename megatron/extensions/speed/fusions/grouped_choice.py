@@ -1,0 +1,198 @@
+"""Chooses the kernels of experts, by timing them at the model's shapes when a run starts.
+
+The rows of experts, whose numbers only the device knows: torch's grouped GEMM covers the forward pass and the gradients
+of inputs. Weight gradients are added in fp32 to their sums, which it does not do; and it leaves rows that belong to no
+expert as the memory was.
+
+Weight gradients have several kernels: one list of tiles for all experts in some tilings (`grouped_triton.py`), and a
+program for each tile, which suits few rows and sums in other precisions. Without timings, as in deterministic runs, the
+first one that is right is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron.core.moe.grouped_gemms import Segments, add_products_grouped_, clear_rows_behind_
+from megatron.core.parallel_state import Axis
+from megatron.extensions.speed.fusions.kernel_choice import (
+    SLOWER,
+    Choice,
+    Clock,
+    FusedKernel,
+    RunShapes,
+    compare,
+    gpu_operator,
+    no_result,
+    runs_triton,
+)
+
+TILES = "tiles"
+"""The kernel with a program for each tile."""
+
+LISTS = ("wide", "tall", "small")
+"""Tilings of the kernel with one list of tiles, see `grouped_triton.TILINGS`."""
+
+TOLERANCE = 2.0**-12
+"""How far sums may be off, relative to their norm: products of 16 bits are exact in fp32, and all kernels sum them in
+fp32. A lost step or tile is off by more than 2^-6."""
+
+CHECKED = 64
+"""Rows and columns of each expert whose sums are compared."""
+
+_add_in_list = gpu_operator(
+    "kernels.grouped_triton:add_grouped_in_list_",
+    "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends, str tiling) -> ()",
+    no_result,
+)
+"""`_add_products` for fp32 `out`, by one list of tiles."""
+
+_add_products = gpu_operator(
+    "kernels.products_triton:add_grouped_products_",
+    "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends) -> ()",
+    no_result,
+)
+"""out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e, summed in fp32 whatever the operands are.
+
+out [experts, o, i], dy [n, o], x [n, i], contiguous. Expert e has the rows from ends[e - 1] to ends[e] (int32)."""
+
+_clear_rows = gpu_operator("kernels.products_triton:clear_rows_behind_", "(Tensor(a!) x, Tensor ends) -> ()", no_result)
+"""Sets the rows of x [n, width], contiguous, from ends[-1] (int32) on to zero. Touches no others."""
+
+
+def add_grouped_(kernel: str, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
+    """out[e] += dy_eᵀ x_e by a kernel: `TILES` or one of `LISTS`."""
+    if kernel == TILES:
+        _add_products(out, dy, x, segments.ends)
+    else:
+        _add_in_list(out, dy, x, segments.ends, kernel)
+
+
+@dataclass
+class GroupedWeightGrad:
+    """The kernels of weight gradients of experts by (outputs, inputs), as a run found them; `TILES` elsewhere."""
+
+    chosen: dict[tuple[int, int], str] = field(default_factory=dict)
+    found: dict[tuple[int, int], Choice] = field(default_factory=dict)
+    """Timings, for a log."""
+
+    def suits(self, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> bool:
+        return runs_triton(x)
+
+    def __call__(self, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
+        sums = out.dtype == torch.float32
+        add_grouped_(self.chosen.get((out.shape[1], out.shape[2]), TILES) if sums else TILES, out, dy, x, segments)
+
+    plain = staticmethod(add_products_grouped_.__wrapped__)  # type: ignore[attr-defined]
+
+    def samples(self, shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor, Segments]]:
+        """Operands of a run's experts in bf16, with equal numbers of rows."""
+        for outputs, inputs in shapes.expert_matrices if shapes.dtype == torch.bfloat16 else ():
+            yield operands_of(shapes, outputs, inputs, even(shapes))
+
+    def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
+        """Why a run uses none of the kernels: at one of its shapes none is right, or torch is faster than each of them;
+        None if it uses them. Collective over the world."""
+        self.chosen.clear()
+        self.found.clear()
+        for operands in self.samples(shapes):
+            if not self.suits(*operands):
+                continue
+            _, outputs, inputs = operands[0].shape
+            runs = weight_grad_runs(shapes, outputs, inputs, operands)
+            if clock is None:
+                del runs["torch"]
+            choice = compare(runs, clock or _untimed, shapes.device, world)
+            own = Choice({name: seconds for name, seconds in choice.seconds.items() if name != "torch"}, choice.errors)
+            if own.winner is None or own.seconds[own.winner] > SLOWER * choice.seconds.get("torch", float("inf")):
+                return f"torch is the fastest for {outputs} x {inputs}: {choice.times}"
+            self.found[outputs, inputs], self.chosen[outputs, inputs] = choice, own.winner
+        return None
+
+
+def _untimed(run: Callable[[], object]) -> float:
+    """A clock that runs once, and by which all runs take equally long."""
+    run()
+    return 0.0
+
+
+def weight_grad_runs(
+    shapes: RunShapes, outputs: int, inputs: int, operands: tuple[Tensor, Tensor, Tensor, Segments]
+) -> dict[str, Callable[[], object]]:
+    """A run of each kernel and of torch on the operands. A kernel's first run raises RuntimeError if its sums are
+    wrong, with even or with uneven numbers of rows."""
+    runs: dict[str, Callable[[], object]] = {}
+    for kernel in (*LISTS, TILES):
+        check = partial(_check, kernel, shapes, outputs, inputs)
+        runs[kernel] = _checked_first(check, partial(add_grouped_, kernel, *operands))
+    runs["torch"] = partial(GroupedWeightGrad.plain, *operands)
+    return runs
+
+
+def _checked_first(check: Callable[[], None], run: Callable[[], object]) -> Callable[[], object]:
+    known = False
+
+    def checked() -> object:
+        nonlocal known
+        if not known:
+            check()
+            known = True
+        return run()
+
+    return checked
+
+
+def _check(kernel: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
+    """Adds twice, and raises RuntimeError unless the corners of each expert's sums are those of products in fp32."""
+    for counts in (even(shapes), uneven(shapes)):
+        out, dy, x, segments = operands_of(shapes, outputs, inputs, counts)
+        for _ in range(2):
+            add_grouped_(kernel, out, dy, x, segments)
+        stop = 0
+        for expert, count in zip(out, counts, strict=True):
+            rows, stop = slice(stop, stop + count), stop + count
+            for part in (slice(CHECKED), slice(-CHECKED, None)):
+                right = 2 * (dy[rows, part].double().t() @ x[rows, part].double())
+                error = (expert[part, part] - right).norm().item()
+                if not error <= TOLERANCE * right.norm().item():
+                    raise RuntimeError(
+                        f"{kernel} adds wrong sums for {count} of {shapes.expert_rows} rows: {error:.1e}"
+                    )
+
+
+def even(shapes: RunShapes) -> list[int]:
+    """Equal numbers of rows of all experts."""
+    return [max(0, shapes.expert_rows // shapes.experts - 1)] * shapes.experts
+
+
+def uneven(shapes: RunShapes) -> list[int]:
+    """Numbers of rows: half of all for the last expert, one for the first, none for the second, the rest for the
+    others."""
+    rows, experts = shapes.expert_rows, shapes.experts
+    if experts < 4:
+        return [1, *[0] * (experts - 2), rows // 2][-experts:]
+    return [1, 0, *[rows // 2 // experts] * (experts - 3), rows // 2]
+
+
+def operands_of(
+    shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Segments]:
+    """Zeros, random rows, and the segments of experts with these counts, behind which spare rows are left."""
+    segments = Segments.of_counts(torch.tensor(counts, device=shapes.device), spare=True)
+    out = torch.zeros(shapes.experts, outputs, inputs, device=shapes.device)
+    return out, shapes.random(shapes.expert_rows, outputs), shapes.random(shapes.expert_rows, inputs), segments
+
+
+def _cleared_rows(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor]]:
+    for _, inputs in shapes.expert_matrices[:1] if shapes.dtype == torch.bfloat16 else ():
+        ends = torch.tensor(even(shapes), device=shapes.device).cumsum(0, dtype=torch.int32)
+        yield shapes.random(shapes.expert_rows, inputs), ends
+
+
+ADD_PRODUCTS = GroupedWeightGrad()
+CLEAR_ROWS = FusedKernel(_clear_rows, clear_rows_behind_, lambda x, ends: runs_triton(x), _cleared_rows, 0.0)
