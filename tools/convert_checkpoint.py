@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtype=args.dtype and parse_dtype(args.dtype),
         max_shard_bytes=parse_bytes(args.max_shard_size),
         family=family_of_output(args),
+        weights=None if args.weights == "trained" else args.weights,
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
     )
     if args.check is not None:
@@ -101,6 +102,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="number format of all weights: float32, bfloat16 or float16 (default: as stored). From a checkpoint in "
         "16 bits, another format is made of the optimizer's fp32 weights if it has them",
     )
+    text = "from ours: the trained weights, or averages that the checkpoint has, as ema or ema.decay_0_999"
+    add("--weights", default="trained", metavar="NAME", help=text)
     add("--max-shard-size", default="5GB", help="largest file of Hugging Face weights (default: 5GB)")
     add(
         "--weights-only",

@@ -150,6 +150,8 @@ class Conversion:
         to = to or (usual if given.format == "dcp" else "dcp")
         self.output, self.force = output, force
         refuse(output, force)
+        if options.weights is not None and given.format != "dcp":
+            raise ValueError(f"--weights {options.weights}: is for checkpoints of pretrain_gpt.py; leave it out")
         if any(output.resolve() in (resolved(path), *resolved(path).parents) for path in given.paths):
             raise ValueError(f"--output {output} contains the input; choose another folder")
         self.source: Source = given.open(options)

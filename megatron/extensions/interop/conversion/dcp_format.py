@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
-from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, StateDict, model_key, optimizer_key
+from megatron.core.dist_checkpointing.state_dict import CALLBACKS, MAIN_PARAM, StateDict, model_key, optimizer_key
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis
@@ -65,15 +65,34 @@ class DCPSource(Source):
         names = (meta.name for meta, _ in model_states(self.config.model))
         self.states = [name for name in names if model_key(name) in checkpoint.tensors]
         self.side_files = side_files_of(self.config.tokenizer)
+        self.averages = None if options.weights is None else self._state(options.weights)
         progress = saved_progress(checkpoint.payload)
         self.origin = Origin.of(progress.origin)
         self.progress = None if converted(checkpoint) else progress
+
+    def _state(self, wanted: str) -> str:
+        """Start of the keys of a callback's state. Raises ValueError if there is none of this name, or several."""
+        kept = [key.removeprefix(CALLBACKS) for key in self.checkpoint.tensors if key.startswith(CALLBACKS)]
+        trained = [name for name, meta in self.metas.items() if not self.config.optimizer.freezes(meta)]
+        ends = tuple(f".{name}" for name in trained[:1])
+        states = sorted(key.removesuffix(ends[0]) for key in kept if key.endswith(ends))
+        found = [state for state in states if wanted in (state, state.partition(".")[0])]
+        if len(found) != 1:
+            has = f"the checkpoint has {', '.join(states)}" if states else "the checkpoint has no averaged weights"
+            remedy = "name one of them" if states else "train with --ema-decay, or leave out the flag"
+            raise ValueError(f"--weights {wanted}: {has}; {remedy}")
+        if missing := [name for name in trained if f"{CALLBACKS}{found[0]}.{name}" not in self.checkpoint.tensors]:
+            raise ValueError(f"--weights {wanted}: {self.checkpoint.folder} has no {found[0]} of {missing[0]}")
+        return f"{CALLBACKS}{found[0]}."
 
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
         return wanted or self.checkpoint.tensors[model_key(name)].dtype
 
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
-        """The parameter as the model had it; in another dtype the optimizer's main parameter if there is one."""
+        """The parameter as the model had it; in another dtype the optimizer's main parameter if there is one. With
+        averages, the average of a parameter that was trained."""
+        if self.averages is not None and (average := f"{self.averages}{name}") in self.checkpoint.tensors:
+            return self.checkpoint.read(average).to(self.dtype(name, wanted))
         key, main = model_key(name), optimizer_key(MAIN_PARAM, name)
         if self.dtype(name, wanted) != self.dtype(name, None) and main in self.checkpoint.tensors:
             key = main
@@ -85,7 +104,7 @@ class DCPSource(Source):
     def training(self) -> TrainingState | None:
         tensors = self.checkpoint.tensors
         kinds = [kind for kind in STATE_KINDS if any(key.startswith(optimizer_key(kind, "")) for key in tensors)]
-        if not kinds:
+        if not kinds or self.averages is not None:
             return None
         if missing := [
             (kind, name) for name in self.metas for kind in kinds if optimizer_key(kind, name) not in tensors

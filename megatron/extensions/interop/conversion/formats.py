@@ -42,6 +42,10 @@ class Options:
     weights_only: bool = False
     """Leave out the optimizer's state and the run's progress."""
 
+    weights: str | None = None
+    """Ours as a source: a state of a callback to take in place of the weights that were trained, such as an average:
+    `CALLBACK.STATE`, or `CALLBACK` if it has one."""
+
     make_vocab_size_divisible_by: int = 128
     """Hugging Face as a source: the vocabulary is padded to a multiple of this."""
 
