@@ -36,6 +36,21 @@ def _always(config: RunConfig) -> bool:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """How the states of a callback are kept."""
+
+    dtype: str | None = None
+    """Name of their dtype in torch; None for the main dtype."""
+
+    on_host: bool = False
+    """True for host memory, False for the device of the parameters."""
+
+
+def _as_main_parameters(config: RunConfig) -> Stored:
+    return Stored()
+
+
+@dataclass(frozen=True)
 class CallbackFacts:
     """Facts about a callback, known before it is imported."""
 
@@ -47,8 +62,11 @@ class CallbackFacts:
 
     states: tuple[str, ...] | Callable[[RunConfig], tuple[str, ...]] = ()
     """Names of the states that it keeps, or a function that returns those of a run: a number for each element of the
-    trained parameters, in the main dtype. They start at zero, are planned, divided among ranks as the optimizer's are,
+    trained parameters, as `stored` says. They start at zero, are planned, divided among ranks as the optimizer's are,
     and kept in checkpoints (`Callback.states`)."""
+
+    stored: Callable[[RunConfig], Stored] = _as_main_parameters
+    """How the states of a run are kept: by default in the main dtype, on the device."""
 
     def states_in(self, config: RunConfig) -> tuple[str, ...]:
         """Names of the states that it keeps in a run."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.config.model import TransformerConfig
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import CALLBACKS
+from megatron.training.extensions import CALLBACKS, Stored
 from megatron.training.metrics.sinks import Record
 from megatron.training.progress import BegunRun, Progress, Step
 from megatron.training.reliability.launch import Launch
@@ -409,6 +409,11 @@ def registered(name: str, config: RunConfig) -> Callback:
 def states_of(callback: Callback) -> tuple[str, ...]:
     """Names of the states that a callback was registered with."""
     return CALLBACKS.facts(callback.name).states_in(callback.config) if callback.name in CALLBACKS else ()
+
+
+def storage_of(callback: Callback) -> Stored:
+    """How these states are kept."""
+    return CALLBACKS.facts(callback.name).stored(callback.config) if callback.name in CALLBACKS else Stored()
 
 
 def add_watches(callbacks: Sequence[Callback], watchdog: Watchdog) -> None:

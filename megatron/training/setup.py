@@ -29,7 +29,7 @@ from megatron.training.config.saved_flags import read_history
 from megatron.training.config.validation import resolve
 from megatron.training.data import TrainingData, build_data, check_same_data
 from megatron.training.forward_backward import ForwardBackward, Pipeline
-from megatron.training.hooks import Callback, Meter, Parts, states_of
+from megatron.training.hooks import Callback, Meter, Parts, states_of, storage_of
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.console import LogLines
 from megatron.training.metrics.expert_load import ExpertLoad
@@ -144,7 +144,8 @@ def build_optimizer(
     """The optimizer with its states, and those that callbacks keep for each parameter."""
     optimizer = kind(config.optimizer, ddp, runtime.state, host_threads(runtime.device))
     for callback in callbacks:
-        callback.states = owned_zeros(ddp, states_of(callback))
+        stored = storage_of(callback)
+        callback.states = owned_zeros(ddp, states_of(callback), stored.dtype, stored.on_host)
     return optimizer
 
 

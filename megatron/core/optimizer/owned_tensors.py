@@ -43,14 +43,18 @@ def with_main_weights(
                     yield target, main[start - part.start : stop - part.start].to(target.device)
 
 
-def owned_zeros(ddp: DistributedDataParallel, names: Sequence[str]) -> list[OptimizerPiece]:
-    """For each name zeros in the main dtype, on the device, for the elements of `owned_weights`. The memory has the
-    padding of buckets, as plans count it."""
+def owned_zeros(
+    ddp: DistributedDataParallel, names: Sequence[str], dtype: str | None = None, on_host: bool = False
+) -> list[OptimizerPiece]:
+    """For each of `names` zeros for the elements of `owned_weights`: in the dtype of the name `dtype`, by default the
+    main dtype, on the device or in host memory. The memory has the padding of buckets, as plans count it."""
+    kind = ddp.main_dtype if dtype is None else getattr(torch, dtype)
     found = []
     for name in names:
         for bucket in ddp.buckets:
             first = bucket.owned_range[0]
-            memory = torch.zeros(bucket.owned_params.shape, dtype=ddp.main_dtype, device=bucket.owned_params.device)
+            device = "cpu" if on_host else bucket.owned_params.device
+            memory = torch.zeros(bucket.owned_params.shape, dtype=kind, device=device)
             for piece in bucket.owned_pieces:
                 data = memory[piece.offset - first : piece.offset - first + piece.stop - piece.start]
                 found.append(OptimizerPiece(name, piece.meta, data, piece.start, piece.stop))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch import Tensor
 import pretrain_gpt
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.optim.averaged_weights.averages import MovingAverages
+from megatron.extensions.optim.averaged_weights.averages import MovingAverages, _move_
 from megatron.extensions.optim.averaged_weights.flags import averages_of
 from megatron.extensions.plan.planner.memory import callback_bytes, planned_buffers, states_of_rank
 from megatron.testing.local_run import local_run
@@ -93,6 +94,31 @@ def test_averages_resume_exactly_and_at_another_layout(before: str, after: str, 
             assert torch.equal(one.read(key), two.read(key)), key
         else:
             torch.testing.assert_close(one.read(key), two.read(key), rtol=1e-9, atol=1e-11)
+
+
+def test_averages_in_bf16_on_the_host_every_second_step(tmp_path: Path) -> None:
+    """Literal ones within the rounding of bf16, and to the bit after a resume between two updates."""
+    flags = f"--fp32 {AVERAGES} --ema-dtype bf16 --ema-on-host --ema-interval 2 {LAYOUTS['zero1'][1]}"
+    whole = trained(tmp_path / "whole", 2, flags)
+    trained(tmp_path / "on", 2, f"{flags} --load {whole / 'iter_0000003'}")
+    one, two = checkpoint(whole, STEPS), checkpoint(tmp_path / "on", STEPS)
+    first, last = main_params(checkpoint(whole, 2)), main_params(one)
+    for name, decay in decays(config_of("", 1)).items():
+        for parameter, weight in first.items():
+            average = one.read(f"callbacks.ema.{name}.{parameter}")
+            assert torch.equal(average, two.read(f"callbacks.ema.{name}.{parameter}"))
+            expected = decay**2 * weight + (1 - decay**2) * last[parameter]
+            assert average.dtype == torch.bfloat16
+            torch.testing.assert_close(average.float(), expected, rtol=2**-6, atol=1e-4)
+
+
+def test_small_changes_of_an_average_in_bf16_count() -> None:
+    """1,000 updates with a decay of 0.999 move an average of 1 by 1 - 1/e of the way to 1.1, and not at all if it were
+    rounded to nearest."""
+    averages, weights = [torch.ones(4096, dtype=torch.bfloat16)], [torch.full((4096,), 1.1) + 1e-3 * torch.randn(4096)]
+    for step in range(1000):
+        _move_(averages, weights, 1 - 0.999, step)
+    assert float(averages[0].float().mean()) == pytest.approx(1 + 0.1 * (1 - math.exp(-1)), abs=1e-3)
 
 
 def test_training_is_to_the_bit_that_without_averages(tmp_path: Path) -> None:

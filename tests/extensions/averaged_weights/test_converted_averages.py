@@ -14,8 +14,9 @@ from tests.tiny import TINY
 from tools import convert_checkpoint
 
 RUN = (
-    f"{TINY} --vocab-size 128 --bf16 --train-iters 3 --ema-decay 0.5 0.9 --untie-embeddings-and-output-weights --swiglu --normalization "
-    "RMSNorm --position-embedding-type rope --disable-bias-linear --attention-dropout 0 --hidden-dropout 0"
+    f"{TINY} --vocab-size 128 --bf16 --train-iters 3 --ema-decay 0.5 0.9 --untie-embeddings-and-output-weights "
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --attention-dropout 0 "
+    "--hidden-dropout 0"
 )
 
 

@@ -1,17 +1,31 @@
-"""Keeps the averages: after each step, each moves towards the main parameters of this rank's shard."""
+"""Keeps the averages: each moves towards the main parameters of this rank's shard, after each step or several.
+
+A sum in bf16 that is rounded to nearest would lose changes below half of the distance between two numbers, which are
+all changes with a decay above 0.998. So it is rounded up or down at random, by a hash of what is added up and of the
+iteration: a resumed run has the same bits, and an average of weights that stand still reaches them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
+from megatron.core.dropout import mixed, round_to_bf16, uniform_of
 from megatron.core.optimizer.owned_tensors import with_main_weights
 from megatron.core.torch_private import foreach_copy_, foreach_lerp_
 from megatron.extensions.optim.averaged_weights.flags import Average, AveragedWeightsFlags, averages_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, RunView
+
+AT_ONCE = 2**22
+"""Elements of an average in bf16 that are moved at a time: bounds the memory of temporary tensors."""
+
+
+SALT = 0x3C6EF372
+"""Tells the random bits of averages from others."""
 
 
 class MovingAverages(Callback):
@@ -21,26 +35,33 @@ class MovingAverages(Callback):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.averages = averages_of(config)
-        self.evaluates = config.options(AveragedWeightsFlags).eval_weights == "ema"
+        flags = config.options(AveragedWeightsFlags)
+        self.evaluates, self.interval = flags.eval_weights == "ema", flags.ema_interval
         self.steps: dict[str, int] = {}
-        """Steps in each average, by name. With none it is not begun."""
+        """Updates of each average, by name. With none it is not begun."""
 
-        self.samples = 0
+        self.updated: tuple[int, int] | None = None
+        """Iterations and samples of the run at the last update."""
 
     def on_start(self, run: RunView) -> None:
-        self.samples = run.progress.consumed_samples
+        now = run.progress.iteration, run.progress.consumed_samples
+        self.updated = now if self.updated is None else min(now, self.updated)
 
     @torch.no_grad()
     def on_step_end(self, run: RunView) -> None:
-        tokens = (run.progress.consumed_samples - self.samples) * self.config.model.seq_length
-        self.samples = run.progress.consumed_samples
+        assert self.updated is not None, "on_start comes first"
+        iteration, samples = run.progress.iteration, run.progress.consumed_samples
+        if iteration % self.interval:
+            return
+        steps, tokens = iteration - self.updated[0], (samples - self.updated[1]) * self.config.model.seq_length
+        self.updated = iteration, samples
         for average in self.averages:
             pairs = list(with_main_weights(run.optimizer, self._pieces(average)))
             targets, weights = ([pair[side] for pair in pairs] for side in (0, 1))
             if targets and not self.steps.get(average.name):
                 foreach_copy_(targets, weights)
             elif targets:
-                foreach_lerp_(targets, weights, 1 - average.decay(tokens))
+                _move_(targets, weights, 1 - average.decay(steps, tokens), iteration)
             self.steps[average.name] = self.steps.get(average.name, 0) + 1
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
@@ -50,10 +71,25 @@ class MovingAverages(Callback):
     def _pieces(self, average: Average) -> list[OptimizerPiece]:
         return [piece for piece in self.states if piece.key == average.name]
 
-    def state(self) -> dict[str, dict[str, int]]:
-        return {"steps": self.steps}
+    def state(self) -> dict[str, object]:
+        return {"steps": self.steps, "updated": None if self.updated is None else list(self.updated)}
 
     def load_state(self, state: object) -> None:
-        steps = state.get("steps") if isinstance(state, dict) else None
+        found = state if isinstance(state, dict) else {}
+        steps, updated = found.get("steps"), found.get("updated")
         saved = steps.items() if isinstance(steps, dict) else ()
         self.steps = {str(name): count for name, count in saved if type(count) is int and count >= 0}
+        if isinstance(updated, list) and len(updated) == 2 and all(type(each) is int for each in updated):
+            self.updated = updated[0], updated[1]
+
+
+def _move_(averages: list[Tensor], weights: list[Tensor], share: float, iteration: int) -> None:
+    """Moves averages by a share of the way to the weights."""
+    if averages[0].dtype != torch.bfloat16:
+        foreach_lerp_(averages, [weight.to(averages[0].dtype) for weight in weights], share)
+        return
+    for average, weight in zip(averages, weights, strict=True):
+        for part, towards in zip(average.split(AT_ONCE), weight.split(AT_ONCE), strict=True):
+            change = (towards.to(torch.float32) - part) * share
+            key = mixed(change.view(torch.int32)) ^ part.view(torch.int16).to(torch.int32)
+            part.copy_(round_to_bf16(part + change, uniform_of(key, SALT ^ iteration)))

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from megatron.core.config.flag_spec import flag
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import CALLBACKS, extension_flags
+from megatron.training.extensions import CALLBACKS, Stored, extension_flags
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+AVERAGES = "--ema-decay or --ema-half-life-tokens"
 ROLL_BACK = "--optimizer-post-validation: averages follow each update, so none could run ahead of its check"
 
 
@@ -17,11 +20,21 @@ ROLL_BACK = "--optimizer-post-validation: averages follow each update, so none c
 @dataclass(frozen=True)
 class AveragedWeightsFlags:
     ema_decay: tuple[float, ...] | None = flag(None, many=True, above=0, below=1, excludes=ROLL_BACK)
-    """Keep an exponential moving average of the weights for each of these decays per step. The averages are in the main
-    dtype, sharded and saved as the optimizer's states are, and start at the weights after the first step."""
+    """Keep an exponential moving average of the weights for each of these decays per step. The averages are sharded and
+    saved as the optimizer's states are, and start at the weights after the first step."""
 
     ema_half_life_tokens: tuple[int, ...] | None = flag(None, many=True, above=0, excludes=ROLL_BACK)
     """Keep an average for each of these half-lives in tokens: a step of T tokens has the decay 2^(-T / half-life)."""
+
+    ema_dtype: str | None = flag(None, choices=("fp32", "bf16"), no_effect_without=AVERAGES)
+    """Number format of the averages; in bf16 they are rounded up or down at random, so that small changes count.
+    Default: that of the main parameters, which is fp32."""
+
+    ema_on_host: bool = flag(False, no_effect_without=AVERAGES)
+    """Keep the averages in host memory. Each update copies the weights there, so that --ema-interval is of use."""
+
+    ema_interval: int = flag(1, above=0, no_effect_without=AVERAGES)
+    """Steps between two updates of the averages, with the decay of all steps since the last one."""
 
     eval_weights: str = flag("trained", choices=("trained", "ema"))
     """Weights that evaluations use: those that are trained, or the first average (of --ema-decay if that is given)."""
@@ -42,10 +55,10 @@ class Average:
     per_step: float | None
     half_life: int | None
 
-    def decay(self, tokens: int) -> float:
-        """Share of the average that remains after a step of this many tokens."""
+    def decay(self, steps: int, tokens: int) -> float:
+        """Share of the average that remains after `steps` steps with `tokens` tokens in total."""
         if self.per_step is not None:
-            return self.per_step
+            return self.per_step**steps
         assert self.half_life is not None
         return float(0.5 ** (tokens / self.half_life))
 
@@ -58,9 +71,16 @@ def averages_of(config: RunConfig) -> tuple[Average, ...]:
     return tuple(dict.fromkeys((*per_step, *per_token)))
 
 
+def stored(config: RunConfig) -> Stored:
+    """How the averages are kept."""
+    flags = config.options(AveragedWeightsFlags)
+    return Stored(DTYPES[flags.ema_dtype] if flags.ema_dtype else None, flags.ema_on_host)
+
+
 CALLBACKS.register(
     "ema",
     f"{__package__}.averages:MovingAverages",
     when=lambda config: bool(averages_of(config)),
     states=lambda config: tuple(average.name for average in averages_of(config)),
+    stored=stored,
 )

@@ -175,8 +175,9 @@ def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankS
     dtypes = parallel.params_dtype, parallel.main_dtype
     device, host = chain_bytes(buffers, optimizer, dims, pp_rank, DTYPE_BYTES[parallel.main_dtype])
     of_callbacks = callback_bytes(config, buffers)
-    device = [size + sum(of_callbacks.values()) for size in device]
-    memory = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters, (max(device), max(host)))
+    on_host = sum(size for name, size in of_callbacks.items() if CALLBACKS.facts(name).stored(config).on_host)
+    of_chain = max(device) + sum(of_callbacks.values()) - on_host, max(host) + on_host
+    memory = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters, of_chain)
     frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta))
     memory = replace(memory, parameters=memory.parameters + frozen * DTYPE_BYTES[parallel.params_dtype])
     elements = sum(prod(shape) for _, shape in shapes)
@@ -194,10 +195,15 @@ def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[Param
 
 
 def callback_bytes(config: RunConfig, buffers: Sequence[BufferLayout]) -> dict[str, int]:
-    """Bytes of the states that callbacks of a run keep on the device of each rank, by callback."""
+    """Bytes of the states that callbacks of a run keep on each rank, on the device or the host, by callback."""
     counts = {name: len(states) for name, states in states_of_callbacks(config).items()}
     owned = sum(place.numel for place in place_states(buffers, config.optimizer)) if counts else 0
-    return {name: count * owned * DTYPE_BYTES[config.parallel.main_dtype] for name, count in counts.items()}
+    return {name: count * owned * DTYPE_BYTES[dtype_of_states(config, name)] for name, count in counts.items()}
+
+
+def dtype_of_states(config: RunConfig, callback: str) -> str:
+    """Name of the dtype of a callback's states."""
+    return CALLBACKS.facts(callback).stored(config).dtype or config.parallel.main_dtype
 
 
 def states_of_callbacks(config: RunConfig) -> dict[str, tuple[str, ...]]:

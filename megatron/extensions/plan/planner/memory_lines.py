@@ -9,10 +9,16 @@ from megatron.core.config.param_groups import lines_of_groups
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.layout import Stage
-from megatron.extensions.plan.planner.memory import RankMemory, RankStates, states_of_callbacks
+from megatron.extensions.plan.planner.memory import (
+    RankMemory,
+    RankStates,
+    dtype_of_states,
+    states_of_callbacks,
+)
 from megatron.extensions.speed.fp8.flags import Fp8Flags
 from megatron.training.config.batch_size import byte_text, formats_of_states
 from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS
 from megatron.training.step_parts import STEP_PARTS, late_update
 
 if TYPE_CHECKING:
@@ -48,7 +54,8 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
     yield f"states: {formats_of_states(config)} {owned}; padding of buffers included"
     for callback, states in states_of_callbacks(config).items():
         most_kept = max(plan.of_callbacks[callback] for plan in plans)
-        kept = f"{', '.join(states)} {config.parallel.main_dtype}"
+        place = " in host memory" if CALLBACKS.facts(callback).stored(config).on_host else ""
+        kept = f"{', '.join(states)} {dtype_of_states(config, callback)}{place}"
         yield f"states of callback {callback}: {kept} {owned}, at most {most_kept:,} bytes on a rank"
     if (late := late_update(config)) is not None:
         most_copies = max(plan.memory.rollback for plan in plans)
