@@ -22,8 +22,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.file_storage import located, resolved, storage_of
 from megatron.core.dist_checkpointing.path_kind import EVENTS
 from megatron.core.fsync import whole_file
@@ -139,3 +140,25 @@ def record_event(save: str | Path | None, event: str, **facts: object) -> None:
         return
     with suppress(OSError), open(root / EVENTS, "a", encoding="utf-8", opener=_open_at_once) as file:
         file.write(line + "\n")
+
+
+def recorded_events(save: PurePath | None) -> list[dict[str, object]]:
+    """The events of a run in its --save folder, oldest first; damaged lines are skipped. None without a folder."""
+    try:
+        text = b"" if save is None else storage_of(save).read(save / EVENTS)
+    except OSError:
+        return []
+    return parse_events(text.decode(errors="replace"))
+
+
+def parse_events(text: str) -> list[dict[str, object]]:
+    """The events in the text of a `run_events.jsonl`; damaged lines are skipped."""
+    found: list[dict[str, object]] = []
+    for line in text.splitlines():
+        try:
+            event = parse_json(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(event, dict):
+            found.append(event)
+    return found

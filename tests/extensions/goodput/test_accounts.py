@@ -6,6 +6,7 @@ import pytest
 
 from megatron.extensions.observe.goodput import accounts
 from megatron.extensions.observe.goodput.accounts import PARTS, earlier_starts
+from megatron.training.reliability.run_status import parse_events
 
 BEGAN = 1000.0
 
@@ -67,8 +68,8 @@ def test_events_of_the_run_before_do_not_count() -> None:
 
 def test_damaged_events_are_skipped() -> None:
     text = '{"event": "goodput"}\nno json\n[1]\n{"event": "goodput", "iteration": 1, "began": "x", "seconds": {}}\n{"ev'
-    assert accounts.last_account(accounts.read_events(text)) is None
-    assert earlier_starts(accounts.read_events(text), 3, 5.0).began == 5.0
+    assert accounts.last_account(parse_events(text)) is None
+    assert earlier_starts(parse_events(text), 3, 5.0).began == 5.0
 
 
 def test_a_clock_that_went_back_takes_nothing_away() -> None:

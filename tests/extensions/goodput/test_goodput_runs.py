@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.extensions.observe.goodput.accounts import PARTS, last_account, read_events
+from megatron.extensions.observe.goodput.accounts import PARTS, last_account
+from megatron.training.reliability.run_status import parse_events
 from tests.apart import read_records
 from tests.forked import run_forked, run_program
 from tests.tiny import TINY
@@ -69,7 +70,7 @@ def test_a_killed_run_and_its_resumption(tmp_path: Path) -> None:
     spent = last["goodput_useful_seconds"] - before["goodput_useful_seconds"]
     assert spent == pytest.approx(step, abs=0.05)
     assert done.stdout.count(" goodput ") >= 6 and "idle between starts" in done.stdout
-    found = last_account(read_events((tmp_path / "save/run_events.jsonl").read_text()))
+    found = last_account(parse_events((tmp_path / "save/run_events.jsonl").read_text()))
     assert found is not None and found[0] == 10
     assert found[1]["save"] > 0 and found[1]["useful"] == pytest.approx(last["goodput_useful_seconds"], abs=0.01)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

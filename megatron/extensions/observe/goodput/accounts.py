@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.core.config.json_text import parse_json
 from megatron.training.metrics.console import duration
 
 PARTS = {
@@ -84,19 +83,6 @@ def line(record: Mapping[str, object]) -> str:
     shares = {part: 100 * spent / wall if wall > 0 else 0.0 for part, spent in found.items()}
     rest = [f"{PARTS[part]} {share:.1f} %" for part, share in shares.items() if part != "useful" and share >= 0.05]
     return " | ".join([f" goodput {shares['useful']:.1f} % of {duration(wall)}", *rest])
-
-
-def read_events(text: str) -> list[dict[str, object]]:
-    """The events of `run_events.jsonl`; damaged lines are skipped."""
-    found: list[dict[str, object]] = []
-    for each in text.splitlines():
-        try:
-            event = parse_json(each)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(event, dict):
-            found.append(event)
-    return found
 
 
 def earlier_starts(events: Sequence[Mapping[str, object]], iteration: int, started: float) -> Earlier:

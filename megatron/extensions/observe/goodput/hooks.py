@@ -11,15 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.file_storage import storage_of
-from megatron.core.dist_checkpointing.path_kind import EVENTS
 from megatron.extensions.observe.goodput import accounts
 from megatron.extensions.observe.goodput.accounts import PARTS, Earlier, Seconds
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Evaluation, Log, Meter, RunView, Task
 from megatron.training.metrics.sinks import Record
 from megatron.training.progress import SAVE, Interval
-from megatron.training.reliability.run_status import record_event
+from megatron.training.reliability.run_status import record_event, recorded_events
 from megatron.training.run import TrainingRun
 
 EVENT_SECONDS = 30.0
@@ -45,7 +43,9 @@ class Goodput(Callback, Meter):
         self._event_at = 0.0
         self._earlier = Earlier(self._wall_began, accounts.none())
         if self._measures:
-            self._earlier = accounts.earlier_starts(self._events(), run.progress.iteration, self._wall_began)
+            self._earlier = accounts.earlier_starts(
+                recorded_events(self.config.checkpoint.save_root), run.progress.iteration, self._wall_began
+            )
             self._own["startup"] = max(0.0, run.interval.start - self._began)
             run.timers.watchers.append(self._watched)
         return (self,)
@@ -139,16 +139,6 @@ class Goodput(Callback, Meter):
         rounded = {part: round(spent, 3) for part, spent in seconds.items()}
         facts = {"iteration": self._run.progress.iteration, "began": round(self._earlier.began, 3), "seconds": rounded}
         record_event(self.config.checkpoint.save, accounts.EVENT, **facts)
-
-    def _events(self) -> list[dict[str, object]]:
-        root = self.config.checkpoint.save_root
-        if root is None:
-            return []
-        try:
-            found = storage_of(root / EVENTS).read(root / EVENTS)
-        except OSError:
-            return []
-        return accounts.read_events(found.decode(errors="replace"))
 
 
 _counted_pids: set[int] = set()

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.plan.planner.device_file import DeviceError, device_names, read_device
+from megatron.extensions.plan.planner.failures.expected import AskedFailures
 from megatron.extensions.plan.planner.rehearsal.matching import DISTINCT, chosen_ranks
 from megatron.extensions.plan.planner.terminal import at_interrupt, end_process
 from megatron.training.config.commands import Command, GivenOptions, Prepared
@@ -24,7 +25,7 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
     device, gpus_per_node = _device(given, to_plan)
     suggest = given.last("--suggest")
     json_file = given.last("--json")
-    memory = _device_memory(given)
+    memory, failures = _device_memory(given), _failures(given, device)
     if suggest not in (None, "", "all"):
         rule, remedy = "must be all or nothing", "--suggest, or --suggest all to search until none can be faster"
         given.problems.append(Problem("--suggest", suggest, rule, remedy))
@@ -44,10 +45,12 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
         given.problems.append(Problem("--gpus-per-node", gpus_per_node, rule, f"nearest: {near}"))
     ranks = given.last("--ranks")
     if rehearses:
-        return DryRun(device, gpus_per_node, suggest, memory) if plans else Rehearsal(ranks or DISTINCT, memory)
+        return (
+            DryRun(device, gpus_per_node, suggest, memory, failures) if plans else Rehearsal(ranks or DISTINCT, memory)
+        )
     if ranks is not None:
         given.problems.append(Problem("--ranks", ranks, "is about a rehearsal", "add --rehearse"))
-    return DryRun(device, gpus_per_node, suggest, memory) if plans else None
+    return DryRun(device, gpus_per_node, suggest, memory, failures) if plans else None
 
 
 def _can_write(path: Path) -> bool:
@@ -80,19 +83,48 @@ def _device(given: GivenOptions, to_plan: str) -> tuple[str | None, int | None]:
 def _device_memory(given: GivenOptions) -> float | None:
     """--device-memory in GiB; what is wrong with it becomes a problem."""
     name = "--device-memory"
+    if given.last(name) is not None and not {"--rehearse", "--dry-run"} & set(given.options):
+        rule, remedy = "is about a plan or a rehearsal", "add --dry-run or --rehearse"
+        given.problems.append(Problem(name, given.last(name), rule, remedy))
+    return _above_zero(given, name, "give the GiB of a device, such as 80")
+
+
+def _failures(given: GivenOptions, device: str | None) -> AskedFailures | None:
+    """--failures-per-gpu-day and the options that depend on it; what is wrong with them becomes a problem."""
+    name = "--failures-per-gpu-day"
+    remedies = {
+        "--restart-seconds": "give the seconds from a failure to the next step, such as 120",
+        "--save-seconds": "give the seconds of a save, such as 30",
+        "--repair-hours": "give the hours until a failed node can be used again, such as 4",
+    }
+    if given.last(name) is None:
+        for option in remedies:
+            if (text := given.last(option)) is not None:
+                given.problems.append(
+                    Problem(option, text, "is about failures", f"add {name}, for example {name} 5e-4")
+                )
+        return None
+    if device is None or given.last("--suggest") is not None:
+        rule = "needs the predicted time of a step of one layout"
+        remedy = f"add --device, one of {', '.join(device_names())}" if device is None else "remove --suggest"
+        given.problems.append(Problem(name, given.last(name), rule, remedy))
+    rate = _above_zero(given, name, "give the failures of a device in a day, such as 5e-4")
+    restart, save, repair = (_above_zero(given, option, remedy) for option, remedy in remedies.items())
+    return None if rate is None else AskedFailures(rate, restart, save, repair)
+
+
+def _above_zero(given: GivenOptions, name: str, remedy: str) -> float | None:
+    """The value of an option; one that is not a number above 0 becomes a problem."""
     if (text := given.last(name)) is None:
         return None
-    if not {"--rehearse", "--dry-run"} & set(given.options):
-        rule, remedy = "is about a plan or a rehearsal", "add --dry-run or --rehearse"
-        given.problems.append(Problem(name, text, rule, remedy))
     try:
         size = float(text)
     except ValueError:
         size = 0.0
-    if not 0 < size < float("inf"):
-        given.problems.append(Problem(name, text, "must be a number above 0", "give the GiB of a device, such as 80"))
-        return None
-    return size
+    if 0 < size < float("inf"):
+        return size
+    given.problems.append(Problem(name, text, "must be a number above 0", remedy))
+    return None
 
 
 @dataclass(frozen=True)
@@ -110,6 +142,8 @@ class DryRun(Command):
 
     device_memory: float | None = None
     """GiB of a device that the plan is to fit, and that layouts must."""
+
+    failures: AskedFailures | None = None
 
     def note(self, world_size: int) -> str | None:
         """A search is of the ranks of a cluster, which a layout does not say."""
@@ -144,7 +178,7 @@ class DryRun(Command):
                     run.config.optimizer.check_rules(stage_metas(run.config.model))
                 except ValueError as error:
                     run.refuse(Problem.of_errors("--freeze", None, error))
-            print_plan(run, self.device, self.gpus_per_node, self.device_memory, inputs)
+            print_plan(run, self.device, self.gpus_per_node, self.device_memory, inputs, self.failures)
         if inputs:
             run.refuse(inputs, json=False)
         return 0

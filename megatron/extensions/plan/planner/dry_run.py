@@ -14,6 +14,8 @@ from megatron.core.pipeline_parallel.layer_split import stage_costs
 from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.extensions.plan.planner.device_file import read_device
+from megatron.extensions.plan.planner.failures.expected import AskedFailures
+from megatron.extensions.plan.planner.failures.of_run import RunOnFailing
 from megatron.extensions.plan.planner.loss_chunks import chosen_chunk
 from megatron.extensions.plan.planner.memory import GIB, Fit, fullest, memory_of_ranks
 from megatron.extensions.plan.planner.memory_lines import RANKS_SHOWN, memory_lines
@@ -65,15 +67,16 @@ def print_plan(
     gpus_per_node: int | None,
     device_memory: float | None,
     problems: Sequence[Problem],
+    failures: AskedFailures | None = None,
 ) -> None:
     """Prints what a validated configuration will build and do on its ranks, and with a `device` the predicted time of a
     step. Says whether it fits devices of `device_memory` GiB, by default those of `device`, and which differences from
-    other programs it meets with the flags as given.
+    other programs it meets with the flags as given. With `failures`, also what those of a `device` cost the run.
 
     Writes the same to the file of --json: "world_size", "config" with every field by its flat name, the lines of the
     "plan" under their titles, "memory" of each pipeline rank in bytes, "time" (`StepTime`), and of the fit
-    "device_memory" in bytes, "fits", "fullest_pp_rank" and "bytes_over"; also `problems`, those of files that a run
-    misses, which the caller tells. If that is "" the JSON is all that is printed.
+    "device_memory" in bytes, "fits", "fullest_pp_rank" and "bytes_over", "failures"; also `problems`, those of files
+    that a run misses, which the caller tells. If that is "" the JSON is all that is printed.
     Raises OutputError if it cannot be written, DeviceError if no step of this kind can be predicted.
     """
     from megatron.extensions.plan.planner.fake_stage import PlannerCache
@@ -96,6 +99,7 @@ def print_plan(
         memory_of = partial(memory_of_ranks, world_size=world_size, cache=cache)
         choice = chosen_chunk(largest, world_size, step, memory, time_of, memory_of)
         fits += [] if choice is None else [choice.line]
+    failing = None if failures is None or step is None else RunOnFailing.of(largest, dims, memory, step, failures)
     sections: list[tuple[str, Iterable[str]]] = [
         ("Model", model_lines(config, cache)),
         (f"Groups, world size {world_size}", group_lines(dims)),
@@ -103,19 +107,18 @@ def print_plan(
         ("Batch and length", batch_lines(run, dims, cache)),
         ("Data", [line for phase in run.phases for line in data_lines(run, phase, dims)]),
         (f"Predicted step{of}", step_lines(step) if step is not None else ()),
+        ("Failures", failing.lines if failing is not None else ()),
         *((f"Different from {name}", of.differences(config, asked.given)) for name, of in foreign_programs().items()),
     ]
     plan = _print_sections(sections, silent=asked.json_file == "")
     if asked.json_file is not None:
-        record: dict[str, object] = {"world_size": world_size, "config": flat_values(config), "plan": plan}
-        record["memory"] = [rank.record for rank in memory]
-        if fit is not None:
-            record |= {"device_memory": fit.limit, **fit.record}
-        if step is not None:
-            record["time"] = step.record
-        if problems:
-            record["problems"] = [each.record for each in problems]
-        write_json(record, asked.json_file)
+        parts: dict[str, object] = {"world_size": world_size, "config": flat_values(config), "plan": plan}
+        parts["memory"] = [rank.record for rank in memory]
+        parts |= {} if fit is None else {"device_memory": fit.limit, **fit.record}
+        parts |= {} if step is None else {"time": step.record}
+        parts |= {} if failing is None else {"failures": failing.record}
+        parts |= {"problems": [each.record for each in problems]} if problems else {}
+        write_json(parts, asked.json_file)
 
 
 def _print_sections(sections: Iterable[tuple[str, Iterable[str]]], silent: bool) -> dict[str, list[str]]:

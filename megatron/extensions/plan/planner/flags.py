@@ -20,7 +20,7 @@ COMMANDS.register(
         ),
         "--device": Option(
             "With --dry-run: predict the time of a step on a100, h100, h200, b200, rtx4090 or another device of "
-            "extensions/planner/devices, or on that of FILE.yaml.",
+            "extensions/plan/planner/devices, or on that of FILE.yaml.",
             "NAME",
         ),
         "--gpus-per-node": Option(
@@ -42,6 +42,22 @@ COMMANDS.register(
             "Memory limit in GiB: ranks of --rehearse run out of memory at it, and the plan of --dry-run and "
             "layouts of --suggest must fit it; default for the latter: that of the device file.",
             "FLOAT",
+        ),
+        "--failures-per-gpu-day": Option(
+            "With --device: failures of a device in a day, such as 5e-4, the rate of Llama 3's training; the plan then "
+            "has the expected goodput, the best --save-interval, and the spare nodes that pay.",
+            "FLOAT",
+        ),
+        "--restart-seconds": Option(
+            "With --failures-per-gpu-day: seconds from a failure to the next step; default: 120.", "FLOAT"
+        ),
+        "--save-seconds": Option(
+            "With --failures-per-gpu-day: seconds that a save takes; default: the median of the saves in --save, or at "
+            "an assumed rate.",
+            "FLOAT",
+        ),
+        "--repair-hours": Option(
+            "With --failures-per-gpu-day: hours until a failed node can be used again; default: 4.", "FLOAT"
         ),
     },
 )

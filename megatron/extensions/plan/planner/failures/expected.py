@@ -1,0 +1,200 @@
+"""Expected goodput of a run on devices that fail, the best interval of saves, and the spare nodes that pay. No torch.
+
+Failures are a Poisson process: a run of W devices, each with `rate` failures a day, fails every M = 86400 / (rate W)
+seconds on average. A run that saves after every tau seconds of steps, is stopped by each save for delta seconds and
+needs R seconds from a failure to its next step takes
+
+    T = M exp(R / M) (exp((tau + delta) / M) - 1)
+
+seconds for tau seconds of steps (Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+2006, equation 20; failures during a restart are counted). A save that is written in the background counts after w
+more seconds of steps: a failure before that costs the segment before too, which adds w to R. Goodput is tau / T.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+RESTART_SECONDS = 120.0
+"""From a failure to the next step, if --restart-seconds does not state it. Assumed."""
+
+SAVE_GB_PER_SECOND_PER_NODE = 2.0
+"""GB/s at which a node writes to storage, if neither --save-seconds nor earlier saves state the time. Assumed."""
+
+REPAIR_HOURS = 4.0
+"""From the failure of a node until it can be used again, if --repair-hours does not state it. Assumed."""
+
+MOST_SPARES = 4096
+SECONDS_PER_DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class AskedFailures:
+    """What --failures-per-gpu-day and the options beside it state; None for what they do not."""
+
+    per_device_day: float
+    restart_seconds: float | None = None
+    save_seconds: float | None = None
+    repair_hours: float | None = None
+
+
+@dataclass(frozen=True)
+class SaveCost:
+    """What a save costs, in seconds."""
+
+    blocking: float
+    """During which the run does not train: delta."""
+
+    seconds: float
+    """From the beginning of a save until it could be loaded."""
+
+    source: str
+    """Where `seconds` come from, for the reader."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The wall time of a run that saves every `steps` steps; the four shares sum to 1."""
+
+    steps: int
+    goodput: float
+    saves: float
+    restarts: float
+    repeated: float
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A run on devices that fail."""
+
+    step_seconds: float
+    between_failures: float
+    """Mean seconds between two failures of the whole run: M."""
+
+    restart_seconds: float
+    save: SaveCost
+
+    def shares(self, steps: int) -> Shares:
+        """The wall time of a run that saves every `steps` steps. A save that is due waits for the one before it."""
+        trained, mean = steps * self.step_seconds, self.between_failures
+        blocking = max(self.save.blocking, self.save.seconds - trained)
+        restart = self.restart_seconds + self.save.seconds - blocking
+        # exp((R + tau + delta) / M) overflows long before it matters: such a run never ends a segment.
+        if (restart + trained + blocking) / mean > 500:
+            return Shares(steps, 0.0, 0.0, 1.0, 0.0)
+        wall = mean * math.exp(restart / mean) * math.expm1((trained + blocking) / mean)
+        goodput = trained / wall
+        saves = goodput * blocking / trained
+        restarts = -math.expm1(-self.restart_seconds / mean)
+        return Shares(steps, goodput, saves, restarts, max(0.0, 1.0 - goodput - saves - restarts))
+
+    def best(self) -> Shares:
+        """The interval of highest goodput."""
+        low, high = 1, max(1, math.ceil(20 * (self.between_failures + self.save.seconds) / self.step_seconds))
+        while high - low > 2:  # goodput has one maximum over the interval
+            third = (high - low) // 3
+            left, right = low + third, high - third
+            if self.shares(left).goodput < self.shares(right).goodput:
+                low = left
+            else:
+                high = right
+        return max((self.shares(steps) for steps in range(low, high + 1)), key=lambda each: each.goodput)
+
+
+def measured_save(events: Sequence[Mapping[str, object]]) -> float | None:
+    """Median seconds of the saves in `run_events.jsonl` that succeeded; None without any."""
+    found = [event.get("seconds") for event in events if event.get("event") == "save" and "error" not in event]
+    seconds = [float(each) for each in found if isinstance(each, int | float) and each > 0]
+    return median(seconds) if seconds else None
+
+
+def save_cost(shard_bytes: int, bytes_per_node: int, host_gb: float, background: bool, known: float | None) -> SaveCost:
+    """Return the cost of a save.
+
+    Args:
+        shard_bytes: what the fullest rank copies to its host's memory before it trains on
+        bytes_per_node: what a node writes
+        host_gb: rate of these copies, in GB/s
+        background: whether the rest is written while the run trains
+        known: seconds of a save that are stated or measured; None to assume a rate of storage
+    """
+    written = bytes_per_node / SAVE_GB_PER_SECOND_PER_NODE / 1e9
+    copied = shard_bytes / host_gb / 1e9
+    source = f"assuming {SAVE_GB_PER_SECOND_PER_NODE:g} GB/s of each node; --save-seconds states it"
+    seconds = max(copied, written) if known is None else known
+    return SaveCost(min(copied, seconds) if background else seconds, seconds, source if known is None else "")
+
+
+def spares_worth(nodes: int, node_failures_per_second: float, repair_seconds: float) -> tuple[int, float, float]:
+    """The number of spare nodes with most training for each node that is paid.
+
+    The failed nodes at a time are Poisson distributed, with mean nodes x failures x time of repair. The run waits while
+    more of them are missing than it has spares.
+
+    Returns:
+        (spares, share of the time in which the run has all its nodes with them, and without spares)
+    """
+    mean = nodes * node_failures_per_second * repair_seconds
+    present, term = 0.0, math.exp(-mean)
+    best, alone = (0, 0.0, 0.0), math.exp(-mean)
+    for spares in range(MOST_SPARES):
+        present += term
+        term *= mean / (spares + 1)
+        value = present * nodes / (nodes + spares)
+        if value > best[1]:
+            best = (spares, value, present)
+        if spares > mean and 1.0 - present < 1e-9:
+            break
+    return best[0], best[2], alone
+
+
+def failure_lines(expected: Expected, given: int | None, nodes: int, repair_hours: float) -> Iterator[str]:
+    """The failures of a run, goodput at the best interval of saves and at that of the run (`given`), and spares."""
+    save, best = expected.save, expected.best()
+    yield f"a failure every {_time(expected.between_failures)}, {_time(expected.restart_seconds)} until the next step"
+    source = f" ({save.source})" if save.source else ""
+    yield f"a save stops the run for {_time(save.blocking)}, and can be loaded after {_time(save.seconds)}{source}"
+    interval = _time(best.steps * expected.step_seconds)
+    yield f"best --save-interval {best.steps:,}, every {interval}: {_shares(best)}"
+    if given is not None:
+        yield f"--save-interval {given:,}: {_shares(expected.shares(given))}"
+    per_node = 1.0 / (expected.between_failures * nodes)
+    spares, present, alone = spares_worth(nodes, per_node, repair_hours * 3600)
+    yield (
+        f"spare nodes that pay: {spares:,} beside {nodes:,}, if each failure takes a node away for {repair_hours:g} h; "
+        f"all nodes are there {present:.2%} of the time, without spares {alone:.2%}"
+    )
+
+
+def failure_record(expected: Expected, given: int | None, nodes: int, repair_hours: float) -> dict[str, object]:
+    """The same as JSON; times in seconds."""
+    per_node = 1.0 / (expected.between_failures * nodes)
+    spares, present, alone = spares_worth(nodes, per_node, repair_hours * 3600)
+    return {
+        "seconds_between_failures": expected.between_failures,
+        "restart_seconds": expected.restart_seconds,
+        "save_blocking_seconds": expected.save.blocking,
+        "save_seconds": expected.save.seconds,
+        "best": vars(expected.best()),
+        "given": None if given is None else vars(expected.shares(given)),
+        "spare_nodes": spares,
+        "all_nodes_present": present,
+        "all_nodes_present_without_spares": alone,
+    }
+
+
+def _shares(found: Shares) -> str:
+    return (
+        f"goodput {found.goodput:.2%}, saves {found.saves:.2%}, restarts {found.restarts:.2%}, "
+        f"repeated steps {found.repeated:.2%}"
+    )
+
+
+def _time(seconds: float) -> str:
+    for name, unit, most in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 72)):
+        if seconds / unit < most:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 86400:,.3g} days"

@@ -1,0 +1,70 @@
+"""The failures of a planned run: its predicted step and memory, and the saves that it has made so far. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.extensions.plan.planner.failures.expected import (
+    REPAIR_HOURS,
+    RESTART_SECONDS,
+    SECONDS_PER_DAY,
+    AskedFailures,
+    Expected,
+    failure_lines,
+    failure_record,
+    measured_save,
+    save_cost,
+)
+from megatron.training.config.run_config import RunConfig
+from megatron.training.reliability.run_status import recorded_events
+
+if TYPE_CHECKING:
+    from megatron.extensions.plan.planner.memory import RankMemory
+    from megatron.extensions.plan.planner.time.step_time import StepTime
+
+
+@dataclass(frozen=True)
+class RunOnFailing:
+    """A run on nodes that fail at a stated rate."""
+
+    expected: Expected
+    save_interval: int | None
+    nodes: int
+    repair_hours: float
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        dims: ParallelDims,
+        memory: Sequence[RankMemory],
+        step: StepTime,
+        asked: AskedFailures,
+    ) -> RunOnFailing:
+        """The run that a plan is of."""
+        known = asked.save_seconds or measured_save(recorded_events(config.checkpoint.save_root))
+        # A save holds what each rank has of weights and states; replicas write it once.
+        states = [rank.plan.memory.parameters + rank.plan.memory.optimizer for rank in memory]
+        sharded = config.ddp.data_parallel_sharding_strategy != "no_shard"
+        writers = step.world_size // (1 if sharded else dims.size("dp") * dims.size("cp"))
+        whole = sum(states) * writers // len(states)
+        nodes = max(1, step.world_size // step.gpus_per_node)
+        background = config.checkpoint.async_save
+        save = save_cost(max(states), whole // nodes, step.device.host_gb_per_second, background, known)
+        between = SECONDS_PER_DAY / (asked.per_device_day * step.world_size)
+        expected = Expected(step.seconds, between, asked.restart_seconds or RESTART_SECONDS, save)
+        interval = config.checkpoint.save_interval if config.checkpoint.save else None
+        return cls(expected, interval or None, nodes, asked.repair_hours or REPAIR_HOURS)
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """Failures, goodput by interval of saves, and spare nodes."""
+        return failure_lines(self.expected, self.save_interval, self.nodes, self.repair_hours)
+
+    @property
+    def record(self) -> dict[str, object]:
+        """The same as JSON; times in seconds."""
+        return failure_record(self.expected, self.save_interval, self.nodes, self.repair_hours)
