@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -31,6 +32,18 @@ def integers_on(device: torch.device, values: Iterable[int], dtype: torch.dtype 
 def has_values(x: Tensor) -> bool:
     """Return whether `x` has values: fake and meta tensors, on which plans are made, have a shape alone."""
     return not (x.is_meta or isinstance(x, FakeTensor))
+
+
+@contextmanager
+def threads_on_host(number: int | None) -> Iterator[None]:
+    """Sets the number of threads of torch's operations on the host, where one is given; torchrun leaves one to each
+    rank."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 N = TypeVar("N", int, float)

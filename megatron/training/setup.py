@@ -59,7 +59,7 @@ def build_stages(
     weights = WeightSetup(
         runtime.device,
         config.training.seed,
-        lazy=config.ddp.shards_parameters,
+        lazy=config.ddp.drops_parameters(config.parallel),
         threads=host_threads(runtime.device),
         rules=config.optimizer.parameter_rules,
     )

@@ -66,6 +66,29 @@ HOST_MEMORY = Registry("store in host memory", HostFacts, protocol=HostMemory)
 
 
 @dataclass(frozen=True)
+class UnitFacts:
+    """Facts about a store of units."""
+
+    when: Callable[[ModelParallelConfig], bool]
+    """True if the configuration asks for it."""
+
+    on_host: bool = True
+    """Whether it keeps parameters and gradients in host memory, for plans."""
+
+
+class UnitStoreClass(Protocol):
+    """Makes the store of one rank."""
+
+    def __call__(self, config: ModelParallelConfig, device: torch.device) -> object:
+        """Returns a `megatron.core.distributed.param_and_grad_buffer.UnitStore` for passes on `device`."""
+
+
+UNIT_STORES = Registry("store of units", UnitFacts, protocol=UnitStoreClass)
+"""Name -> class derived from `ShardedUnits`: keeps the matrices of units (transformer layers, and modules outside of
+them) and their gradients between the passes that use them. None of the trunk's: `DDPConfig` says what ranks shard."""
+
+
+@dataclass(frozen=True)
 class SplitFacts:
     """Facts about a split of layers."""
 
@@ -208,6 +231,11 @@ class ModelParallelConfig(PrecisionConfig, Section):
         name = self.activation_store
         return 0 if name is None else HOST_MEMORY.facts(name).layers(self)
 
+    @property
+    def unit_store(self) -> str | None:
+        """Entry of UNIT_STORES that keeps units between their passes; None where devices do."""
+        return UNIT_STORES.chosen(self)
+
     def with_offloaded_layers(self, layers: int) -> ModelParallelConfig:
         """The same with the activations of at most this many layers kept elsewhere."""
         if (name := self.activation_store) is None:
@@ -286,3 +314,13 @@ class DDPConfig:
     def shards_parameters(self) -> bool:
         """ZeRO-3: a rank keeps the parameters of its shards alone."""
         return self.data_parallel_sharding_strategy == "optim_grads_params"
+
+    def unit_ranks(self, parallel: ModelParallelConfig) -> int | None:
+        """The fewest data-parallel ranks that share matrices whose buckets are those of units; None if none are."""
+        if parallel.unit_store is not None:
+            return 1
+        return 2 if self.shards_gradients else None
+
+    def drops_parameters(self, parallel: ModelParallelConfig) -> bool:
+        """Return whether matrices in buckets of units are whole on the device only around the passes of their unit."""
+        return self.shards_parameters or parallel.unit_store is not None

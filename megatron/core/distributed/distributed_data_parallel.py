@@ -23,11 +23,11 @@ from megatron.core.distributed.param_and_grad_buffer import (
     BufferKind,
     ParamAndGradBuffer,
     SmallGrads,
-    WholeUnits,
+    UnitStore,
     have_values,
 )
 from megatron.core.distributed.param_layout import DEFAULT, launch_order, plan_buffers
-from megatron.core.distributed.unit_sharding import UnitBucket, UnitSharding
+from megatron.core.distributed.unit_sharding import unit_store
 from megatron.core.init import alloc_storage, has_storage
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, ParamGather, gathered_format
@@ -90,20 +90,19 @@ class DistributedDataParallel:
             group_of=optimizer.group_of,
             whole_roles=optimizer.whole_roles,
             linears_apart=gather is not None,
-            units_apart=ddp_config.shards_gradients,
+            unit_ranks=ddp_config.unit_ranks(parallel_config),
         )
         self.device = self.params[0].device if self.params else _communication_device(state.world)
         self.main_dtype: torch.dtype = getattr(torch, parallel_config.main_dtype)
-        self.buffers = self._build_buffers(optimizer, initialize)
+        store = unit_store(ddp_config, parallel_config, self.device)
+        drops = ddp_config.drops_parameters(parallel_config)
+        self.buffers = self._build_buffers(optimizer, store, drops, initialize)
         self.buckets: list[Bucket] = [self.buffers[b].buckets[k] for b, k in launch_order(self.layouts)]
         by_unit = {bucket for buffer in self.buffers if buffer.layout.by_unit for bucket in buffer.buckets}
         self._reduced_whole = [bucket for bucket in self.buckets if bucket not in by_unit]
         """Buckets whose gradients are reduced once a step, in launch order."""
         of_units = [bucket for bucket in self.buckets if bucket in by_unit]
-        self.units = WholeUnits()
-        if ddp_config.shards_gradients:
-            of_passes = passes.queue, passes.casts
-            self.units = UnitSharding(self.modules, self.params, of_units, ddp_config.shards_parameters, *of_passes)
+        self.units = store.hooks(self.modules, self.params, of_units, drops, passes.queue, passes.casts)
         self.param_gather: ParamGather | None = None if gather is None else LINEAR_FORMATS[gather].gather(self)
         """Casts weights before they are gathered; None where all are gathered in their own format."""
         self._started = 0
@@ -126,6 +125,8 @@ class DistributedDataParallel:
     def _build_buffers(
         self,
         optimizer: OptimizerConfig,
+        store: UnitStore,
+        drops_parameters: bool,
         initialize: Callable[[Sequence[Tensor]], None],
     ) -> list[ParamAndGradBuffer]:
         """The buffers of `layouts`, and how gradients are added up in those of bfloat16."""
@@ -133,19 +134,27 @@ class DistributedDataParallel:
             getattr(torch, optimizer.gradients_dtype) if optimizer.gradients_dtype else self.main_dtype,
             torch.bfloat16 if self.config.grad_reduce_in_bf16 else self.main_dtype,
             optimizer.use_distributed_optimizer,
-            self.config.shards_parameters,
+            drops_parameters,
         )
-        of_unit = UnitBucket if self.config.shards_gradients else Bucket
         buffers = []
         for layout in self.layouts:
             ranks = "expt_dp" if layout.expert else "dp_cp"
             axis, copies = self.state.shard_axis(ranks), self.state.copies_axis(ranks)
-            buffers.append(ParamAndGradBuffer(layout, self.params, axis, kind, initialize, copies, of_unit))
+            buffers.append(ParamAndGradBuffer(layout, self.params, axis, kind, initialize, copies, store))
         if any(buffer.grad_data.dtype == torch.bfloat16 for buffer in buffers):
             round_into = rounding_sum(self.parallel_config.compiles(self.device.type))
             for param in self.params:
                 param.main_grad_rounding = round_into  # type: ignore[attr-defined]
         return buffers
+
+    @property
+    def nbytes(self) -> tuple[int, int, int]:
+        """Bytes of parameters and of gradients that stay on the device, and of both in host memory."""
+        found = [0, 0, 0]
+        for buffer in self.buffers:
+            for kind, kept in enumerate((buffer.param_data, buffer.grad_data)):
+                found[2 if buffer.on_host else kind] += kept.nbytes
+        return found[0], found[1], found[2]
 
     def begin_step(self, num_microbatches: int, overwrite: bool = False) -> None:
         """Zeroes the gradients, and expects those of `num_microbatches` micro-batches.
@@ -166,17 +175,19 @@ class DistributedDataParallel:
     def zero_grad_buffer(self) -> None:
         """Zeroes the gradients."""
         self.units.drop_grads()
+        self.units.zero_sums()
         self._small_grads.drop()
         for buffer in self.buffers:
-            buffer.grad_data.zero_()
+            if not buffer.layout.by_unit:
+                buffer.grad_data.zero_()
         for param in self.params:
             mark_stale(param, False)
 
     def _mark_all_stale(self) -> None:
         """Leaves gradients to be written over; the memory between them stays zero, as it enters norms. Shards of units
         are zeroed, as each micro-batch's sum is added to them."""
-        of_units = [buffer.grad_data for buffer in self.buffers if buffer.layout.by_unit]
-        if zeroed := of_units + [gap for buffer in self.buffers for gap in buffer.grad_gaps]:
+        self.units.zero_sums()
+        if zeroed := [gap for buffer in self.buffers for gap in buffer.grad_gaps]:
             foreach_zero_(zeroed)
         for param in self._params_of(self._reduced_whole):
             mark_stale(param, True)
@@ -219,8 +230,9 @@ class DistributedDataParallel:
 
     def scale_grads_(self, factor: Tensor) -> None:
         """Multiplies the gradients that this rank owns by a scalar on the device."""
-        if self.buckets:
-            foreach_mul_([bucket.owned_grads for bucket in self.buckets], factor.to(self.main_dtype))
+        for on_host in (False, True):
+            if grads := [bucket.owned_grads for bucket in self.buckets if bucket.on_host is on_host]:
+                foreach_mul_(grads, factor.to(grads[0].device, self.main_dtype))
 
     def start_param_sync(self, buckets: Collection[Bucket] | None = None) -> None:
         """Starts the all-gathers of updated parameters, in the order in which the forward pass needs them; of some

@@ -53,7 +53,7 @@ def global_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int 
 def _sum_partial_grads(ddp: DistributedDataParallel, state: ParallelState) -> None:
     owned = [(bucket.owned_grad(piece), piece.meta) for bucket in ddp.buckets for piece in bucket.owned_pieces]
     for name in sorted({axis for _, meta in owned for axis in meta.partial_over}):
-        all_reduce_flat_([grad for grad, meta in owned if name in meta.partial_over], state.axis(name))
+        all_reduce_flat_([grad for grad, meta in owned if name in meta.partial_over], state.axis(name), ddp.device)
 
 
 def _sum_shared_grads(ddp: DistributedDataParallel, state: ParallelState) -> None:
@@ -64,14 +64,15 @@ def _sum_shared_grads(ddp: DistributedDataParallel, state: ParallelState) -> Non
         if len(piece.meta.shared_stages) > 1
     }
     # Two stages build the same parameters beside others, and may have them in another order.
-    all_reduce_flat_([shared[name] for name in sorted(shared)], state.embd)
+    all_reduce_flat_([shared[name] for name in sorted(shared)], state.embd, ddp.device)
 
 
-def all_reduce_flat_(tensors: Sequence[Tensor], axis: Axis) -> None:
-    """Sums each tensor in place over the axis, in one collective for all."""
+def all_reduce_flat_(tensors: Sequence[Tensor], axis: Axis, device: torch.device) -> None:
+    """Sums each tensor in place over the axis, in one collective for all on `device`. Tensors may be in host memory."""
     if axis.size == 1 or not tensors:
         return
-    flat = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+    here = [tensor.to(device) for tensor in tensors]
+    flat = here[0] if len(here) == 1 else torch.cat(here)
     dist.all_reduce(flat, group=axis.group)
-    if len(tensors) > 1:
+    if flat is not tensors[0]:
         foreach_copy_(list(tensors), list(flat.split([tensor.numel() for tensor in tensors])))

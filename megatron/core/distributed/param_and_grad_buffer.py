@@ -18,7 +18,8 @@ from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.param_layout import BucketLayout, BufferLayout, Piece
 from megatron.core.init import has_storage
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.weight_grad import is_stale, mark_stale
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, is_stale, mark_stale
 from megatron.core.torch_private import foreach_add_, foreach_copy_
 
 
@@ -33,9 +34,13 @@ class Bucket:
     over a rank's micro-batches keeps the gradients' precision; only the sum over ranks has that of `reduce_dtype`.
     """
 
+    on_host = False
+    """True if what a rank keeps of it is in host memory, and on the device only while a pass uses it."""
+
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
         self.layout = layout
         self.axis = buffer.axis
+        self.device = buffer.device
         self.reduce_dtype = buffer.reduce_dtype
         self.shard_grads, self.copies = buffer.shard_grads, buffer.copies
         shard_grads = self.shard_grads
@@ -147,9 +152,38 @@ class WholeUnits:
     def drop_grads(self) -> None:
         """Forgets whole gradients."""
 
+    def zero_sums(self) -> None:
+        """Makes the next micro-batch the first one of a sum of gradients."""
+
     def sharded_params(self) -> Iterator[OptimizerPiece]:
         """Live views of the parameters that this rank holds shards of alone; an empty one where it has no element."""
         return iter(())
+
+
+class UnitStore:
+    """Decides where the parameters and gradients of units are between their passes. This one keeps all of them on the
+    device; `ShardedUnits` makes buckets that are whole only around passes."""
+
+    def bucket(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> Bucket:
+        """A bucket of one unit."""
+        return Bucket(layout, buffer)
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what a rank keeps all the time of a buffer of units, whose passes run on `device`."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def hooks(
+        self,
+        modules: Sequence[nn.Module],
+        params: Sequence[nn.Parameter],
+        buckets: Sequence[Bucket],
+        shards_params: bool,
+        queue: WeightGradQueue | None,
+        casts: WeightCasts | None,
+    ) -> WholeUnits:
+        """The hooks around the passes of `modules`. `buckets` are those of units; `queue` holds back weight gradients
+        of split backwards; `casts` are copies of parameters."""
+        return WholeUnits()
 
 
 def have_values(params: Sequence[Tensor]) -> None:
@@ -178,8 +212,8 @@ class ParamAndGradBuffer:
     Moves `params`, the list that the layout was planned from, into it. Values, shapes and the Parameter objects stay
     the same; `initialize` sets the values of those that have no memory yet, one bucket at a time. `param.data` becomes
     a view, and `param.main_grad` a view of zeroed gradients.
-    `copies` are ranks that hold the same shards, whose gradients are added up once a step. `of_unit` is the class of
-    the buckets of units.
+    `copies` are ranks that hold the same shards, whose gradients are added up once a step. `store` makes the buckets of
+    units.
     """
 
     def __init__(
@@ -190,7 +224,7 @@ class ParamAndGradBuffer:
         kind: BufferKind,
         initialize: Callable[[Sequence[Tensor]], None] = have_values,
         copies: Axis = ALONE,
-        of_unit: type[Bucket] = Bucket,
+        store: UnitStore | None = None,
     ) -> None:
         assert axis.size == layout.data_parallel_size, "the layout is planned for another data-parallel size"
         self.layout = layout
@@ -198,12 +232,13 @@ class ParamAndGradBuffer:
         self.shard_grads = kind.shard_grads
         self.reduce_dtype = kind.reduce_dtype
         self.shard_params, self.copies = kind.shard_params and layout.by_unit, copies
-        sample = params[layout.params[0].index]
-        self.param_data = torch.zeros(layout.kept(kind.shard_params), dtype=sample.dtype, device=sample.device)
-        self.grad_data = torch.zeros(layout.kept(True), dtype=kind.grad_dtype, device=sample.device)
+        sample, store = params[layout.params[0].index], (store if layout.by_unit and store is not None else UnitStore())
+        self.device = sample.device
+        self.param_data = store.zeros(layout.kept(kind.shard_params), sample.dtype, self.device)
+        self.grad_data = store.zeros(layout.kept(True), kind.grad_dtype, self.device)
         self.buckets: list[Bucket] = []
         for bucket_layout in layout.buckets:
-            bucket = (of_unit if layout.by_unit else Bucket)(bucket_layout, self)
+            bucket = store.bucket(bucket_layout, self)
             unset: list[nn.Parameter] = []
             for place in bucket_layout.params:
                 param = params[place.index]
@@ -224,6 +259,11 @@ class ParamAndGradBuffer:
         gaps = [] if layout.by_unit else zip(ends, starts, strict=True)
         self.grad_gaps = [self.grad_data[stop:start] for stop, start in gaps if start > stop]
         """The gradients' memory between parameters, where it stays."""
+
+    @property
+    def on_host(self) -> bool:
+        """True if what a rank keeps of it is in host memory."""
+        return self.buckets[0].on_host
 
     def start_copies_sync(self) -> list[Pending]:
         """Starts to add up shards of gradients over the ranks that hold the same ones."""

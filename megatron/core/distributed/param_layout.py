@@ -113,7 +113,7 @@ class BufferLayout:
 
     by_unit: bool = False
     """Whether each bucket holds the matrices of one unit, and whole gradients (ZeRO-2) or whole gradients and whole
-    parameters (ZeRO-3) only while the unit is computed."""
+    parameters (ZeRO-3, and stores of units) only while the unit is computed."""
 
     @property
     def numel(self) -> int:
@@ -138,22 +138,23 @@ def plan_buffers(
     group_of: GroupOf = DEFAULT.group_of,
     whole_roles: Collection[str] = (),
     linears_apart: bool = False,
-    units_apart: bool = False,
+    unit_ranks: int | None = None,
 ) -> tuple[BufferLayout, ...]:
     """Plans the buffers of one rank from the (meta, local shape) of its parameters, in order of registration.
 
     `data_parallel_size` counts the ranks of "dp_cp", `expert_data_parallel_size` those of "expt_dp". A bucket is closed
     once it holds `bucket_size` elements. `group_of` is the optimizer's; matrices of `whole_roles` are updated as a
     whole. With `linears_apart`, weights of linear layers have buffers of their own, which can be gathered in another
-    format. With `units_apart`, matrices that are reduced over several ranks have a bucket for each unit. Ranks with
-    equal shapes get equal layouts, so that parameters replicated over tp have the same shard ranges on every tp rank.
+    format. Matrices that are reduced over at least `unit_ranks` ranks have a bucket for each unit. Ranks with equal
+    shapes get equal layouts, so that parameters replicated over tp have the same shard ranges on every tp rank.
     """
     names = [meta.name for meta, _ in params]
     assert len(set(names)) == len(names), f"parameter names must be unique: {sorted(names)}"
     found: dict[tuple[bool, ParamGroup, bool, bool, bool], list[tuple[int, ParamMeta, int]]] = {}
     for index, (meta, shape) in enumerate(params):
         whole, linear = meta.matrix and meta.role in whole_roles, linears_apart and meta.linear
-        by_unit = units_apart and meta.matrix and (expert_data_parallel_size if meta.expert else data_parallel_size) > 1
+        ranks = expert_data_parallel_size if meta.expert else data_parallel_size
+        by_unit = unit_ranks is not None and meta.matrix and ranks >= unit_ranks
         key = (meta.expert, group_of(meta), whole, linear, by_unit)
         found.setdefault(key, []).append((index, meta, prod(shape)))
     buffers = []

@@ -22,20 +22,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from megatron.core.collectives import Pending, start_all_gather, start_reduce_scatter
+from megatron.core.config.parallel import UNIT_STORES, DDPConfig, ModelParallelConfig
 from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.grad_readiness import units_of
-from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer, WholeUnits
+from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer, UnitStore, WholeUnits
 from megatron.core.distributed.param_layout import BucketLayout, Piece
 from megatron.core.init import alloc_storage, free_storage
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, is_stale, mark_stale
-from megatron.core.torch_private import call_after_backward, sequence_number, storage_id
+from megatron.core.torch_private import call_after_backward, foreach_zero_, sequence_number, storage_id
 from megatron.core.transformer.activation_store import tensors_in
 from megatron.core.transformer.recompute import computing_again
 
@@ -65,7 +67,7 @@ class UnitBucket(Bucket):
         if not sharded:
             return super().memory(data, sharded)
         first, stop = (end // self.layout.num_shards for end in (self.layout.start, self.layout.stop))
-        return data.new_zeros(self.layout.stop - self.layout.start), data[first:stop]
+        return data.new_zeros(self.layout.stop - self.layout.start, device=self.device), data[first:stop]
 
     def adopt(self, owners: Sequence[nn.Parameter]) -> None:
         self.owners = list(owners)
@@ -190,17 +192,20 @@ class Unit:
         return all(bucket.users for bucket in self.buckets)
 
 
-@dataclass
-class Order:
-    """The order in which units are asked for, learned from one step for the next ones."""
+T = TypeVar("T")
 
-    known: dict[int, list[Unit]] = field(default_factory=dict)
+
+@dataclass
+class Order(Generic[T]):
+    """The order in which units, or buckets, are asked for, learned from one step for the next ones."""
+
+    known: dict[int, list[T]] = field(default_factory=dict)
     """By number of micro-batches."""
 
     microbatches: int = 0
     """Of the current step; 0 outside of steps."""
 
-    asked: list[Unit] = field(default_factory=list)
+    asked: list[T] = field(default_factory=list)
 
     def begin(self, microbatches: int) -> None:
         self.microbatches, self.asked = microbatches, []
@@ -210,14 +215,14 @@ class Order:
             self.known[self.microbatches] = self.asked
         self.begin(0)
 
-    def ask(self, unit: Unit) -> None:
+    def ask(self, unit: T) -> None:
         if self.microbatches:
             self.asked.append(unit)
             expected = self.known.get(self.microbatches, [])
             if expected[len(self.asked) - 1 : len(self.asked)] not in ([], [unit]):
                 del self.known[self.microbatches]  # another order: it is learned anew
 
-    def following(self, count: int) -> list[Unit]:
+    def following(self, count: int) -> list[T]:
         """The next `count` units, as far as they are known."""
         if not self.microbatches:
             return []
@@ -247,7 +252,7 @@ class UnitSharding(WholeUnits):
         assert len(of_units) == len(buckets), "buckets of units are of another class"
         self.shards_params = shards_params
         self.queue = queue
-        self.order = Order()
+        self.order = Order[Unit]()
         self._reducing: deque[UnitBucket] = deque()
         bucket_of = {id(params[place.index]): bucket for bucket in of_units for place in bucket.layout.params}
         for bucket in of_units:
@@ -284,6 +289,10 @@ class UnitSharding(WholeUnits):
         self._finish(0)
         self.order.end()
         self.drop_params()
+
+    def zero_sums(self) -> None:
+        if self.buckets:
+            foreach_zero_([bucket.grad_shard for bucket in self.buckets])
 
     def drop_params(self) -> None:
         for bucket in self.buckets:
@@ -393,6 +402,34 @@ class UnitSharding(WholeUnits):
         if bucket in self._reducing:
             self._finish(0)
         bucket.open_grads()
+
+
+class ShardedUnits(UnitStore):
+    """Units of which each rank keeps its shards, on the device. A store of units derives from it, and says where its
+    buckets keep these and how they become whole."""
+
+    def bucket(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> Bucket:
+        return UnitBucket(layout, buffer)
+
+    def hooks(
+        self,
+        modules: Sequence[nn.Module],
+        params: Sequence[nn.Parameter],
+        buckets: Sequence[Bucket],
+        shards_params: bool,
+        queue: WeightGradQueue | None,
+        casts: WeightCasts | None,
+    ) -> WholeUnits:
+        return UnitSharding(modules, params, buckets, shards_params, queue, casts)
+
+
+def unit_store(ddp: DDPConfig, parallel: ModelParallelConfig, device: torch.device) -> UnitStore:
+    """The store of a rank's units that a configuration asks for."""
+    if (name := parallel.unit_store) is not None:
+        store = UNIT_STORES[name](parallel, device)
+        assert isinstance(store, UnitStore), f"{name} makes no store of units"
+        return store
+    return ShardedUnits() if ddp.shards_gradients else UnitStore()
 
 
 def _apart_from(unit: Unit, output: object) -> object:

@@ -167,7 +167,7 @@ class DistributedOptimizer:
         self.config = config
         self.ddp = ddp
         self.scaler = build_loss_scaler(config, ddp.parallel_config.fp16)
-        self.grad_norm = GradNorm(ddp.buckets, state, ddp.device)
+        self.grad_norm = GradNorm(ddp.buckets, state, ddp.device, host_threads)
         self.shards = _build_shards(config, ddp)
         self._on_device = [shard for shard in self.shards if not shard.on_host]
         plan = plan_of_chain(config, ddp.layouts, state.dims, state.axis("stage").ranks)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.core.collectives import Pending, start_all_reduce_
 from megatron.core.distributed.param_and_grad_buffer import Bucket
+from megatron.core.host_to_device import threads_on_host
 from megatron.core.parallel_state import ParallelState
 from megatron.core.torch_private import foreach_norm
 
@@ -25,8 +26,12 @@ class GradNorm:
     """The tensors whose squares this rank sums, decided once, and the norm over the world: one collective, which adds
     up `sums` [n] of each rank too."""
 
-    def __init__(self, buckets: Sequence[Bucket], state: ParallelState, device: torch.device) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], state: ParallelState, device: torch.device, host_threads: int | None = None
+    ) -> None:
+        """`host_threads` read gradients in host memory; by default torch's."""
         self.world, self.device = state.world, device
+        self._threads = host_threads
         self.counted: list[Tensor] = []
         self.replicas: list[Tensor] = []
         for bucket in buckets:
@@ -61,9 +66,15 @@ class GradNorm:
     def _sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.device.type == "cuda":
-            return torch.stack(foreach_norm(list(tensors), 2, torch.float64)).square().sum()
-        return torch.stack([sum_of_squares(tensor) for tensor in tensors]).sum()
+        on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+        on_host = [tensor for tensor in tensors if not tensor.is_cuda]
+        sums = []
+        if on_gpu:
+            sums.append(torch.stack(foreach_norm(on_gpu, 2, torch.float64)).square().sum())
+        if on_host:
+            with threads_on_host(self._threads if self.device.type == "cuda" else None):
+                sums.append(torch.stack([sum_of_squares(tensor) for tensor in on_host]).sum().to(self.device))
+        return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
 
 def sum_of_squares(x: Tensor) -> Tensor:

@@ -41,8 +41,8 @@ def banner(run: TrainingRun) -> Iterator[str]:
 def _state_bytes(run: TrainingRun) -> int:
     """Bytes on the device of the weights, frozen ones included, the gradients and the optimizer of this rank."""
     frozen = {p for stage in run.stages.values() for p in stage.parameters() if not p.requires_grad}
-    buffers = sum(buffer.param_data.nbytes + buffer.grad_data.nbytes for buffer in run.ddp.buffers)
-    return sum(p.nbytes for p in frozen) + buffers + run.optimizer.nbytes[0]
+    parameters, gradients, _ = run.ddp.nbytes
+    return sum(p.nbytes for p in frozen) + parameters + gradients + run.optimizer.nbytes[0]
 
 
 def _layout(run: TrainingRun) -> Iterator[str]:

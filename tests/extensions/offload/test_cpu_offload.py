@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -28,6 +27,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.dist.toy import build, optimizer_config, run_step
 from tests.extensions import needs
+from tests.extensions.offload.late_copies import LateQueue
 from tests.forked import ROOT
 from tests.harness import run_world
 from tests.tiny import TINY
@@ -162,44 +162,6 @@ def test_states_are_placed_by_the_fraction_and_in_order() -> None:
             places = {place: {p.on_host for p in found if (p.buffer, p.bucket) == place} for place in owned}
             order = [places[place] for place in param_layout.launch_order(buffers)]
             assert order == sorted(order, key=lambda kinds: (True not in kinds, False in kinds))
-
-
-class LateQueue(host_update.CopyQueue):
-    """Makes each copy as late as its events allow, as a GPU's copy engine may. Until then what it writes to holds other
-    numbers."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.made = 0
-
-    def wait(self, event: LateEvent | None = None) -> None:  # type: ignore[override]
-        if event is not None:
-            event.synchronize()
-
-    start_after = wait  # type: ignore[assignment]
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> LateEvent:  # type: ignore[override]
-        target.fill_(255)
-        self.waiting.append((source, target))
-        return LateEvent(self, self.made + len(self.waiting))
-
-    def run_until(self, number: int) -> None:
-        while self.waiting and self.made < number:
-            source, target = self.waiting.pop(0)
-            target.copy_(source)
-            self.made += 1
-
-    def join(self) -> None:
-        self.run_until(self.made + len(self.waiting))
-
-
-@dataclass
-class LateEvent:
-    queue: LateQueue
-    number: int
-
-    def synchronize(self) -> None:
-        self.queue.run_until(self.number)
 
 
 @pytest.mark.parametrize("flags", ["--bf16 --overlap-param-gather", f"--fp32 {ZERO3} --optimizer sgd"])

@@ -52,6 +52,7 @@ EXPERTS = (
 
 OFFLOAD = "--cpu-offloading --min-offloaded-tensor-size 1 --cpu-offloading-num-layers"
 ZERO2, ZERO3 = (f"--data-parallel-sharding-strategy {name}" for name in ("optim_grads", "optim_grads_params"))
+WEIGHTS = "--optimizer-cpu-offload --offload-weights"
 SELECTIVE = "--recompute-granularity selective"
 MODULES = f"{SELECTIVE} --recompute-modules"
 
@@ -103,16 +104,15 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Memory:
         train_step(run)
         held = {p.meta.name: p for stage in run.stages.values() for p in stage.parameters()}.values()
         own = [p for p in held if p.requires_grad or config.optimizer.freezes(p.meta)]  # no scales of fp8
-        buffers, shards = run.ddp.buffers, [shard for shard in run.optimizer.shards if not shard.on_host]
-        parameters = sum(buffer.param_data.nbytes for buffer in buffers)
+        shards = [shard for shard in run.optimizer.shards if not shard.on_host]
+        parameters, gradients, host_units = run.ddp.nbytes
         parameters += sum(parameter.nbytes for parameter in own if not parameter.requires_grad)
-        gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
         mains, moments = (sum(shard.nbytes[kind] for shard in shards) for kind in (0, 1))
         optimizer, host = run.optimizer.nbytes
         units = WholeUnits(run.ddp.units.buckets)
         kept, peak = activations_of(run, units)
         offload = next(iter(run.stages.values())).decoder.offload
-        host += offload.pool.nbytes if offload is not None else 0
+        host += host_units + (offload.pool.nbytes if offload is not None else 0)
     facts = tuple(str(parameter.meta) for parameter in own), sum(parameter.numel() for parameter in own)
     return Memory(*facts, parameters, gradients, mains, moments, optimizer, kept, units.most, host, peak)
 
@@ -217,6 +217,9 @@ PLANNED = [
     (2, f"{LLAMA} --tp 2 --sequence-parallel --loss-chunk-tokens 16"),
     (2, f"{LLAMA} {ZERO3} --loss-chunk-tokens 16"),
     (2, f"--pp 2 {ZERO2} --loss-chunk-tokens 24"),
+    (1, f"{LLAMA} {WEIGHTS} --recompute-granularity full"),
+    (1, f"{LLAMA} {WEIGHTS} --global-batch-size 1 --loss-chunk-tokens 16 {FP32}"),
+    (2, f"{WEIGHTS} {ZERO3}"),
 ]
 
 

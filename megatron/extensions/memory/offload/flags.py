@@ -1,4 +1,4 @@
-"""Flags of states and activations in host memory, and where their parts are. No torch."""
+"""Flags of states, activations and weights in host memory, and where their parts are. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.optimizers import OPTIMIZERS
-from megatron.core.config.parallel import HOST_MEMORY, ModelParallelConfig
+from megatron.core.config.parallel import HOST_MEMORY, UNIT_STORES, ModelParallelConfig
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.memory.offload.placement import host_ranges, host_slots
 from megatron.training.config.problem import Problem
@@ -86,6 +86,14 @@ class ActivationFlags:
             yield Problem("--cpu-offloading-num-layers", layers, rule, near)
 
 
+@extension_flags("weights in host memory", may_change=True, rules=f"{HERE}.weight_rules:problems")
+@dataclass(frozen=True)
+class HostWeightFlags:
+    offload_weights: bool = flag(False)
+    """Keep weights and their gradients in host memory, beside the optimizer's states. Layers, embedding and output
+    layer are copied to the device ahead of each pass that needs them; gradients leave it behind each backward."""
+
+
 def _layers(config: ModelParallelConfig) -> int:
     options = config.options(ActivationFlags)
     return options.cpu_offloading_num_layers if options.cpu_offloading else 0
@@ -101,6 +109,12 @@ def _fraction(optimizer: OptimizerConfig) -> float:
     options = optimizer.options(HostStateFlags)
     return options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
 
+
+UNIT_STORES.register(
+    "host",
+    f"{HERE}.streamed_units:HostUnitStore",
+    when=lambda config: config.options(HostWeightFlags).offload_weights,
+)
 
 HOST_MEMORY.register(
     "host",

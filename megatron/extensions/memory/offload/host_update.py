@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.host_to_device import HostCopy
+from megatron.core.host_to_device import HostCopy, threads_on_host
 from megatron.core.optimizer.optimizer import Rates, Shard, ShardUpdate, StepValues
 from megatron.extensions.memory.offload.flags import HostStateFlags
 from megatron.extensions.memory.offload.placement import host_slots
@@ -50,6 +50,20 @@ class CopyQueue:
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
+    @contextmanager
+    def after_copies(self) -> Iterator[None]:
+        """What is launched within the block waits for the copies started so far; later work of the device does not."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def synchronize(self) -> None:
+        """Waits, on the host, for the copies started so far."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def join(self) -> None:
         """Makes the current stream wait for the copies started so far."""
         if self._stream is not None:
@@ -80,17 +94,6 @@ class Slots:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    """Sets the number of threads of torch's operations on the host; torchrun leaves one to each rank."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class HostUpdate:
     """Updates `shards`, whose states are in host memory, each by its chain of `chains`."""
 
@@ -103,10 +106,13 @@ class HostUpdate:
     ) -> None:
         """`threads`: of the update, by default torch's."""
         options = config.options(HostStateFlags)
-        number, elements = host_slots([shard.numel for shard in shards])
-        self.shards, self.chains = shards, chains
+        copied = [pair for pair in zip(shards, chains, strict=True) if not pair[0].bucket.on_host]
+        self.shards, self.chains = [shard for shard, _ in copied], [chain for _, chain in copied]
+        """Those whose gradients and parameters are on the device."""
+        self._here = [pair for pair in zip(shards, chains, strict=True) if pair[0].bucket.on_host]
+        number, elements = host_slots([shard.numel for shard in self.shards])
         params, grads = shards[0].device_params, shards[0].device_grads
-        self.device = params.device
+        self.device = shards[0].bucket.device
         on_gpu = self.device.type == "cuda"
         self._grads = Slots(number, elements, grads.dtype, on_gpu and options.pin_cpu_grads)
         self._params = Slots(number, elements, params.dtype, on_gpu and options.pin_cpu_params)
@@ -136,16 +142,16 @@ class HostUpdate:
         skip, updates, factor = (torch.tensor(value, dtype=torch.float64) for value in scalars.read())
         if skip > 0:
             return
-        with _threads(self._threads):
+        with threads_on_host(self._threads):
+            values, used = StepValues(rates, skip, updates), factor if scaled else None
             for chunk, (shard, chain) in enumerate(zip(self.shards, self.chains, strict=True)):
-                shard.attach(self._grads.ready(chunk)[: shard.numel], self._params.ready(chunk)[: shard.numel])
-                if scaled:
-                    chain.scale_gradients(factor)
-                chain.step(StepValues(rates, skip, updates))
-                shard.write_params()
+                grads, params = self._grads.ready(chunk)[: shard.numel], self._params.ready(chunk)[: shard.numel]
+                _update(shard, chain, grads, params, values, used)
                 self._start_params(chunk)
                 if chunk + self._number < len(self.shards):
                     self._start_grads(chunk + self._number)
+            for shard, chain in self._here:
+                _update(shard, chain, shard.device_grads, shard.device_params, values, used)
         self._to_device.join()
 
     def _start_grads(self, chunk: int) -> None:
@@ -155,3 +161,14 @@ class HostUpdate:
     def _start_params(self, chunk: int) -> None:
         shard = self.shards[chunk]
         self._params.start_copy(chunk, lambda slot: self._to_device.copy(slot[: shard.numel], shard.device_params))
+
+
+def _update(
+    shard: Shard, chain: ShardUpdate, grads: Tensor, params: Tensor, values: StepValues, factor: Tensor | None
+) -> None:
+    """Updates a shard from gradients in host memory, which are scaled by their factor there, into parameters there."""
+    shard.attach(grads, params)
+    if factor is not None:
+        chain.scale_gradients(factor)
+    chain.step(values)
+    shard.write_params()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
+from megatron.core.config.parallel import UNIT_STORES, DDPConfig, ModelParallelConfig
 from megatron.core.distributed.param_layout import (
     BucketLayout,
     BufferLayout,
@@ -61,6 +61,9 @@ class BufferBytes:
     host_slots: int = 0
     """Gradients and parameters that pass through host memory."""
 
+    host_units: int = 0
+    """Parameters and gradients of units in host memory."""
+
     rollback: int = 0
     """What updates ahead of the norm keep."""
 
@@ -77,7 +80,7 @@ class BufferBytes:
     @property
     def host(self) -> int:
         """In host memory."""
-        return self.host_states + self.host_slots
+        return self.host_states + self.host_slots + self.host_units
 
 
 def buffer_bytes(
@@ -85,13 +88,15 @@ def buffer_bytes(
     params_dtype: str,
     main_dtype: str,
     optimizer: OptimizerConfig,
-    shards_parameters: bool = False,
+    drops_parameters: bool = False,
     of_chain: tuple[int, int] = (0, 0),
+    units_on_host: bool = False,
 ) -> BufferBytes:
     """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per range of states.
 
     Of buffers `by_unit` what stays counts: whole units come on top. `of_chain` are the bytes of states that chains of
-    transforms keep on the device and on the host beside those in shards, and of states of callbacks.
+    transforms keep on the device and on the host beside those in shards, and of states of callbacks. With
+    `units_on_host`, parameters and gradients of these buffers are in host memory.
     """
     from megatron.core.optimizer.fused import states_of_shards  # which imports torch
 
@@ -106,9 +111,12 @@ def buffer_bytes(
         moments[place.on_host] += sum(state.nbytes(place.numel, main) for state in states[place.buffer])
     for on_host, size in enumerate(of_chain):
         moments[bool(on_host)] += size
-    slots, size = optimizer.host_slots([place.numel for place in ranges if place.on_host])
+    of_units = [buffer for buffer in buffers if buffer.by_unit and units_on_host]
+    here = [buffer for buffer in buffers if buffer not in of_units]
+    sent = [place.numel for place in ranges if place.on_host and buffers[place.buffer] in here]
+    slots, size = optimizer.host_slots(sent)
     rollback = 0
-    parameters = sum(buffer.kept(shards_parameters) for buffer in buffers) * params
+    parameters = sum(buffer.kept(drops_parameters) for buffer in here) * params
     if (late := late_update(optimizer)) is not None:
         aliased = plan.main_kind(optimizer, params_dtype, main_dtype) == "aliased"
         owned = sum(place.numel for place in ranges)
@@ -118,18 +126,20 @@ def buffer_bytes(
         rollback = kept(UpdateBytes(parameters, owned * gradient, main_bytes))
     return BufferBytes(
         parameters=parameters,
-        gradients=sum(buffer.kept(True) for buffer in buffers) * gradient,
+        gradients=sum(buffer.kept(True) for buffer in here) * gradient,
         main_parameters=mains[False],
         moments=moments[False],
         host_states=mains[True] + moments[True],
         host_slots=slots * size * (gradient + params),
+        host_units=sum(buffer.kept(True) * (params + gradient) for buffer in of_units),
         rollback=rollback,
     )
 
 
 @dataclass(frozen=True)
 class UnitsInFlight:
-    """Bytes of whole parameters (ZeRO-3) and whole gradients (ZeRO-2 and ZeRO-3) of units at their peaks."""
+    """Bytes of whole parameters (ZeRO-3) and whole gradients (ZeRO-2 and ZeRO-3) of units at their peaks; of both for
+    units in host memory."""
 
     parameters: int = 0
     gradients: int = 0
@@ -177,11 +187,12 @@ def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankS
     of_callbacks = callback_bytes(config, buffers)
     on_host = sum(size for name, size in of_callbacks.items() if CALLBACKS.facts(name).stored(config).on_host)
     of_chain = max(device) + sum(of_callbacks.values()) - on_host, max(host) + on_host
-    memory = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters, of_chain)
+    drops = ddp.drops_parameters(parallel)
+    memory = buffer_bytes(buffers, *dtypes, optimizer, drops, of_chain, units_on_host(parallel))
     frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta))
     memory = replace(memory, parameters=memory.parameters + frozen * DTYPE_BYTES[parallel.params_dtype])
     elements = sum(prod(shape) for _, shape in shapes)
-    in_flight = _units_in_flight(buffers, config, mine)
+    in_flight = _units_in_flight(buffers, config, mine, microbatches_of(config, dims) > 1)
     return RankStates(pp_rank, tuple(mine), metas, elements, memory, in_flight, of_callbacks)
 
 
@@ -190,8 +201,13 @@ def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[Param
     optimizer, ddp = config.optimizer, config.ddp
     trained = [(meta, local_shape(meta, dims)) for meta in metas if not optimizer.freezes(meta)]
     sizes = dims.shards(False), dims.shards(True), ddp.ddp_bucket_size
-    apart = gathered_format(config.parallel) is not None
-    return plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart, ddp.shards_gradients)
+    apart, unit_ranks = gathered_format(config.parallel) is not None, ddp.unit_ranks(config.parallel)
+    return plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart, unit_ranks)
+
+
+def units_on_host(parallel: ModelParallelConfig) -> bool:
+    """Return whether parameters and gradients of units are kept in host memory."""
+    return parallel.unit_store is not None and UNIT_STORES.facts(parallel.unit_store).on_host
 
 
 def callback_bytes(config: RunConfig, buffers: Sequence[BufferLayout]) -> dict[str, int]:
@@ -226,10 +242,13 @@ def chain_bytes(
     return plan.bytes_by_place(main), plan.bytes_by_place(main, on_host=True)
 
 
-def _units_in_flight(buffers: Sequence[BufferLayout], config: RunConfig, stages: Sequence[Stage]) -> UnitsInFlight:
+def _units_in_flight(
+    buffers: Sequence[BufferLayout], config: RunConfig, stages: Sequence[Stage], several: bool
+) -> UnitsInFlight:
     """Two units at a time are whole: the one that is computed and the next one; or, of gradients, the one that is
-    computed and the bucket that is reduced. Exact for one stage a rank without multi-token prediction, one unit too
-    few or too many otherwise."""
+    computed and the bucket that is reduced. Of units in host memory a third one's gradients are on their way to the
+    device, from the second micro-batch on. Exact for one stage a rank without multi-token prediction, one unit too few
+    or too many otherwise."""
     buckets = _buckets_of_units(buffers)
     if not buckets:
         return UnitsInFlight()
@@ -249,11 +268,17 @@ def _units_in_flight(buffers: Sequence[BufferLayout], config: RunConfig, stages:
         last = buckets[before][-1]
         size = last.stop - last.start
         reduced.append(((wholes[computed] + size) * main, _reduction_bytes(size, last.num_shards, parallel, ddp)))
+    if units_on_host(parallel) and several:
+        for after, computed, before in zip(backward, backward[1:], backward[2:], strict=False):
+            first, last = buckets[after][0], buckets[before][-1]
+            size = last.stop - last.start + (first.stop - first.start if first.num_shards == 1 else 0)
+            added = _reduction_bytes(last.stop - last.start, last.num_shards, parallel, ddp)
+            reduced.append(((wholes[computed] + size) * main, added))
     gradients = max(whole for whole, _ in [*reduced, *alone])
     with_reductions = max(whole + beside for whole, beside in [*reduced, *alone])
 
     return UnitsInFlight(
-        parameters=max(gathered) * DTYPE_BYTES[parallel.params_dtype] if ddp.shards_parameters else 0,
+        parameters=max(gathered) * DTYPE_BYTES[parallel.params_dtype] if ddp.drops_parameters(parallel) else 0,
         gradients=(wholes[EMBEDDING] * main if held else 0) + gradients,
         reductions=with_reductions - gradients,
     )
@@ -284,6 +309,8 @@ def _reduction_bytes(size: int, num_shards: int, parallel: ModelParallelConfig, 
     """Bytes that the reduction of `size` elements takes beside them. Blocks that gloo exchanges are not counted: GPUs
     have none."""
     dtype = parallel.params_dtype if ddp.grad_reduce_in_bf16 else parallel.main_dtype
+    if num_shards == 1:
+        return 0  # gradients of one rank are copied as they are
     rounded = size if dtype != parallel.main_dtype else 0
     return (rounded + size // num_shards) * DTYPE_BYTES[dtype]
 
@@ -395,7 +422,7 @@ def come_and_go(plan: RankStates, held: RankActivations, config: RunConfig) -> i
     """Bytes that come and go: temporary tensors, whole units, and copies of weights in fp8, of whole units alone where
     parameters are sharded."""
     copies = held.weight_copies
-    if config.ddp.shards_parameters and plan.in_flight.parameters:
+    if config.ddp.drops_parameters(config.parallel) and plan.in_flight.parameters:
         whole = plan.parameters * DTYPE_BYTES[config.parallel.params_dtype]
         copies = copies * plan.in_flight.parameters // max(whole, plan.in_flight.parameters)
     return held.working + copies + plan.in_flight.total

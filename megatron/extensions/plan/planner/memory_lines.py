@@ -14,6 +14,7 @@ from megatron.extensions.plan.planner.memory import (
     RankStates,
     dtype_of_states,
     states_of_callbacks,
+    units_on_host,
 )
 from megatron.extensions.speed.fp8.flags import Fp8Flags
 from megatron.training.config.batch_size import byte_text, formats_of_states
@@ -67,11 +68,14 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
             f"{most_host.host_states:,} bytes of states, {most_host.host_slots:,} that gradients and parameters pass "
             "through"
         )
-    if config.ddp.shards_gradients:
-        what = "gradients and parameters" if config.ddp.shards_parameters else "gradients"
+    if config.ddp.unit_ranks(config.parallel) is not None:
+        what = "gradients and parameters" if config.ddp.drops_parameters(config.parallel) else "gradients"
+        where = "sharded too"
+        if units_on_host(config.parallel):
+            where = f"in host memory: at most {max(plan.memory.host_units for plan in plans):,} bytes"
         flying = max((plan.in_flight for plan in plans), key=lambda units: units.total)
         yield (
-            f"matrices' {what} sharded too; whole units count as working: at most {flying.parameters:,} bytes of "
+            f"matrices' {what} {where}; whole units count as working: at most {flying.parameters:,} bytes of "
             f"parameters, {flying.gradients:,} of gradients"
         )
     if config.optimizer.has_own_groups:

@@ -133,9 +133,9 @@ def held_bytes(run: TrainingRun | None) -> dict[str, int]:
     """Bytes that this rank has taken, as far as they are known."""
     held: dict[str, int] = {}
     if run is not None:
-        held["parameters"] = sum(buffer.param_data.nbytes for buffer in run.ddp.buffers)
-        held["gradients"] = sum(buffer.grad_data.nbytes for buffer in run.ddp.buffers)
-        held["optimizer"], held["states in host memory"] = run.optimizer.nbytes
+        held["parameters"], held["gradients"], host = run.ddp.nbytes
+        held["optimizer"], states = run.optimizer.nbytes
+        held["states in host memory"] = host + states
         if (offload := next(iter(run.stages.values())).decoder.offload) is not None:
             held["activations on host"] = offload.pool.nbytes
     if torch.cuda.is_available():

@@ -342,13 +342,10 @@ class Tracer(Callback):
 def held_bytes(run: RunView) -> dict[str, int]:
     """Bytes that this rank holds by category, and on GPUs the rest at the highest point so far; of the process on CPU,
     which has torch's code and data too."""
-    ddp, optimizer = run.optimizer.ddp, run.optimizer
-    held = {
-        "weights": sum(buffer.param_data.nbytes for buffer in ddp.buffers),
-        "gradients": sum(buffer.grad_data.nbytes for buffer in ddp.buffers),
-        "optimizer": optimizer.nbytes[0],
-        "host": optimizer.nbytes[1],
-    }
+    ddp = run.optimizer.ddp
+    parameters, gradients, of_units = ddp.nbytes
+    states, on_host = run.optimizer.nbytes
+    held = {"weights": parameters, "gradients": gradients, "optimizer": states, "host": on_host + of_units}
     if ddp.device.type == "cuda":
         held["activations and working"] = torch.cuda.max_memory_allocated() - sum(list(held.values())[:3])
     else:

@@ -320,13 +320,14 @@ def _state_bytes(meta: ParamMeta, shards: int, config: RunConfig) -> int:
     ddp = config.ddp
     parallel = config.parallel
     shape = (shards * ELEMENTS // ALIGNMENT, ALIGNMENT)
-    buffers = plan_buffers([(meta, shape)], shards, shards, None, optimizer.group_of, (), False, ddp.shards_gradients)
+    unit_ranks = ddp.unit_ranks(parallel)
+    buffers = plan_buffers([(meta, shape)], shards, shards, None, optimizer.group_of, (), False, unit_ranks)
     dtypes = parallel.params_dtype, parallel.main_dtype
     of_chain = 0
     if not optimizer.updates_together:
         dims = ParallelDims(dp=shards)
         of_chain = chain_bytes(buffers, optimizer, dims, 0, DTYPE_BYTES[parallel.main_dtype])[0][0]
-    found = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters, (of_chain, 0))
+    found = buffer_bytes(buffers, *dtypes, optimizer, ddp.drops_parameters(parallel), (of_chain, 0))
     if optimizer.whole_roles:  # states lie where the matrix is updated
         return found.parameters + found.gradients
     return found.total

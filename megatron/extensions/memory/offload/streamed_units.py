@@ -1,0 +1,272 @@
+"""Weights in host memory (--offload-weights): the matrices of a unit are on the device only while a pass needs them.
+
+A unit is a transformer layer, or a module outside of layers with matrices of its own: the embedding and the output
+layer are streamed like layers. What is kept between passes, parameters and fp32 sums of gradients, is in host memory,
+where the optimizer updates it; vectors such as norms and biases stay on the device. As in ZeRO-Infinity (Rajbhandari
+et al., arXiv 2104.07857, section 5) and L2L (Pudipeddi et al., arXiv 2002.05645):
+
+- parameters of the unit that comes next are copied to the device while a unit computes, forward and backward;
+- gradients of a unit leave the device while the next one computes, into the sums on the host themselves;
+- from the second micro-batch on, the sum of a unit comes back to the device before its backward adds to it, as if it
+  had never left: so every sum has the bits that it has without offloading, and the host adds nothing.
+
+`UnitSharding` decides when a unit is needed and which one comes next; here is where its bytes come from and go to. At
+most two units' parameters are on the device, and at most three units' gradients: one that leaves, one that is added to,
+and one that comes. Among several data-parallel ranks (ZeRO-3) each keeps its shards on its host; these are copied, then
+gathered, and reduced shards are added to the sums on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from megatron.core.collectives import Pending, start_all_gather
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer, WholeUnits
+from megatron.core.distributed.param_layout import BucketLayout
+from megatron.core.distributed.unit_sharding import (
+    AHEAD,
+    WAIT_REDUCED,
+    Order,
+    ShardedUnits,
+    Unit,
+    UnitBucket,
+    UnitSharding,
+)
+from megatron.core.init import alloc_storage
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.core.transformer.recompute import computing_again
+from megatron.extensions.memory.offload.host_update import CopyQueue
+from megatron.extensions.memory.offload.page_locked import host_zeros
+
+ALONE = Axis()
+
+
+@dataclass(eq=False)
+class Arrival(Pending):
+    """A copy to the device in flight."""
+
+    queue: CopyQueue | None = None
+    event: torch.cuda.Event | None = None
+
+    def wait(self) -> Tensor:
+        """Makes what is launched from now on wait for the copy."""
+        if self.queue is not None:
+            self.queue.wait(self.event)
+            self.queue = self.event = None
+        return self.result
+
+
+class HostUnitStore(ShardedUnits):
+    """Units of one rank in host memory, and the two directions of their copies."""
+
+    def __init__(self, config: ModelParallelConfig, device: torch.device) -> None:
+        self.device = torch.device(device)
+        self.to_host, self.to_device = CopyQueue(self.device), CopyQueue(self.device)
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return host_zeros(numel, dtype, pinned=device.type == "cuda")
+
+    def bucket(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> Bucket:
+        return StreamedBucket(layout, buffer, self)
+
+    def hooks(
+        self,
+        modules: Sequence[nn.Module],
+        params: Sequence[nn.Parameter],
+        buckets: Sequence[Bucket],
+        shards_params: bool,
+        queue: WeightGradQueue | None,
+        casts: WeightCasts | None,
+    ) -> WholeUnits:
+        units = StreamedUnits(modules, params, buckets, shards_params, queue, casts)
+        units.store = self
+        return units
+
+    def start_fetch(self, shard: Tensor, whole: Tensor, axis: Axis) -> Pending:
+        """Starts to copy a shard from the host, and to gather `whole` from those of all ranks. The memory of `whole`
+        may have been another tensor's just now: the copy waits for what has been launched."""
+        part = whole.chunk(axis.size)[axis.rank]
+        self.to_device.start_after()
+        event = self.to_device.copy(shard, part)
+        if axis.size == 1:
+            return Arrival(whole, queue=self.to_device, event=event)
+        with self.to_device.after_copies():
+            return start_all_gather(part, axis, out=whole)
+
+    def start_send(self, source: Tensor, target: Tensor) -> Arrival:
+        """Starts to copy to the host what has been launched."""
+        self.to_host.start_after()
+        return Arrival(target, queue=self.to_host, event=self.to_host.copy(source, target))
+
+
+class StreamedBucket(UnitBucket):
+    """Bucket of one unit, whose `param_shard` and `grad_shard` are in host memory."""
+
+    on_host = True
+
+    def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer, store: HostUnitStore) -> None:
+        self.store = store
+        self.summed = False
+        """True if `grad_shard` is the sum of this step's micro-batches so far, and not of the step before."""
+        self.adding = False
+        """True once the micro-batch at hand has added to whole gradients."""
+        self._coming: Pending | None = None
+        self._leaving: Pending | None = None
+        super().__init__(layout, buffer)
+
+    def start_gather(self) -> None:
+        if not self.whole_params:
+            alloc_storage(self.params)
+            self._param_sync = self.store.start_fetch(self.param_shard, self.params, self.axis)
+            self.whole_params = True
+
+    def open_grads(self) -> None:
+        """Makes room for contributions, and starts to fetch the sum so far. `await_sum` before the first one."""
+        if self.whole_grads or not self.returns:
+            super().open_grads()
+            return
+        self.finish_grad_sync()
+        alloc_storage(self.grads)
+        self._coming = self.store.start_fetch(self.grad_shard, self.grads, ALONE)
+        self.whole_grads = True
+
+    @property
+    def returns(self) -> bool:
+        """True if a sum comes back to be added to: that of one rank, which has begun."""
+        return self.summed and self.axis.size == 1
+
+    def await_sum(self) -> None:
+        """Waits for the sum that `open_grads` fetches."""
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+
+    def start_grad_sync(self) -> None:
+        self.adding = False
+        if self.axis.size > 1:
+            super().start_grad_sync()
+            return
+        self.finish_grad_sync()
+        if self.whole_grads:
+            self.await_sum()
+            self.zero_stale_grads()
+            self._leaving = self.store.start_send(self.grads, self.grad_shard)
+            self.summed = True
+
+    def finish_grad_sync(self) -> None:
+        if self._leaving is not None:
+            with record_function(WAIT_REDUCED):
+                self._leaving.wait()
+            self._leaving = None
+            self.drop_grads()
+        elif self._reduced is not None:
+            with record_function(WAIT_REDUCED):
+                self._add_to_sum(self._reduced.wait())
+            self._reduced = None
+            self.drop_grads()
+
+    def _add_to_sum(self, reduced: Tensor) -> None:
+        if self.summed:
+            total = self.grads.chunk(self.axis.size)[self.axis.rank]  # which has been reduced
+            self.store.start_fetch(self.grad_shard, total, ALONE).wait()
+            reduced = total.add_(reduced)
+        self.store.start_send(reduced, self.grad_shard).wait()
+        self.summed = True
+
+    def drop_grads(self) -> None:
+        assert self._leaving is None, "gradients on their way"
+        self.await_sum()
+        self.adding = False
+        super().drop_grads()
+
+    def gather_grads_(self) -> None:
+        if self.axis.size > 1:
+            super().gather_grads_()
+        else:
+            self.open_grads()
+            self.await_sum()
+
+    def settle_sum(self) -> None:
+        """Ends a step: a sum that nothing was added to is zero."""
+        if not self.summed:
+            self.grad_shard.zero_()
+            self.summed = True
+
+
+class StreamedUnits(UnitSharding):
+    """Hooks of the units of one rank, which are in host memory."""
+
+    buckets: Sequence[StreamedBucket]
+    store: HostUnitStore
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        params: Sequence[nn.Parameter],
+        buckets: Sequence[Bucket],
+        shards_params: bool,
+        queue: WeightGradQueue | None,
+        casts: WeightCasts | None,
+    ) -> None:
+        super().__init__(modules, params, buckets, shards_params, queue, casts)
+        self.course = Order[Unit | StreamedBucket]()
+        """Passes of units, and first additions to buckets, by which the next sum is fetched ahead."""
+        self._forward_since = False
+        """True if a forward pass has begun since gradients were last sent."""
+
+    def begin_step(self, microbatches: int) -> None:
+        super().begin_step(microbatches)
+        self.course.begin(microbatches)
+
+    def zero_sums(self) -> None:
+        for bucket in self.buckets:
+            bucket.summed = False
+
+    def finish_grad_sync(self) -> None:
+        super().finish_grad_sync()
+        self.course.end()
+        for bucket in self.buckets:
+            bucket.settle_sum()
+        self.store.to_host.synchronize()  # the host reads the sums next
+        self.store.to_device.synchronize()  # and then writes the parameters
+
+    def _acquire(self, unit: Unit) -> None:
+        super()._acquire(unit)
+        self.course.ask(unit)
+        self._fetch_ahead()
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: tuple[object, ...]) -> None:
+        self._forward_since = self._forward_since or not computing_again()
+        super()._before_forward(unit, module, args)
+
+    def _open(self, bucket: UnitBucket) -> None:
+        assert isinstance(bucket, StreamedBucket)
+        if not bucket.adding:
+            self._make_room()
+            super()._open(bucket)
+            bucket.adding = True
+            self.course.ask(bucket)
+            self._fetch_ahead()
+        bucket.await_sum()
+
+    def _fetch_ahead(self) -> None:
+        """Starts to fetch the sum that is added to next, if it is needed soon."""
+        following = next((each for each in self.course.following(AHEAD) if isinstance(each, StreamedBucket)), None)
+        if following is not None and following.returns and not following.whole_grads:
+            self._make_room()
+            following.open_grads()
+
+    def _make_room(self) -> None:
+        """Frees gradients that were sent before the last forward passes: those of a backward pass' last unit have
+        arrived long ago."""
+        if self._forward_since:
+            self._finish(0)
+            self._forward_since = False

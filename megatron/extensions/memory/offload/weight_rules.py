@@ -1,0 +1,64 @@
+"""Rules of --offload-weights. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.extensions.memory.offload.flags import HostStateFlags, HostWeightFlags
+from megatron.training.config.problem import Problem
+from megatron.training.config.rules.pipeline import unsharded_by
+from megatron.training.config.run_config import RunConfig
+
+NAME = "--offload-weights"
+
+
+def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """What must be given beside it, and what cannot be."""
+    if not c.options(HostWeightFlags).offload_weights:
+        return
+    states = c.options(HostStateFlags)
+    if not states.optimizer_cpu_offload:
+        rule = "needs --optimizer-cpu-offload: weights are updated where they are, in host memory"
+        yield Problem(NAME, None, rule, f"add it, or remove {NAME}")
+    elif states.optimizer_offload_fraction < 1:
+        fraction = f"--optimizer-offload-fraction {states.optimizer_offload_fraction}"
+        rule = "needs all states in host memory: weights are updated there"
+        yield Problem(NAME, None, rule, f"remove {fraction}, or {NAME}")
+    if not c.optimizer.use_distributed_optimizer:
+        flag, other = unsharded_by(c)
+        yield Problem(NAME, None, f"cannot be combined with {flag}: the host keeps shards", other)
+    yield from _ranks(c, world_size)
+    yield from _others(c)
+
+
+def _ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Among several data-parallel ranks each keeps its shards, as ZeRO-3 divides them."""
+    if c.parallel.num_distributed_optimizer_instances > 1:
+        instances = f"--num-distributed-optimizer-instances {c.parallel.num_distributed_optimizer_instances}"
+        yield Problem.exclusive(NAME, None, instances, "gradients of instances are added up on devices")
+    try:
+        dims = ParallelDims.from_config(c.parallel, world_size)
+    except (ValueError, ZeroDivisionError):
+        return  # another rule says so
+    ranks = max(dims.shards(False), dims.shards(True))
+    if ranks > 1 and not c.ddp.shards_parameters:
+        flag = "--data-parallel-sharding-strategy optim_grads_params"
+        rule = f"needs {flag} among {ranks} data-parallel ranks: each keeps its shards of weights on its host"
+        yield Problem(NAME, None, rule, f"add {flag}, or remove {NAME}")
+
+
+def _others(c: RunConfig) -> Iterator[Problem]:
+    """Flags of extensions that read or write weights where they are not, by their field."""
+    given = {field: getattr(options, field) for options in c.extension_options for field in vars(options)}
+    for field, value, text, why in (
+        ("cuda_graph_impl", "local", "--cuda-graph-impl local", "memory of weights comes and goes during the passes"),
+        ("fp8_param_gather", True, "--fp8-param-gather", "weights are copied in the parameters' format"),
+    ):
+        if given.get(field) == value:
+            yield Problem.exclusive(NAME, None, text, why)
+    for field, name in (("ema_decay", "--ema-decay"), ("ema_half_life_tokens", "--ema-half-life-tokens")):
+        if given.get(field) is not None:
+            yield Problem.exclusive(NAME, None, name, "averages are kept and updated on the device")
+    if c.parallel.schedule == "2bw":
+        yield Problem.exclusive(NAME, None, "--pipeline-schedule 2bw", "both versions of weights are on the device")
