@@ -75,6 +75,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         "muP and CompleteP: what was tuned on a small model holds for a wide and deep one",
         needs=("optimizers",),
     ),
+    BuiltIn("optim/schedules", "learning rates of several pieces, and decayed branches of a run"),
     BuiltIn("operate/checkpoint_cleanup", "deletion of older checkpoints: the newest, every N-th or the best are kept"),
     BuiltIn("operate/object_storage", "checkpoints, metrics and exports on s3://, gs:// and other URLs of fsspec"),
     BuiltIn(

@@ -1,0 +1,139 @@
+"""Flags of schedules of pieces and of branches, and their rules. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.optimizers import LR_SCHEDULES
+from megatron.core.dist_checkpointing.file_storage import located
+from megatron.extensions.optim.schedules.pieces import DECAYS, EXAMPLE, lengths, parse, without_tokens
+from megatron.training.config.batch_size import legal_sizes, samples_of_run
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS, extension_flags
+
+STYLE = "pieces"
+"""The --lr-decay-style of schedules of pieces."""
+
+REPLACED = (OptimizerConfig.lr_decay_style, "constant", STYLE)
+"""Styles that the pieces replace: the default, and that of phases without a rate of their own, as rules judge them."""
+
+OTHERS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
+"""Fields whose warm-up a schedule of pieces replaces."""
+
+
+def reads(config: RunConfig) -> RunConfig:
+    """The configuration with the text of --lr-schedule-file. Raises ValueError."""
+    options = config.options(ScheduleFlags)
+    if options.lr_schedule_file is None:
+        return config
+    try:
+        text = Path(options.lr_schedule_file).read_text(encoding="utf-8")
+        pieces = parse(text)
+    except ValueError as error:
+        rule = "is no text in UTF-8; give a file of pieces" if isinstance(error, UnicodeDecodeError) else error
+        raise ValueError(f"--lr-schedule-file {options.lr_schedule_file}: {rule}") from None
+    text = ", ".join(map(str, pieces))
+    if options.lr_schedule not in (None, text):
+        rule = f"says {text}, and --lr-schedule {options.lr_schedule}; keep one of them"
+        raise ValueError(f"--lr-schedule-file {options.lr_schedule_file}: {rule}")
+    return config.with_options(ScheduleFlags(lr_schedule=text))
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """The configuration whose learning rate follows the pieces, lengths in samples."""
+    options, optimizer = config.options(ScheduleFlags), config.optimizer
+    if options.lr_schedule is None or optimizer.lr_decay_style not in REPLACED:
+        return config
+    try:
+        text = without_tokens(options.lr_schedule, max(1, config.model.seq_length))
+    except ValueError:
+        return config  # the rules say what is wrong
+    config = replace(config, optimizer=replace(optimizer, lr_decay_style=STYLE))
+    return config.with_options(ScheduleFlags(lr_schedule=text))
+
+
+@extension_flags("schedules of pieces", may_change=True, reads=reads, resolve=resolve)
+@dataclass(frozen=True)
+class ScheduleFlags:
+    """A learning rate of several pieces."""
+
+    lr_schedule: str | None = None
+    """Pieces of the learning rate, divided by commas: `warm-up 1%, hold rest, 1-sqrt 20%`. A piece is a shape (warm-up,
+    hold, linear, cosine, sqrt, 1-sqrt, power), a length (a percentage of the decay length, `2B tokens`, `5e6 samples`,
+    or the `rest`), and `to F`, its last rate as a factor of --lr; by default 1 for a warm-up, --min-lr for a decay.
+    `power` has an exponent of the samples so far, and may have `after LENGTH`, from where on it falls."""
+
+    lr_schedule_file: str | None = flag(None, path="local")
+    """The same in a file, a piece on each line; # begins a comment. The run keeps its text, not its name."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        name, optimizer = "--lr-schedule", config.optimizer
+        if self.lr_schedule is None:
+            if optimizer.lr_decay_style == STYLE:
+                yield Problem("--lr-decay-style", STYLE, "needs --lr-schedule", f"add it, {EXAMPLE}")
+            return
+        if optimizer.lr_decay_style not in REPLACED:
+            yield Problem.exclusive(name, self.lr_schedule, f"--lr-decay-style {optimizer.lr_decay_style}")
+        for field in OTHERS:
+            if getattr(optimizer, field):
+                flag_name, why = f"--{field.replace('_', '-')}", "warm-up is a piece of the schedule"
+                yield Problem.exclusive(flag_name, getattr(optimizer, field), name, why)
+        try:
+            pieces = parse(without_tokens(self.lr_schedule, max(1, config.model.seq_length)))
+            if (total := _length(config)) is not None:
+                lengths(pieces, total)
+        except ValueError as error:
+            rule, _, remedy = str(error).partition("; ")
+            yield Problem(name, self.lr_schedule, rule, remedy)
+
+
+def _length(config: RunConfig) -> int | None:
+    """Samples of the schedule; None where the data know it."""
+    optimizer, training = config.optimizer, config.training
+    iterations, samples = optimizer.lr_decay_iters or training.train_iters, samples_of_run(config)
+    if training.train_iters is not None and iterations is not None:
+        return legal_sizes(config).samples(iterations)
+    return optimizer.lr_decay_samples or samples
+
+
+@extension_flags("branches of a run", may_change=True, reads=f"{__package__}.branch:with_branch")
+@dataclass(frozen=True)
+class BranchFlags:
+    """A decayed branch of a run whose learning rate is constant."""
+
+    branch_from: str | None = flag(None, path="stored", needs="--decay-tokens")
+    """Checkpoint of another run, or its folder for the latest one, from which this run goes on: with its data order and
+    optimizer states, into a --save of its own, with a learning rate that decays over --decay-tokens. Afterwards the run
+    ends. The same command resumes the branch."""
+
+    decay_tokens: int | None = flag(None, above=0, needs="--branch-from")
+    """--branch-from: tokens of the branch, rounded up to whole steps."""
+
+    decay_shape: str = flag("1-sqrt", choices=tuple(DECAYS), no_effect_without="--branch-from")
+    """--branch-from: shape of the decay from the rate of the checkpoint to --min-lr."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        source, save = self.branch_from, config.checkpoint.save
+        ramp = config.optimizer.weight_decay_incr_style
+        if source is None:
+            return
+        if save is None:
+            yield Problem("--branch-from", source, "needs --save", "add --save, a folder for the branch")
+        elif located(save) in (located(source), located(source).parent):
+            yield Problem("--save", save, f"is the folder of --branch-from {source}", "give the branch another folder")
+        if ramp != OptimizerConfig.weight_decay_incr_style:
+            why = "a branch keeps the weight decay of its run only if it is constant"
+            yield Problem.exclusive("--branch-from", source, f"--weight-decay-incr-style {ramp}", why)
+
+
+LR_SCHEDULES.register(STYLE, f"{__package__}.rates:pieces")
+CALLBACKS.register(
+    "branch",
+    f"{__package__}.branch:BranchOrigin",
+    when=lambda config: config.options(BranchFlags).branch_from is not None,
+)

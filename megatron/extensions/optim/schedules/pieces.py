@@ -1,0 +1,205 @@
+"""A schedule of learning rates as pieces, each a shape and a length: `warm-up 1%, hold rest, 1-sqrt 20%`. No torch.
+
+Lengths are in samples, tokens or percent of the schedule, so that a schedule means the same under a batch-size ramp-up
+and at a resume. A rate is a factor of the peak, --lr.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda ratio: 1.0 - ratio,
+    "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
+    "sqrt": lambda ratio: math.sqrt(1.0 - ratio),
+    "1-sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
+}
+"""What is left of the way from a piece's first rate to its last at a share of its length. 1-sqrt: arXiv 2405.18392."""
+
+SHAPES = ("warm-up", "hold", *DECAYS, "power")
+REST = "rest"
+UNITS = ("%", "samples", "tokens")
+SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+EXAMPLE = "for example `warm-up 1%, hold rest, 1-sqrt 20%`"
+
+LENGTH = re.compile(rf"([0-9.]+(?:e[0-9]+)?)([KMBT]?)\s*({'|'.join(UNITS)})|{REST}")
+
+
+@dataclass(frozen=True)
+class Length:
+    """A number of samples or tokens, a percentage of the schedule, or the rest of it."""
+
+    amount: float
+    unit: str
+
+    def __str__(self) -> str:
+        return self.unit if self.unit == REST else f"{_text(self.amount)}{' ' if self.unit != '%' else ''}{self.unit}"
+
+    def in_samples(self, total: float) -> float:
+        """Its samples in a schedule of `total` samples. Tokens are converted before a run (`without_tokens`)."""
+        assert self.unit in ("%", "samples"), self.unit
+        return self.amount if self.unit == "samples" else self.amount / 100 * total
+
+
+def _text(value: float) -> str:
+    """The shortest text that reads back as the same number."""
+    return str(int(value)) if value.is_integer() else repr(value)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One piece of a schedule."""
+
+    shape: str
+    length: Length
+    to: float | None = None
+    """Factor of the peak at its end; None: 1 for a warm-up, --min-lr for a decay."""
+
+    exponent: float | None = None
+    """power: exponent of the samples consumed since the start of the run."""
+
+    after: Length | None = None
+    """power: where the power law has the rate of the piece's beginning, which holds until there; None: at its
+    beginning."""
+
+    def __str__(self) -> str:
+        words = [self.shape, str(self.length)]
+        words += [] if self.to is None else [f"to {_text(self.to)}"]
+        words += [] if self.exponent is None else [f"exponent {_text(self.exponent)}"]
+        return " ".join([*words, *([] if self.after is None else [f"after {self.after}"])])
+
+
+@lru_cache(maxsize=64)
+def parse(text: str) -> tuple[Piece, ...]:
+    """The pieces of a text, divided by commas or line ends; `#` begins a comment. Raises ValueError."""
+    lines = [line.partition("#")[0] for line in text.splitlines()]
+    pieces = tuple(_piece(" ".join(each.split())) for line in lines for each in line.split(",") if each.strip())
+    if not pieces:
+        raise ValueError(f"names no piece; give some, {EXAMPLE}")
+    if sum(piece.length.unit == REST for piece in pieces) > 1:
+        raise ValueError(f"has more than one piece of the length `{REST}`; give the others a length")
+    return pieces
+
+
+def _piece(text: str) -> Piece:
+    shape, _, rest = text.partition(" ")
+    if shape not in SHAPES:
+        raise ValueError(f"`{text}` has no shape; begin it with one of {', '.join(SHAPES)}")
+    found = LENGTH.match(rest)
+    if found is None:
+        raise ValueError(f"`{text}` has no length; give it as 20%, 5e6 samples, 2B tokens or {REST}")
+    words: dict[str, str] = {}
+    for more in re.finditer(r"(\S+)\s+([^a-z\s]\S*(?:\s+(?:samples|tokens))?)\s*|\S+", rest[found.end() :].strip()):
+        if more[1] not in ("to", "exponent", "after") or more[1] in words:
+            raise ValueError(f"`{text}` has `{more[0].strip()}` behind its length; legal are to, exponent and after")
+        words[more[1]] = more[2]
+    piece = Piece(shape, _length(found), _number(text, words, "to"), _number(text, words, "exponent"))
+    if "after" in words:
+        if (after := LENGTH.fullmatch(words["after"])) is None:
+            raise ValueError(f"`{text}`: after needs a length such as 5% or 1B tokens")
+        piece = replace(piece, after=_length(after))
+    _check(text, piece)
+    return piece
+
+
+def _length(found: re.Match[str]) -> Length:
+    if found[0] == REST:
+        return Length(0.0, REST)
+    try:
+        return Length(float(found[1]) * SUFFIXES[found[2]], found[3])
+    except ValueError:
+        raise ValueError(f"`{found[0]}` is no length; give it as 20%, 5e6 samples or 2B tokens") from None
+
+
+def _number(text: str, words: dict[str, str], key: str) -> float | None:
+    try:
+        return float(words[key]) if key in words else None
+    except ValueError:
+        raise ValueError(f"`{text}`: {key} {words[key]} is not a number; correct it") from None
+
+
+def _check(text: str, piece: Piece) -> None:
+    power = piece.shape == "power"
+    if piece.length.unit == "%" and piece.length.amount > 100:
+        raise ValueError(f"`{text}` is longer than 100%; use at most 100%")
+    if piece.to is not None and not 0 <= piece.to < math.inf:
+        raise ValueError(f"`{text}`: to must be a factor of --lr of at least 0; for example to 0.1")
+    if piece.to is not None and (power or piece.shape == "hold"):
+        raise ValueError(f"`{text}`: {piece.shape} takes no `to`; remove it")
+    if power != (piece.exponent is not None) or (piece.exponent or -1.0) >= 0:
+        raise ValueError(f"`{text}`: power, and it alone, needs an exponent below 0; for example exponent -0.51")
+    if piece.after is not None and not power:
+        raise ValueError(f"`{text}`: {piece.shape} takes no `after`; remove it")
+
+
+def without_tokens(text: str, seq_length: int) -> str:
+    """The text with all tokens as samples of `seq_length` tokens. Raises ValueError as `parse`."""
+
+    def converted(length: Length) -> Length:
+        return Length(length.amount / seq_length, "samples") if length.unit == "tokens" else length
+
+    def of(piece: Piece) -> Piece:
+        after = piece.after and converted(piece.after)
+        return replace(piece, length=converted(piece.length), after=after)
+
+    return ", ".join(str(of(piece)) for piece in parse(text))
+
+
+def lengths(pieces: Sequence[Piece], total: float) -> list[float]:
+    """Samples of each piece in a schedule of `total` samples. Raises ValueError if they exceed it."""
+    fixed = sum(piece.length.in_samples(total) for piece in pieces if piece.length.unit != REST)
+    if fixed > total * (1 + 1e-9):
+        raise ValueError(f"its pieces have {fixed:g} samples, and the schedule has {total:g}; shorten some")
+    left = max(0.0, total - fixed)
+    return [left if piece.length.unit == REST else piece.length.in_samples(total) for piece in pieces]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates at the ends of pieces."""
+
+    first: float
+    """At the start of the first piece."""
+
+    peak: float
+    lowest: float
+    """At the end of a decay without `to`."""
+
+
+def rate_at(pieces: Sequence[Piece], samples: float, total: float, rates: Rates) -> float:
+    """The rate at a number of consumed samples, in a schedule of `total`. After the last piece its last rate holds."""
+    begin, rate = 0.0, rates.peak if pieces[0].shape != "warm-up" else rates.first
+    for piece, length in zip(pieces, lengths(pieces, total), strict=True):
+        inside = samples - begin < length
+        rate = _after(piece, rate, (begin, min(samples - begin, length), length), total, rates)
+        if inside:
+            break
+        begin += length
+    return rate
+
+
+def _after(piece: Piece, rate: float, place: tuple[float, float, float], total: float, rates: Rates) -> float:
+    """The rate in a piece that begins with `rate`; `place`: samples before it, in it so far, and its length."""
+    begin, here, length = place
+    ratio = here / length if length > 0 else 1.0
+    if piece.shape == "hold":
+        return rate
+    if piece.shape == "power":
+        knee = begin if piece.after is None else piece.after.in_samples(total)
+        assert piece.exponent is not None
+        return rate * min(1.0, (max(begin + here, 1.0) / max(knee, 1.0)) ** piece.exponent)
+    if piece.shape == "warm-up":
+        return rate + ((rates.peak if piece.to is None else piece.to * rates.peak) - rate) * ratio
+    end = rates.lowest if piece.to is None else piece.to * rates.peak
+    return end + DECAYS[piece.shape](ratio) * (rate - end)
+
+
+def absolute(text: str) -> Iterator[str]:
+    """The pieces whose lengths do not scale with the schedule."""
+    for piece in parse(text):
+        if any(length is not None and length.unit in ("samples", "tokens") for length in (piece.length, piece.after)):
+            yield str(piece)
