@@ -12,6 +12,7 @@ sequence parallelism [s/t, b, h].
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -79,6 +80,11 @@ class Hardware:
         """The parts of a loop that makes equal passes over the chunks of a sequence. A plan runs some passes for all,
         so no tensor that a pass makes may outlive the pass."""
         return parts
+
+    def at_one_time(self, count: int) -> AbstractContextManager[None]:
+        """Around `count` products of one shape that wait for each other nowhere, so that the device may compute several
+        of them at a time."""
+        return nullcontext()
 
 
 HARDWARE = Hardware()

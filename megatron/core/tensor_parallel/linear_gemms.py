@@ -92,6 +92,11 @@ class LinearGemms:
     adds_residual = True
     """True if `forward` takes an addend."""
 
+    splits_tokens = True
+    """True if the casts and products of some tokens are rows of those of all tokens, so that parts of a sequence can be
+    gathered and multiplied one by one, by `forward_rows_`, `input_grad_rows_`, `cast_grad_to_gather` and
+    `gathered_grad`."""
+
     grad_casts: GradCasts | None = None
     """Casts of gradients by other kernels; None where the GEMMs read them as they are, or scales are not known
     before."""
@@ -114,6 +119,26 @@ class LinearGemms:
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
         """dY [s, b, out], weight [..., in] -> dX [s, b, in]"""
         return dy[0].matmul(matrix_of(weight))
+
+    def forward_rows_(self, out: Tensor, x: Operand, weight: Tensor, bias: Tensor | None) -> None:
+        """out [n, out] = x Wᵀ + bias, for x [n, in] of some tokens."""
+        matrix = matrix_of(weight).t()
+        if bias is None:
+            torch.mm(x[0], matrix, out=out)
+        else:
+            torch.addmm(bias, x[0], matrix, out=out)
+
+    def cast_grad_to_gather(self, dy: Tensor) -> Operand:
+        """Casts dY [s/t, b, out] before a gather, for `input_grad_rows_`."""
+        return (dy,)
+
+    def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
+        """out [n, in] = dY W, for dY [n, out] of some tokens."""
+        torch.mm(dy[0], matrix_of(weight), out=out)
+
+    def gathered_grad(self, dy: Operand) -> Operand:
+        """What `cast_grad_to_gather` returned and a gather has made whole, as `add_weight_grad_` reads it."""
+        return dy
 
     def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """out [out, in] += dYᵀ X; with `overwrite` out = dYᵀ X"""

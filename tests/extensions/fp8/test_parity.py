@@ -227,6 +227,16 @@ def test_weights_gathered_in_fp8_change_no_bit(case: tuple[str, int, str]) -> No
     assert first_difference(found, plain, 0.0) is None
 
 
+PER_TENSOR = [needs("overlap", "delayed"), needs("overlap", "tensorwise")]
+
+
+@pytest.mark.grid("recipe", PER_TENSOR[:1], PER_TENSOR)
+def test_parts_that_overlap_with_collectives_are_cast_as_the_whole(recipe: str) -> None:
+    """Sums of two ranks have one order."""
+    plain, found = (third_step(recipe, 2, f"{SP} {how}") for how in ("", "--tp-comm-overlap"))
+    assert first_difference(found, plain, 0.0) is None
+
+
 def gathered_bytes(rank: int, world_size: int, flags: list[str]) -> int:
     """Bytes that this rank's gathers of parameters make whole in one step."""
     found, start = [], param_and_grad_buffer.start_all_gather

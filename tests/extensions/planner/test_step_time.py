@@ -36,7 +36,7 @@ CACHE = PlannerCache()
 @pytest.fixture(scope="module")
 def device() -> DeviceFile:
     plain = replace(read_device("h100"), links=LINKS, overlap_slowdown=0.0, launch_gap_us=0.0, sustained=1.0)
-    return replace(plain, step_overhead_ms=0.0, adapters_per_node=8)
+    return replace(plain, sustained_fp8=None, step_overhead_ms=0.0, ranks_overhead_ms=0.0, adapters_per_node=8)
 
 
 def replay(device: DeviceFile, *events: Event) -> dict[str, float]:
@@ -54,6 +54,21 @@ def test_a_collective_is_hidden_behind_a_product_and_the_rest_is_exposed(device:
     assert replay(device, start, *[GEMM] * 40, wait)["tp_communication"] == 0.0
     slowed = replace(device, overlap_slowdown=0.25)
     assert replay(slowed, start, *[GEMM] * 40, wait)["tp_communication"] == pytest.approx(gather / 4)
+
+
+def test_products_that_run_at_one_time_share_their_last_waves(device: DeviceFile) -> None:
+    """144 tiles of a part, on 132 multiprocessors, fill two waves by half; those of eight parts fill nine."""
+    part, whole = (1e-6 * device.gemm_us("bf16", rows, 9216, 18432) for rows in (512, 4096))
+    assert 8 * part > 1.3 * whole
+    parts = [Product("bf16", 512, 9216, 18432, at_one_time=8)] * 8
+    assert replay(device, *parts)["matmul"] == pytest.approx(whole)
+
+
+def test_a_step_sustains_more_of_the_rate_of_products_in_fp8(device: DeviceFile) -> None:
+    limited = replace(device, sustained=0.5, sustained_fp8=0.8)
+    for precision, share in (("bf16", 0.5), ("fp8", 0.8)):
+        product = replace(GEMM, precision=precision)
+        assert replay(limited, product)["matmul"] == pytest.approx(replay(device, product)["matmul"] / share)
 
 
 def test_collectives_of_an_axis_follow_each_other(device: DeviceFile) -> None:
@@ -152,7 +167,8 @@ def test_parts_sum_to_the_step_and_faster_hardware_never_makes_it_longer(flags: 
 
 def test_an_uneven_pipeline_is_bound_by_its_busiest_rank() -> None:
     """The first rank has one layer of eight and ends last: most of its time is idle, which bounds nothing."""
-    step = predicted("--pp 2 --decoder-first-pipeline-num-layers 1", read_device("h100"))
+    device = replace(read_device("h100"), step_overhead_ms=0.0, ranks_overhead_ms=0.0)
+    step = predicted("--pp 2 --decoder-first-pipeline-num-layers 1", device)
     assert step.parts["pipeline_bubble"] < 0.5 * step.bubble * step.seconds and step.bubble > 0.1
     assert predicted("", read_device("h100")).bubble == 0.0
     assert sum(step.parts.values()) == pytest.approx(step.seconds)
@@ -207,6 +223,32 @@ def test_published_runs_that_cost_little() -> None:
     found = list(compare([run for run in some if run.source == "dgxc"], CACHE))
     assert len(found) == 2
     assert all(abs(each.error) < 0.08 for each in found)
+
+
+WIDE = (
+    "--num-layers 1 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --vocab-size 1024 --lr 1e-3 --bf16 "
+    "--train-iters 1 --mock-data --global-batch-size 1 --tp 8 --sequence-parallel --disable-bias-linear"
+)
+
+
+@pytest.mark.parametrize("precision", [needs("overlap", ""), needs("overlap", "--fp8-format hybrid")])
+def test_collectives_that_overlap_with_products(precision: str) -> None:
+    """Their parts are products that run at one time, which are added to nothing, and no more is computed. In fp8 half
+    the bytes are gathered."""
+
+    def events(flags: str) -> list[Event]:
+        batch = MicroBatch.of(resolve(parse_args(f"{WIDE} {precision} {flags}".split()), 8))
+        (stage,) = CACHE.parts_of(batch, [Stage([0], False, False)])
+        return [event for part in stage for event in part.every]
+
+    plain, parts = events(""), events("--tp-comm-overlap")
+    work = [sum(e.m * e.n * e.k for e in each if isinstance(e, Product)) for each in (plain, parts)]
+    assert work[0] == work[1]
+    together = [event for event in parts if isinstance(event, Product) and event.at_one_time == 8]
+    assert len(together) == 6 * 8 and not any(event.sums for event in together)
+    sent = [event.moved for event in parts if isinstance(event, Collective) and event.kind == "send"]
+    of_part = 4096 // 8 * 2048
+    assert sorted(set(sent)) == ([of_part, 2 * of_part] if precision else [2 * of_part])
 
 
 def test_published_memory_of_a_pipeline() -> None:

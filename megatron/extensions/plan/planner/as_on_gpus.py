@@ -67,6 +67,9 @@ class Launches(Protocol):
     def some_of(self, parts: Sequence[T]) -> Iterable[T]:
         """The parts of a loop that are run, for all of them."""
 
+    def at_one_time(self, count: int) -> AbstractContextManager[None]:
+        """Around `count` products of which several may run at a time."""
+
 
 class Unrecorded:
     """`Launches` that records nothing, and runs loops whole."""
@@ -84,6 +87,9 @@ class Unrecorded:
 
     def some_of(self, parts: Sequence[T]) -> Iterable[T]:
         return parts
+
+    def at_one_time(self, count: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 UNRECORDED = Unrecorded()
@@ -255,6 +261,9 @@ class PlannedHardware(Hardware):
     def each(self, parts: Sequence[T]) -> Iterable[T]:
         return self.launches.some_of(parts)
 
+    def at_one_time(self, count: int) -> AbstractContextManager[None]:
+        return self.launches.at_one_time(count)
+
 
 @dataclass(frozen=True)
 class PlannedGPU(PlannedHardware):
@@ -367,9 +376,12 @@ class PlannedFunctions(PlannedRegions):
             return torch.ops.aten.lift_fresh(out)
         return out
 
-    def _dequantized_mm(self, a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def _dequantized_mm(
+        self, a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """a [n, k], b [m, k] -> [n, m]"""
-        out = torch.empty(a.values.shape[0], b.values.shape[0], dtype=out_dtype)
+        if out is None:
+            out = torch.empty(a.values.shape[0], b.values.shape[0], dtype=out_dtype)
         self.launches.product("fp8", a.values, b.values.t(), out, {})
         return out
 

@@ -141,11 +141,18 @@ class DeviceFile:
     """Share of the rates of products and attention that a step reaches: kernels alone run at higher clocks than a step
     that keeps the device at its power limit."""
 
+    sustained_fp8: Annotated[float, ABOVE_0, SHARE] | None = None
+    """The same for products in fp8, which take less energy for each byte of their operands and so lower the clocks
+    less; None for `sustained`."""
+
     overlap_slowdown: float = 0.0
     """Share of the time of a hidden collective by which it delays what is computed beside it."""
 
     step_overhead_ms: float = 0.0
     """Time of a step that depends on no shape: data, metrics, and the host between steps."""
+
+    ranks_overhead_ms: float = 0.0
+    """What several ranks add to that: at the ends of a step all of them wait for the slowest one and its host."""
 
     host_gb_per_second: Positive = 25.0
     """Rate of copies between the device and its host's memory, for offloading."""
@@ -175,6 +182,11 @@ class DeviceFile:
         rate = speed.tflops * k / (k + speed.half_depth)
         share = 1.0 if self.device_type == "cpu" or 1 in (m, n) else tile_share(m, n, self.multiprocessors, batches)
         return max(self.kernel_floor_us, 2.0 * batches * m * n * k / rate / 1e6 / share)
+
+    def sustained_share(self, precision: str) -> float:
+        """Share of the rate of products of a precision that a step reaches."""
+        own = self.sustained_fp8 if precision == "fp8" else None
+        return self.sustained if own is None else own
 
     def _gemm_speed(self, precision: str) -> GemmSpeed:
         if precision == "fp64" and precision not in self.gemm:

@@ -54,7 +54,7 @@ from megatron.extensions.plan.planner.as_on_gpus import (
     plans_fused_dropout,
 )
 from megatron.extensions.plan.planner.micro_batch import MicroBatch, in_a_layer
-from megatron.extensions.plan.planner.time.events import BufferCounts, PassEvents, StageMemory
+from megatron.extensions.plan.planner.time.events import BufferCounts, Collective, PassEvents, StageMemory, Wait
 from megatron.extensions.plan.planner.time.recorder import Recorder, done
 from megatron.extensions.speed.fp8.flags import Fp8Flags
 from megatron.training.config.flags import with_named
@@ -210,7 +210,8 @@ class FakeStages:
             if linear_format(self.parallel) is not None:  # the first micro-batch makes the copies of weights
                 found = self._recorded(stage)
             memory = replace(found.memory, weight_copies=self.casts.nbytes)
-        once = () if found is first else tuple(event for event in first.forward if event not in set(found.forward))
+        usual = {*found.forward} | {event for event in first.forward if isinstance(event, Collective | Wait)}
+        once = () if found is first else tuple(event for event in first.forward if event not in usual)
         return replace(found, once=once, memory=memory)
 
     def _recorded(self, stage: GPTModel) -> PassEvents:

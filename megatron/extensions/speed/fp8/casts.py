@@ -217,9 +217,15 @@ def multiplies_in_fp8(x: Tensor) -> bool:
 
 
 def scaled_mm(
-    a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None, fast_accumulation: bool = False
+    a: Scaled,
+    b: Scaled,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accumulation: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """fp8 GEMM: a [n, k], b [m, k], bias [m] -> a bᵀ + bias [n, m], summed in fp32 and rounded to `out_dtype`.
+    """fp8 GEMM: a [n, k], b [m, k], bias [m] -> a bᵀ + bias [n, m], summed in fp32 and rounded to `out_dtype`. Written
+    to `out`, if it is given and each operand has one scale.
 
     With a scale for each row, CUDA returns bf16 whatever `out_dtype`: the one dtype that all of torch's kernels return.
     The only place that knows kernels. Both operands are row-major, so that b's transpose is column-major, the only
@@ -230,12 +236,19 @@ def scaled_mm(
         return _block_scaled_mm(a, b, out_dtype, bias)
     by_row = a.scale.ndim == 2
     if not multiplies_in_fp8(a.values):
-        return dequantized_mm(a, b, out_dtype, bias)
+        return dequantized_mm(a, b, out_dtype, bias, out)
     if by_row and a.values.is_cuda:
         out_dtype = torch.bfloat16
     scale_b = b.scale.t() if by_row else b.scale
     return torch_private.scaled_mm(
-        a.values, b.values.t(), a.scale, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accumulation
+        a.values,
+        b.values.t(),
+        a.scale,
+        scale_b,
+        bias=bias,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accumulation,
+        **({} if out is None else {"out": out}),
     )
 
 
@@ -278,10 +291,13 @@ def _blocks_as_columns(scale: Tensor) -> Tensor:
 
 
 @torch_function
-def dequantized_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def dequantized_mm(
+    a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Computes `scaled_mm` without an fp8 kernel."""
-    out = a.dequantized() @ b.dequantized().t()
-    return (out if bias is None else out + bias.to(torch.float32)).to(out_dtype)
+    product = a.dequantized() @ b.dequantized().t()
+    rounded = (product if bias is None else product + bias.to(torch.float32)).to(out_dtype)
+    return rounded if out is None else out.copy_(rounded)
 
 
 @operation

@@ -22,11 +22,7 @@ TILE = 128
 @extension_flags("fp8", may_change=True, rules=f"{HERE}.rules:fp8")
 @dataclass(frozen=True)
 class Fp8Flags:
-    fp8_format: str | None = flag(
-        None,
-        choices=("e4m3", "hybrid"),
-        excludes="--tp-comm-overlap: overlapped matrix products are computed in bf16",
-    )
+    fp8_format: str | None = flag(None, choices=("e4m3", "hybrid"))
     """Compute the matrix products of linear layers in 8-bit floating point: all in e4m3, or output gradients in e5m2
     (hybrid). Attention, embedding, head and the weight gradients of experts stay in bf16."""
 

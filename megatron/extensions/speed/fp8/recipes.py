@@ -101,6 +101,9 @@ class Fp8Gemms(nn.Module):
     adds_residual = False
     """As of `LinearGemms`. cuBLASLt adds to products of operands that have one scale each."""
 
+    splits_tokens = False
+    """As of `LinearGemms`."""
+
     gathers_weights = False
     """True if a weight has the same scales by rows and by columns, so that one cast of it stands for both."""
 
@@ -222,7 +225,7 @@ def _scaled(pair: CastPair, wanted: Wanted) -> list[Scaled]:
 class PerTensorGemms(Fp8Gemms):
     """One scale for each tensor: the cast by columns is the transpose of that by rows. Inputs are gathered in fp8."""
 
-    adds_residual = gathers_weights = True
+    adds_residual = gathers_weights = splits_tokens = True
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self.cast(rows_of(x), INPUT, ROWS)[0]
@@ -233,6 +236,27 @@ class PerTensorGemms(Fp8Gemms):
         if wanted.columns:
             values = transpose(values, self.compiled)
         return Scaled(values, x[1])
+
+    def forward_rows_(self, out: Tensor, x: Operand, weight: Tensor, bias: Tensor | None) -> None:
+        """As of `LinearGemms`. x [n, in] may be the bytes that a gather sends."""
+        rows, by = Scaled(x[0].view(E4M3), x[1]), self._weight(weight, "rows")
+        scaled_mm(rows, by, weight.dtype, bias, fast_accumulation=True, out=out)
+
+    def cast_grad_to_gather(self, dy: Tensor) -> Operand:
+        values, scale = self._cast_part_of_grad(rows_of(dy))
+        return values.view(torch.uint8).view(dy.shape), scale
+
+    def _cast_part_of_grad(self, dy: Tensor) -> Scaled:
+        """dY [n, out] of a part of the tokens by rows, at the scale of all tokens."""
+        return self.cast(dy, GRAD, ROWS)[0]
+
+    def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
+        """As of `LinearGemms`. dY [n, out] may be the bytes that a gather sends."""
+        rows = Scaled(dy[0].view(self.grad_format), dy[1])
+        scaled_mm(rows, self._weight(weight, "columns"), weight.dtype, out=out)
+
+    def gathered_grad(self, dy: Operand) -> Operand:
+        return transpose(rows_of(dy[0]).view(self.grad_format), self.compiled), dy[1]
 
 
 class TensorwiseGemms(PerTensorGemms):
@@ -246,6 +270,12 @@ class TensorwiseGemms(PerTensorGemms):
         self._amax_over_ranks(amax, cut)
         by_rows, by_columns = (amax if wants else None for wants in wanted)
         return _scaled(cast_transpose(x, by_rows, by_columns, self.format_of(which), self.compiled), wanted)
+
+    def _cast_part_of_grad(self, dy: Tensor) -> Scaled:
+        dy = dy.detach()
+        amax = region(amax_of, self.compiled, static=True)(dy)
+        self._amax_over_ranks(amax, True)
+        return Scaled(*_scaled(cast_transpose(dy, amax, None, self.format_of(GRAD), self.compiled), ROWS)[0])
 
     def scale_of_weight(self, amax: Tensor) -> Tensor:
         return super().scale_of_weight(amax).view(())

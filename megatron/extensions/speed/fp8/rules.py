@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron.extensions.speed.fp8.flags import ALIGNMENT, TILE, Fp8Flags
 from megatron.extensions.speed.fp8.flags import alignment as alignment_of
-from megatron.training.config.flags import field_table
+from megatron.training.config.flags import field_table, named_value
 from megatron.training.config.problem import Problem, multiples
 from megatron.training.config.rules.parallel import tokens_for_latents
 from megatron.training.config.rules.pipeline import unsharded_by
@@ -21,6 +21,7 @@ BF16_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 def fp8(c: RunConfig, world_size: int) -> Iterator[Problem]:
     yield from _formats(c)
     yield from _param_gather(c)
+    yield from _comm_overlap(c)
     yield from _scaling(c)
     yield from _shapes(c)
     yield from _multi_token(c)
@@ -72,6 +73,19 @@ def _param_gather(c: RunConfig) -> Iterator[Problem]:
             "needs a recipe with one cast of each weight, and --fp8-recipe rowwise makes one by rows and one by columns"
         )
         yield Problem(flag, None, rule, f"remove {flag}, or use --fp8-recipe tensorwise, delayed or blockwise")
+
+
+def _comm_overlap(c: RunConfig) -> Iterator[Problem]:
+    """Parts of a sequence are cast and multiplied one by one, by products of operands that have one scale each."""
+    own = c.options(Fp8Flags)
+    if own.fp8_format is None or not named_value(c, "tp_comm_overlap"):
+        return
+    if own.fp8_recipe in ("rowwise", "blockwise"):
+        why = "parts of a sequence are cast with one scale for the whole tensor"
+        yield Problem.exclusive("--fp8-recipe", own.fp8_recipe, "--tp-comm-overlap", why)
+    if named_value(c, "tp_comm_overlap_method") == "symmetric":
+        why = "it multiplies in the precision of the parameters"
+        yield Problem.exclusive("--fp8-format", own.fp8_format, "--tp-comm-overlap-method symmetric", why)
 
 
 def _scaling(c: RunConfig) -> Iterator[Problem]:

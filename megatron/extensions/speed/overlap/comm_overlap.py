@@ -9,12 +9,19 @@ In the backward, the gather before a row-parallel layer's GEMMs runs in parts. A
 there: its gather overlaps with the GEMM for dX and its reduction with the GEMM for dW, as in `LinearFunction`. If the
 schedule queues dW, dX is computed and reduced in parts.
 
+Parts travel as the GEMMs read them: in fp8 with one scale a tensor as bytes, which one process would cast to the same
+values.
+
 Shapes: t ranks; [s, b, h] activations; f features of the sharded dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +30,72 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import RingExchange, start_all_gather, start_reduce_scatter
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear, TPContext
-from megatron.core.tensor_parallel.linear_gemms import matrix_of, rows_of
+from megatron.core.tensor_parallel.layers import (
+    COLUMN_SEQUENCE,
+    ColumnParallelLinear,
+    Hardware,
+    ParallelLinear,
+    RowParallelLinear,
+    TPContext,
+    enter,
+    entered,
+)
+from megatron.core.tensor_parallel.linear_gemms import LinearGemms, Operand, given_input, matrix_of
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
-from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, add_product_, saved_without_graph
+from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, saved_without_graph
 from megatron.core.torch_private import AutogradContext, load_symmetric_memory
 from megatron.extensions.speed.overlap.flags import OverlapFlags
 from megatron.training.hooks import Callback
 from megatron.training.initialize import Runtime
+
+
+@dataclass(frozen=True)
+class Products:
+    """Products of the tokens of a cast activation with a weight: x Wᵀ + bias, or dY W."""
+
+    gemms: LinearGemms
+    weight: Tensor
+    bias: Tensor | None = None
+    of_grad: bool = False
+    """True for dY W."""
+
+    @property
+    def matrix(self) -> Tensor:
+        """[in, out], or [out, in] for dY W."""
+        matrix = matrix_of(self.weight)
+        return matrix if self.of_grad else matrix.t()
+
+    def like(self, x: Tensor) -> Tensor:
+        """Memory for the products of x [..., k]."""
+        return x.new_empty(*x.shape[:-1], self.matrix.shape[1], dtype=self.weight.dtype)
+
+    def multiply(self, part: Tensor, scales: Operand, out: Tensor) -> None:
+        """Multiplies `part` [s/t, b, k], cast with `scales`, into `out`, which is contiguous."""
+        rows, flat = (part.flatten(0, -2), *scales), out.view(-1, out.shape[-1])
+        if self.of_grad:
+            self.gemms.input_grad_rows_(flat, rows, self.weight)
+        else:
+            self.gemms.forward_rows_(flat, rows, self.weight, self.bias)
+
+
+@lru_cache(maxsize=8)
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _taking_turns(x: Tensor, count: int, hardware: Hardware) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
+    """Yields the context of each step of a loop. On GPUs every other step runs on a second stream, so that the first
+    tiles of a product use the multiprocessors that the last tiles of the one before leave idle. Tensors that a step
+    makes must stay until the end."""
+    with hardware.at_one_time(count):
+        if not x.is_cuda:
+            yield lambda _: nullcontext()
+            return
+        streams = torch.cuda.current_stream(x.device), _second_stream(x.device)
+        streams[1].wait_stream(streams[0])
+        yield lambda step: torch.cuda.stream(streams[step % 2])
+        streams[0].wait_stream(streams[1])
 
 
 class RingOverlap:
@@ -41,46 +106,49 @@ class RingOverlap:
     from the previous one. So a step takes as long as the longer of the two.
     """
 
-    def gather_matmul(self, x: Tensor, matrix: Tensor, axis: Axis, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """All-gather, then GEMM: x [s/t, b, i], matrix [i, o], bias [o] -> gathered x [s, b, i], product [s, b, o]."""
-        whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+
+    def gather_matmul(self, x: Operand, products: Products, axis: Axis) -> tuple[Operand, Tensor]:
+        """All-gather, then GEMM: x [s/t, b, i] -> gathered x [s, b, i], product [s, b, o]."""
+        own, *scales = x
+        whole = own.new_empty(axis.size * own.shape[0], *own.shape[1:])
         parts = whole.chunk(axis.size)
-        parts[axis.rank].copy_(x)
-        y = x.new_empty(*whole.shape[:-1], matrix.shape[1])
-        products = y.chunk(axis.size)
-        for step in range(axis.size):
-            source = (axis.rank - step) % axis.size
-            arriving = None
-            if step + 1 < axis.size:
-                arriving = RingExchange(parts[source], axis, tag=0, into=parts[source - 1])
-            _multiply(parts[source], matrix, bias, products[source])
-            if arriving is not None:
-                arriving.wait()
-        return whole, y
+        parts[axis.rank].copy_(own)
+        y = products.like(whole)
+        results = y.chunk(axis.size)
+        arriving = None
+        with _taking_turns(own, axis.size, self.hardware) as turn:
+            for step in range(axis.size):
+                source = (axis.rank - step) % axis.size
+                with turn(step):
+                    if arriving is not None:
+                        arriving.wait()
+                    if step + 1 < axis.size:
+                        arriving = RingExchange(parts[source], axis, tag=0, into=parts[source - 1])
+                    products.multiply(parts[source], tuple(scales), results[source])
+        return (whole, *scales), y
 
-    def matmul_scatter(self, x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
-        """GEMM, then reduce-scatter: x [s, b, i], matrix [i, o] -> this rank's part [s/t, b, o] of the summed
-        product."""
-        parts = x.chunk(axis.size)
-        arriving: RingExchange | None = None
-        for step in range(axis.size):
-            part = parts[(axis.rank - 1 - step) % axis.size].matmul(matrix)
-            if arriving is not None:
-                part.add_(arriving.wait())
-            arriving = RingExchange(part, axis, tag=1) if step + 1 < axis.size else None
-        return part
-
-
-def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    rows, flat = x.flatten(0, -2), out.view(-1, out.shape[-1])
-    if bias is None:
-        torch.mm(rows, matrix, out=flat)
-    else:
-        torch.addmm(bias, rows, matrix, out=flat)
+    def matmul_scatter(self, x: Operand, products: Products, axis: Axis) -> Tensor:
+        """GEMM, then reduce-scatter: x [s, b, i] -> this rank's part [s/t, b, o] of the summed product."""
+        whole, *scales = x
+        parts = whole.chunk(axis.size)
+        sums = [products.like(part) for part in parts]
+        started: list[RingExchange] = []
+        with _taking_turns(whole, axis.size, self.hardware) as turn:
+            for step, part in enumerate(sums):
+                with turn(step):
+                    products.multiply(parts[(axis.rank - 1 - step) % axis.size], tuple(scales), part)
+                    if started:
+                        part.add_(started[-1].wait())
+                    if step + 1 < axis.size:
+                        started.append(RingExchange(part, axis, tag=1))
+        return sums[-1]
 
 
 class SymmetricOverlap:
-    """The same by torch's symmetric-memory pipelines, for GPUs that access each other's memory (NVLink) under NCCL.
+    """The same by torch's symmetric-memory pipelines, for GPUs that access each other's memory (NVLink) under NCCL, in
+    the precision of the parameters.
 
     Their copies between GPUs use no multiprocessors; NCCL's sends and receives do.
     """
@@ -92,24 +160,25 @@ class SymmetricOverlap:
         ops = torch.ops.symm_mem
         return ops.fused_all_gather_matmul, ops.fused_matmul_reduce_scatter
 
-    def __init__(self) -> None:
+    def __init__(self, hardware: Hardware) -> None:
         self.fused_gather, self.fused_scatter = self.operations()
 
-    def gather_matmul(self, x: Tensor, matrix: Tensor, axis: Axis, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def gather_matmul(self, x: Operand, products: Products, axis: Axis) -> tuple[Operand, Tensor]:
         assert axis.group is not None
-        whole, (y,) = self.fused_gather(x.contiguous(), [matrix], 0, axis.group.group_name, return_A=True)
-        return whole, y if bias is None else y.add_(bias)
+        matrix, name = products.matrix, axis.group.group_name
+        whole, (y,) = self.fused_gather(x[0].contiguous(), [matrix], 0, name, return_A=True)
+        return (whole,), y if products.bias is None else y.add_(products.bias)
 
-    def matmul_scatter(self, x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
+    def matmul_scatter(self, x: Operand, products: Products, axis: Axis) -> Tensor:
         assert axis.group is not None
-        return self.fused_scatter(x, matrix, "sum", 0, axis.group.group_name)
+        return self.fused_scatter(x[0], products.matrix, "sum", 0, axis.group.group_name)
 
 
 OVERLAPS: dict[str, type[RingOverlap | SymmetricOverlap]] = {"ring": RingOverlap, "symmetric": SymmetricOverlap}
 """Choices of --tp-comm-overlap-method."""
 
 
-class _ColumnContext(AutogradContext):
+class _LayerContext(AutogradContext):
     layer: Overlapped
     weight: Tensor
     bias_shape: torch.Size
@@ -121,40 +190,39 @@ class _ColumnFunction(torch.autograd.Function):
 
     # x [s/t, b, h] -> [s, b, f/t]; W [f/t, h]
     @staticmethod
-    def forward(ctx: _ColumnContext, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Overlapped) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: _LayerContext, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Overlapped) -> Tensor:
+        needs_dw = ctx.needs_input_grad[1]
+        local, saved = given_input(x) or layer.gemms.cast_input(x, needs_dw)
+        ctx.save_for_backward(*(saved if needs_dw else ()))
         ctx.layer = layer
         ctx.weight = weight
         flat_bias = None
         if bias is not None:
             ctx.bias_shape, flat_bias = bias.shape, bias.flatten()
-        return layer.overlap.gather_matmul(x, matrix_of(weight).t(), layer.axis, flat_bias)[1]
+        return layer.overlap.gather_matmul(local, Products(layer.gemms, weight, flat_bias), layer.axis)[1]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _ColumnContext, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = saved_without_graph(ctx)
+    def backward(ctx: _LayerContext, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x = saved_without_graph(ctx)
         layer = ctx.layer
         weight = ctx.weight
         axis = ctx.layer.axis
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         at_once = needs_dw and not layer.queue.defers(weight)
         dx = reducing = dw = None
-        gathering = start_all_gather(x, axis) if at_once else None
+        gathering = enter(x, COLUMN_SEQUENCE, axis) if at_once else None
+        if needs_dx or needs_dw:
+            dy_for_dx, dy_for_dw = layer.gemms.cast_grad(dy, needs_dw)
         if needs_dx and at_once:
-            reducing = start_reduce_scatter(dy.matmul(matrix_of(weight)), axis)
+            reducing = start_reduce_scatter(layer.gemms.input_grad(dy_for_dx, weight), axis)
         elif needs_dx:
-            dx = layer.overlap.matmul_scatter(dy, matrix_of(weight), axis)
+            dx = layer.overlap.matmul_scatter(dy_for_dx, Products(layer.gemms, weight, of_grad=True), axis)
         if needs_dw:
-            whole_x = lambda: (start_all_gather(x, axis) if gathering is None else gathering).wait()  # noqa: E731
-            dw = _weight_grad(layer, weight, dy, whole_x)
+            whole_x = lambda: entered(enter(x, COLUMN_SEQUENCE, axis) if gathering is None else gathering)  # noqa: E731
+            dw = _weight_grad(layer, weight, dy_for_dw, whole_x)
         db = dy.flatten(0, -2).sum(0).view(ctx.bias_shape) if needs_db else None
         return (dx if reducing is None else reducing.wait()), dw, db, None
-
-
-class _RowContext(AutogradContext):
-    layer: Overlapped
-    weight: Tensor
 
 
 class _RowFunction(torch.autograd.Function):
@@ -162,47 +230,51 @@ class _RowFunction(torch.autograd.Function):
 
     # x [s, b, f/t] -> [s/t, b, h]; W [h, f/t]
     @staticmethod
-    def forward(ctx: _RowContext, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Overlapped) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: _LayerContext, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Overlapped) -> Tensor:
+        needs_dw = ctx.needs_input_grad[1]
+        whole, saved = given_input(x) or layer.gemms.cast_input(x, needs_dw)
+        ctx.save_for_backward(*(saved if needs_dw else ()))
         ctx.layer, ctx.weight = layer, weight
-        y = layer.overlap.matmul_scatter(x, matrix_of(weight).t(), layer.axis)
+        y = layer.overlap.matmul_scatter(whole, Products(layer.gemms, weight), layer.axis)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _RowContext, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = saved_without_graph(ctx)
+    def backward(ctx: _LayerContext, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x = saved_without_graph(ctx)
         layer, weight = ctx.layer, ctx.weight
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dx = dw = None
+        if needs_dx or needs_dw:
+            local = layer.gemms.cast_grad_to_gather(grad_output)
         if needs_dx:
-            dy, dx = layer.overlap.gather_matmul(grad_output, matrix_of(weight), layer.axis)
+            dy, dx = layer.overlap.gather_matmul(local, Products(layer.gemms, weight, of_grad=True), layer.axis)
         elif needs_dw:
-            dy = start_all_gather(grad_output, layer.axis).wait()
+            dy = start_all_gather(local[0], layer.axis).wait(), *local[1:]
         if needs_dw:
-            dw = _weight_grad(layer, weight, dy, lambda: x)
+            dw = _weight_grad(layer, weight, layer.gemms.gathered_grad(dy), lambda: x)
         db = grad_output.flatten(0, -2).sum(0) if needs_db else None
         return dx, dw, db, None
 
 
-def _weight_grad(layer: Overlapped, weight: Tensor, dy: Tensor, x: Callable[[], Tensor]) -> Tensor | None:
+def _weight_grad(layer: Overlapped, weight: Tensor, dy: Operand, x: Callable[[], Operand]) -> Tensor | None:
     """dW = dYᵀ X, now or from the queue, of the input that x() returns."""
 
     def add_(out: Tensor, overwrite: bool) -> None:
-        add_product_(matrix_of(out), rows_of(dy), rows_of(x()), overwrite)
+        layer.gemms.add_weight_grad_(matrix_of(out), dy, x(), overwrite)
 
     return accumulate_weight_grad(weight, add_, layer.queue)
 
 
 class Overlapped(ParallelLinear):
-    """A linear layer with overlap, computed by `function`. Its GEMMs run in the precision of the parameters."""
+    """A linear layer with overlap, computed by `function`."""
 
     function: type[torch.autograd.Function]
 
     def __init__(self, linear: ColumnLinear | RowLinear, ctx: TPContext) -> None:
-        assert ctx.format is None, "overlapped GEMMs run in the parameters' format"
         super().__init__(linear, ctx)  # type: ignore[call-arg, arg-type]
-        self.overlap = OVERLAPS[ctx.options(OverlapFlags).tp_comm_overlap_method or "ring"]()
+        assert self.gemms.splits_tokens, "a part of the tokens must be cast as all of them are"
+        self.overlap = OVERLAPS[ctx.options(OverlapFlags).tp_comm_overlap_method or "ring"](ctx.hardware)
 
     def forward(
         self, x: Tensor, add_bias: bool = True, bias_gradient: bool = True, addend: Tensor | None = None

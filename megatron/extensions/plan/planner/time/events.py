@@ -34,6 +34,9 @@ class Product:
     again: bool = False
     """True if it is computed a second time, for the backward."""
 
+    at_one_time: int = 1
+    """Number of such products, this one included, of which the device may compute several at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attention:

@@ -98,6 +98,7 @@ class Recorder(LiveMemory):
         self.events: list[Event] = []
         self.fp32_sums, self.backend = fp32_sums, backend
         self._numbers, self._unseen = 0, False
+        self._at_one_time = 1
         self.works: dict[int, _Recorded] = {}
         """Collectives in flight by number: torch alone does not keep their Python part."""
 
@@ -182,7 +183,9 @@ class Recorder(LiveMemory):
     def _record(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         if name in PRODUCTS:
             first = PRODUCTS[name]
-            self.product(name, args[first], args[first + 1], args[0] if name.endswith("_") else out, kwargs)
+            added = name.endswith("_") or (first == 1 and storage_id(args[0]) == storage_id(out))
+            name = f"{name.rstrip('_')}_" if added else name
+            self.product(name, args[first], args[first + 1], args[0] if added else out, kwargs)
         elif name.startswith(ATTENTION_OF_CPUS):
             self._attention(args, name.endswith("_backward"))
         else:
@@ -198,12 +201,22 @@ class Recorder(LiveMemory):
         elif "grouped" in name:
             batches = b.shape[0] if b.ndim == 3 else out.shape[0]
             m, k = (m // batches, k) if b.ndim == 3 and a.ndim == 2 else (m, k // batches) if a.ndim == 2 else (m, k)
-        added = name.endswith("_") or kwargs.get("out") is not None
+        added = name.endswith("_")
         whole = size_of(out) * (2 if self.fp32_sums and out.element_size() == 2 else 1)
         sums = 2 * whole if added and kwargs.get("beta", 1) else 0
         moved = size_of(a) + size_of(b) + (0 if sums else whole if added else size_of(out))
         again = computing_again()
-        self.add(Product(precision_of(a), int(m), int(n), int(k), int(batches), moved, sums, "grouped" in name, again))
+        sizes = int(m), int(n), int(k), int(batches)
+        self.add(Product(precision_of(a), *sizes, moved, sums, "grouped" in name, again, self._at_one_time))
+
+    @contextmanager
+    def at_one_time(self, count: int) -> Iterator[None]:
+        """The products in here are `count` of which several may run at a time."""
+        outer, self._at_one_time = self._at_one_time, count
+        try:
+            yield
+        finally:
+            self._at_one_time = outer
 
     def _attention(self, args: Any, backward: bool) -> None:
         """Causal attention of q [b, heads, s, d] with k and v [b, groups, s, d]."""

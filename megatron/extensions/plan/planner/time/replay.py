@@ -191,7 +191,9 @@ class Replay:
         """(subject, seconds) of a kernel, with the gap before it."""
         device = self.device
         if isinstance(event, Product):
-            us = device.gemm_us(event.precision, event.m, event.n, event.k, event.batches) / device.sustained
+            together = event.batches * event.at_one_time
+            us = device.gemm_us(event.precision, event.m, event.n, event.k, together) / event.at_one_time
+            us /= device.sustained_share(event.precision)
             us = max(us, self._bytes(event.moved))
             us += device.epilogue_exposed * self._bytes(event.sums)
             if event.expert and "ep" in self.groups and self.groups["ep"].size > 1:

@@ -316,7 +316,8 @@ class Step:
     def _overhead(self) -> float:
         """Fixed time, and the sums over all ranks of a number or two: loss, tokens and gradient norm."""
         world = Placement(self.dims.world_size, self.network.ranks_per_node)
-        return 1e-3 * self.device.step_overhead_ms + 3 * self.network.seconds("all_reduce", 8, world)
+        fixed = self.device.step_overhead_ms + (self.device.ranks_overhead_ms if self.dims.world_size > 1 else 0.0)
+        return 1e-3 * fixed + 3 * self.network.seconds("all_reduce", 8, world)
 
     def _behind(self, times: Sequence[float], compute: float) -> float:
         """What is exposed of collectives that follow each other, the operands of each ready after an equal share of the
