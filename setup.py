@@ -15,6 +15,7 @@ DEV = [
     "accelerate",
     "gigatoken",
     "wandb",
+    "prometheus_client",
     "pyarrow",
     "s3fs",
     "moto[s3]",
@@ -86,6 +87,7 @@ setup(
     ],
     extras_require={
         "wandb": ["wandb>=0.17"],
+        "metrics": ["prometheus_client>=0.20"],
         "docs": ["mkdocs-material>=9.5"],
         "plot": ["matplotlib>=3.8"],
         "serve": ["fastapi>=0.115", "uvicorn>=0.30"],

@@ -15,7 +15,7 @@ from megatron.training.metrics.sinks import SINKS
 HERE = "megatron.extensions.observe.logs"
 
 
-@extension_flags("logs: TensorBoard, Weights & Biases, samples, sums", may_change=True)
+@extension_flags("logs: TensorBoard, Weights & Biases, Prometheus, samples, sums", may_change=True)
 @dataclass(frozen=True)
 class LogsConfig:
     tensorboard_dir: str | None = flag(None, path="local", writes="folder", first_run=True)
@@ -34,6 +34,13 @@ class LogsConfig:
         None, path="local", writes="folder", empty_is_none=True, no_effect_without="--wandb-project"
     )
     """Folder for the files of Weights & Biases; default: WANDB_DIR, else --save, else a temporary folder."""
+
+    prometheus_port: int | None = flag(None, at_least=1, at_most=65535)
+    """Port at which the first rank serves the last values of all metrics to Prometheus; needs the prometheus_client
+    package."""
+
+    prometheus_host: str = flag("127.0.0.1", no_effect_without="--prometheus-port")
+    """Address at which they are served. Everyone who reaches it can read them."""
 
     log_throughput: bool = False
     """--log-format megatron: print the throughput per device. Without it, throughput is always printed."""
@@ -66,6 +73,7 @@ def _when(wants: Callable[[LogsConfig], object]) -> Callable[[RunConfig], bool]:
 
 SINKS.register("TensorBoard", f"{HERE}.dashboards:TensorBoardSink", when=_when(lambda o: o.tensorboard_dir))
 SINKS.register("Weights & Biases", f"{HERE}.dashboards:WandbSink", when=_when(lambda o: o.wandb_project))
+SINKS.register("Prometheus", f"{HERE}.prometheus:PrometheusSink", when=_when(lambda o: o.prometheus_port))
 LOG_FORMATS.substitute("default", f"{HERE}.terminal:TerminalLines", when=lambda *run: sys.stdout.isatty())
 LOG_FORMATS.register("megatron", f"{HERE}.megatron_format:MegatronLines")
 CALLBACKS.register("samples", f"{HERE}.meters:SampleLog", when=_when(lambda o: o.sample_log))
