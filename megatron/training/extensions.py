@@ -103,22 +103,22 @@ def extension_flags(
     resolve: Resolve | str | None = None,
     reads: Resolve | str | None = None,
     part_of: str | None = None,
+    always: bool = False,
 ) -> Callable[[type[T]], type[T]]:
     """Decorator of a frozen dataclass whose fields become flags, each with the string below it for help.
 
     Parts read the values by `config.options(Cls)`. `rules(config, world_size)`, a function or its "module:function",
     may yield a `Problem` for each value that is wrong; `config` is the whole `RunConfig`. It is imported and called
-    only if one of the flags is given; a method `validate(config, world_size)` of the class does the same in every run,
-    for rules about default values. `resolve(config)`, like `rules`, returns the configuration with values of other
-    flags that follow from these; `reads(config)`, with those that are in files which they name, or raises a ValueError
-    that names the flag.
+    only if one of the flags is given, or in every run with `always=True`, for a part that other flags choose.
+    `resolve(config)`, like `rules`, returns the configuration with values of other flags that follow from these;
+    `reads(config)`, with those that are in files which they name, or raises a ValueError that names the flag.
     A run must have the values of the checkpoint that it loads; `may_change=True` leaves it free to have others, as
     for a callback, a metric or a learning rate. Flags that are `part_of="model"` say what a model is: they are taken
     from a checkpoint, and converted, as the model's own are.
     """
 
     def add(cls: type[T]) -> type[T]:
-        add_section(title, ExtensionSection(cls, may_change, rules, resolve, reads, part_of))
+        add_section(title, ExtensionSection(cls, may_change, rules, always, resolve, reads, part_of))
         return cls
 
     return add

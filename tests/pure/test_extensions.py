@@ -27,7 +27,12 @@ from megatron.training.extensions import Problem, extension_flags
 
 NORMALIZATIONS.register("OwnNorm", "nowhere:OwnNorm")
 
-@extension_flags("of the test")
+def rules(config, world_size):
+    share = config.options(Options).own_share
+    if share > 1:
+        yield Problem("--own-share", share, f"must be at most 1 on {world_size} ranks", "nearest: 1")
+
+@extension_flags("of the test", rules=rules)
 @dataclass(frozen=True)
 class Options:
     own_share: float = 0.5
@@ -36,10 +41,6 @@ class Options:
     """Words."""
     own_switch: bool = False
     """Switch."""
-
-    def validate(self, config, world_size):
-        if self.own_share > 1:
-            yield Problem("--own-share", self.own_share, f"must be at most 1 on {world_size} ranks", "nearest: 1")
 '''
 
 
@@ -91,8 +92,9 @@ LACKS_NOPE = "AttributeError: 'FakeTensor' object has no attribute 'nope'"
 RAISES = BUGGY.format(bug="raise ValueError('deep')")
 ALONE = BUGGY.format(bug="torch.distributed.get_rank()")
 WITHOUT_GROUP = "ValueError: Default process group has not been initialized"
-RULE = FLAGS.replace("self.own_share > 1", "self.nope > 1")
-RULE_LINE = 1 + FLAGS[: FLAGS.index("if self.own_share")].count("\n")
+RULE = FLAGS.replace("config.options(Options).own_share", "config.options(Options).nope")
+RULE = RULE.replace("rules=rules", "rules=rules, always=True")
+RULE_LINE = 1 + FLAGS[: FLAGS.index("share = config")].count("\n")
 TWICE = "from megatron.core.config.optimizers import OPTIMIZERS\n\nOPTIMIZERS.register('adam', object)\n"
 WRONG_FORM = (
     "from megatron.core.config.activations import ACTIVATIONS\n\n@ACTIVATIONS.register('mine')\ndef mine(x): ...\n"
@@ -125,6 +127,7 @@ from megatron.training.extensions import extension_flags
 class Own:
     lr: float = 1.0
 """
+METHOD = KNOWN_FLAG.replace("lr: float = 1.0", "own: float = 1.0\n    def validate(self, config, world_size): ...")
 WRONG = "--swiglu --unknown-flag"
 FAILS: dict[str, tuple[str, str, int, str]] = {
     "import": (
@@ -147,6 +150,7 @@ FAILS: dict[str, tuple[str, str, int, str]] = {
         for kind, (source, said) in UNWRITTEN.items()
     },
     "known flag": (KNOWN_FLAG, WRONG, 4, "--lr is a flag already; rename Own.lr"),
+    "method of rules": (METHOD, WRONG, 4, "the flags 't': Own.validate is never called; register it as rules="),
     "rule": (RULE, "", RULE_LINE, "AttributeError: 'Options' object has no attribute 'nope'; correct"),
     "rule beside a wrong flag": (
         RULE,

@@ -145,6 +145,9 @@ class ExtensionSection:
     rules: Rules | str | None = None
     """Rules about them, or where they are, "module:function": imported when one of the flags is given."""
 
+    always: bool = False
+    """True if the rules are called in every run: they concern a part that other flags choose."""
+
     resolve: Resolve | str | None = None
     """Function that fills in values of other flags, in the same form."""
 
@@ -158,7 +161,8 @@ class ExtensionSection:
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
         """Problems that the rules find in a resolved configuration that has one of the flags, or was given one."""
-        if self.rules is None or given.options(self.cls) == config.options(self.cls) == self.cls():
+        unused = given.options(self.cls) == config.options(self.cls) == self.cls()
+        if self.rules is None or (unused and not self.always):
             return ()
         found: Iterable[Problem] = imported(self.rules)(config, world_size)
         return found
@@ -199,6 +203,8 @@ def add_section(title: str, section: ExtensionSection) -> None:
     cls = section.cls
     if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise ValueError(f"the flags {title!r}: {cls.__name__} must be a frozen dataclass")
+    if hasattr(cls, "validate"):
+        raise ValueError(f"the flags {title!r}: {cls.__name__}.validate is never called; register it as rules=")
     if title in sections() or any(each.cls is cls for each in EXTENSION_SECTIONS.values()):
         raise ValueError(f"the flags {title!r} are registered twice; register each class once, under its own title")
     taken = spelling_table()

@@ -6,10 +6,10 @@ legal value. The rules are in `megatron.training.config.rules`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.training.config.batch_size import batch_schedule, legal_sizes, samples_of_run
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
+    ExtensionSection,
     all_flags,
     dashed,
     flat_values,
@@ -39,13 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["MOCK_VOCAB_SIZE", "Problem", "findings", "notices", "resolve", "validate"]
 
 S = TypeVar("S", bound="DataclassInstance")
-
-
-@runtime_checkable
-class HasRules(Protocol):
-    """A class of flags with rules of its own (`extension_flags`)."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterable[Problem]: ...
 
 
 MOCK_VOCAB_SIZE = 50257
@@ -82,17 +76,14 @@ def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, Ru
         # A value that is wrong by itself is reported once: rules that relate it to others stay silent.
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
     for section in EXTENSION_SECTIONS.values():
-        problems += [p for p in section.problems(config, resolved, world_size) if p.flag not in flagged]
-        options: object = resolved.options(section.cls)
-        if isinstance(options, HasRules):
-            problems += [p for p in _own_problems(options, resolved, world_size) if p.flag not in flagged]
+        problems += [p for p in _of_extension(section, config, resolved, world_size) if p.flag not in flagged]
     return problems
 
 
-def _own_problems(options: HasRules, config: RunConfig, world_size: int) -> list[Problem]:
+def _of_extension(section: ExtensionSection, given: RunConfig, config: RunConfig, world_size: int) -> list[Problem]:
     """The problems that an extension reports for its flags, or the error that it raises."""
     try:
-        return list(options.validate(config, world_size))
+        return list(section.problems(given, config, world_size))
     except Exception as error:
         if (problem := problem_in_extension(error)) is None:
             raise

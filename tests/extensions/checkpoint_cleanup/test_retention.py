@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.path_kind import METADATA, candidates, kin
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.parallel_state import Axis
-from megatron.extensions.operate.checkpoint_cleanup.flags import RetentionFlags
+from megatron.extensions.operate.checkpoint_cleanup.flags import RetentionFlags, rules
 from megatron.extensions.operate.checkpoint_cleanup.retention import _link, retain, to_delete
 from megatron.training.config.run_config import RunConfig
 
@@ -101,6 +101,6 @@ def test_losses_of_other_validation_data_are_not_compared(tmp_path: Path) -> Non
 
 def test_a_metric_that_no_validation_set_has_is_refused() -> None:
     config = RunConfig(data=DatasetConfig(valid=("web=a",)))
-    assert not list(RetentionFlags(save_retain_best="valid_web_loss").validate(config, 1))
-    (problem,) = RetentionFlags(save_retain_best="valid_wbe_loss").validate(config, 1)
+    assert not list(rules(config.with_options(RetentionFlags(save_retain_best="valid_web_loss")), 1))
+    (problem,) = rules(config.with_options(RetentionFlags(save_retain_best="valid_wbe_loss")), 1)
     assert "is no metric of this run" in str(problem) and "valid_web_loss" in str(problem)

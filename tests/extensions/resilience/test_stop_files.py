@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.extensions.operate.resilience.flags import StopFileFlags
+from megatron.extensions.operate.resilience.flags import StopFileFlags, rules_of_stop_file
 from megatron.extensions.operate.resilience.save_folder import StopFiles
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.reliability.rank_store import Request
@@ -56,6 +56,6 @@ def test_a_kill_switch_stops_as_long_as_it_exists(tmp_path: Path) -> None:
 
 def test_a_kill_switch_that_is_a_folder_is_refused_and_stops_nothing(tmp_path: Path) -> None:
     flags = StopFileFlags(kill_switch_path=str(tmp_path))
-    (problem,) = flags.validate(RunConfig(), 1)
+    (problem,) = rules_of_stop_file(RunConfig(extension_options=(flags,)), 1)
     assert "is a folder, and must be a file" in str(problem)
     assert list(looks_in(tmp_path / "save", kill_switch_path=str(tmp_path)).due()) == []

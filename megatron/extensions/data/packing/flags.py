@@ -22,7 +22,28 @@ if TYPE_CHECKING:
 WINDOW = 1 << 17
 
 
-@extension_flags("packing of documents", may_change=True, resolve=f"{__package__}.rules:with_documents_apart")
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(PackingConfig)
+    if not own.packs:
+        if own.packing_window != WINDOW:
+            rule, remedy = "has no effect without --sequence-packing best-fit", "add it, or remove the flag"
+            yield Problem("--packing-window", own.packing_window, rule, remedy)
+        return
+    name, value = "--sequence-packing", own.sequence_packing
+    if config.data.dataset != "gpt":
+        rule = f"packs documents of files, and --dataset-type {config.data.dataset} has its own samples"
+        yield Problem(name, value, rule, "remove it, or give --data-path")
+    elif config.tokenizer.tokenizer_type is None:
+        rule = "needs the end-of-document token of the tokenizer, for padding"
+        yield Problem(name, value, rule, "add --tokenizer-type")
+    if any(getattr(options, "fim_data", False) for options in config.extension_options):
+        rule = "cannot be combined with --fim-data, which changes the lengths of documents"
+        yield Problem(name, value, rule, "remove one of them")
+
+
+@extension_flags(
+    "packing of documents", may_change=True, resolve=f"{__package__}.rules:with_documents_apart", rules=rules
+)
 @dataclass(frozen=True)
 class PackingConfig:
     """How documents become samples."""
@@ -65,23 +86,6 @@ class PackingConfig:
             return None
         made: Dealer = imported(f"{__package__}.dealing:WorkDealer")(seq_length)
         return made
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        if not self.packs:
-            if self.packing_window != WINDOW:
-                rule, remedy = "has no effect without --sequence-packing best-fit", "add it, or remove the flag"
-                yield Problem("--packing-window", self.packing_window, rule, remedy)
-            return
-        name, value = "--sequence-packing", self.sequence_packing
-        if config.data.dataset != "gpt":
-            rule = f"packs documents of files, and --dataset-type {config.data.dataset} has its own samples"
-            yield Problem(name, value, rule, "remove it, or give --data-path")
-        elif config.tokenizer.tokenizer_type is None:
-            rule = "needs the end-of-document token of the tokenizer, for padding"
-            yield Problem(name, value, rule, "add --tokenizer-type")
-        if any(getattr(options, "fim_data", False) for options in config.extension_options):
-            rule = "cannot be combined with --fim-data, which changes the lengths of documents"
-            yield Problem(name, value, rule, "remove one of them")
 
 
 CALLBACKS.register(

@@ -22,7 +22,24 @@ if TYPE_CHECKING:
     from megatron.core.tokenizers import Tokenizer
 
 
-@extension_flags("text files", may_change=True)
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(TextDataConfig)
+    paths = _paths_of(config)
+    plain = [word for word in own.text_key if "=" not in word]
+    if len(plain) > 1:
+        rule = "a record has one document, so that one key holds for all data sets"
+        example = f"{paths[-1] if paths else 'b.jsonl'}={plain[-1]}"
+        yield Problem("--text-key", " ".join(plain), rule, f"name the data sets of the others, as {example}")
+    for word in (word for word in own.text_key if "=" in word):
+        path = next((each for each in paths if word.startswith(f"{each}=")), word.rpartition("=")[0])
+        if word == f"{path}=":
+            yield Problem("--text-key", word, "names no key", "write PATH=KEY")
+        elif path not in paths and "://" not in path and not glob.glob(path):  # a phase may have other data
+            rule = f"there is no data set {path}; those of the run are {', '.join(paths) or 'none'}"
+            yield Problem("--text-key", word, rule, "correct the path in PATH=KEY")
+
+
+@extension_flags("text files", may_change=True, rules=rules)
 @dataclass(frozen=True)
 class TextDataConfig:
     """How text files become documents."""
@@ -47,23 +64,24 @@ class TextDataConfig:
         own = [word[len(path) + 1 :] for word in self.text_key if word.startswith(f"{path}=")]
         return (own or [word for word in self.text_key if "=" not in word] or ["text"])[-1]
 
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        paths = _paths_of(config)
-        plain = [word for word in self.text_key if "=" not in word]
-        if len(plain) > 1:
-            rule = "a record has one document, so that one key holds for all data sets"
-            example = f"{paths[-1] if paths else 'b.jsonl'}={plain[-1]}"
-            yield Problem("--text-key", " ".join(plain), rule, f"name the data sets of the others, as {example}")
-        for word in (word for word in self.text_key if "=" in word):
-            path = next((each for each in paths if word.startswith(f"{each}=")), word.rpartition("=")[0])
-            if word == f"{path}=":
-                yield Problem("--text-key", word, "names no key", "write PATH=KEY")
-            elif path not in paths and "://" not in path and not glob.glob(path):  # a phase may have other data
-                rule = f"there is no data set {path}; those of the run are {', '.join(paths) or 'none'}"
-                yield Problem("--text-key", word, rule, "correct the path in PATH=KEY")
+
+def rules_of_fill_in_middle(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(FillInMiddleConfig)
+    if own.fim_data:
+        if config.tokenizer.tokenizer_type is None:
+            yield Problem("--fim-data", None, "cuts text: it needs a tokenizer", "add --tokenizer-type and its files")
+        if config.data.dataset != "gpt":
+            yield Problem.exclusive("--fim-data", None, f"--dataset-type {config.data.dataset}")
+        if own.fim_fragment_rate != FillInMiddleConfig.fim_fragment_rate and own.fim_split_sample is None:
+            rule, remedy = "has no effect without --fim-split-sample", "add the token that cuts documents"
+            yield Problem("--fim-fragment-rate", own.fim_fragment_rate, rule, remedy)
+        return
+    for name, value in vars(own).items():
+        if value != getattr(FillInMiddleConfig, name) and (name, value) != ("fim_rate", 0.0):
+            yield Problem(dashed(name), value, "has no effect without --fim-data", "add --fim-data")
 
 
-@extension_flags("fill in the middle", may_change=True)
+@extension_flags("fill in the middle", may_change=True, rules=rules_of_fill_in_middle)
 @dataclass(frozen=True)
 class FillInMiddleConfig:
     """Fill-in-the-middle samples."""
@@ -107,22 +125,6 @@ class FillInMiddleConfig:
             return dataset
         made: Dataset = imported(f"{__package__}.fill_in_middle:FillInMiddle")(dataset, config, tokenizer, seed)
         return made
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        if self.fim_data:
-            if config.tokenizer.tokenizer_type is None:
-                yield Problem(
-                    "--fim-data", None, "cuts text: it needs a tokenizer", "add --tokenizer-type and its files"
-                )
-            if config.data.dataset != "gpt":
-                yield Problem.exclusive("--fim-data", None, f"--dataset-type {config.data.dataset}")
-            if self.fim_fragment_rate != FillInMiddleConfig.fim_fragment_rate and self.fim_split_sample is None:
-                rule, remedy = "has no effect without --fim-split-sample", "add the token that cuts documents"
-                yield Problem("--fim-fragment-rate", self.fim_fragment_rate, rule, remedy)
-            return
-        for name, value in vars(self).items():
-            if value != getattr(FillInMiddleConfig, name) and (name, value) != ("fim_rate", 0.0):
-                yield Problem(dashed(name), value, "has no effect without --fim-data", "add --fim-data")
 
 
 def _paths_of(config: RunConfig) -> list[str]:

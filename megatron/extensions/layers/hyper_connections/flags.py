@@ -17,7 +17,19 @@ from megatron.training.extensions import extension_flags
 SWITCH = "--enable-mhc-connections"
 
 
-@extension_flags("hyper-connections", part_of="model")
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(HyperConnectionFlags)
+    if own.enable_mhc_connections and (module := config.model.layer_module) != "transformer_layer":
+        why = "a layer of your own adds outputs to hidden states by itself"
+        yield Problem.exclusive(SWITCH, None, f"--layer-module {module}", why)
+    if own.enable_mhc_connections and config.model.recomputes("mhc") and config.model.num_layers > 0:
+        with suppress(ValueError):  # of a pattern that other rules refuse
+            if not any(kind.mixes and kind.mlp for kind in config.model.layers):
+                rule = "has no effect where every layer is one sublayer: it acts between two of them"
+                yield Problem("--recompute-modules", "mhc", rule, "remove it", harmless=True)
+
+
+@extension_flags("hyper-connections", part_of="model", rules=rules)
 @dataclass(frozen=True)
 class HyperConnectionFlags:
     """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880)."""
@@ -51,16 +63,6 @@ class HyperConnectionFlags:
     mhc_output_contract: str = flag("learned", choices=("learned", "mean"))
     """mHC: hidden states behind the last layer are a sum of the streams with weights that depend on the token
     (learned), or their mean."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        if self.enable_mhc_connections and (module := config.model.layer_module) != "transformer_layer":
-            why = "a layer of your own adds outputs to hidden states by itself"
-            yield Problem.exclusive(SWITCH, None, f"--layer-module {module}", why)
-        if self.enable_mhc_connections and config.model.recomputes("mhc") and config.model.num_layers > 0:
-            with suppress(ValueError):  # of a pattern that other rules refuse
-                if not any(kind.mixes and kind.mlp for kind in config.model.layers):
-                    rule = "has no effect where every layer is one sublayer: it acts between two of them"
-                    yield Problem("--recompute-modules", "mhc", rule, "remove it", harmless=True)
 
 
 def is_chosen(config: TransformerConfig) -> bool:

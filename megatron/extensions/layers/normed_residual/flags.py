@@ -16,7 +16,20 @@ NAME = "normed_residual"
 CHOICE = f"--layer-module {NAME}"
 
 
-@extension_flags("residual streams of norms", part_of="model")
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    m = config.model
+    if m.layer_module != NAME:
+        return
+    if m.norm_placement != "pre":
+        yield Problem.exclusive("--norm-placement", m.norm_placement, CHOICE, "its norms are of inputs")
+    if m.parallel_residual:
+        yield Problem.exclusive("--parallel-residual", None, CHOICE, "each sublayer normalizes the stream")
+    if m.recomputes("layernorm"):
+        rule = f"has no effect with {CHOICE}: the output of a norm is kept as the stream"
+        yield Problem("--recompute-modules", "layernorm", rule, "remove it", harmless=True)
+
+
+@extension_flags("residual streams of norms", part_of="model", rules=rules, always=True)
 @dataclass(frozen=True)
 class NormedResidualFlags:
     """Layers of --layer-module normed_residual: x = norm(x), then x = weight * x + f(x), for each sublayer f."""
@@ -25,18 +38,6 @@ class NormedResidualFlags:
 
     residual_weight: float = flag(1.0, above=0)
     """Layers that add to their normalized inputs: the factor of these. --residual-multiplier is that of outputs."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        m = config.model
-        if m.layer_module != NAME:
-            return
-        if m.norm_placement != "pre":
-            yield Problem.exclusive("--norm-placement", m.norm_placement, CHOICE, "its norms are of inputs")
-        if m.parallel_residual:
-            yield Problem.exclusive("--parallel-residual", None, CHOICE, "each sublayer normalizes the stream")
-        if m.recomputes("layernorm"):
-            rule = f"has no effect with {CHOICE}: the output of a norm is kept as the stream"
-            yield Problem("--recompute-modules", "layernorm", rule, "remove it", harmless=True)
 
 
 LAYERS.register(NAME, f"{__package__}.layer:NormedResidualLayer")

@@ -15,7 +15,14 @@ from megatron.training.extensions import extension_flags
 NAME = "scaled_swiglu"
 
 
-@extension_flags("scaled SwiGLU", part_of="model")
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(ScaledSwiGLUFlags)
+    if own.swiglu_multipliers is not None and len(own.swiglu_multipliers) != 2:
+        rule = "must be two numbers: for gates and for outputs"
+        yield Problem("--swiglu-multipliers", own.swiglu_multipliers, rule, "use for example 1 1")
+
+
+@extension_flags("scaled SwiGLU", part_of="model", rules=rules)
 @dataclass(frozen=True)
 class ScaledSwiGLUFlags:
     """Factors of --activation-func scaled_swiglu (Falcon-H1, arXiv 2507.22448)."""
@@ -24,11 +31,6 @@ class ScaledSwiGLUFlags:
 
     swiglu_multipliers: tuple[float, ...] | None = flag(None, many=True)
     """Scaled SwiGLU: factors of the gates, before SiLU, and of the outputs; default: 1 1."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        if self.swiglu_multipliers is not None and len(self.swiglu_multipliers) != 2:
-            rule = "must be two numbers: for gates and for outputs"
-            yield Problem("--swiglu-multipliers", self.swiglu_multipliers, rule, "use for example 1 1")
 
 
 ACTIVATIONS.register(NAME, f"{__package__}.scaled_swiglu:ScaledSwiGLU", gated=True)

@@ -18,7 +18,18 @@ from megatron.training.extensions import extension_flags
 HERE = "megatron.extensions.memory.offload"
 
 
-@extension_flags("optimizer states in host memory", may_change=True)
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(HostStateFlags)
+    if own.optimizer_cpu_offload and config.optimizer.updates_together:
+        name = config.optimizer.optimizer
+        does = "multiplies whole matrices" if config.optimizer.whole_roles else "looks at whole parameters"
+        rule = f"updates states element by element on the host, and --optimizer {name} {does}"
+        elementwise = [name for name in OPTIMIZERS if not replace(config.optimizer, optimizer=name).updates_together]
+        remedy = f"remove it, or use --optimizer {' or '.join(elementwise)}"
+        yield Problem("--optimizer-cpu-offload", None, rule, remedy)
+
+
+@extension_flags("optimizer states in host memory", may_change=True, rules=rules)
 @dataclass(frozen=True)
 class HostStateFlags:
     optimizer_cpu_offload: bool = flag(
@@ -37,19 +48,29 @@ class HostStateFlags:
     pin_cpu_params: bool = flag(True, name="--no-pin-cpu-params", no_effect_without="--optimizer-cpu-offload")
     """--optimizer-cpu-offload: pass parameters through pageable instead of pinned host memory."""
 
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        if self.optimizer_cpu_offload and config.optimizer.updates_together:
-            name = config.optimizer.optimizer
-            does = "multiplies whole matrices" if config.optimizer.whole_roles else "looks at whole parameters"
-            rule = f"updates states element by element on the host, and --optimizer {name} {does}"
-            elementwise = [
-                name for name in OPTIMIZERS if not replace(config.optimizer, optimizer=name).updates_together
-            ]
-            remedy = f"remove it, or use --optimizer {' or '.join(elementwise)}"
-            yield Problem("--optimizer-cpu-offload", None, rule, remedy)
+
+def rules_of_activation(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(ActivationFlags)
+    model, layers = config.model, own.cpu_offloading_num_layers
+    if not own.cpu_offloading:
+        return
+    try:
+        longest = model.num_layers // pipeline_layout(model, config.parallel).num_stages
+        if layers > longest:  # than the average; how long stages are depends on the vocabulary
+            if model.vocab_size is None:
+                return  # judged again when the tokenizer is known
+            from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
+
+            longest = max(len(stage.layers) for stage in pipeline_stages(model, config.parallel))
+    except (ArithmeticError, AssertionError, ValueError):
+        return  # another rule reports the stages
+    if not 1 <= layers <= longest:
+        rule = f"must be in [1, {longest}], the layers of the longest pipeline stage"
+        near = f"nearest: {min(max(layers, 1), longest)}"
+        yield Problem("--cpu-offloading-num-layers", layers, rule, near)
 
 
-@extension_flags("activations in host memory", may_change=True)
+@extension_flags("activations in host memory", may_change=True, rules=rules_of_activation)
 @dataclass(frozen=True)
 class ActivationFlags:
     cpu_offloading: bool = flag(
@@ -65,25 +86,6 @@ class ActivationFlags:
 
     min_offloaded_tensor_size: int = flag(1024 * 1024, above=0, no_effect_without="--cpu-offloading")
     """--cpu-offloading: elements of the smallest tensor that leaves the device."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        model, layers = config.model, self.cpu_offloading_num_layers
-        if not self.cpu_offloading:
-            return
-        try:
-            longest = model.num_layers // pipeline_layout(model, config.parallel).num_stages
-            if layers > longest:  # than the average; how long stages are depends on the vocabulary
-                if model.vocab_size is None:
-                    return  # judged again when the tokenizer is known
-                from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
-
-                longest = max(len(stage.layers) for stage in pipeline_stages(model, config.parallel))
-        except (ArithmeticError, AssertionError, ValueError):
-            return  # another rule reports the stages
-        if not 1 <= layers <= longest:
-            rule = f"must be in [1, {longest}], the layers of the longest pipeline stage"
-            near = f"nearest: {min(max(layers, 1), longest)}"
-            yield Problem("--cpu-offloading-num-layers", layers, rule, near)
 
 
 @extension_flags("weights in host memory", may_change=True, rules=f"{HERE}.weight_rules:problems")

@@ -15,7 +15,24 @@ from megatron.training.extensions import extension_flags
 SWITCH = "--moe-n-hash-layers"
 
 
-@extension_flags("hash routing", part_of="model")
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(HashRoutingFlags)
+    m = config.model
+    if not own.moe_n_hash_layers:
+        return
+    sinkhorn = "sinkhorn" in m.moe_router_load_balancing_type
+    forced = any(getattr(each, "moe_router_force_load_balancing", False) for each in m.extension_options)
+    yield from unless_at_most(SWITCH, own.moe_n_hash_layers, "--num-layers", m.num_layers)
+    for other, given, why in (
+        ("--moe-router-load-balancing-type sinkhorn", sinkhorn, "a table balances the choice"),
+        ("--moe-router-force-load-balancing", forced, "a table balances the choice"),
+        (f"--moe-zero-experts {m.moe_zero_experts}", m.moe_zero_experts, "the table has experts alone"),
+    ):
+        if given:
+            yield Problem.exclusive(SWITCH, own.moe_n_hash_layers, other, why)
+
+
+@extension_flags("hash routing", part_of="model", rules=rules)
 @dataclass(frozen=True)
 class HashRoutingFlags:
     """Routing by hashes of tokens (Hash Layers, arXiv 2106.04426; DeepSeek-V4)."""
@@ -25,21 +42,6 @@ class HashRoutingFlags:
     moe_n_hash_layers: int = flag(0, at_least=0)
     """The first N layers choose experts by a fixed table of tokens, random for a new model; the router's scores are the
     weights of their outputs. These layers have no balancing loss and no expert bias."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        m = config.model
-        if not self.moe_n_hash_layers:
-            return
-        sinkhorn = "sinkhorn" in m.moe_router_load_balancing_type
-        forced = any(getattr(each, "moe_router_force_load_balancing", False) for each in m.extension_options)
-        yield from unless_at_most(SWITCH, self.moe_n_hash_layers, "--num-layers", m.num_layers)
-        for other, given, why in (
-            ("--moe-router-load-balancing-type sinkhorn", sinkhorn, "a table balances the choice"),
-            ("--moe-router-force-load-balancing", forced, "a table balances the choice"),
-            (f"--moe-zero-experts {m.moe_zero_experts}", m.moe_zero_experts, "the table has experts alone"),
-        ):
-            if given:
-                yield Problem.exclusive(SWITCH, self.moe_n_hash_layers, other, why)
 
 
 ROUTERS.register(

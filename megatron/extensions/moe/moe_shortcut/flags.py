@@ -14,7 +14,19 @@ from megatron.training.extensions import extension_flags
 SWITCH = "--moe-shortcut"
 
 
-@extension_flags("shortcut-connected experts", part_of="model")
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(ShortcutFlags)
+    if not own.moe_shortcut:
+        return
+    if (module := config.model.layer_module) != "transformer_layer":
+        why = "a layer of your own adds outputs to hidden states by itself"
+        yield Problem.exclusive(SWITCH, None, f"--layer-module {module}", why)
+    if others := [name for name in RESIDUALS.wanted(config.model) if name != "moe_shortcut"]:
+        rule = f"cannot be combined with another residual stream ({others[0]})"
+        yield Problem(SWITCH, None, rule, "keep one of them")
+
+
+@extension_flags("shortcut-connected experts", part_of="model", rules=rules)
 @dataclass(frozen=True)
 class ShortcutFlags:
     """Shortcut-connected mixture of experts (ScMoE, arXiv 2404.05019)."""
@@ -35,16 +47,6 @@ class ShortcutFlags:
     """Add what the chosen experts compute to the residual stream behind the MLP of the next layer, or behind the last
     layer, in place of the same one. The shared expert's output is added at once (LongCat-Flash, with --moe-layer-freq
     2)."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        if not self.moe_shortcut:
-            return
-        if (module := config.model.layer_module) != "transformer_layer":
-            why = "a layer of your own adds outputs to hidden states by itself"
-            yield Problem.exclusive(SWITCH, None, f"--layer-module {module}", why)
-        if others := [name for name in RESIDUALS.wanted(config.model) if name != "moe_shortcut"]:
-            rule = f"cannot be combined with another residual stream ({others[0]})"
-            yield Problem(SWITCH, None, rule, "keep one of them")
 
 
 RESIDUALS.register(

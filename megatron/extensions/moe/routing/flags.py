@@ -14,7 +14,16 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
 
-@extension_flags("routing", part_of="model")
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.model.num_experts is None:
+        return
+    if balances_choices(config.model):
+        yield from _sinkhorn(config.model)
+    elif config.model.moe_router_score_function == "sparsemixer":
+        yield from _sparsemixer(config.model)
+
+
+@extension_flags("routing", part_of="model", rules=rules, always=True)
 @dataclass(frozen=True)
 class RoutingFlags:
     """Routers beside those of the trunk."""
@@ -26,14 +35,6 @@ class RoutingFlags:
 
     moe_router_force_load_balancing: bool = flag(False, training_only=True)
     """Replace the router's logits by random numbers in training, for benchmarks with even loads."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        if config.model.num_experts is None:
-            return
-        if balances_choices(config.model):
-            yield from _sinkhorn(config.model)
-        elif config.model.moe_router_score_function == "sparsemixer":
-            yield from _sparsemixer(config.model)
 
 
 def balances_choices(config: MoEConfig) -> bool:

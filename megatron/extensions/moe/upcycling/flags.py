@@ -15,7 +15,24 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 SWITCH = "--moe-use-upcycling"
 
 
-@extension_flags("upcycling", may_change=True)
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(UpcyclingFlags)
+    m, options = config.model, config.checkpoint
+    if not own.moe_use_upcycling or m.num_experts is None:
+        return
+    if options.load is None:
+        yield Problem(SWITCH, None, "starts from a dense model", "add --load, the folder of the model")
+    elif options.save == options.load:
+        rule = "is the folder of the dense model in --load, which the checkpoints of this run do not fit"
+        yield Problem("--save", options.save, rule, "give another folder")
+    yield from _divided(m, own.moe_upcycling_granularity)
+    for flag_name, value, given, why in _different(config):
+        if given:
+            rule = f"cannot be combined with {SWITCH}: {why}, which is not what the dense model computes"
+            yield Problem(flag_name, value, rule, "remove one of them")
+
+
+@extension_flags("upcycling", may_change=True, rules=rules)
 @dataclass(frozen=True)
 class UpcyclingFlags:
     """Experts that start as copies of the MLPs of a dense model (arXiv 2212.05055, arXiv 2410.07524)."""
@@ -37,21 +54,6 @@ class UpcyclingFlags:
     def changes_model(self) -> Collection[str]:
         """Fields in which the run differs from the model in --load: `ChangesModel`."""
         return ("num_experts",) if self.moe_use_upcycling else ()
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        m, options = config.model, config.checkpoint
-        if not self.moe_use_upcycling or m.num_experts is None:
-            return
-        if options.load is None:
-            yield Problem(SWITCH, None, "starts from a dense model", "add --load, the folder of the model")
-        elif options.save == options.load:
-            rule = "is the folder of the dense model in --load, which the checkpoints of this run do not fit"
-            yield Problem("--save", options.save, rule, "give another folder")
-        yield from _divided(m, self.moe_upcycling_granularity)
-        for flag_name, value, given, why in _different(config):
-            if given:
-                rule = f"cannot be combined with {SWITCH}: {why}, which is not what the dense model computes"
-                yield Problem(flag_name, value, rule, "remove one of them")
 
 
 def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:

@@ -22,7 +22,42 @@ BY_TORCH = Condition("--profile --use-pytorch-profiler", _by_torch)
 BY_NSYS = Condition("--profile on GPUs", lambda c: c.options(DiagnosisConfig).profile and not _by_torch(c))
 
 
-@extension_flags("diagnosis: layer statistics, stragglers, profiles", may_change=True)
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(DiagnosisConfig)
+    threshold, length = own.layer_growth_threshold, config.training.train_iters
+    if threshold and not 1 < threshold < math.inf:
+        remedy = f"the default is {DiagnosisConfig.layer_growth_threshold}"
+        yield Problem("--layer-growth-threshold", threshold, "must be 0 or above 1", remedy)
+    profiles = own.profile or own.record_memory_history
+    for used, kind, start, end in (
+        (profiles, "profile", own.profile_step_start, own.profile_step_end),
+        (own.trace, "trace", own.trace_step_start, own.trace_step_end),
+    ):
+        if used and end <= start:
+            rule = f"must be above --{kind}-step-start {start}"
+            yield Problem(f"--{kind}-step-end", end, rule, f"nearest: {start + 1}")
+    if profiles and any(not 0 <= rank < world_size for rank in own.profile_ranks):
+        rule = f"must be below the {world_size} ranks"
+        yield Problem("--profile-ranks", own.profile_ranks, rule, "remove the others")
+    yield from _unwritten(own, config)
+    if own.trace and length is not None and 0 < length <= own.trace_step_start:
+        rule = f"has no effect in a run of --train-iters {length}"
+        remedy = f"use {max(0, length - 2)} and --trace-step-end {length}"
+        yield Problem("--trace-step-start", own.trace_step_start, rule, remedy, harmless=True)
+
+
+def _unwritten(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
+    """Yields a problem for each flag whose files would go to --save, if that is a URL."""
+    save = config.checkpoint.save
+    if save is None or config.checkpoint.save_folder is not None or named_value(config, "tensorboard_dir"):
+        return
+    for used, name in ((_by_torch(config), "--profile"), (own.trace, "--trace")):
+        if used:
+            rule = f"is a URL, and the files of {name} go to mounted file systems only"
+            yield Problem("--save", save, rule, "add --tensorboard-dir FOLDER for them")
+
+
+@extension_flags("diagnosis: layer statistics, stragglers, profiles", may_change=True, rules=rules)
 @dataclass(frozen=True)
 class DiagnosisConfig:
     log_layer_stats: int = flag(0, at_least=0, excludes="--cuda-graph-impl local: hooks do not run in a recording")
@@ -90,38 +125,6 @@ class DiagnosisConfig:
 
     memory_snapshot_path: str = flag("snapshot.pickle", path="local")
     """--record-memory-history: file to write; the rank is appended."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        threshold, length = self.layer_growth_threshold, config.training.train_iters
-        if threshold and not 1 < threshold < math.inf:
-            remedy = f"the default is {DiagnosisConfig.layer_growth_threshold}"
-            yield Problem("--layer-growth-threshold", threshold, "must be 0 or above 1", remedy)
-        profiles = self.profile or self.record_memory_history
-        for used, kind, start, end in (
-            (profiles, "profile", self.profile_step_start, self.profile_step_end),
-            (self.trace, "trace", self.trace_step_start, self.trace_step_end),
-        ):
-            if used and end <= start:
-                rule = f"must be above --{kind}-step-start {start}"
-                yield Problem(f"--{kind}-step-end", end, rule, f"nearest: {start + 1}")
-        if profiles and any(not 0 <= rank < world_size for rank in self.profile_ranks):
-            rule = f"must be below the {world_size} ranks"
-            yield Problem("--profile-ranks", self.profile_ranks, rule, "remove the others")
-        yield from self._unwritten(config)
-        if self.trace and length is not None and 0 < length <= self.trace_step_start:
-            rule = f"has no effect in a run of --train-iters {length}"
-            remedy = f"use {max(0, length - 2)} and --trace-step-end {length}"
-            yield Problem("--trace-step-start", self.trace_step_start, rule, remedy, harmless=True)
-
-    def _unwritten(self, config: RunConfig) -> Iterator[Problem]:
-        """Yields a problem for each flag whose files would go to --save, if that is a URL."""
-        save = config.checkpoint.save
-        if save is None or config.checkpoint.save_folder is not None or named_value(config, "tensorboard_dir"):
-            return
-        for used, name in ((_by_torch(config), "--profile"), (self.trace, "--trace")):
-            if used:
-                rule = f"is a URL, and the files of {name} go to mounted file systems only"
-                yield Problem("--save", save, rule, "add --tensorboard-dir FOLDER for them")
 
 
 @extension_flags("spikes", may_change=True, part_of="checks")

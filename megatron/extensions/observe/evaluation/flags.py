@@ -19,7 +19,26 @@ def is_file(name: str) -> bool:
     return Path(name).exists() or name.endswith((".yaml", ".yml")) or "/" in name
 
 
-@extension_flags("downstream tasks", may_change=True)
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(EvalTasksConfig)
+    if not own.eval_tasks:
+        return
+    flag, model = "--eval-tasks", config.model
+    if config.tokenizer.tokenizer_type is None:
+        yield Problem(flag, None, "reads text, which needs a tokenizer", "add --tokenizer-type and its files")
+    factor = model.moe_eval_capacity_factor or model.moe_expert_capacity_factor
+    if factor is not None and model.num_experts and factor * model.moe_router_topk < model.num_experts:
+        rule = "experts with a capacity would drop tokens of a text for the filling behind it"
+        enough = f"--moe-eval-capacity-factor {model.num_experts / model.moe_router_topk:g}"
+        yield Problem(flag, None, rule, f"add {enough}, with which none is dropped")
+    if importlib.util.find_spec("lm_eval") is None:
+        yield Problem(flag, None, "needs lm-evaluation-harness", "pip install 'paritrain[lm-eval]', or lm_eval")
+    for name in own.eval_tasks:
+        if is_file(name) and not Path(name).exists():
+            yield Problem(flag, name, "there is no such file or folder", "correct the path")
+
+
+@extension_flags("downstream tasks", may_change=True, rules=rules)
 @dataclass(frozen=True)
 class EvalTasksConfig:
     """Downstream tasks that are evaluated during training, or on a checkpoint by --skip-train."""
@@ -44,23 +63,6 @@ class EvalTasksConfig:
     eval_tasks_samples: str | None = flag(None, path="local", writes="folder")
     """Folder for the result of each document (log-likelihoods, generated text, scores): a file of JSON lines for each
     evaluation."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        if not self.eval_tasks:
-            return
-        flag, model = "--eval-tasks", config.model
-        if config.tokenizer.tokenizer_type is None:
-            yield Problem(flag, None, "reads text, which needs a tokenizer", "add --tokenizer-type and its files")
-        factor = model.moe_eval_capacity_factor or model.moe_expert_capacity_factor
-        if factor is not None and model.num_experts and factor * model.moe_router_topk < model.num_experts:
-            rule = "experts with a capacity would drop tokens of a text for the filling behind it"
-            enough = f"--moe-eval-capacity-factor {model.num_experts / model.moe_router_topk:g}"
-            yield Problem(flag, None, rule, f"add {enough}, with which none is dropped")
-        if importlib.util.find_spec("lm_eval") is None:
-            yield Problem(flag, None, "needs lm-evaluation-harness", "pip install 'paritrain[lm-eval]', or lm_eval")
-        for name in self.eval_tasks:
-            if is_file(name) and not Path(name).exists():
-                yield Problem(flag, name, "there is no such file or folder", "correct the path")
 
 
 CALLBACKS.register(

@@ -16,7 +16,15 @@ GRAPHS = "--cuda-graph-impl local: a graph repeats its kernels alone, and gradie
 PARTS = "--context-parallel-size above 1: no rank has the gradient of whole samples before the reduction"
 
 
-@extension_flags("gradient noise scale", may_change=True)
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(NoiseScaleFlags)
+    small, large = config.training.micro_batch_size, config.training.global_batch_size
+    if own.log_noise_scale and small and large and small >= large:
+        rule = "compares the gradient of a micro-batch with that of the global batch, which is one micro-batch"
+        yield Problem("--micro-batch-size", small, rule, "lower it, or remove " + SWITCH)
+
+
+@extension_flags("gradient noise scale", may_change=True, rules=rules)
 @dataclass(frozen=True)
 class NoiseScaleFlags:
     log_noise_scale: bool = flag(False, excludes=(ROLL_BACK, GRAPHS, PARTS))
@@ -25,12 +33,6 @@ class NoiseScaleFlags:
 
     noise_scale_window: int = flag(200, at_least=2, no_effect_without=SWITCH)
     """Latest steps from which the noise scale is estimated."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        small, large = config.training.micro_batch_size, config.training.global_batch_size
-        if self.log_noise_scale and small and large and small >= large:
-            rule = "compares the gradient of a micro-batch with that of the global batch, which is one micro-batch"
-            yield Problem("--micro-batch-size", small, rule, "lower it, or remove " + SWITCH)
 
 
 CALLBACKS.register(

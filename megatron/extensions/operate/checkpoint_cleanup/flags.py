@@ -11,7 +11,25 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 
 
-@extension_flags("retention of checkpoints", may_change=True)
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(RetentionFlags)
+    metric = own.save_retain_best
+    interval = config.checkpoint.save_interval
+    training = config.training
+    validates = metric != "lm_loss"
+    if metric and metric not in (known := _metrics(config)):
+        yield Problem("--save-retain-best", metric, "is no metric of this run", f"use {' or '.join(known)}")
+        return
+    name = "--eval-interval" if validates else "--log-interval"
+    measured = training.eval_interval if validates else config.logging.log_interval
+    if metric and interval and measured > 0 and interval % measured:
+        rule = f"{metric} is measured every {name} {measured}; --save-interval {interval} must be a multiple of it"
+        yield Problem("--save-retain-best", metric, rule, f"use {name} {interval}")
+    if metric and validates and training.eval_iters == 0:
+        yield Problem("--save-retain-best", metric, "needs evaluation, but --eval-iters is 0", "raise --eval-iters")
+
+
+@extension_flags("retention of checkpoints", may_change=True, rules=rules)
 @dataclass(frozen=True)
 class RetentionFlags:
     keep_last: int | None = flag(None, above=0, no_effect_without="--save")
@@ -23,22 +41,6 @@ class RetentionFlags:
     save_retain_best: str | None = flag(None, no_effect_without="--save")
     """Keep the checkpoint with the lowest value of this metric at its iteration, in addition to the newest: valid_loss,
     lm_loss, or valid_NAME_loss of a named validation set. The link SAVE/best names it."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        metric = self.save_retain_best
-        interval = config.checkpoint.save_interval
-        training = config.training
-        validates = metric != "lm_loss"
-        if metric and metric not in (known := _metrics(config)):
-            yield Problem("--save-retain-best", metric, "is no metric of this run", f"use {' or '.join(known)}")
-            return
-        name = "--eval-interval" if validates else "--log-interval"
-        measured = training.eval_interval if validates else config.logging.log_interval
-        if metric and interval and measured > 0 and interval % measured:
-            rule = f"{metric} is measured every {name} {measured}; --save-interval {interval} must be a multiple of it"
-            yield Problem("--save-retain-best", metric, rule, f"use {name} {interval}")
-        if metric and validates and training.eval_iters == 0:
-            yield Problem("--save-retain-best", metric, "needs evaluation, but --eval-iters is 0", "raise --eval-iters")
 
 
 def _metrics(config: RunConfig) -> list[str]:

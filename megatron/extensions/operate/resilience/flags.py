@@ -15,21 +15,30 @@ SHORTEST_SILENCE = 3.0
 """Seconds of --host-heartbeat-timeout-seconds."""
 
 
-@extension_flags("hosts", may_change=True)
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(ResilienceConfig)
+    seconds, least = own.host_heartbeat_timeout_seconds, SHORTEST_SILENCE
+    if 0 < seconds < least:
+        rule = f"must be 0 or at least {least:g}, as four heartbeats are sent a second and a few may be lost"
+        remedy = "the default is 6; 0 turns heartbeats off"
+        yield Problem("--host-heartbeat-timeout-seconds", seconds, rule, remedy)
+
+
+@extension_flags("hosts", may_change=True, rules=rules)
 @dataclass(frozen=True)
 class ResilienceConfig:
     host_heartbeat_timeout_seconds: float = flag(6.0, at_least=0)
     """Seconds without a heartbeat (UDP) of another host after which the run ends and names it. 0: no heartbeats."""
 
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        seconds, least = self.host_heartbeat_timeout_seconds, SHORTEST_SILENCE
-        if 0 < seconds < least:
-            rule = f"must be 0 or at least {least:g}, as four heartbeats are sent a second and a few may be lost"
-            remedy = "the default is 6; 0 turns heartbeats off"
-            yield Problem("--host-heartbeat-timeout-seconds", seconds, rule, remedy)
+
+def rules_of_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(StopFileFlags)
+    switch = own.kill_switch_path
+    if switch and Path(switch).is_dir():
+        yield Problem("--kill-switch-path", switch, "is a folder, and must be a file", "use the path of a file in it")
 
 
-@extension_flags("stop files", may_change=True)
+@extension_flags("stop files", may_change=True, rules=rules_of_stop_file)
 @dataclass(frozen=True)
 class StopFileFlags:
     kill_switch_path: str | None = flag(None, "--kill-switch-file", path="local")
@@ -37,13 +46,6 @@ class StopFileFlags:
 
     trigger_path: str | None = flag(None, path="local")
     """Folder in which files save and exit are looked for, as in --save: save, and save and exit."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        switch = self.kill_switch_path
-        if switch and Path(switch).is_dir():
-            yield Problem(
-                "--kill-switch-path", switch, "is a folder, and must be a file", "use the path of a file in it"
-            )
 
     def folders(self, config: RunConfig) -> list[Path]:
         """Folder of the files."""

@@ -16,7 +16,14 @@ AVERAGES = "--ema-decay or --ema-half-life-tokens"
 ROLL_BACK = "--optimizer-post-validation: averages follow each update, so none could run ahead of its check"
 
 
-@extension_flags("moving averages of the weights", may_change=True)
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(AveragedWeightsFlags)
+    if own.eval_weights == "ema" and not averages_of(config):
+        rule = "needs averaged weights"
+        yield Problem("--eval-weights", "ema", rule, "add --ema-decay or --ema-half-life-tokens")
+
+
+@extension_flags("moving averages of the weights", may_change=True, rules=rules)
 @dataclass(frozen=True)
 class AveragedWeightsFlags:
     ema_decay: tuple[float, ...] | None = flag(None, many=True, above=0, below=1, excludes=ROLL_BACK)
@@ -38,11 +45,6 @@ class AveragedWeightsFlags:
 
     eval_weights: str = flag("trained", choices=("trained", "ema"))
     """Weights that evaluations use: those that are trained, or the first average (of --ema-decay if that is given)."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        if self.eval_weights == "ema" and not averages_of(config):
-            rule = "needs averaged weights"
-            yield Problem("--eval-weights", "ema", rule, "add --ema-decay or --ema-half-life-tokens")
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,29 @@ def resolve(config: RunConfig) -> RunConfig:
     return config.with_options(ScheduleFlags(lr_schedule=text))
 
 
-@extension_flags("schedules of pieces", may_change=True, reads=reads, resolve=resolve)
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(ScheduleFlags)
+    name, optimizer = "--lr-schedule", config.optimizer
+    if own.lr_schedule is None:
+        if optimizer.lr_decay_style == STYLE:
+            yield Problem("--lr-decay-style", STYLE, "needs --lr-schedule", f"add it, {EXAMPLE}")
+        return
+    if optimizer.lr_decay_style not in REPLACED:
+        yield Problem.exclusive(name, own.lr_schedule, f"--lr-decay-style {optimizer.lr_decay_style}")
+    for field in OTHERS:
+        if getattr(optimizer, field):
+            flag_name, why = f"--{field.replace('_', '-')}", "warm-up is a piece of the schedule"
+            yield Problem.exclusive(flag_name, getattr(optimizer, field), name, why)
+    try:
+        pieces = parse(without_tokens(own.lr_schedule, max(1, config.model.seq_length)))
+        if (total := _length(config)) is not None:
+            lengths(pieces, total)
+    except ValueError as error:
+        rule, _, remedy = str(error).partition("; ")
+        yield Problem(name, own.lr_schedule, rule, remedy)
+
+
+@extension_flags("schedules of pieces", may_change=True, reads=reads, resolve=resolve, rules=rules, always=True)
 @dataclass(frozen=True)
 class ScheduleFlags:
     """A learning rate of several pieces."""
@@ -71,26 +93,6 @@ class ScheduleFlags:
     lr_schedule_file: str | None = flag(None, path="local")
     """The same in a file, a piece on each line; # begins a comment. The run keeps its text, not its name."""
 
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        name, optimizer = "--lr-schedule", config.optimizer
-        if self.lr_schedule is None:
-            if optimizer.lr_decay_style == STYLE:
-                yield Problem("--lr-decay-style", STYLE, "needs --lr-schedule", f"add it, {EXAMPLE}")
-            return
-        if optimizer.lr_decay_style not in REPLACED:
-            yield Problem.exclusive(name, self.lr_schedule, f"--lr-decay-style {optimizer.lr_decay_style}")
-        for field in OTHERS:
-            if getattr(optimizer, field):
-                flag_name, why = f"--{field.replace('_', '-')}", "warm-up is a piece of the schedule"
-                yield Problem.exclusive(flag_name, getattr(optimizer, field), name, why)
-        try:
-            pieces = parse(without_tokens(self.lr_schedule, max(1, config.model.seq_length)))
-            if (total := _length(config)) is not None:
-                lengths(pieces, total)
-        except ValueError as error:
-            rule, _, remedy = str(error).partition("; ")
-            yield Problem(name, self.lr_schedule, rule, remedy)
-
 
 def _length(config: RunConfig) -> int | None:
     """Samples of the schedule; None where the data know it."""
@@ -101,7 +103,22 @@ def _length(config: RunConfig) -> int | None:
     return optimizer.lr_decay_samples or samples
 
 
-@extension_flags("branches of a run", may_change=True, reads=f"{__package__}.branch:with_branch")
+def rules_of_branch(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(BranchFlags)
+    source, save = own.branch_from, config.checkpoint.save
+    ramp = config.optimizer.weight_decay_incr_style
+    if source is None:
+        return
+    if save is None:
+        yield Problem("--branch-from", source, "needs --save", "add --save, a folder for the branch")
+    elif located(save) in (located(source), located(source).parent):
+        yield Problem("--save", save, f"is the folder of --branch-from {source}", "give the branch another folder")
+    if ramp != OptimizerConfig.weight_decay_incr_style:
+        why = "a branch keeps the weight decay of its run only if it is constant"
+        yield Problem.exclusive("--branch-from", source, f"--weight-decay-incr-style {ramp}", why)
+
+
+@extension_flags("branches of a run", may_change=True, reads=f"{__package__}.branch:with_branch", rules=rules_of_branch)
 @dataclass(frozen=True)
 class BranchFlags:
     """A decayed branch of a run whose learning rate is constant."""
@@ -116,19 +133,6 @@ class BranchFlags:
 
     decay_shape: str = flag("1-sqrt", choices=tuple(DECAYS), no_effect_without="--branch-from")
     """--branch-from: shape of the decay from the rate of the checkpoint to --min-lr."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        source, save = self.branch_from, config.checkpoint.save
-        ramp = config.optimizer.weight_decay_incr_style
-        if source is None:
-            return
-        if save is None:
-            yield Problem("--branch-from", source, "needs --save", "add --save, a folder for the branch")
-        elif located(save) in (located(source), located(source).parent):
-            yield Problem("--save", save, f"is the folder of --branch-from {source}", "give the branch another folder")
-        if ramp != OptimizerConfig.weight_decay_incr_style:
-            why = "a branch keeps the weight decay of its run only if it is constant"
-            yield Problem.exclusive("--branch-from", source, f"--weight-decay-incr-style {ramp}", why)
 
 
 LR_SCHEDULES.register(STYLE, f"{__package__}.rates:pieces")

@@ -16,7 +16,64 @@ from megatron.training.step_parts import STEP_PARTS
 HERE = "megatron.extensions.speed.cuda_graphs"
 
 
-@extension_flags("CUDA graphs", may_change=True)
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """A graph replays the recorded kernels on the same memory. It cannot contain host decisions that change from
+    batch to batch, or host waits."""
+    own = config.options(CudaGraphFlags)
+    c = config
+    p = config.parallel
+    impl = own.cuda_graph_impl
+    if impl == "none":
+        return
+    name, graph = "--cuda-graph-impl", f"--cuda-graph-impl {impl}"
+    if p.cpu:
+        yield Problem.exclusive(name, impl, "--cpu", "it records GPU kernels")
+    for other, size in (
+        ("--tensor-model-parallel-size", p.tensor_model_parallel_size),
+        ("--pipeline-model-parallel-size", p.pipeline_model_parallel_size),
+        ("--context-parallel-size", p.context_parallel_size),
+    ):
+        if size > 1:
+            yield Problem.exclusive(other, size, graph, "communication within a micro-batch is not recorded")
+    for other, value, given, why in (
+        ("--num-experts", c.model.num_experts, c.model.num_experts, "shapes depend on the routing"),
+        ("--reset-attention-mask", None, c.data.reset_attention_mask, "documents differ from sample to sample"),
+        (
+            "--cpu-offloading",
+            None,
+            named_value(c, "cpu_offloading"),
+            "buffers in host memory differ from micro-batch to micro-batch",
+        ),
+        ("--overlap-grad-reduce", None, c.ddp.overlap_grad_reduce, "reductions start during the backward pass"),
+        ("--overlap-param-gather", None, c.ddp.overlap_param_gather, "modules wait for parameters while they run"),
+        (
+            "--deterministic-mode",
+            None,
+            c.training.deterministic,
+            "torch's deterministic indexed writes, as in the loss, read their indices on the host",
+        ),
+    ):
+        if given:
+            yield Problem.exclusive(other, value, graph, why)
+    try:
+        variants = c.model.linear_attentions
+    except ValueError:
+        variants = ()  # a pattern that cannot be read, which another rule reports
+    for variant in variants:
+        if variant in ("gated_delta_net", "kimi_delta_attention"):
+            by_flag = c.model.experimental_attention_variant is not None
+            other = f"--experimental-attention-variant {variant}" if by_flag else f"layers with {variant}"
+            yield Problem.exclusive(name, impl, other, "its triangular solves have not been recorded")
+    if c.ddp.shards_gradients:
+        why = "memory of whole gradients comes and goes during the passes"
+        strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
+        yield Problem.exclusive(name, impl, strategy, why)
+    if gathered_format(p) is not None and c.optimizer.use_distributed_optimizer:  # else another rule speaks of it
+        why = "recorded steps cast the weights that they find in bf16"
+        yield Problem.exclusive("--fp8-param-gather", None, graph, why)
+
+
+@extension_flags("CUDA graphs", may_change=True, rules=rules)
 @dataclass(frozen=True)
 class CudaGraphFlags:
     cuda_graph_impl: str = flag("none", choices=("none", "local"))
@@ -24,61 +81,6 @@ class CudaGraphFlags:
 
     cuda_graph_warmup_steps: int = flag(3, above=0, no_effect_without="--cuda-graph-impl local")
     """--cuda-graph-impl: warm-up steps before recording, in which kernels are compiled and selected."""
-
-    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        """A graph replays the recorded kernels on the same memory. It cannot contain host decisions that change from
-        batch to batch, or host waits."""
-        c = config
-        p = config.parallel
-        impl = self.cuda_graph_impl
-        if impl == "none":
-            return
-        name, graph = "--cuda-graph-impl", f"--cuda-graph-impl {impl}"
-        if p.cpu:
-            yield Problem.exclusive(name, impl, "--cpu", "it records GPU kernels")
-        for other, size in (
-            ("--tensor-model-parallel-size", p.tensor_model_parallel_size),
-            ("--pipeline-model-parallel-size", p.pipeline_model_parallel_size),
-            ("--context-parallel-size", p.context_parallel_size),
-        ):
-            if size > 1:
-                yield Problem.exclusive(other, size, graph, "communication within a micro-batch is not recorded")
-        for other, value, given, why in (
-            ("--num-experts", c.model.num_experts, c.model.num_experts, "shapes depend on the routing"),
-            ("--reset-attention-mask", None, c.data.reset_attention_mask, "documents differ from sample to sample"),
-            (
-                "--cpu-offloading",
-                None,
-                named_value(c, "cpu_offloading"),
-                "buffers in host memory differ from micro-batch to micro-batch",
-            ),
-            ("--overlap-grad-reduce", None, c.ddp.overlap_grad_reduce, "reductions start during the backward pass"),
-            ("--overlap-param-gather", None, c.ddp.overlap_param_gather, "modules wait for parameters while they run"),
-            (
-                "--deterministic-mode",
-                None,
-                c.training.deterministic,
-                "torch's deterministic indexed writes, as in the loss, read their indices on the host",
-            ),
-        ):
-            if given:
-                yield Problem.exclusive(other, value, graph, why)
-        try:
-            variants = c.model.linear_attentions
-        except ValueError:
-            variants = ()  # a pattern that cannot be read, which another rule reports
-        for variant in variants:
-            if variant in ("gated_delta_net", "kimi_delta_attention"):
-                by_flag = c.model.experimental_attention_variant is not None
-                other = f"--experimental-attention-variant {variant}" if by_flag else f"layers with {variant}"
-                yield Problem.exclusive(name, impl, other, "its triangular solves have not been recorded")
-        if c.ddp.shards_gradients:
-            why = "memory of whole gradients comes and goes during the passes"
-            strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
-            yield Problem.exclusive(name, impl, strategy, why)
-        if gathered_format(p) is not None and c.optimizer.use_distributed_optimizer:  # else another rule speaks of it
-            why = "recorded steps cast the weights that they find in bf16"
-            yield Problem.exclusive("--fp8-param-gather", None, graph, why)
 
 
 def _records(config: Section) -> bool:
