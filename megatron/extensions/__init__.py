@@ -152,7 +152,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn(
         "attention/sparse_attention",
         "DeepSeek sparse attention (DSA), as in DeepSeek-V3.2, and compressed attention, as in DeepSeek-V4.",
-        needs=("context_parallel", "hybrid_layers", "latent_attention"),
+        needs=("context_parallel", "fusions", "hybrid_layers", "latent_attention"),
     ),
     BuiltIn(
         "mixers/lightning_attention",

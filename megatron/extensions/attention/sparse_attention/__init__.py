@@ -7,6 +7,6 @@ indexer's shape is --dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-index
 and --dsa-indexer-skip-topk-offset. Compressed attention is --experimental-attention-variant dsv4_hybrid, with
 --csa-compress-ratios, --csa-window-size, --csa-compress-rotary-base, --o-groups and --o-lora-rank.
 
-Read first: `sparse_attention.py`, the module; `selection.py`, selection, attention and loss in chunks of queries;
-`compressed_attention.py`, the module of DeepSeek-V4.
+Read first: `sparse_attention.py`, the module; `selection.py`, `selected_attention.py` and `indexer_loss.py`, in chunks
+of queries; `compressed_attention.py`, the module of DeepSeek-V4. `kernels` has kernels of GPUs for these.
 """

@@ -48,7 +48,8 @@ from megatron.extensions.attention.sparse_attention.flags import (
     SparseAttentionFlags,
     ratios,
 )
-from megatron.extensions.attention.sparse_attention.selection import CHUNK, Index, Keys, Queries, chunks_of
+from megatron.extensions.attention.sparse_attention.selected_attention import Keys
+from megatron.extensions.attention.sparse_attention.selection import CHUNK, Index, Queries, chunks_of
 from megatron.extensions.attention.sparse_attention.sparse_attention import SelectedKeys, indexer_linears, parted
 
 
@@ -250,11 +251,11 @@ class CompressedKeys(SelectedKeys):
                 chunk._replace(first=max(0, chunk.keys - (chunk.rows.stop - chunk.rows.start) - window + 1))
                 for chunk in chunks
             )
-        of_tokens = Queries((last - window + 1).maximum(begin), last, near, self.hardware)
+        of_tokens = Queries((last - window + 1).maximum(begin), last, near, self.hardware, window)
         if not ratio:
             return of_tokens, of_tokens
         far = tuple(chunk._replace(keys=chunk.keys // ratio) for chunk in chunks)
-        return of_tokens, Queries(before, before + (last - begin + 1) // ratio - 1, far, self.hardware)
+        return of_tokens, Queries(before, before + (last - begin + 1) // ratio - 1, far, self.hardware, count)
 
 
 class CompressedAttention(MultiLatentAttention):

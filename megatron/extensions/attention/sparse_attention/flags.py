@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.config.layers import LayerKind, Rotation, Span, layer_numbers
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
+from megatron.core.kernels import KERNELS
 from megatron.core.tensor_parallel.linear_formats import linear_format
 from megatron.extensions.attention.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.layers.hybrid_layers.flags import PATTERN
@@ -169,6 +170,54 @@ def with_head_dim(config: RunConfig) -> RunConfig:
     return with_named(config, {"qk_head_dim": width})
 
 
+class KeySet(NamedTuple):
+    """One set of the keys of a layer."""
+
+    most: int
+    """Keys that a query sees at most."""
+    tokens: int = 1
+    """That make a key."""
+    window: int | None = None
+    """Tokens that a query sees; None for all up to its own."""
+    selects: bool = False
+
+
+class SparseShape(NamedTuple):
+    """Attention to selected keys in a layer of one rank."""
+
+    length: int
+    """Tokens of a sample, whose keys context parallelism gathers."""
+    heads: int
+    width: int
+    """Channels of keys; the first `values` are the values."""
+    values: int
+    sets: tuple[KeySet, ...]
+    sinks: bool
+
+
+def sparse_shapes(config: RunConfig) -> list[SparseShape]:
+    """Those of a run, one for each kind of layer."""
+    model, own = config.model, config.options(SparseAttentionFlags)
+    latent, variants = config.options(LatentAttentionFlags), set(config.model.linear_attentions)
+    length, heads = model.seq_length, model.num_attention_heads // config.parallel.tensor_model_parallel_size
+    found = list[SparseShape]()
+    if "dsa" in variants:
+        keys = KeySet(min(own.dsa_indexer_topk, length), selects=True)
+        width = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
+        found.append(SparseShape(length, heads, width, latent.kv_lora_rank, (keys,), False))
+    if COMPRESSED in variants:
+        near = config.options(CompressedAttentionFlags).csa_window_size
+        for ratio in sorted({*ratios(model)}):
+            sets = [KeySet(min(near, length), window=near)]
+            count = length // ratio if ratio else 0
+            if count:
+                some = ratio == SELECTED
+                sets.append(KeySet(min(own.dsa_indexer_topk, count) if some else count, ratio, selects=some))
+            sinks = model.softmax_type != "vanilla"
+            found.append(SparseShape(length, heads, model.head_dim, model.head_dim, tuple(sets), sinks))
+    return found
+
+
 def untrained_indexer(c: RunConfig) -> Iterator[Problem]:
     """The notice about an indexer that does not learn: it learns from its own loss alone."""
     if has_indexer(c) and not has_loss(c) and not c.training.skip_train:
@@ -316,3 +365,8 @@ MIXERS.register(
     of_layer=of_layer,
 )
 CALLBACKS.register("indexer loss", f"{__package__}.hooks:IndexerLoss", when=has_loss)
+for _operation, _kernel in {
+    "attend_to_selected": "attention:ATTEND",
+    "selected_attention_gradients": "attention:GRADIENTS",
+}.items():
+    KERNELS.register(_operation, f"{__package__}.kernels.{_kernel}")

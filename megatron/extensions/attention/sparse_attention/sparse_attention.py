@@ -36,17 +36,9 @@ from megatron.extensions.attention.context_parallel.attention import from_rank_o
 from megatron.extensions.attention.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.attention.latent_attention.multi_latent_attention import Latents, MultiLatentAttention, rotated
 from megatron.extensions.attention.sparse_attention.flags import SparseAttentionFlags, selects
-from megatron.extensions.attention.sparse_attention.selection import (
-    CHUNK,
-    AttachLoss,
-    AttentionToSelected,
-    Index,
-    Keys,
-    Loss,
-    Queries,
-    chunks_of,
-    selected,
-)
+from megatron.extensions.attention.sparse_attention.indexer_loss import AttachLoss, Loss
+from megatron.extensions.attention.sparse_attention.selected_attention import AttentionToSelected, Keys
+from megatron.extensions.attention.sparse_attention.selection import CHUNK, Index, Queries, chunks_of, selected
 
 
 class IndexerLinears(NamedTuple):
@@ -229,13 +221,13 @@ class SelectedKeys(CoreAttention):
         of_query = b * max(self.index_heads * length, max(heads, width) * min(self.topk, length))
         if cache is not None:
             chunks = chunks_of((range(n),), self.rows.size, max(1, CHUNK // of_query), length)
-            return Queries(q.new_zeros((n, 1), dtype=torch.int64), cache.positions.t(), chunks, self.hardware)
+            return Queries(q.new_zeros((n, 1), dtype=torch.int64), cache.positions.t(), chunks, self.hardware, length)
         chunks = chunks_of(rank_spans(length, self.cp.rank, self.cp.size), self.rows.size, max(1, CHUNK // of_query))
         last = context.places_of(q, 0)
         if context.documents is None:
-            return Queries(torch.zeros_like(last)[:, None], last[:, None], chunks, self.hardware)
+            return Queries(torch.zeros_like(last)[:, None], last[:, None], chunks, self.hardware, length)
         begins = document_begins(context.documents, length, q.device)[last]
-        return Queries(begins, last[:, None], chunks, self.hardware)
+        return Queries(begins, last[:, None], chunks, self.hardware, length)
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from inspect import unwrap
 from typing import Any, Protocol, TypeVar
 
@@ -35,6 +35,7 @@ from megatron.core.compiled_regions import CompiledRegion
 from megatron.core.config.layers import Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.kernels import KERNELS
 from megatron.core.moe import grouped_gemms
 from megatron.core.tensor_parallel import weight_grad
 from megatron.core.tensor_parallel.layers import Hardware
@@ -44,6 +45,7 @@ from megatron.extensions.speed.fp8 import casts
 from megatron.extensions.speed.fp8.casts import Scaled
 from megatron.extensions.speed.fusions.attention.flash_dropout import FlashDropoutKernel, fits
 from megatron.extensions.speed.fusions.attention.flash_kernels import FlashCUDAKernel, fits_flash
+from megatron.extensions.speed.fusions.kernel_choice import FusedKernel
 
 T = TypeVar("T")
 
@@ -340,6 +342,13 @@ class PlannedRegions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@cache
+def operations() -> frozenset[Callable[..., object]]:
+    """Functions in torch that kernels may compute: a plan sees what they consist of."""
+    kernels = (KERNELS[name] for name in KERNELS)
+    return frozenset(unwrap(kernel.plain) for kernel in kernels if isinstance(kernel, FusedKernel))
+
+
 class PlannedFunctions(PlannedRegions):
     """Functions as GPUs compute them: norms, fused attention, products and compiled regions. Tensors are made on
     `device`, if one is given: that is what `with torch.device(device)` does, which as a second mode takes as long again
@@ -358,6 +367,7 @@ class PlannedFunctions(PlannedRegions):
             unwrap(grouped_gemms.add_products_grouped_): self._add_products_grouped_,
             unwrap(weight_grad.add_product_): self._add_product_,
         }
+        self.operations = operations()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -368,7 +378,7 @@ class PlannedFunctions(PlannedRegions):
             return _NormOfGPUs.apply(args[0], statistics, kwargs.get("weight"), kwargs.get("bias"))
         if func is F.scaled_dot_product_attention:
             return _fused_attention(*args, **kwargs)
-        if (planned := self.own.get(func)) is not None:
+        if (planned := self.own.get(func, func if func in self.operations else None)) is not None:
             with self:
                 return planned(*args)
         out = super().__torch_function__(func, types, args, kwargs)

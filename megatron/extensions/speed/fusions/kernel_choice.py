@@ -91,6 +91,8 @@ class RunShapes:
     """Of all local experts in a micro-batch, if tokens are even over the experts."""
     expert_matrices: tuple[tuple[int, int], ...] = ()
     """(outputs, inputs) of the layers of an expert."""
+    config: RunConfig | None = None
+    """For kernels that need to know more of the run."""
 
     @classmethod
     def of(cls, config: RunConfig, device: torch.device) -> RunShapes:
@@ -116,6 +118,7 @@ class RunShapes:
             fp8=None if own.fp8_format is None else own.fp8_recipe,
             expert_rows=tokens * model.moe_router_topk * parallel.expert_tp // tp if model.num_experts else 0,
             expert_matrices=matrices if model.num_experts else (),
+            config=config,
         )
 
     def random(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -295,14 +298,17 @@ def no_result(*operands: object) -> None:
     """The fake of an operator that writes its results into operands."""
 
 
-def gpu_operator(place: str, schema: str, fake: Callable[P, R]) -> Callable[P, R]:
-    """The operator `megatron::NAME` of GPUs, computed by a function NAME whose `place` is "module:NAME". The module may
-    import Triton, and is imported when the operator first runs. Fake tensors, plans and profilers see one operator.
+def gpu_operator(
+    place: str, schema: str, fake: Callable[P, R], package: str = __name__.rpartition(".")[0]
+) -> Callable[P, R]:
+    """The operator `megatron::NAME` of GPUs, computed by a function NAME whose `place` is "module:NAME" in a package.
+    The module may import Triton, and is imported when the operator first runs. Fake tensors, plans and profilers see
+    one operator.
     `fake` has its signature, and returns tensors like its results without computing them."""
     module, name = place.split(":")
 
     def run(*operands: P.args, **options: P.kwargs) -> R:
-        result: R = getattr(import_module(f"{__package__}.{module}"), name)(*operands, **options)
+        result: R = getattr(import_module(f"{package}.{module}"), name)(*operands, **options)
         return result
 
     written = re.findall(r"\(a!\)\S* (\w+)", schema)

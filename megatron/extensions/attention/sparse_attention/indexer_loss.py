@@ -1,0 +1,110 @@
+"""The indexer's loss, in chunks of queries.
+
+DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The loss of a token is KL(p, softmax(scores)), p being the mean over
+heads of attention's weights, over the selected keys or over all that the query could see (equations 3 and 4). Where
+attention has more sets of keys, p is the part of its weights that selected keys have, divided by its sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.collectives import all_reduce_
+from megatron.core.parallel_state import Axis
+from megatron.core.torch_private import AutogradContext
+from megatron.core.transformer.recompute import again
+from megatron.extensions.attention.sparse_attention.selected_attention import Rows
+from megatron.extensions.attention.sparse_attention.selection import Index, Queries, index_products, index_scores
+
+
+class Loss(NamedTuple):
+    """The attention that the indexer is compared with."""
+
+    q: Tensor
+    """[n, b, h, w] of all queries of this rank's part of the sequence, of its heads; `k` [s, b, w]."""
+    k: Tensor
+    picked: Tensor | None
+    """Selected keys; None for all."""
+    queries: Queries
+    scale: float
+    heads: Axis
+    """The ranks that have other heads."""
+    own: range
+    """The rows that this rank's index has the queries of."""
+    beside: Tensor | None = None
+    """[n, b, h]: log-sum-exps of the scores of what else is attended to."""
+
+
+@torch.no_grad()
+def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
+    """The sum over this rank's queries of KL(p, softmax(scores)), and its gradients: with G = softmax(scores) - p those
+    of weights are G ReLU(q · k), and those of q · k are G w where it is above 0."""
+    wide = torch.promote_types(index.q.dtype, torch.float32)
+    total = torch.zeros((), dtype=torch.float64, device=index.q.device)
+    found = Index(*(torch.zeros(x.shape, dtype=wide, device=x.device) for x in index))
+    for chunk in loss.queries.hardware.each(loss.queries.chunks):
+        rows = Rows(loss.q, loss.k, loss.queries, chunk, loss.picked)
+        with again():
+            scores = rows.scores(loss.scale)
+            lse = scores.logsumexp(-1)
+            lse = lse if loss.beside is None else torch.logaddexp(lse, loss.beside[chunk.rows])
+            of_heads = scores.sub_(lse.unsqueeze(-1)).exp_().sum(2).contiguous()
+        of_heads = all_reduce_(of_heads, loss.heads)
+        of_heads.div_(of_heads.sum(-1, keepdim=True).clamp_(min=torch.finfo(wide).tiny))
+        p, hidden = rows.distribution(of_heads)
+        if chunk.rows.start not in loss.own:
+            continue
+        mine = chunk.moved(loss.own.start)
+        products = index_products(index, mine)
+        logs = index_scores(index, mine, products).masked_fill(hidden, -torch.inf).log_softmax(-1)
+        logs.masked_fill_(hidden, -torch.inf)  # where a query sees no key, all are not a number
+        total += (torch.xlogy(p, p) - p * logs.masked_fill(hidden, 0.0)).sum(dtype=torch.float64)
+        g = (logs.exp_() - p).transpose(0, 1).unsqueeze(2)  # [b, rows, 1, keys]
+        found.weights[mine.rows] = (products @ g.mT).squeeze(-1).transpose(0, 1)
+        of_products = products.gt_(0).mul_(g).mul_(index.weights[mine.rows].transpose(0, 1).unsqueeze(-1))
+        of_products = of_products.to(index.q.dtype).flatten(1, 2)  # [b, rows * indexer heads, keys]
+        q = index.q[mine.rows].transpose(0, 1)
+        dq = of_products @ index.k[: chunk.keys].transpose(0, 1)
+        found.q[mine.rows] = dq.unflatten(1, q.shape[1:3]).transpose(0, 1).to(wide)
+        found.k[: chunk.keys] += (of_products.mT @ q.flatten(1, 2)).transpose(0, 1)
+    return total, Index(*(gradient.to(x.dtype) for gradient, x in zip(found, index, strict=True)))
+
+
+class LossContext(AutogradContext):
+    shapes: list[tuple[torch.Size, torch.dtype, torch.device]]
+    scale: Tensor | None
+    tally: Tensor
+    entries: Tensor
+
+
+class AttachLoss(torch.autograd.Function):
+    """Passes `out` through. The backward adds the gradients of the indexer's loss times `scale`, and the loss to the
+    tally, [sum of divergences, tokens]; without a loss the gradients are zero."""
+
+    @staticmethod
+    def forward(
+        ctx: LossContext, out: Tensor, loss: Loss | None, scale: Tensor | None, tally: Tensor, *index: Tensor
+    ) -> Tensor:
+        ctx.shapes = [(x.shape, x.dtype, x.device) for x in index]
+        ctx.scale = scale
+        ctx.tally = tally
+        if loss is not None:
+            total, gradients = divergence(Index(*index), loss)
+            ctx.entries = torch.stack((total, torch.full_like(total, index[0].shape[0] * index[0].shape[1])))
+            ctx.save_for_backward(*gradients)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: LossContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.saved_tensors
+        if not gradients:
+            zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
+            return grad, None, None, None, *zeros
+        assert ctx.scale is not None
+        ctx.tally.add_(ctx.entries)
+        return grad, None, None, None, *(x * ctx.scale.to(x.dtype) for x in gradients)

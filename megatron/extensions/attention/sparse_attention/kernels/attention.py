@@ -1,0 +1,206 @@
+"""Attention to selected keys by Triton's kernels, in place of `attend_to_selected` and `selected_attention_gradients`.
+
+Every set of keys becomes a list of places for each query, and the sets one list behind another, over all keys in one
+tensor: the keys of a window and those that a query could see are listed too. A place of -1 is no key.
+
+Gradients of keys are added in fp32 where they are computed, in any order, or summed in a second pass, in one order: in
+deterministic runs, on GPUs that add single numbers only (all but Hopper and Blackwell of data centers), and where lists
+hold at least `DENSE` of all keys. The second pass computes the scores of all pairs of a query and a block of keys of
+which it has selected one: that costs less than additions where queries have selected much of most blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.tensor_parallel.layers import HARDWARE
+from megatron.extensions.attention.sparse_attention.flags import SparseShape, sparse_shapes
+from megatron.extensions.attention.sparse_attention.selected_attention import (
+    Attended,
+    Keys,
+    attend_to_selected,
+    selected_attention_gradients,
+)
+from megatron.extensions.attention.sparse_attention.selection import CHUNK, Queries, chunks_of, largest
+from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
+
+WIDEST_VALUES, WIDEST_REST = 512, 64
+"""Channels of the widest keys that the kernels take: values, and the others."""
+
+DENSE = 0.25
+"""Share of all keys that lists hold from which on a second pass sums the gradients of keys. Estimated, not timed: the
+pass does 1.6 times the products of the first for each pair, selected or not, and additions take the time of six
+products for a selected pair."""
+
+SAMPLED = 1024
+"""Queries that kernels are compared on at most."""
+
+TOLERANCE = 2.0**-6
+
+
+def listed(queries: Queries, picked: Tensor | None, samples: int) -> Tensor:
+    """[n, b, count] int32: places of the keys that each query sees; -1 where there are fewer."""
+    if picked is not None:
+        return picked
+    at = queries.first.unsqueeze(-1) + torch.arange(queries.most, device=queries.first.device)
+    places = at.masked_fill(at > queries.last.unsqueeze(-1), -1).to(torch.int32)
+    return places.expand(-1, samples, -1)
+
+
+def joined_sets(seen: Sequence[Keys], k: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
+    """All keys [s, b, w], the places [n, b, count] that queries see among them, and how many of the first set these
+    begin with."""
+    samples = k[0].shape[1]
+    places = list[Tensor]()
+    before = first = 0
+    for keys, each in zip(k, seen, strict=True):
+        found = listed(each.queries, each.picked, samples)
+        places.append(found if not before else torch.where(found < 0, found, found + before))
+        before, first = before + len(keys), first or found.shape[-1]
+    whole = k[0] if len(k) == 1 else torch.cat(tuple(k))
+    return whole.contiguous(), places[0].contiguous() if len(places) == 1 else torch.cat(places, dim=-1), first
+
+
+def adds_gradients(device: torch.device, keys: int, count: int) -> bool:
+    """Return whether gradients of keys are added in any order."""
+    several = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return several and not torch.are_deterministic_algorithms_enabled() and count < DENSE * keys
+
+
+def suits(q: Tensor, width: int) -> bool:
+    """Return whether the kernels compute attention of queries [n, b, h, w] with values of this width."""
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    fits = width <= WIDEST_VALUES and q.shape[-1] - width <= WIDEST_REST and not (width % 8 or q.shape[-1] % 8)
+    return runs_triton(q) and half and fits and q.shape[0] > 0
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A tensor whose channels are adjacent."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def attend(
+    q: Tensor,
+    sinks: Tensor | None,
+    seen: tuple[Keys, ...],
+    k: tuple[Tensor, ...],
+    scale: float,
+    width: int,
+    notes: bool,
+) -> Attended:
+    """`attend_to_selected`."""
+    keys, picked, first = joined_sets(seen, k)
+    out, lse, of_first, highest = _attend(_dense(q), keys, picked, sinks, first, scale, width)
+    return Attended(out, lse, lse if len(k) == 1 else of_first, highest.amax((0, 1)) if notes else None)
+
+
+def gradients(
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seen: tuple[Keys, ...],
+    k: tuple[Tensor, ...],
+    scale: float,
+    width: int,
+) -> tuple[Tensor, ...]:
+    """`selected_attention_gradients`."""
+    keys, picked, _ = joined_sets(seen, k)
+    adds = adds_gradients(q.device, len(keys), picked.shape[-1])
+    dq, dk = _gradients(_dense(grad), _dense(q), keys, picked, out, lse, scale, adds)
+    return dq, *dk.split([len(x) for x in k])
+
+
+def _fake_attend(
+    q: Tensor, k: Tensor, picked: Tensor, sinks: Tensor | None, first: int, scale: float, values: int
+) -> tuple[Tensor, ...]:
+    rows = q.shape[:3]
+    return q.new_empty(*rows, values), *(q.new_empty(rows, dtype=torch.float32) for _ in range(3))
+
+
+def _fake_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, picked: Tensor, out: Tensor, lse: Tensor, scale: float, adds: bool
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape, dtype=torch.float32)
+
+
+_attend = gpu_operator(
+    "attention_triton:attend_selected",
+    "(Tensor q, Tensor k, Tensor picked, Tensor? sinks, int first, float scale, int values) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_attend,
+    __package__,
+)
+"""Outputs [n, b, h, values], and log-sum-exps of all and of the first places, and the largest scores [n, b, h]."""
+
+_gradients = gpu_operator(
+    "attention_triton:selected_gradients",
+    "(Tensor grad, Tensor q, Tensor k, Tensor picked, Tensor out, Tensor lse, float scale, bool adds) "
+    "-> (Tensor, Tensor)",
+    _fake_gradients,
+    __package__,
+)
+"""Gradients of q, and of k in fp32; with `adds` the latter are added in any order."""
+
+
+Operands = tuple[Tensor, Tensor | None, tuple[Keys, ...], tuple[Tensor, ...], float, int, bool]
+"""Of `attend_to_selected`."""
+
+BackwardOperands = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Keys, ...], tuple[Tensor, ...], float, int]
+"""Of `selected_attention_gradients`."""
+
+
+def samples(shapes: RunShapes) -> Iterator[Operands]:
+    """The last queries of a sequence, as each kind of layer of a run has them."""
+    if shapes.config is None:
+        return
+    for shape in sparse_shapes(shapes.config):
+        yield sample_of(shape, shapes)
+
+
+def sample_of(shape: SparseShape, shapes: RunShapes) -> Operands:
+    """Random queries and keys; lists are of random keys."""
+    n, b = min(SAMPLED, shapes.length), max(1, shapes.tokens // shapes.length)
+    last = torch.arange(shape.length - n, shape.length, device=shapes.device)[:, None]
+    longest = max(1, CHUNK // (b * shape.heads * max(shape.width, sum(each.most for each in shape.sets))))
+    seen, keys = list[Keys](), list[Tensor]()
+    for each in shape.sets:
+        end = (last + 1) // each.tokens - 1
+        first = torch.zeros_like(last) if each.window is None else (last - each.window + 1).clamp_(min=0)
+        chunks = chunks_of((range(shape.length - n, shape.length),), 1, longest)
+        chunks = tuple(
+            chunk._replace(
+                keys=chunk.keys // each.tokens,
+                first=0 if each.window is None else max(0, chunk.keys - each.window - longest),
+            )
+            for chunk in chunks
+        )
+        queries = Queries(first, end, chunks, HARDWARE, each.most)
+        count = shape.length // each.tokens
+        picked = None
+        if each.selects and count > each.most:
+            scores = shapes.random(n, b, count, dtype=torch.float32)
+            hidden = torch.arange(count, device=shapes.device) > end[..., None]
+            picked = largest(scores.masked_fill_(hidden, -torch.inf), each.most)
+        seen.append(Keys(queries, picked))
+        keys.append(shapes.random(count, b, shape.width))
+    sinks = shapes.random(shape.heads, dtype=torch.float32) if shape.sinks else None
+    q = shapes.random(n, b, shape.heads, shape.width)
+    return q, sinks, tuple(seen), tuple(keys), shape.width**-0.5, shape.values, False
+
+
+def backward_samples(shapes: RunShapes) -> Iterator[BackwardOperands]:
+    """The same queries with outputs and their gradients."""
+    plain = attend_to_selected.__wrapped__  # type: ignore[attr-defined]
+    for q, sinks, seen, k, scale, width, notes in samples(shapes):
+        found = plain(q, sinks, seen, k, scale, width, notes)
+        yield shapes.random(*found.out.shape), q, found.out, found.lse, seen, k, scale, width
+
+
+ATTEND = FusedKernel(attend, attend_to_selected, lambda q, *more: suits(q, more[-2]), samples, TOLERANCE)
+GRADIENTS = FusedKernel(
+    gradients, selected_attention_gradients, lambda grad, q, *more: suits(q, more[-1]), backward_samples, TOLERANCE
+)

@@ -1,0 +1,263 @@
+"""Triton kernels of attention to selected keys (`attention.py`).
+
+A program computes one query in some heads of a sample: it gathers the query's keys in blocks, once for all of these
+heads. Scores are transposed, [keys, heads], so that products have the keys or the channels as their rows, and fill
+tensor cores with as few as 16 heads. Channels of values are in four parts, whose gradients fit registers one by one.
+
+The gradients of keys are either added in fp32 where they are computed, in any order, or summed in a second pass by a
+program for each block of keys, which goes through the queries that have selected one of them in ascending order.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.extensions.attention.sparse_attention.kernels.key_sums_triton import sum_of_keys
+from megatron.extensions.attention.sparse_attention.kernels.rows_triton import (
+    Blocks,
+    Widths,
+    add_rows,
+    dot,
+    end_of_list,
+    load_rest,
+    load_values,
+    place_of,
+    products,
+    scaled,
+    scores_of,
+    store_heads,
+    store_values,
+)
+from megatron.extensions.speed.fusions.attention.row_blocks_triton import Rows
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _log2_sum(a, b):
+    """log2(2^a + 2^b) of a number b and a, which may be -infinity."""
+    top = tl.maximum(a, b)
+    return top + tl.log2(tl.exp2(a - top) + tl.exp2(b - top))
+
+
+@triton.jit
+def selected_forward(
+    q, k, picked, sinks, out, sums, sizes, to_log2, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr, SCAN: tl.constexpr
+):
+    """q [n, b, heads, w], k [s, b, w], picked [n, b, count], sinks [heads] or None -> out [n, b, heads, values], and in
+    `sums` [n, b, heads] the log-sum-exps of all scores, those of the first of each list, and the largest scores."""
+    samples, heads, count, first = sizes
+    PART: tl.constexpr = WIDTHS[2]
+    HEADS: tl.constexpr = BLOCKS[0]
+    KEYS: tl.constexpr = BLOCKS[1]
+    row, sample, h, in_h, before = place_of(samples, heads, HEADS)
+    lists = picked + (row * samples + sample) * count
+    of_row = row * q.row + sample * q.sample + h * q.head
+    queries = load_values(q.data, of_row, in_h, WIDTHS)
+    of_queries = load_rest(q.data, of_row, in_h, queries, WIDTHS)
+    zeros = tl.zeros([PART, HEADS], tl.float32)
+    acc = (zeros, zeros, zeros, zeros)
+    total = tl.zeros([HEADS], tl.float32)
+    of_first = tl.zeros([HEADS], tl.float32)
+    top = tl.full([HEADS], float("-inf"), tl.float32)
+    j = tl.arange(0, KEYS)
+    for start in range(0, end_of_list(lists, count, SCAN), KEYS):
+        key = tl.load(lists + start + j, mask=start + j < count, other=-1)
+        at = (key.to(tl.int64) * samples + sample) * (WIDTHS[0] + WIDTHS[1])
+        keys = load_values(k, at, key >= 0, WIDTHS)
+        scores = scores_of(keys, load_rest(k, at, key >= 0, keys, WIDTHS), queries, of_queries, WIDTHS) * to_log2
+        scores = tl.where((key >= 0)[:, None], scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 0))
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(scores - base[None, :])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 0)
+        of_first = of_first * shrink + tl.sum(tl.where((start + j < first)[:, None], weights, 0.0), 0)
+        acc = add_rows(scaled(acc, shrink), keys, weights.to(keys[0].dtype))
+        top = highest
+    lse, lse_first = top + tl.log2(total), top + tl.log2(of_first)
+    if sinks is not None:
+        of_sinks = tl.load(sinks + h, mask=in_h, other=0.0).to(tl.float32) * 1.4426950408889634
+        lse, lse_first = _log2_sum(lse, of_sinks), _log2_sum(lse_first, of_sinks)
+    factors = tl.where(top == float("-inf"), 0.0, tl.exp2(top - lse))
+    store_values(out, scaled(acc, factors), before, h, in_h, WIDTHS, WIDTHS[0])
+    tl.store(sums[0] + before + h, lse * 0.6931471805599453, mask=in_h)
+    tl.store(sums[1] + before + h, lse_first * 0.6931471805599453, mask=in_h)
+    tl.store(sums[2] + before + h, top * 0.6931471805599453, mask=in_h)
+
+
+@triton.jit
+def _add_to_keys(dk, at, inside, values, start: tl.constexpr, size: tl.constexpr):
+    """Adds values [keys, HELD] to `size` channels from `start` on of the rows of dk that begin at `at`, in any
+    order."""
+    c = tl.arange(0, values.shape[1])
+    where = dk + at[:, None] + (start + c)[None, :]
+    tl.atomic_add(where, values, mask=inside[:, None] & (c < size)[None, :], sem="relaxed")
+
+
+@triton.jit
+def _of_keys(ds, queries, p, grads):
+    """[keys, PART]: gradients of keys as keys and as values."""
+    return dot(p, grads, tl.dot(ds, queries, input_precision="ieee"))
+
+
+@triton.jit
+def selected_backward(
+    q,
+    k,
+    picked,
+    grad,
+    lse,
+    delta,
+    dq,
+    dk,
+    sizes,
+    scale,
+    WIDTHS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """dq [n, b, heads, w], and where `dk` [s, b, w] is given, additions to it in any order. `delta` [n, b, heads] are
+    the sums of grad * out."""
+    samples, heads, count = sizes
+    VALUES: tl.constexpr = WIDTHS[0]
+    PART: tl.constexpr = WIDTHS[2]
+    WIDTH: tl.constexpr = WIDTHS[0] + WIDTHS[1]
+    HEADS: tl.constexpr = BLOCKS[0]
+    KEYS: tl.constexpr = BLOCKS[1]
+    row, sample, h, in_h, before = place_of(samples, heads, HEADS)
+    lists = picked + (row * samples + sample) * count
+    of_row = row * q.row + sample * q.sample + h * q.head
+    queries = load_values(q.data, of_row, in_h, WIDTHS)
+    of_queries = load_rest(q.data, of_row, in_h, queries, WIDTHS)
+    grads = load_values(grad.data, row * grad.row + sample * grad.sample + h * grad.head, in_h, WIDTHS)
+    deltas = tl.load(delta + before + h, mask=in_h, other=0.0)
+    sums = tl.load(lse + before + h, mask=in_h, other=0.0) * 1.4426950408889634
+    zeros = tl.zeros([PART, HEADS], tl.float32)
+    acc = (zeros, zeros, zeros, zeros)
+    of_rest = zeros
+    if WIDTHS[3]:
+        REST: tl.constexpr = WIDTHS[3]
+        of_rest = tl.zeros([REST, HEADS], tl.float32)
+    j = tl.arange(0, KEYS)
+    for start in range(0, end_of_list(lists, count, SCAN), KEYS):
+        key = tl.load(lists + start + j, mask=start + j < count, other=-1)
+        at, inside = (key.to(tl.int64) * samples + sample) * WIDTH, key >= 0
+        keys = load_values(k, at, inside, WIDTHS)
+        rest = load_rest(k, at, inside, keys, WIDTHS)
+        scores = scores_of(keys, rest, queries, of_queries, WIDTHS) * (scale * 1.4426950408889634)
+        weights = tl.where(inside[:, None] & in_h[None, :], tl.exp2(scores - sums[None, :]), 0.0)
+        ds = (weights * (products(keys, grads) - deltas[None, :]) * scale).to(keys[0].dtype)
+        acc = add_rows(acc, keys, ds)
+        if WIDTHS[3]:
+            of_rest = dot(tl.trans(rest), ds, of_rest)
+        if dk is not None:
+            p = weights.to(keys[0].dtype)
+            _add_to_keys(dk, at, inside, _of_keys(ds, queries[0], p, grads[0]), 0, VALUES)
+            _add_to_keys(dk, at, inside, _of_keys(ds, queries[1], p, grads[1]), PART, VALUES - PART)
+            _add_to_keys(dk, at, inside, _of_keys(ds, queries[2], p, grads[2]), 2 * PART, VALUES - 2 * PART)
+            _add_to_keys(dk, at, inside, _of_keys(ds, queries[3], p, grads[3]), 3 * PART, VALUES - 3 * PART)
+            if WIDTHS[3]:
+                _add_to_keys(dk, at, inside, tl.dot(ds, of_queries, input_precision="ieee"), VALUES, WIDTHS[1])
+    store_values(dq, acc, before, h, in_h, WIDTHS, WIDTH)
+    if WIDTHS[3]:
+        store_heads(dq, of_rest, before, h, in_h, VALUES, WIDTHS[1], WIDTH)
+
+
+@triton.jit
+def selected_delta(grad, out, delta, samples, heads, values, HELD: tl.constexpr, HEADS: tl.constexpr):
+    """delta [n, b, heads]: sums over channels of grad * out"""
+    row, sample, h, in_h, before = place_of(samples, heads, HEADS)
+    c = tl.arange(0, HELD)
+    mask = in_h[:, None] & (c < values)[None, :]
+    at = row * grad.row + sample * grad.sample + h * grad.head
+    of_grad = tl.load(grad.data + at[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    of_out = tl.load(out + (before + h)[:, None] * values + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(delta + before + h, tl.sum(of_grad * of_out, 1), mask=in_h)
+
+
+class Tiling(NamedTuple):
+    """Blocks of the kernels on one kind of GPU."""
+
+    forward: Blocks
+    of_queries: Blocks
+    adding: Blocks
+    """Gradients of queries, with additions to those of keys."""
+    of_keys: Blocks
+
+
+HOPPER = Tiling(Blocks(32, 64, 8, 2), Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 64, 8, 2))
+"""For compute capability 9, with 227 KiB of shared memory a program."""
+
+BLACKWELL = Tiling(*[Blocks(32, 32, 8, 2)] * 4)
+"""For compute capability 10: larger blocks take more shared memory than there is."""
+
+SMALL = Tiling(Blocks(32, 32, 8, 2), Blocks(16, 32, 8, 1), Blocks(16, 32, 8, 1), Blocks(16, 32, 8, 2))
+"""For others, with 99 KiB."""
+
+SCAN = 1024
+"""Places of a list that are looked at together for its end."""
+
+
+def tiling(device: torch.device) -> Tiling:
+    """The blocks for a GPU. Raises RuntimeError for GPUs that are too old."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        raise RuntimeError(f"no kernel for compute capability {capability[0]}.{capability[1]}")
+    return {9: HOPPER, 10: BLACKWELL}.get(capability[0], SMALL)
+
+
+def _grid(q: Tensor, blocks: Blocks) -> tuple[int, int]:
+    n, b, heads, _ = q.shape
+    return n * triton.cdiv(heads, blocks.heads), b
+
+
+def _scan(count: int) -> int:
+    return min(SCAN, triton.next_power_of_2(count))
+
+
+def attend_selected(
+    q: Tensor, k: Tensor, picked: Tensor, sinks: Tensor | None, first: int, scale: float, values: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `attention.py`."""
+    (n, b, heads, width), count = q.shape, picked.shape[-1]
+    out = q.new_empty(n, b, heads, values)
+    sums = tuple(torch.empty(n, b, heads, dtype=torch.float32, device=q.device) for _ in range(3))
+    blocks, widths = tiling(q.device).forward, Widths.of(width, values)
+    given = Rows.of(q), k, picked, sinks, out, sums, (b, heads, count, first), scale * LOG2_E
+    launch = selected_forward[_grid(q, blocks)]
+    launch(
+        *given,
+        tuple(widths),
+        (blocks.heads, blocks.keys),
+        _scan(count),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
+    lse, of_first, highest = sums
+    return out, lse, of_first, highest
+
+
+def selected_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, picked: Tensor, out: Tensor, lse: Tensor, scale: float, adds: bool
+) -> tuple[Tensor, Tensor]:
+    """See `attention.py`."""
+    n, b, heads, width = q.shape
+    values, count = out.shape[-1], picked.shape[-1]
+    found, widths = tiling(q.device), Widths.of(width, values)
+    dq, delta = q.new_empty(q.shape), torch.empty(n, b, heads, dtype=torch.float32, device=q.device)
+    held, of_heads = triton.next_power_of_2(values), Blocks(16, 0, 4, 1)
+    selected_delta[_grid(q, of_heads)](Rows.of(grad), out, delta, b, heads, values, held, of_heads.heads)
+    dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device) if adds else None
+    blocks = found.adding if adds else found.of_queries
+    rows = Rows.of(q), k, picked, Rows.of(grad), lse, delta, dq, dk, (b, heads, count), scale, tuple(widths)
+    launch = selected_backward[_grid(q, blocks)]
+    launch(*rows, (blocks.heads, blocks.keys), _scan(count), num_warps=blocks.warps, num_stages=blocks.stages)
+    return dq, sum_of_keys(grad, q, k, picked, lse, delta, scale, widths, found.of_keys) if dk is None else dk

@@ -1,0 +1,147 @@
+"""Parts of Triton kernels that gather selected rows: channels in parts, products of these, and where a program is."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Widths(NamedTuple):
+    """Channels of keys, and the powers of two that hold them."""
+
+    values: int
+    """The first channels, which are the values."""
+    rest: int
+    part: int
+    """Holds a quarter of the values."""
+    held_rest: int
+    """Holds the rest; 0 where there is none."""
+
+    @classmethod
+    def of(cls, width: int, values: int) -> Widths:
+        rest = width - values
+        part = max(16, triton.next_power_of_2(values) // 4)
+        return cls(values, rest, part, max(16, triton.next_power_of_2(rest)) if rest else 0)
+
+
+class Blocks(NamedTuple):
+    """How a program works."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def load_rows(x, at, inside, start: tl.constexpr, size: tl.constexpr, HELD: tl.constexpr):
+    """[rows, HELD]: `size` channels from `start` on of the rows that begin `at` elements behind x; zeros outside."""
+    c = tl.arange(0, HELD)
+    where = x + at[:, None] + (start + c)[None, :]
+    if size >= HELD:
+        return tl.load(where, mask=inside[:, None], other=0.0)
+    return tl.load(where, mask=inside[:, None] & (c < size)[None, :], other=0.0)
+
+
+@triton.jit
+def load_values(x, at, inside, WIDTHS: tl.constexpr):
+    """The four parts of the values of rows."""
+    VALUES: tl.constexpr = WIDTHS[0]
+    PART: tl.constexpr = WIDTHS[2]
+    return (
+        load_rows(x, at, inside, 0, VALUES, PART),
+        load_rows(x, at, inside, PART, VALUES - PART, PART),
+        load_rows(x, at, inside, 2 * PART, VALUES - 2 * PART, PART),
+        load_rows(x, at, inside, 3 * PART, VALUES - 3 * PART, PART),
+    )
+
+
+@triton.jit
+def load_rest(x, at, inside, values, WIDTHS: tl.constexpr):
+    """The channels of rows behind the values; something else where there are none."""
+    found = values[0]
+    if WIDTHS[3]:
+        found = load_rows(x, at, inside, WIDTHS[0], WIDTHS[1], WIDTHS[3])
+    return found
+
+
+@triton.jit
+def dot(a, b, sums):
+    return tl.dot(a, b, sums, input_precision="ieee")
+
+
+@triton.jit
+def products(a, b):
+    """Products [rows of a, rows of b] of all parts of values, in fp32."""
+    found = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
+    return dot(a[3], tl.trans(b[3]), dot(a[2], tl.trans(b[2]), dot(a[1], tl.trans(b[1]), found)))
+
+
+@triton.jit
+def scores_of(keys, rest, queries, of_queries, WIDTHS: tl.constexpr):
+    """[keys, heads] in fp32"""
+    found = products(keys, queries)
+    if WIDTHS[3]:
+        found = dot(rest, tl.trans(of_queries), found)
+    return found
+
+
+@triton.jit
+def add_rows(sums, keys, weights):
+    """Adds the products of keys [keys, PART] by weights [keys, heads] to sums [PART, heads], by part."""
+    return (
+        dot(tl.trans(keys[0]), weights, sums[0]),
+        dot(tl.trans(keys[1]), weights, sums[1]),
+        dot(tl.trans(keys[2]), weights, sums[2]),
+        dot(tl.trans(keys[3]), weights, sums[3]),
+    )
+
+
+@triton.jit
+def scaled(sums, factors):
+    f = factors[None, :]
+    return sums[0] * f, sums[1] * f, sums[2] * f, sums[3] * f
+
+
+@triton.jit
+def end_of_list(lists, count, SCAN: tl.constexpr):
+    """The place behind the last key of a list."""
+    found = 0
+    j = tl.arange(0, SCAN)
+    for start in range(0, count, SCAN):
+        at = tl.load(lists + start + j, mask=start + j < count, other=-1)
+        found = tl.maximum(found, tl.max(tl.where(at >= 0, start + j + 1, 0), 0))
+    return found
+
+
+@triton.jit
+def place_of(samples, heads, BLOCK: tl.constexpr):
+    """Row, sample and heads of a program, which heads there are, and the elements of [n, b, heads] before them. Rows
+    that see the most come first, and programs of a row are beside each other: they read the same keys."""
+    blocks = tl.cdiv(heads, BLOCK)
+    row = (tl.num_programs(0) // blocks - 1 - tl.program_id(0) // blocks).to(tl.int64)
+    sample = tl.program_id(1).to(tl.int64)
+    h = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    return row, sample, h, h < heads, (row * samples + sample) * heads
+
+
+@triton.jit
+def store_heads(x, values, before, h, in_h, start: tl.constexpr, size: tl.constexpr, WIDTH: tl.constexpr):
+    """Stores values [HELD, heads] in `size` channels from `start` on of x [n, b, heads, WIDTH]."""
+    c = tl.arange(0, values.shape[0])
+    at = x + (before + h)[None, :] * WIDTH + (start + c)[:, None]
+    tl.store(at, values.to(x.dtype.element_ty), mask=in_h[None, :] & (c < size)[:, None])
+
+
+@triton.jit
+def store_values(x, sums, before, h, in_h, WIDTHS: tl.constexpr, WIDTH: tl.constexpr):
+    VALUES: tl.constexpr = WIDTHS[0]
+    PART: tl.constexpr = WIDTHS[2]
+    store_heads(x, sums[0], before, h, in_h, 0, VALUES, WIDTH)
+    store_heads(x, sums[1], before, h, in_h, PART, VALUES - PART, WIDTH)
+    store_heads(x, sums[2], before, h, in_h, 2 * PART, VALUES - 2 * PART, WIDTH)
+    store_heads(x, sums[3], before, h, in_h, 3 * PART, VALUES - 3 * PART, WIDTH)

@@ -1,0 +1,225 @@
+"""Attention to selected keys, in chunks of queries.
+
+Attention is that of one key group whose values are the first channels of its keys, as in the form of multi-latent
+attention that attends to latents. Keys may be of several sets that share a softmax, as those of tokens and compressed
+ones of DeepSeek-V4.
+
+GPUs compute both passes by kernels (`kernels/attention.py`) where these are faster. Shapes: n queries of b samples,
+s keys, h heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from operator import add
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.attention.varlen import sinks_grad
+from megatron.core.compiled_regions import torch_function
+from megatron.core.kernels import operation
+from megatron.core.tensor_parallel.layers import Hardware
+from megatron.core.tensor_parallel.weight_grad import add_rows_
+from megatron.core.torch_private import AutogradContext
+from megatron.core.transformer.recompute import again
+from megatron.extensions.attention.sparse_attention.selection import Chunk, Queries
+
+
+class Rows:
+    """A chunk of queries with the keys that they attend to: those selected for each, or all before a position."""
+
+    def __init__(self, q: Tensor, k: Tensor, queries: Queries, chunk: Chunk, picked: Tensor | None) -> None:
+        """q [n, b, h, w], k [s, b, w], picked [n, b, topk] or None for all keys"""
+        self.rows = chunk.rows
+        self.q = q[chunk.rows]
+        self.samples = k.shape[1]
+        self.keys, self.flat = slice(chunk.first, chunk.keys), None
+        if picked is None or chunk.keys <= picked.shape[-1]:
+            self.k, self.hidden = k[self.keys], queries.hidden(chunk)
+        else:
+            self.picked = picked[chunk.rows].long()
+            sample = torch.arange(self.samples, device=k.device)[:, None]
+            self.flat = self.picked.clamp(min=0) * self.samples + sample
+            self.k, self.hidden = k.flatten(0, 1)[self.flat], self.picked < 0  # [rows, b, topk, w]
+
+    def scores(self, scale: float) -> Tensor:
+        """[rows, b, h, keys or topk] in fp32 or fp64"""
+        q = self.q * scale
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return self.with_keys(q, self.k).to(wide).masked_fill_(self.hidden.unsqueeze(2), -torch.inf)
+
+    def with_keys(self, x: Tensor, keys: Tensor) -> Tensor:
+        """x [rows, b, h, w] times keys [..., w] -> [rows, b, h, keys or topk]"""
+        return x @ keys.mT if self.flat is not None else self._by_sample(x, keys.permute(1, 2, 0))
+
+    def of_keys(self, weights: Tensor, keys: Tensor) -> Tensor:
+        """weights [rows, b, h, keys or topk] times keys [..., w] -> [rows, b, h, w]"""
+        return weights @ keys if self.flat is not None else self._by_sample(weights, keys.transpose(0, 1))
+
+    def add_to_keys_(self, out: Tensor, weights: Tensor, rows: Tensor) -> None:
+        """out [s, b, w] += weights [rows, b, h, keys or topk] times rows [rows, b, h, w], by key."""
+        if self.flat is not None:
+            add_rows_(out.flatten(0, 1), self.flat.flatten(), (weights.mT @ rows).flatten(0, 2))
+        else:
+            both = (x.transpose(0, 1).flatten(1, 2) for x in (weights, rows))
+            out[self.keys] += (next(both).mT @ next(both)).transpose(0, 1)
+
+    def distribution(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """weights [rows, b, keys or topk] of what is attended to -> [rows, b, keys], and which keys are not."""
+        if self.flat is None:
+            return weights, self.hidden
+        shape, at = (*weights.shape[:2], self.keys.stop), self.picked.clamp(min=0)
+        seen = weights.new_zeros(shape).scatter_add_(-1, at, (self.picked >= 0).to(weights.dtype))
+        return weights.new_zeros(shape).scatter_add_(-1, at, weights), seen == 0
+
+    def _by_sample(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """x [rows, b, h, w], matrices [b, w, v] -> [rows, b, h, v]"""
+        x = x.transpose(0, 1)
+        return (x.flatten(1, 2) @ matrices).unflatten(1, x.shape[1:3]).transpose(0, 1)
+
+
+class Keys(NamedTuple):
+    """How queries see a set of keys."""
+
+    queries: Queries
+    picked: Tensor | None = None
+    """[n, b, topk]; None for all keys."""
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+class Attended(NamedTuple):
+    """What attention of a rank's queries results in."""
+
+    out: Tensor
+    """[n, b, h, width]"""
+    lse: Tensor
+    """[n, b, h]: log-sum-exps of all scores and sinks; fp32 for 16 bits."""
+    of_first: Tensor
+    """The same of the scores of the first set of keys and sinks."""
+    highest: Tensor | None
+    """[h]: the largest scores, where they are wanted."""
+
+
+@operation
+@torch_function
+def attend_to_selected(
+    q: Tensor,
+    sinks: Tensor | None,
+    seen: tuple[Keys, ...],
+    k: tuple[Tensor, ...],
+    scale: float,
+    width: int,
+    notes: bool,
+) -> Attended:
+    """q [n, b, h, w], sinks [h] or None, and for each of `seen` a set of keys k [s, b, w], whose first `width` channels
+    are values. `notes`: whether the largest scores are wanted."""
+    out = q.new_empty(*q.shape[:3], width)
+    lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    of_first, highest = torch.empty_like(lse), None
+    for parts in _parts(q, k, seen):
+        found, at = [rows.scores(scale) for rows in parts], parts[0].rows
+        scores = joined(found)
+        if notes:
+            top = scores.amax((0, 1, 3))
+            highest = top if highest is None else torch.maximum(highest, top)
+        of_first[at] = found[0].logsumexp(-1)
+        lse[at] = of_first[at] if len(found) == 1 else scores.logsumexp(-1)
+        if sinks is not None:
+            for each in (of_first, lse):
+                each[at] = torch.logaddexp(each[at], sinks.to(lse.dtype))
+        weights = scores.sub_(lse[at].unsqueeze(-1)).exp_().to(q.dtype).split([x.shape[-1] for x in found], -1)
+        pairs = zip(parts, weights, strict=True)
+        out[at] = reduce(add, [rows.of_keys(of_rows, rows.k[..., :width]) for rows, of_rows in pairs])
+    return Attended(out, lse, of_first, highest)
+
+
+@operation
+@torch_function
+def selected_attention_gradients(
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seen: tuple[Keys, ...],
+    k: tuple[Tensor, ...],
+    scale: float,
+    width: int,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, and of each set of keys in the precision of sums.
+
+    With P the weights: dS = P * (dO vᵀ - rowsum(dO * O)), and dV = Pᵀ dO."""
+    dq, dk = torch.empty_like(q), [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in k]
+    for parts in _parts(q, k, seen):
+        at = parts[0].rows
+        do, of_rows = grad[at], lse[at].unsqueeze(-1)
+        delta = (do.to(lse.dtype) * out[at].to(lse.dtype)).sum(-1, keepdim=True)
+        values = torch.zeros_like(parts[0].q)
+        values[..., :width] = do
+        into, total = torch.cat((parts[0].q, values), dim=2), torch.zeros_like(parts[0].q)
+        for rows, of_keys in zip(parts, dk, strict=True):
+            with again():
+                weights = rows.scores(scale).sub_(of_rows).exp_()
+            ds = rows.with_keys(do, rows.k[..., :width]).to(lse.dtype).sub_(delta)
+            ds = ds.mul_(weights).mul_(scale).to(q.dtype)
+            total += rows.of_keys(ds, rows.k)
+            rows.add_to_keys_(of_keys, torch.cat((ds, weights.to(q.dtype)), dim=2), into)
+        dq[at] = total
+    return dq, *dk
+
+
+class SelectedContext(AutogradContext):
+    settings: tuple[list[tuple[tuple[Chunk, ...], Hardware, int]], float, int]
+
+
+class AttentionToSelected(torch.autograd.Function):
+    """`attend_to_selected`, and its gradients: returns the outputs and the log-sum-exps of the first set. Saved are
+    operands, outputs and log-sum-exps. `note` is called with the largest scores [h]."""
+
+    @staticmethod
+    def forward(
+        ctx: SelectedContext,
+        q: Tensor,
+        sinks: Tensor | None,
+        seen: tuple[Keys, ...],
+        scale: float,
+        width: int,
+        note: Callable[[Tensor], None] | None,
+        *k: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        found = attend_to_selected(q, sinks, seen, k, scale, width, note is not None)
+        if note is not None and found.highest is not None:
+            note(found.highest)
+        picked, bounds = [each.picked for each in seen], [x for each in seen for x in each.queries[:2]]
+        ctx.save_for_backward(q, sinks, found.out, found.lse, *k, *picked, *bounds)
+        ctx.settings = [each.queries[2:] for each in seen], scale, width
+        ctx.mark_non_differentiable(found.of_first)
+        return found.out, found.of_first
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: SelectedContext, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        (q, sinks, out, lse, *more), (loops, scale, width) = ctx.saved_tensors, ctx.settings
+        count = len(loops)
+        k = tuple(more[:count])
+        picked = more[count : 2 * count]
+        bounds = more[2 * count :]
+        queries = [Queries(bounds[2 * at], bounds[2 * at + 1], *loop) for at, loop in enumerate(loops)]
+        seen = tuple(map(Keys, queries, picked))
+        dq, *dk = selected_attention_gradients(grad, q, out, lse, seen, k, scale, width)
+        of_sinks = None if sinks is None else sinks_grad(grad, out, lse, sinks)
+        return dq, of_sinks, None, None, None, None, *(of.to(x.dtype) for of, x in zip(dk, k, strict=True))
+
+
+def _parts(q: Tensor, k: Sequence[Tensor], seen: tuple[Keys, ...]) -> Iterator[list[Rows]]:
+    """By chunk of queries, the rows of each set of keys."""
+    hardware, of_sets = seen[0].queries.hardware, list(zip(*(each.queries.chunks for each in seen), strict=True))
+    for chunks in hardware.each(of_sets):
+        sets = zip(k, seen, chunks, strict=True)
+        yield [Rows(q, x, each.queries, chunk, each.picked) for x, each, chunk in sets]

@@ -1,0 +1,272 @@
+"""Kernels of attention to selected keys: Triton's, interpreted, against plain torch, and compiled for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.layers import HARDWARE
+from megatron.extensions.attention.sparse_attention.selected_attention import (
+    Attended,
+    Keys,
+    attend_to_selected,
+    selected_attention_gradients,
+)
+from megatron.extensions.attention.sparse_attention.selection import Chunk, Queries
+from megatron.extensions.speed.fusions.kernel_choice import RunShapes, choose_kernels
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve
+from tests.tiny import TINY
+from tests.triton_cases import apart, compiled, multiply_bf16, round_to_fp8_as_torch, stack_of, stack_tool
+
+SCALE = 0.3
+
+
+class Case(NamedTuple):
+    """What is computed: the last n queries of a sequence."""
+
+    n: int = 5
+    s: int = 40
+    heads: int = 3
+    width: int = 24
+    values: int = 20
+    samples: int = 2
+    sets: tuple[tuple[int, int | None], ...] = ((11, None),)
+    """Of each set of keys, how many a query sees, and the window that they are in; None for selected keys."""
+    sinks: bool = False
+    documents: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+FEW = [
+    Case(documents=True),
+    Case(2, heads=17, width=16, values=16, sets=((9, 9), (13, None)), samples=1, sinks=True),
+    Case(3, 64, 4, 32, 32, 1, sets=((17, None),), dtype=torch.bfloat16),
+]
+MANY = [
+    Case(sets=((40, 40),), samples=1, dtype=torch.float16),
+    Case(1, 5, 1, 8, 8, 1, ((1, None),)),
+    Case(4, 70, 33, 80, 64, 1, ((33, None),)),
+    Case(6, 33, 2, 40, 24, 3, ((4, 4), (33, 33), (7, None)), True, True),
+    Case(3, 90, 16, 72, 64, 2, ((64, None),), dtype=torch.float16),
+]
+
+
+def keys_of(case: Case, count: int, window: int | None, generator: torch.Generator) -> Keys:
+    """What the queries see of one set. The first ones see fewer keys than others."""
+    places = torch.arange(case.s - case.n, case.s)[:, None].repeat(1, case.samples)
+    places[0] = min(1, case.s - 1)
+    begins = (places - torch.arange(case.samples) - 8).clamp(min=0) if case.documents else torch.zeros_like(places)
+    first = begins if window is None else (places - window + 1).maximum(begins)
+    queries = Queries(first, places, (Chunk(slice(0, case.n), case.s),), HARDWARE, count)
+    if window is not None:
+        return Keys(queries)
+    scores = torch.rand(case.n, case.samples, case.s, generator=generator)
+    scores = scores.masked_fill(queries.hidden(queries.chunks[0]), -1.0)
+    found = scores.topk(count).indices.sort(-1).values
+    return Keys(queries, found.masked_fill(scores.gather(-1, found) < 0, -1).to(torch.int32))
+
+
+class Operands(NamedTuple):
+    q: Tensor
+    sinks: Tensor | None
+    seen: tuple[Keys, ...]
+    k: tuple[Tensor, ...]
+    grad: Tensor
+
+
+def operands(case: Case) -> Operands:
+    generator = torch.Generator().manual_seed(case.s)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(case.dtype)
+
+    whole = random(case.n, case.samples, case.heads, case.width + 8)
+    k = tuple(random(case.s, case.samples, case.width) for _ in case.sets)
+    seen = tuple(keys_of(case, *each, generator) for each in case.sets)
+    sinks = torch.linspace(-1, 1, case.heads) if case.sinks else None
+    grad = random(case.n, case.samples, case.heads, case.values)
+    return Operands(whole[..., : case.width], sinks, seen, k, grad)
+
+
+def plain(case: Case, given: Operands) -> tuple[Attended, tuple[Tensor, ...]]:
+    """By torch, in fp32 from the same operands."""
+    q, sinks, seen, k, grad = given
+    q, grad, k = q.float(), grad.float(), tuple(x.float() for x in k)
+    found = attend_to_selected(q, sinks, seen, k, SCALE, case.values, True)
+    return found, selected_attention_gradients(grad, q, found.out, found.lse, seen, k, SCALE, case.values)
+
+
+def interpreted() -> Any:
+    """The kernels in small blocks, on the CPU."""
+    from megatron.extensions.attention.sparse_attention.kernels import attention, attention_triton
+
+    multiply_bf16()
+    round_to_fp8_as_torch()
+    blocks = attention_triton.Blocks(16, 16, 4, 1)
+    attention_triton.tiling = lambda device: attention_triton.Tiling(blocks, blocks, blocks, blocks)
+    attention_triton.SCAN = 16
+    for name in ("_attend", "_gradients"):
+        operator = getattr(attention, name)
+        setattr(attention, name, getattr(operator, "_init_fn", operator))
+    return attention
+
+
+def by_kernels(kernels: Any, case: Case, given: Operands, adds: bool) -> tuple[Attended, tuple[Tensor, ...]]:
+    kernels.adds_gradients = lambda device, keys, count: adds
+    q, sinks, seen, k, grad = given
+    found = kernels.attend(q, sinks, seen, k, SCALE, case.values, True)
+    return found, kernels.gradients(grad, q, found.out, found.lse, seen, k, SCALE, case.values)
+
+
+def tensors_of(found: tuple[Attended, tuple[Tensor, ...]]) -> Iterator[Tensor]:
+    for each in (*found[0], *found[1]):
+        assert each is not None
+        yield each
+
+
+def check(cases: Sequence[Case]) -> None:
+    kernels = interpreted()
+    for case in cases:
+        given = operands(case)
+        expected = plain(case, given)
+        for adds in (True, False):
+            found = by_kernels(kernels, case, given, adds)
+            if not adds:
+                again = by_kernels(kernels, case, given, adds)
+                assert all(map(torch.equal, tensors_of(found), tensors_of(again)))
+            assert found[0].out.dtype == case.dtype and found[1][0].dtype == case.dtype
+            for one, other in zip(tensors_of(found), tensors_of(expected), strict=True):
+                assert one.shape == other.shape and not one.isnan().any()
+                error = (one.float() - other).norm() / other.norm().clamp(min=1e-2)  # zero for a single key
+                bound = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[case.dtype]
+                assert error < bound, (case, adds, error)
+
+
+@pytest.mark.grid("cases", ["few"], ["few", "many"])
+@apart(interpret=True)
+def test_interpreted_kernels_are_plain_torch(cases: str) -> None:
+    """Forward and all gradients: odd sizes, sets of keys, windows, documents, sinks; additions and ordered sums."""
+    check(FEW if cases == "few" else MANY)
+
+
+RUNS = {
+    "dsa": "--experimental-attention-variant dsa --kv-lora-rank 16 --qk-pos-emb-head-dim 8 --dsa-indexer-topk 5",
+    "compressed": "--experimental-attention-variant dsv4_hybrid --csa-compress-ratios [0,4] --csa-window-size 3 "
+    "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 16 --o-groups 2 --dsa-indexer-topk 2",
+}
+
+
+@pytest.mark.grid("kind", ["compressed"], ["dsa", "compressed"])
+@apart(interpret=True)
+def test_interpreted_kernels_are_not_left_out(kind: str) -> None:
+    """At the start of a run, on the operands of its layers."""
+    kernels = interpreted()
+    kernels.suits = lambda q, width: True
+    kernels.adds_gradients = lambda device, keys, count: True
+    flags = f"{TINY} --num-layers 2 --seq-length 16 --vocab-size 12 --bf16 --multi-latent-attention {RUNS[kind]}"
+    shapes = RunShapes.of(resolve(parse_args(flags.split()), 1), torch.device("cpu"))
+    own = {"attend_to_selected": kernels.ATTEND, "selected_attention_gradients": kernels.GRADIENTS}
+    assert len(list(kernels.ATTEND.samples(shapes))) == {"dsa": 1, "compressed": 2}[kind]
+    said: list[str] = []
+    choose_kernels(shapes, Axis(), None, said.append, own)
+    assert not said
+    kernels.adds_gradients = lambda device, keys, count: False
+    theirs = kernels.joined_sets
+
+    def of_other_queries(*sets: Any) -> tuple[Tensor, Tensor, int]:
+        keys, picked, first = theirs(*sets)
+        return keys, picked.roll(1, 0), first
+
+    kernels.joined_sets = of_other_queries
+    choose_kernels(shapes, Axis(), None, said.append, own)
+    assert [line.split(" differs")[0] for line in said] == [f" kernel {name} left out:" for name in own], said
+
+
+def check_on_gpu() -> None:
+    """At widths of models. Gradients of keys that are summed in a second pass have the same bits in every run."""
+    from megatron.extensions.attention.sparse_attention.kernels import attention
+
+    cases = [
+        Case(70, 300, 32, 576, 512, 1, ((128, None),), dtype=torch.bfloat16),
+        Case(33, 200, 64, 512, 512, 2, ((32, 32), (48, None)), True, True, dtype=torch.bfloat16),
+        Case(20, 500, 20, 192, 128, 1, ((257, None),), dtype=torch.float16),
+    ]
+    several = torch.cuda.get_device_capability()[0] in (9, 10)
+    for case in cases:
+        given = operands(case)
+        expected = plain(case, given)
+        on_gpu = moved(given)
+        for adds in (True, False)[1 - several :]:
+            found = by_kernels(attention, case, on_gpu, adds)
+            for one, other in zip(tensors_of(found), tensors_of(expected), strict=True):
+                assert ((one.float().cpu() - other).norm() / other.norm()).item() < 1e-2, (case, adds)
+        again = by_kernels(attention, case, on_gpu, False)
+        assert all(map(torch.equal, tensors_of(found), tensors_of(again)))
+
+
+def moved(given: Operands) -> Operands:
+    """The operands on the GPU."""
+
+    def on_gpu(keys: Keys) -> Keys:
+        queries = keys.queries._replace(first=keys.queries.first.cuda(), last=keys.queries.last.cuda())
+        return Keys(queries, None if keys.picked is None else keys.picked.cuda())
+
+    q, sinks, seen, k, grad = given
+    sinks = None if sinks is None else sinks.cuda()
+    return Operands(q.cuda(), sinks, tuple(map(on_gpu, seen)), tuple(x.cuda() for x in k), grad.cuda())
+
+
+WIDTHS = (512, 64, 128, 64)
+"""Of DeepSeek-V3.2."""
+
+ROWS = ("*bf16", "i64", "i64", "i64")
+TYPES: dict[str, Any] = {
+    **dict.fromkeys(("k", "out", "dq"), "*bf16"),
+    **dict.fromkeys(("picked", "lists"), "*i32"),
+    **dict.fromkeys(("lse", "delta", "sinks", "dk"), "*fp32"),
+    **dict.fromkeys(("to_log2", "scale"), "fp32"),
+    **{"sums": ("*fp32",) * 3, "readers": ("*i32",) * 3},
+}
+MOST_STACK = {80: 0, 90: 520, 100: 16}
+"""Bytes that a thread spills at most. On Hopper these are descriptors of operands, made before the loop."""
+
+
+@pytest.mark.grid(
+    ("kernels", "capabilities"),
+    [(["forward"], [90])],
+    [(["forward", "of_queries", "adding", "of_keys"], [80, 90, 100])],
+)
+@apart(interpret=False)
+def test_kernels_compile_to_products_of_tensor_cores(kernels: Sequence[str], capabilities: Sequence[int]) -> None:
+    """Shared memory and registers suffice."""
+    from megatron.extensions.attention.sparse_attention.kernels import attention_triton, key_sums_triton
+
+    rows: Any = attention_triton.Rows(*ROWS)  # type: ignore[arg-type]
+    for capability in capabilities:
+        tiling = {90: attention_triton.HOPPER, 100: attention_triton.BLACKWELL}.get(capability, attention_triton.SMALL)
+        for name in kernels:
+            if name == "adding" and capability == 80:
+                continue  # which sums in a second pass
+            kernel, least = {
+                "forward": (attention_triton.selected_forward, 9),
+                "of_keys": (key_sums_triton.selected_sum, 18),
+            }.get(name, (attention_triton.selected_backward, 14))
+            blocks = getattr(tiling, name)
+            sizes = ("i32",) * (3 if kernel is attention_triton.selected_backward else 4)
+            types = TYPES | {"q": rows, "grad": rows, "sizes": sizes} | ({"dk": None} if name == "of_queries" else {})
+            constants = {"WIDTHS": WIDTHS, "BLOCKS": blocks[:2], "SCAN": 1024}
+            constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+            built = compiled(kernel, types, constants, capability, num_warps=blocks.warps, num_stages=blocks.stages)
+            ptx = built.asm["ptx"]
+            products = sum(map(ptx.count, ("wgmma.mma_async.sync", "mma.sync", "tcgen05.mma")))
+            assert products >= least, (name, capability)
+            assert "cp.async" in ptx or blocks.stages == 1, (name, capability)
+            assert built.metadata.shared <= {80: 99}.get(capability, 227) * 1024
+            if stack_tool() is not None:
+                assert stack_of(built) <= MOST_STACK[capability], (name, capability)

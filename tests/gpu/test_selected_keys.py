@@ -1,0 +1,20 @@
+"""Attention to selected keys by the kernels of a GPU against plain torch in fp32, and its order of additions."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.apart import assert_agrees
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+
+KERNELS = """
+from tests.extensions.sparse_attention.test_selected_kernels import check_on_gpu
+check_on_gpu()
+print("agree")
+"""
+
+
+def test_kernels_are_plain_torch_and_sums_have_the_same_bits() -> None:
+    assert_agrees(KERNELS)
