@@ -8,7 +8,8 @@ After each step it measures, on this batch, the root mean square of activations 
 Where both are flat, learning rates of a small model hold for a large one (appendix D.1 of arXiv 2203.03466). A slope is
 that of log2(size) over log2(width or depth): 1 doubles where the width does.
 
-A width W has the heads' channels of the given model, and all other widths (MLPs, latents) in proportion. Exit code 0:
+A width W has the heads' channels of the given model, and all other widths (MLPs, latents) in proportion, apart from
+those in --mup-base-widths, which stay. Exit code 0:
 every slope is within --tolerance; 1: one is not, or a loss is not finite; 2: wrong flags.
 """
 
@@ -29,6 +30,8 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
+from megatron.extensions.optim.mup.flags import MupFlags
+from megatron.extensions.optim.mup.widths import WIDTHS, given_widths
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import named_value, with_named
 from megatron.training.config.run_config import RunConfig
@@ -52,14 +55,6 @@ MODEL = (
     "--normalization RMSNorm --disable-bias-linear"
 )
 """The model that flags after `--` change."""
-
-WIDTHS = (
-    *("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size"),
-    *("moe_shared_expert_intermediate_size", "moe_latent_size", "q_lora_rank", "kv_lora_rank", "mamba_num_heads"),
-    *("linear_num_key_heads", "linear_num_value_heads", "kda_num_heads", "rg_lru_width", "rg_lru_num_blocks"),
-    *("mamba1_channels", "mamba1_step_rank", "window_num_attention_heads", "window_num_query_groups"),
-)
-"""Fields that grow with the hidden size, where they are given."""
 
 PARTS = ("embedding", "attention", "mlp", "stream", "logits")
 """What is measured: the outputs of the embedding, of sublayers (the mean over layers), of the last layer, and of the
@@ -109,7 +104,8 @@ def config_of(flags: Sequence[str], **sizes: int) -> RunConfig:
     """The resolved configuration of a size. Raises ValueError with every problem."""
     config = parse_args([*MODEL.split(), *flags])
     if (width := sizes.get("hidden_size")) is not None:
-        given = {name: named_value(config, name) for name in WIDTHS}
+        stay = given_widths(config.model.options(MupFlags))
+        given = {name: named_value(config, name) for name in WIDTHS if name not in stay}
         old = config.model.hidden_size
         scaled = {name: value * width // old for name, value in given.items() if isinstance(value, int)}
         config = with_named(config, scaled)

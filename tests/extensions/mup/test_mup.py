@@ -89,6 +89,34 @@ def test_rates_epsilons_and_decays_are_those_of_the_papers(
     assert rates(f"{BASE} {flags}", *table) == table
 
 
+FC1_BIAS = "decoder.layers.0.mlp.linear_fc1.bias"
+LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 6 --qk-pos-emb-head-dim 2"
+LATENT += " --v-head-dim 4 --position-embedding-type rope --qk-layernorm"
+DOWN, UP, LATENT_NORM, PROJECTION = (
+    f"decoder.layers.0.self_attention.{name}.weight"
+    for name in ("linear_q_down_proj", "linear_q_up_proj", "q_layernorm", "linear_proj")
+)
+
+
+def test_widths_that_do_not_grow_have_factors_of_their_own() -> None:
+    """By each matrix' own fan-in (table 8): four times the hidden size, with MLPs or latents as wide as before."""
+    own = "--ffn-hidden-size 64 --mup-base-widths ffn-hidden-size=64"
+    wanted = {HIDDEN: (1 / 4, 1, 4), RESIDUAL: (1, 1 / 4, 1), FC1_BIAS: (1, 1, 0), NORM: (1, 1 / 4, 0)}
+    assert rates(f"{BASE} {own}", *wanted) == wanted
+    assert rates(f"{BASE} {own} --optimizer sgd", HIDDEN, RESIDUAL) == {HIDDEN: (1 / 4, 1, 4), RESIDUAL: (4, 1, 1 / 4)}
+    muon = rates(f"{BASE} {own} --optimizer muon", HIDDEN, RESIDUAL)
+    assert [each[0] for each in muon.values()] == [1 / 4, 1]
+    assert stds(f"{BASE} {own} --init-method-std 0.1", HIDDEN, RESIDUAL) == pytest.approx([0.05, 0.1 / sqrt(8)])
+    ranks = "--mup-base-widths q-lora-rank=16 kv-lora-rank=8"
+    wanted = {DOWN: (1 / 4, 1, 4), UP: (1, 1 / 4, 1), LATENT_NORM: (1, 1, 0), PROJECTION: (1 / 4, 1 / 4, 4)}
+    assert rates(f"{BASE} {LATENT} {ranks}", *wanted) == wanted
+    assert rates(f"{BASE} {LATENT}", LATENT_NORM) == {LATENT_NORM: (1, 1 / 4, 0)}  # which widens, unlike one of heads
+    heads = "--kv-channels 4 --mup-base-widths num-attention-heads=16"
+    assert rates(f"{BASE} {heads}", PROJECTION) == {PROJECTION: (1, 1 / 4, 1)}
+    resolved = config_of(f"{BASE} {own}")
+    assert resolve(resolved, 1) == resolved
+
+
 def test_initial_values_are_those_of_the_papers() -> None:
     flags = f"{BASE} --init-method-std 0.1"
     assert stds(flags, HIDDEN, EMBEDDING, OUTPUT) == pytest.approx([0.05, 0.1, 0.1])
@@ -135,6 +163,12 @@ PROBLEMS = [
     ("--mup-width-mult 3", "--mup-width-mult 3.0: is 4 by the sizes of both models"),
     (f"{DEPTH} --norm-placement sum", "--mup-base-num-layers 2: cannot be combined with --norm-placement sum"),
     ("--optimizer lion", "--optimizer lion: has the learning rates of Adam under --use-mup"),
+    ("--mup-base-widths depth=3", "--mup-base-widths depth=3: must be NAME=NUMBER with one of num-attention-heads, "),
+    (
+        "--num-query-groups 2 --group-query-attention --mup-base-widths ffn-hidden-size=64",
+        "must have num-query-groups=NUMBER: 2 in this model is no whole number at 1/4 of it",
+    ),
+    ("--mup-parameter-widths x=1,1", "--mup-parameter-widths x=1,1: differs from the sizes of both models"),
     ("--mup-base-hidden-size 0", "--mup-base-hidden-size 0: must be above 0"),
 ]
 

@@ -25,6 +25,16 @@ OF_CHOICES = ("output_layer.bias", "router.bias", "expert_bias")
 
 
 @dataclass(frozen=True)
+class Widths:
+    """How a parameter's ends widen: sizes over those in the base model."""
+
+    inputs: float
+    """Terms that are summed to one output."""
+
+    outputs: float
+
+
+@dataclass(frozen=True)
 class Factors:
     """Factors of one parameter, relative to the same parameter of the base model."""
 
@@ -37,23 +47,37 @@ class Factors:
     gradient: float
     """Of the elements of the gradient, as it comes out of the backward pass."""
 
+    widths: Widths = Widths(1.0, 1.0)
 
-def factors(meta: ParamMeta, width: float, depth: float) -> Factors:
-    """The factors of a parameter in a model of `width` and `depth` times those of the base model."""
-    std, change, gradient = _of_width(meta, width)
+
+def factors(meta: ParamMeta, width: float, depth: float, own: Widths | None = None) -> Factors:
+    """The factors of a parameter in a model of `width` and `depth` times those of the base model. `own` are the ratios
+    of the parameter itself, where they are not those of its role."""
+    widths = own or usual_widths(meta, width)
+    std, change, gradient = _of_widths(meta, widths)
     if in_block(meta):  # its output has the factor 1 / depth instead of initial values that shrink
         gradient /= depth
         std *= depth**0.5 if meta.to_residual else 1.0
-    return Factors(std, change, gradient)
+    return Factors(std, change, gradient, widths)
 
 
-def _of_width(meta: ParamMeta, width: float) -> tuple[float, float, float]:
-    """`std`, `change` and `gradient` by width alone."""
+def usual_widths(meta: ParamMeta, width: float) -> Widths:
+    """The ratios of a parameter's role where all widths have the ratio `width`."""
     if meta.width_kind == "hidden":
-        return width**-0.5, 1 / width, 1 / width
+        return Widths(width, width)
     if meta.role in ("router", "gate"):
-        return 1 / width, 1 / width, 1.0
-    return 1.0, 1.0, 1 / width if widens(meta) else 1.0
+        return Widths(width, 1.0)
+    return Widths(1.0, width if widens(meta) else 1.0)
+
+
+def _of_widths(meta: ParamMeta, widths: Widths) -> tuple[float, float, float]:
+    """`std`, `change` and `gradient` by width alone."""
+    inputs, outputs = widths.inputs, widths.outputs
+    if meta.width_kind == "hidden":
+        return inputs**-0.5, 1 / inputs, 1 / outputs
+    if meta.role in ("router", "gate"):
+        return 1 / inputs, 1 / inputs, 1 / outputs
+    return 1.0, 1.0, 1 / outputs
 
 
 def widens(meta: ParamMeta) -> bool:
@@ -67,7 +91,7 @@ def in_block(meta: ParamMeta) -> bool:
     return meta.layer is not None or ".transformer_layer." in meta.name
 
 
-def rate(found: Factors, meta: ParamMeta, optimizer: str, matrix_scale: str | None = None) -> float:
+def rate(found: Factors, optimizer: str, matrix_scale: str | None = None) -> float:
     """The factor of the learning rate under an `optimizer`. `matrix_scale` is --muon-scale-mode, for a matrix that
     Muon updates. Updates of optimizers other than SGD and Muon are taken not to grow with gradients, as Adam's.
     """
@@ -75,8 +99,8 @@ def rate(found: Factors, meta: ParamMeta, optimizer: str, matrix_scale: str | No
         return found.change / found.gradient
     if matrix_scale is None:
         return found.change
-    # Muon's updates have one singular value, which must grow as sqrt(out / in) does (arXiv 2310.17813): not at all
-    # between two widths, and by the root of `change` from a width to a few outputs.
-    wanted = 1.0 if meta.width_kind == "hidden" else found.change**0.5
-    made = {"spectral": found.change**-0.5, "unit_rms_norm": wanted, "shape_scaling": 1.0}
+    # Muon's updates have one singular value, which must grow as sqrt(outputs / inputs) does (arXiv 2310.17813).
+    inputs, outputs = found.widths.inputs, found.widths.outputs
+    wanted = (outputs / inputs) ** 0.5
+    made = {"spectral": max(inputs, outputs) ** 0.5, "unit_rms_norm": wanted, "shape_scaling": max(1.0, wanted)}
     return wanted / made[matrix_scale]

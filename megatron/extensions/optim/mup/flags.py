@@ -27,6 +27,12 @@ class MupFlags:
     """--use-mup: --hidden-size of the base model, whose other widths (MLPs, heads or their channels, latents) are in
     the same proportion to it. Default: that of this model."""
 
+    mup_base_widths: tuple[str, ...] | None = flag(
+        None, many=True, no_effect_without="--mup-base-hidden-size", training_only=True
+    )
+    """--use-mup: widths of the base model that have another proportion, as NAME=NUMBER with the names of their flags:
+    moe-ffn-hidden-size=512 for experts whose width does not grow."""
+
     mup_base_num_layers: int | None = flag(None, above=0, no_effect_without=SWITCH, training_only=True)
     """--use-mup: --num-layers of the base model. With it, sublayers count for base / number of layers each (CompleteP),
     and initial values do not depend on depth. Default: no rule for depth."""
@@ -46,6 +52,10 @@ class MupFlags:
 
     mup_width_mult: float = flag(1.0, above=0, no_effect_without=SWITCH, training_only=True)
     """--use-mup: the hidden size over that of the base model. Computed; need not be given."""
+
+    mup_parameter_widths: tuple[str, ...] | None = flag(None, many=True, no_effect_without=SWITCH, training_only=True)
+    """--use-mup: parameters with other ratios of inputs and outputs than the hidden size's. Computed; need not be
+    given."""
 
     mup_depth_mult: float = flag(1.0, above=0, no_effect_without=SWITCH, training_only=True)
     """--use-mup: the number of layers over that of the base model. Computed; need not be given."""

@@ -10,6 +10,7 @@ from megatron.core.config.param_groups import ParameterRule, ParamGroup
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.extensions.optim.mup.factors import Factors, factors, rate
 from megatron.extensions.optim.mup.flags import MupFlags
+from megatron.extensions.optim.mup.widths import kind_of, read_ratios
 from megatron.extensions.optim.optimizers.flags import MuonFlags
 
 
@@ -18,10 +19,12 @@ class MupRule(ParameterRule):
 
     def __init__(self, optimizer: OptimizerConfig) -> None:
         self.optimizer, self.options = optimizer, optimizer.options(MupFlags)
+        self.own = read_ratios(self.options.mup_parameter_widths)
         self.scale = optimizer.options(MuonFlags).muon_scale_mode
 
     def factors(self, meta: ParamMeta) -> Factors:
-        return factors(meta, self.options.mup_width_mult, self.options.mup_depth_mult)
+        own = self.own.get(kind_of(meta.name))
+        return factors(meta, self.options.mup_width_mult, self.options.mup_depth_mult, own)
 
     def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
         """`group` with the factors of learning rate, epsilon and weight decay. A learning rate or weight decay that a
@@ -30,7 +33,7 @@ class MupRule(ParameterRule):
         whole = meta.role in self.optimizer.whole_roles
         by = self.optimizer.optimizer if whole else self.optimizer.elementwise
         eps = 1.0 if whole or by == "sgd" else found.gradient  # those two have none
-        lr = 1.0 if group.decoupled else rate(found, meta, by, self.scale if by == "muon" else None)
+        lr = 1.0 if group.decoupled else rate(found, by, self.scale if by == "muon" else None)
         return replace(
             group,
             lr_mult=group.lr_mult * lr,

@@ -8,6 +8,7 @@ from math import isclose, sqrt
 
 from megatron.core.config.model import TransformerConfig
 from megatron.extensions.optim.mup.flags import SWITCH, MupFlags
+from megatron.extensions.optim.mup.widths import own_ratios
 from megatron.training.config.flags import field_table, with_named
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -47,6 +48,7 @@ def with_multipliers(c: RunConfig) -> RunConfig:
             name: value if given[name] == 1 else given[name] for name, value in multipliers(m).items()
         }
         values["softmax_scale"] = score_factor(m)
+        parameters = own_ratios(c) or None
     except (ArithmeticError, AssertionError, TypeError, ValueError):
         return c  # sizes that other rules refuse
     usual = MupFlags()
@@ -54,6 +56,7 @@ def with_multipliers(c: RunConfig) -> RunConfig:
         own,
         mup_width_mult=width if own.mup_width_mult == usual.mup_width_mult else own.mup_width_mult,
         mup_depth_mult=depth if own.mup_depth_mult == usual.mup_depth_mult else own.mup_depth_mult,
+        mup_parameter_widths=own.mup_parameter_widths or parameters,
     )
     return with_named(c.with_options(options), values)
 
@@ -72,6 +75,14 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m, own = c.model, c.model.options(MupFlags)
     if not own.use_mup or min(m.hidden_size or 0, m.num_layers or 0) <= 0:
         return
+    try:
+        parameters = own_ratios(c) or None
+    except ValueError as error:
+        yield Problem("--mup-base-widths", " ".join(own.mup_base_widths or ()), str(error), "correct or extend it")
+        return
+    if own.mup_parameter_widths and own.mup_parameter_widths != parameters:
+        given_ones = " ".join(own.mup_parameter_widths)
+        yield Problem("--mup-parameter-widths", given_ones, "differs from the sizes of both models", "remove it")
     width, depth = ratios(m)
     for name, value in {"mup_width_mult": width, "mup_depth_mult": depth}.items():
         if not isclose(given := getattr(own, name), value):

@@ -1,0 +1,103 @@
+"""Widths of the base model, and how each parameter's inputs and outputs widen from it.
+
+By default all widths have the ratio of the hidden sizes. --mup-base-widths names those that have another one, such as
+the width of experts that stays while the hidden size grows. A matrix between such widths has factors of its own (table
+8 of arXiv 2203.03466 goes by each matrix' own fan-in), which follow from the shapes of both models. No torch, except in
+`own_ratios` where there is such a width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from fractions import Fraction
+from math import prod
+
+from megatron.core.param_meta import ParamMeta
+from megatron.extensions.optim.mup.factors import Widths, usual_widths
+from megatron.extensions.optim.mup.flags import MupFlags
+from megatron.training.config.flags import named_value, with_named
+from megatron.training.config.run_config import RunConfig
+
+WIDTHS = (
+    *("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size"),
+    *("moe_shared_expert_intermediate_size", "moe_latent_size", "q_lora_rank", "kv_lora_rank", "mamba_num_heads"),
+    *("linear_num_key_heads", "linear_num_value_heads", "kda_num_heads", "rg_lru_width", "rg_lru_num_blocks"),
+    *("mamba1_channels", "mamba1_step_rank", "window_num_attention_heads", "window_num_query_groups"),
+)
+"""Fields that grow with the hidden size, where they are given."""
+
+CHANNELS = ("kv_channels", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+"""Fields of widths within heads, which stay by default."""
+
+
+def given_widths(options: MupFlags) -> dict[str, int]:
+    """Field -> value in the base model, of --mup-base-widths. Raises ValueError for an entry of another form."""
+    found = {}
+    for entry in options.mup_base_widths or ():
+        name, _, value = entry.partition("=")
+        field = name.strip("-").replace("-", "_")
+        if field not in (*WIDTHS[1:], *CHANNELS) or not value.isdigit() or int(value) <= 0:
+            known = ", ".join(name.replace("_", "-") for name in (*WIDTHS[1:], *CHANNELS))
+            raise ValueError(f"must be NAME=NUMBER with one of {known}")
+        found[field] = int(value)
+    return found
+
+
+def base_sizes(c: RunConfig) -> dict[str, int]:
+    """Field -> value in the base model. Raises ValueError if a width is no whole number there."""
+    own = c.model.options(MupFlags)
+    shrink = Fraction(own.mup_base_hidden_size or c.model.hidden_size, c.model.hidden_size)
+    given, sizes = given_widths(own), dict[str, int]()
+    for field in WIDTHS:
+        now = named_value(c, field)
+        if field in given or not isinstance(now, int):
+            continue
+        size = now * shrink
+        if size.denominator != 1:
+            name = field.replace("_", "-")
+            raise ValueError(f"must have {name}=NUMBER: {now} in this model is no whole number at {shrink} of it")
+        sizes[field] = int(size)
+    return sizes | given
+
+
+def own_ratios(c: RunConfig) -> tuple[str, ...]:
+    """NAME=INPUTS,OUTPUTS for each parameter whose inputs or outputs, relative to the base model, differ from what its
+    role has by default. NAME has no layer numbers. Raises ValueError as `base_sizes` does."""
+    own = c.model.options(MupFlags)
+    latent = named_value(c, "q_lora_rank") is not None  # whose norm has the name of one within heads
+    if not (own.mup_base_widths or latent):
+        return ()
+    try:
+        base = with_named(c, base_sizes(c)).model
+    except ValueError:
+        if own.mup_base_widths:
+            raise
+        return ()
+    from megatron.core.pipeline_parallel.stage_parameters import stage_metas  # which imports torch
+
+    width = c.model.hidden_size / base.hidden_size
+    before = {meta.name: meta for meta in stage_metas(base)}
+    found = {}
+    for meta in stage_metas(c.model):
+        ratios = _ratios(meta, before[meta.name])
+        if meta.role not in ("embedding", "output") and ratios != usual_widths(meta, width):
+            found[kind_of(meta.name)] = f"{kind_of(meta.name)}={ratios.inputs!r},{ratios.outputs!r}"
+    return tuple(found.values())
+
+
+def _ratios(meta: ParamMeta, base: ParamMeta) -> Widths:
+    if meta.width_kind == "vector":
+        return Widths(1.0, prod(meta.global_shape) / prod(base.global_shape))
+    return Widths(meta.fan_in / base.fan_in, meta.fan_out / base.fan_out)
+
+
+def read_ratios(entries: Collection[str] | None) -> Mapping[str, Widths]:
+    """The entries of `own_ratios` by name."""
+    split = [entry.partition("=") for entry in entries or ()]
+    return {name: Widths(*map(float, ratios.split(","))) for name, _, ratios in split}
+
+
+def kind_of(name: str) -> str:
+    """A parameter's name without layer numbers."""
+    return re.sub(r"\.\d+\.", ".", name)
