@@ -106,6 +106,11 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         "Runs on several hosts, some of which may be lost: heartbeats, elastic restarts, a lease on --save.",
     ),
     BuiltIn(
+        "operate/peer_copies",
+        "Copies of the training state in the memory of other hosts, to resume from.",
+        needs=("planner",),
+    ),
+    BuiltIn(
         "speed/fusions", "Kernels and layers that compute in one pass what the trunk does in several.", needs=("fp8",)
     ),
     BuiltIn("speed/fp8", "Products of linear layers in 8-bit floating point."),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from megatron.core.dist_checkpointing.storage import Checkpoint
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
     from megatron.core.parallel_state import ParallelState
 
@@ -103,6 +104,11 @@ class BegunRun(Protocol):
         self, load: str, say: Callable[[str], None], data: Callable[[int], str | None], why: str
     ) -> Progress:
         """Loads the newest checkpoint of the folder `load` and says `why` from there. Collective."""
+
+    def resume_with(
+        self, checkpoint: Checkpoint, say: Callable[[str], None], data: Callable[[int], str | None], source: str
+    ) -> Progress:
+        """Loads an open checkpoint, which the log calls `source`. Collective."""
 
 
 class StepTimers:

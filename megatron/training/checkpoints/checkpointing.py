@@ -146,13 +146,20 @@ class RunCheckpoint:
         every rank, if the checkpoint does not fit the run, or the run's data, whose fingerprint at a number of consumed
         samples is `data`, is not what its data position refers to.
         """
-        config, options = self.config, self.config.checkpoint
-        checkpoint = _choose(config, self.state.world, say)
+        options = self.config.checkpoint
+        checkpoint = _choose(self.config, self.state.world, say)
         if checkpoint is None:
             if options.load is not None:
                 refused = "--exit-on-missing-checkpoint refuses such a start"
                 say(f" no checkpoint in --load {options.load}: starting at iteration 0 with random weights; {refused}")
             return Progress(data_fingerprint=data(0))
+        return self.resume_with(checkpoint, say, data, f"{options.load}{why}")
+
+    def resume_with(
+        self, checkpoint: Checkpoint, say: Callable[[str], None], data: Fingerprint, source: str
+    ) -> Progress:
+        """As `load`, from an open checkpoint; the line about what was loaded calls it `source`."""
+        options = self.config.checkpoint
         consumed = int(checkpoint.payload.get("consumed_samples") or 0)
         config, data_fingerprint = self.config_at(consumed), data(consumed)
         load_optimizer = options.load_optim and not options.finetune and not converted(checkpoint)
@@ -169,7 +176,7 @@ class RunCheckpoint:
         progress.data_fingerprint = (data(0) if options.anew else data_fingerprint) or progress.data_fingerprint
         progress.loaded_from = str(checkpoint.folder)
         what, how = ("checkpoint", "") if load_optimizer else ("weights", " with a fresh optimizer")
-        loaded = f"{what} of iteration {checkpoint.payload['iteration']} from {options.load}{why}"
+        loaded = f"{what} of iteration {checkpoint.payload['iteration']} from {source}"
         say(f" loaded {loaded}: starting at iteration {progress.iteration}{how}")
         if not options.anew:
             _load_callbacks(checkpoint.payload.get("callbacks", {}), self.callbacks, say)

@@ -69,6 +69,9 @@ class FailureHandler:
         self.saved: int | None = None
         """The last iteration that the run has saved."""
 
+        self.reported: Failure | None = None
+        """The failure by which this rank ends, for functions of `at_exit`; None where it ends for another reason."""
+
         self.left = False
         """True if this rank needs the store no more, whose process may end at any time now."""
 
@@ -180,6 +183,7 @@ class FailureHandler:
 
     def _end_alone(self, failure: Failure) -> NoReturn:
         """Reports for this host and ends, without messages to or from other hosts. Files may lie with them."""
+        self.reported = failure
         _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
         if self._launch.local_rank == 0:
             tell_last(failure.text(), now=True, at=failure.at)
@@ -295,6 +299,7 @@ class FailureHandler:
             _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
             self._deliver(failure, failure.text())
         else:
+            self.reported = failure
             print(failure.line(), file=sys.stderr, flush=True)
         self._exit(failure.code)
 
@@ -345,13 +350,13 @@ class FailureHandler:
         return replace(failure, who=who, title="did not come", what=what).advised("absent")
 
     def _follow(self, cause: Failure) -> NoReturn:
-        board = self._board
+        board, self.reported = self._board, cause
         try:
             board.say("place", self._status.standing().to_json())
             self._dump()
             board.wait(lambda: board.report() is not None, GATHER + 2)
             if report := board.report():
-                cause = report
+                self.reported = cause = report
                 self._echo(cause)
             elif self._launch.local_rank == 0:
                 print(cause.text(), file=sys.stderr, flush=True)
@@ -384,6 +389,7 @@ class FailureHandler:
 
     def _deliver(self, failure: Failure, text: str) -> None:
         """Prints the report last."""
+        self.reported = failure
         # torchrun sends a signal to the others when a process is gone, and prints what they have said of that.
         now = self._signals.first_at is not None and failure.title != GONE
         tell_last(text, now, failure.at)

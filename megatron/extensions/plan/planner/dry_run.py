@@ -13,9 +13,10 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.layer_split import stage_costs
 from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
-from megatron.extensions.plan.planner.device_file import read_device
+from megatron.extensions.plan.planner.device_file import DeviceFile, read_device
 from megatron.extensions.plan.planner.failures.expected import AskedFailures
 from megatron.extensions.plan.planner.failures.of_run import RunOnFailing
+from megatron.extensions.plan.planner.flags import SECTIONS, PlannedRun
 from megatron.extensions.plan.planner.loss_chunks import chosen_chunk
 from megatron.extensions.plan.planner.memory import GIB, Fit, fullest, memory_of_ranks
 from megatron.extensions.plan.planner.memory_lines import RANKS_SHOWN, memory_lines
@@ -108,6 +109,7 @@ def print_plan(
         ("Data", [line for phase in run.phases for line in data_lines(run, phase, dims)]),
         (f"Predicted step{of}", step_lines(step) if step is not None else ()),
         ("Failures", failing.lines if failing is not None else ()),
+        *_of_extensions(largest, world_size, gpus_per_node, speeds, step),
         *((f"Different from {name}", of.differences(config, asked.given)) for name, of in foreign_programs().items()),
     ]
     plan = _print_sections(sections, silent=asked.json_file == "")
@@ -119,6 +121,18 @@ def print_plan(
         parts |= {} if failing is None else {"failures": failing.record}
         parts |= {"problems": [each.record for each in problems]} if problems else {}
         write_json(parts, asked.json_file)
+
+
+def _of_extensions(
+    config: RunConfig, world_size: int, gpus_per_node: int | None, device: DeviceFile | None, step: StepTime | None
+) -> Iterator[tuple[str, Iterable[str]]]:
+    """The sections of extensions."""
+    ranks = max(size for size in range(1, 9) if world_size % size == 0) if step is None else step.gpus_per_node
+    link = None if device is None else device.links.get("network")
+    network = None if link is None or device is None else 1e9 * link.gb_per_second * device.adapters_per_node
+    run = PlannedRun(config, world_size, gpus_per_node or ranks, None if step is None else step.seconds, network)
+    for title in SECTIONS.wanted(config):
+        yield title, SECTIONS[title](run)
 
 
 def _print_sections(sections: Iterable[tuple[str, Iterable[str]]], silent: bool) -> dict[str, list[str]]:

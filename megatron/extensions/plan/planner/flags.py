@@ -1,8 +1,15 @@
-"""The options of plans, searches and rehearsals, and where the planner's parts are. No torch."""
+"""The options of plans, searches and rehearsals, where the planner's parts are, and the registry of sections that other
+extensions add to plans. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.core.registry import Registry
 from megatron.training.config.commands import COMMANDS, Option
+from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS
 
 PLANNER = "megatron.extensions.plan.planner"
@@ -62,3 +69,40 @@ COMMANDS.register(
     },
 )
 CALLBACKS.register("plan of the memory", f"{PLANNER}.callback:PlanOfRun")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run, as sections of its plan describe it."""
+
+    config: RunConfig
+    """Of its longest phase."""
+
+    world_size: int
+
+    ranks_per_node: int
+    """By --gpus-per-node, the device, or 8 where that divides the ranks."""
+
+    step_seconds: float | None
+    """Predicted time of a step; None without --device."""
+
+    network: float | None
+    """Bytes per second between a node and others, with --device."""
+
+
+class Section(Protocol):
+    """Makes the lines of a section."""
+
+    def __call__(self, run: PlannedRun) -> Iterable[str]: ...
+
+
+@dataclass(frozen=True)
+class SectionFacts:
+    """Facts about a section."""
+
+    when: Callable[[RunConfig], bool]
+    """True if the plan of a configuration has it."""
+
+
+SECTIONS = Registry("section", SectionFacts, protocol=Section)
+"""Title of a section -> `Section`. They follow the trunk's sections."""

@@ -1,0 +1,9 @@
+"""Copies of the training state in the memory of other hosts, from which a restart resumes: at most the steps since the
+last copy are lost.
+
+Flags: --peer-copies, --peer-copy-interval, --peer-copy-bandwidth, --peer-copy-path, --peer-copy-keep-minutes.
+
+Read `placement` first: which hosts hold a copy of which part. `shards` divides the state into parts, and `copies`
+stores and sends them. `holder` is the process of a host that outlives its ranks and serves the copies. `sets` finds the
+newest complete step, and `memory_checkpoint` loads it. `hooks` has the events of a run.
+"""

@@ -1,0 +1,162 @@
+"""Talks to holders: starts that of this host, sends parts to others, and reads parts back. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from megatron.extensions.operate.peer_copies.holder import ABOUT, CHUNK, read_exactly
+
+PROGRAM = Path(__file__).with_name("holder.py")
+HOST = "PEER_COPY_HOST"
+"""Variable of the environment that names the host of a rank for copies, in place of its host name, so that ranks of one
+machine count as several hosts."""
+
+ANSWER = 30.0
+"""Seconds in which a holder that lives takes or sends a chunk."""
+
+
+def host_name() -> str:
+    """The name of this host for copies."""
+    return os.environ.get(HOST) or socket.gethostname()
+
+
+def folder_of(memory: str, run: str) -> Path:
+    """The folder of a run's copies on this host, in the file system `memory`."""
+    digest = hashlib.sha256(f"{os.path.realpath(run)}\n{host_name()}".encode()).hexdigest()[:16]
+    return Path(memory) / f"megatron-copies-{os.getuid()}-{digest}"
+
+
+@dataclass(frozen=True)
+class Address:
+    """How the holder of a host is reached."""
+
+    host: str
+    address: str
+    port: int
+    token: str
+
+
+def open_holder(folder: Path, keep: float) -> Address:
+    """The holder of this host, which is started if there is none. Raises OSError."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    with suppress(OSError, ValueError, KeyError):
+        about = json.loads((folder / ABOUT).read_text())
+        found = Address(host_name(), about["address"], int(about["port"]), about["token"])
+        Link(found).close()
+        return found
+    words = [sys.executable, "-I", "-S", str(PROGRAM), str(folder), own_address(), str(keep)]
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True, cwd="/", text=True
+    )
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+        raise OSError(f"the holder of copies did not start: {' '.join(words)} ended with {process.wait()}")
+    process.stdout.close()
+    process.returncode = 0  # it outlives this process, which need not wait for it
+    about = json.loads((folder / ABOUT).read_text())
+    return Address(host_name(), about["address"], int(about["port"]), about["token"])
+
+
+def own_address() -> str:
+    """The address of this host on the way to the store at which all ranks meet."""
+    store = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "9"))
+    family, kind, _, _, target = socket.getaddrinfo(*store, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way:
+        way.connect(target)
+        return str(way.getsockname()[0])
+
+
+class HolderError(OSError):
+    """A holder refuses a request, or is gone."""
+
+
+class Pace:
+    """Keeps what is sent below a number of bytes a second; None: no limit."""
+
+    def __init__(self, rate: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rate, self._clock = rate, clock
+        self._free_at = 0.0
+
+    def wait(self, nbytes: int) -> float:
+        """Counts bytes that are sent next. Returns the seconds to wait before."""
+        if self.rate is None:
+            return 0.0
+        now = self._clock()
+        pause = max(0.0, self._free_at - now)
+        self._free_at = max(now, self._free_at) + nbytes / self.rate
+        return pause
+
+
+class Link:
+    """A connection to a holder. Raises OSError, of which HolderError is one."""
+
+    def __init__(self, to: Address) -> None:
+        self.to = to
+        self._socket = socket.create_connection((to.address, to.port), timeout=ANSWER)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._stream = cast("BinaryIO", self._socket.makefile("rb"))
+
+    def put(self, generation: str, name: str, header: bytes, data: memoryview, pace: Pace) -> None:
+        """Stores a part on the holder's host; returns when it is complete there."""
+        self._ask(op="put", generation=generation, name=name, header=len(header), nbytes=len(data))
+        self._socket.sendall(header)
+        for start in range(0, len(data), CHUNK):
+            chunk = data[start : start + CHUNK]
+            time.sleep(pace.wait(len(chunk)))
+            self._socket.sendall(chunk)
+        self._answer()
+
+    def get(self, generation: str, name: str, start: int, into: memoryview) -> None:
+        """Reads bytes of a part from `start` on."""
+        self._ask(op="get", generation=generation, name=name, start=start, length=len(into))
+        self._answer()
+        read_exactly(self._stream, into)
+        self._answer()
+
+    def lease(self) -> None:
+        """Counts as a rank of the holder's host from now on, until this process ends."""
+        self._ask(op="lease")
+        self._answer()
+
+    def end(self) -> None:
+        """Ends the holder, with all copies."""
+        self._ask(op="end")
+        self._answer()
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._stream.close()
+        self._socket.close()
+
+    def _ask(self, **request: object) -> None:
+        self._socket.sendall(json.dumps({"token": self.to.token, **request}).encode() + b"\n")
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._stream.readline(1 << 16)
+        answer = json.loads(line) if line else {"error": "it has ended"}
+        if "error" in answer:
+            raise HolderError(f"the holder of {self.to.host}: {answer['error']}")
+        return cast("dict[str, Any]", answer)
+
+
+GENERATION = re.compile(r"g(\d{6})-[0-9a-f]{8}")
+
+
+def number_of(generation: str) -> int:
+    """The number of a generation, by the name of its folder; 0 for any other folder."""
+    match = GENERATION.fullmatch(generation)
+    return int(match[1]) if match else 0

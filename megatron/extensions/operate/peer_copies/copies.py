@@ -1,0 +1,195 @@
+"""Copies the state of a rank after a step: staged into memory of its host at once, sent to others on a thread.
+
+A copy counts when all ranks have theirs of the step, on which they agree through the store. Until then the copies of
+the step before stay, in the other slot of each part.
+
+Keys of the store: copied/ITERATION, the number of ranks that have stored and sent theirs; failed/ITERATION, why one
+could not; holder/HOST, the address of a holder that was started again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.state_dict import StateDict
+from megatron.extensions.operate.peer_copies.client import Address, Link, Pace, open_holder
+from megatron.extensions.operate.peer_copies.holder import header_of, sealed, write_whole
+from megatron.extensions.operate.peer_copies.shards import Entry, Slot, Stored, boxes_of, entries_of
+
+AGAIN = 20.0
+"""Seconds in which a holder that was started again is looked for."""
+
+
+@dataclass(frozen=True)
+class Duty:
+    """A part that this rank stores on its host, and the hosts to which it sends it."""
+
+    stored: Stored
+    to: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the copies of one start of the ranks are."""
+
+    folder: Path
+    """Of the run, on this host."""
+
+    generation: str
+    holders: Mapping[str, Address]
+    """Host -> its holder."""
+
+    own: str
+    """This host."""
+
+    keep: float
+    """Seconds that a holder outlives the ranks."""
+
+    leads: bool
+    """Whether this rank looks after the holder of its host."""
+
+    first: bool
+    """Whether this rank deletes what ranks have agreed on earlier."""
+
+
+class Copies:
+    """The copies of one rank. `copy` is for the training thread, once for a step on all ranks."""
+
+    def __init__(self, place: Place, duties: Sequence[Duty], store: dist.Store, world: int, pace: Pace) -> None:
+        self.place, self.duties = place, duties
+        self.complete: int | None = None
+        """The iteration whose copies are complete on all ranks."""
+
+        self.failure = ""
+        """Why the copies of the last step are not complete."""
+
+        self._store, self._world = store, world
+        self._pace = pace
+        self._slot = 0
+        self._slots = dict[tuple[str, int], Slot]()
+        self._entries = dict[str, tuple[list[Entry], str]]()
+        self._thread: threading.Thread | None = None
+        self._first: Callable[[], None] | None = None
+
+    def when_complete(self, call: Callable[[], None]) -> None:
+        """Has `call` called once, on the copying thread, when the first copies are complete."""
+        self._first = call
+
+    def wait(self) -> None:
+        """Waits until the copies in progress are complete on all ranks, or have failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def copy(self, iteration: int, tensors: StateDict, payload: Mapping[str, object] | None) -> None:
+        """Begins the copies of a step, after those before have ended. `tensors` may change once this returns, on the
+        current stream."""
+        self.wait()
+        staged = [(duty, self._stage(duty.stored, tensors)) for duty in self.duties]
+        devices = {data.device for tensor in tensors.values() for _, data in tensor.boxes if data.is_cuda}
+        events = [torch.cuda.current_stream(device).record_event() for device in devices]
+        self._thread = threading.Thread(
+            target=self._send, args=(iteration, staged, events, payload), name="peer copies", daemon=True
+        )
+        self._thread.start()
+
+    def _stage(self, stored: Stored, tensors: StateDict) -> Slot:
+        entries = entries_of(stored, tensors)
+        if stored.name not in self._entries:
+            self._entries[stored.name] = entries, json.dumps([entry.record for entry in entries])
+        assert entries == self._entries[stored.name][0], f"the state of part {stored.name} has changed its shape"
+        path = self.place.folder / self.place.generation / f"{stored.name}.{self._slot}"
+        header_of(path).unlink(missing_ok=True)
+        key = stored.name, self._slot
+        if key not in self._slots:
+            cuda = any(data.is_cuda for name in stored.keys for _, data in tensors[name].boxes)
+            self._slots[key] = Slot(path, stored.part.nbytes, pin=cuda)
+        boxes = (data for name in stored.keys for data in boxes_of(tensors, name).values())
+        self._slots[key].stage(entries, boxes)
+        return self._slots[key]
+
+    def _send(
+        self,
+        iteration: int,
+        staged: Sequence[tuple[Duty, Slot]],
+        events: Sequence[torch.cuda.Event],
+        payload: Mapping[str, object] | None,
+    ) -> None:
+        try:
+            for event in events:
+                event.synchronize()
+            self._look_after_holder()
+            for duty, slot in staged:
+                header = self._header(duty.stored, slot, iteration, payload)
+                write_whole(header_of(slot.path), header)
+                for host in duty.to:
+                    self._put(host, slot, header)
+            self._store.add(f"copied/{iteration}", 1)
+        except Exception as error:
+            with suppress(RuntimeError):  # the store is gone, and the run with it
+                self._store.set(f"failed/{iteration}", f"{type(error).__name__}: {error}")
+        with suppress(RuntimeError):
+            self._agree(iteration)
+
+    def _agree(self, iteration: int) -> None:
+        """Waits for the other ranks."""
+        pause = 0.001
+        while self._store.add(f"copied/{iteration}", 0) < self._world:
+            if self._store.check([f"failed/{iteration}"]):
+                self.failure = self._store.get(f"failed/{iteration}").decode()
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        if self.place.first and self.complete is not None:  # all ranks have read it
+            self._store.delete_key(f"copied/{self.complete}")
+        self.complete, self.failure = iteration, ""
+        self._slot = 1 - self._slot
+        if self._first is not None:
+            self._first()
+            self._first = None
+
+    def _header(self, stored: Stored, slot: Slot, iteration: int, payload: Mapping[str, object] | None) -> bytes:
+        entries, text = self._entries[stored.name]
+        rest: dict[str, Any] = {"iteration": iteration, "part": stored.name, "nbytes": stored.part.nbytes}
+        rest |= {"sums": slot.sums(entries), "payload": payload if stored is self.duties[0].stored else None}
+        return sealed(f'{json.dumps(rest)[:-1]}, "entries": {text}}}'.encode())
+
+    def _put(self, host: str, slot: Slot, header: bytes) -> None:
+        limit, address = time.monotonic() + AGAIN, self.place.holders[host]
+        while True:
+            try:
+                link = Link(self._address(host) or address)
+                try:
+                    return link.put(self.place.generation, slot.path.name, header, slot.view, self._pace)
+                finally:
+                    link.close()
+            except OSError:
+                if time.monotonic() > limit:
+                    raise
+                time.sleep(0.2)
+
+    def _address(self, host: str) -> Address | None:
+        key = f"holder/{host}"
+        return Address(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def _look_after_holder(self) -> None:
+        """Starts the holder of this host again if it has died."""
+        if not self.place.leads:
+            return
+        own = self._address(self.place.own) or self.place.holders[self.place.own]
+        try:
+            Link(own).close()
+        except OSError:
+            found = open_holder(self.place.folder, self.place.keep)
+            Link(found).lease()
+            self._store.set(f"holder/{self.place.own}", json.dumps(asdict(found)))

@@ -1,0 +1,91 @@
+"""Notes of the failure that ended a start of a run, and what the next one tells of its recovery. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron.extensions.operate.peer_copies.holder import write_whole
+
+NOTE = "fault.json"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A failure, as a rank that ended by it has noted it."""
+
+    what: str
+    who: str
+    at: float
+    """Seconds since 1970 of the failure, or of the last sign of life."""
+
+    noticed: float
+    """When this host ended by it."""
+
+    iteration: int
+    """The last step that was complete."""
+
+
+def write_fault(folder: Path, fault: Fault) -> None:
+    """Notes a failure for the next start; of the ranks of a host the last counts."""
+    write_whole(folder / NOTE, json.dumps(asdict(fault)))
+
+
+def read_fault(folder: Path) -> Fault | None:
+    """The note that an earlier start has left; None if there is none."""
+    with suppress(OSError, ValueError, TypeError):
+        return Fault(**json.loads((folder / NOTE).read_bytes()))
+    return None
+
+
+def drop_fault(folder: Path) -> None:
+    """Deletes the note."""
+    (folder / NOTE).unlink(missing_ok=True)
+
+
+def first_fault(faults: Iterable[Fault | None]) -> Fault | None:
+    """The failure that the hosts agree on: the earliest, noticed by the first, after the farthest step."""
+    known = [fault for fault in faults if fault is not None]
+    if not known:
+        return None
+    first = min(known, key=lambda fault: fault.at)
+    noticed, iteration = min(fault.noticed for fault in known), max(fault.iteration for fault in known)
+    return Fault(first.what, first.who, first.at, noticed, iteration)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a run went on after a failure."""
+
+    fault: Fault
+    rung: str
+    """Where the state came from."""
+
+    why: str
+    """Why it did not come from a rung above; empty if there is none."""
+
+    def record(self, now: float, resumed: int) -> dict[str, object]:
+        """The event of `run_events.jsonl`, once a step is made after `resumed` iterations. Times are in seconds after
+        the failure."""
+        fault = self.fault
+        return {
+            "what": fault.what,
+            "who": fault.who,
+            "detected_after": round(max(0.0, fault.noticed - fault.at), 3),
+            "recovered_after": round(now - fault.at, 3),
+            "steps_lost": max(0, fault.iteration - resumed),
+            "rung": self.rung,
+        } | ({"why": self.why} if self.why else {})
+
+    def line(self, now: float, resumed: int) -> str:
+        """What the log says."""
+        record = self.record(now, resumed)
+        why = f" ({self.why})" if self.why else ""
+        return (
+            f"recovered from {self.rung}{why}: {self.fault.who}, {self.fault.what}, detected after "
+            f"{record['detected_after']} s, the next step made after {record['recovered_after']} s, steps lost: "
+            f"{record['steps_lost']}"
+        )

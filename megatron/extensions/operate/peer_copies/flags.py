@@ -1,0 +1,49 @@
+"""Flags of copies in the memory of peers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.extensions.plan.planner.flags import SECTIONS
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS, extension_flags
+
+
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    copies = config.options(PeerCopyConfig).peer_copies
+    save, load = config.checkpoint.save_root, config.checkpoint.load_root
+    if copies and (save is None or load != save):
+        rule = "needs --save and --load with one folder, from which a run resumes that has lost its copies"
+        yield Problem("--peer-copies", copies, rule, "give --save DIR --load DIR")
+
+
+@extension_flags("copies in memory", may_change=True, rules=rules)
+@dataclass(frozen=True)
+class PeerCopyConfig:
+    peer_copies: int = flag(0, at_least=0)
+    """Copies of the training state in the memory of this many other hosts, beside one on each rank's own host, which a
+    restart loads in place of an older checkpoint. 0: none."""
+
+    peer_copy_interval: int = flag(1, at_least=1, no_effect_without="--peer-copies above 0")
+    """Steps from one copy to the next."""
+
+    peer_copy_bandwidth: float | None = flag(None, above=0, no_effect_without="--peer-copies above 0")
+    """Megabytes per second that the ranks of a host send together for copies, at most; default: no limit."""
+
+    peer_copy_path: str = flag("/dev/shm", path="local", no_effect_without="--peer-copies above 0")
+    """Folder on a file system in memory that holds the copies of a host."""
+
+    peer_copy_keep_minutes: float = flag(10.0, above=0, no_effect_without="--peer-copies above 0")
+    """Minutes that a host keeps its copies while no rank of the run is there."""
+
+
+def keeps_copies(config: RunConfig) -> bool:
+    """Return whether a run copies its state."""
+    return config.options(PeerCopyConfig).peer_copies > 0 and not config.training.skip_train
+
+
+SECTIONS.register("Copies in memory", f"{__package__}.plan_lines:lines", when=keeps_copies)
+CALLBACKS.register("peer copies", f"{__package__}.hooks:PeerCopies", when=keeps_copies)

@@ -1,0 +1,201 @@
+"""The holder of a host: a small process that outlives the ranks and serves the copies in memory to other hosts.
+
+The copies are files of a folder in memory (/dev/shm), so that they outlive this process too, and the ranks of the host
+write theirs without it:
+
+    FOLDER/holder.json              port and token of the holder
+    FOLDER/GENERATION/world.json    which parts a complete set of this generation has
+    FOLDER/GENERATION/PART.SLOT     bytes of a part of the training state
+    FOLDER/GENERATION/PART.SLOT.json    its header, present only while the bytes are complete
+
+Each start of the ranks is a generation, with a folder of its own: a process of an earlier start that wakes up writes
+where nobody looks. Each part has two slots, of which one is complete while the other is written.
+
+It imports neither torch nor this package. Any process that reaches the port can connect: a request begins with the
+token, and names are checked. It ends with all copies when told, or when no rank of its host has been connected for KEEP
+seconds.
+
+    python -I -S holder.py FOLDER ADDRESS KEEP
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import socketserver
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+CHUNK = 1 << 20
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[01])?")
+ABOUT, WORLD = "holder.json", "world.json"
+LONGEST = 1 << 20
+"""Bytes of a request's line."""
+
+
+def header_of(path: Path) -> Path:
+    """The header beside a file of bytes."""
+    return path.with_name(f"{path.name}.json")
+
+
+def write_whole(path: Path, text: str | bytes) -> None:
+    """Writes a file that readers see whole or not at all."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_bytes(text.encode() if isinstance(text, str) else text)
+    os.replace(beside, path)
+
+
+def sealed(header: bytes) -> bytes:
+    """The content of a header's file: its checksum, and itself."""
+    return b"%08x\n" % zlib.crc32(header) + header
+
+
+def read_header(data: Path) -> dict[str, Any]:
+    """The header of a file of bytes. Raises OSError or ValueError if it is damaged, or is not of these bytes."""
+    crc, _, text = header_of(data).read_bytes().partition(b"\n")
+    header = json.loads(text)
+    if int(crc, 16) != zlib.crc32(text) or data.stat().st_size != header["nbytes"]:
+        raise ValueError(f"the header of {data} is damaged, or of other bytes")
+    return cast("dict[str, Any]", header)
+
+
+def headers_in(generation: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """(file of bytes, its header) of the parts in a generation's folder that are complete."""
+    for path in sorted(generation.glob("*.[01].json")):
+        data = path.with_suffix("")
+        with suppress(OSError, ValueError):
+            yield data, read_header(data)
+
+
+class Holder(socketserver.ThreadingTCPServer):
+    """Serves the files of a folder."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, folder: Path, address: str, keep: float) -> None:
+        self.folder, self.keep = folder, keep
+        self.token = secrets.token_hex(16)
+        self.leases, self.ended = 0, False
+        self.free_since = time.monotonic()
+        self.lock = threading.Lock()
+        self.address_family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        super().__init__((address, 0), Connection)
+
+    def watch(self) -> None:
+        """Returns when this process is to end."""
+        while True:
+            time.sleep(0.2)
+            with self.lock:
+                idle = not self.leases and time.monotonic() - self.free_since > self.keep
+            if self.ended or idle or not self.folder.exists():
+                return
+
+    def lease(self, change: int) -> None:
+        """Counts the ranks that are connected."""
+        with self.lock:
+            self.leases += change
+            self.free_since = time.monotonic()
+
+    def path(self, request: Mapping[str, Any]) -> Path:
+        """The file that a request names. Raises ValueError for a name that is none."""
+        names = str(request["generation"]), str(request["name"])
+        if not all(NAME.fullmatch(name) for name in names):
+            raise ValueError(f"no name of a copy: {names}")
+        return self.folder.joinpath(*names)
+
+
+class Connection(socketserver.StreamRequestHandler):
+    """One connection: requests until its end."""
+
+    server: Holder
+
+    def handle(self) -> None:
+        with suppress(OSError):
+            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while line := self.rfile.readline(LONGEST):
+                try:
+                    request = json.loads(line)
+                    if not hmac.compare_digest(str(request["token"]), self.server.token):
+                        raise ValueError("the token is another one")
+                    answer = getattr(self, f"do_{request['op']}")(request)
+                except (AttributeError, KeyError, TypeError, ValueError, FileNotFoundError) as error:
+                    self._answer(error=f"{type(error).__name__}: {error}")
+                    return
+                self._answer(**answer or {})
+
+    def do_put(self, request: Mapping[str, Any]) -> None:
+        """Stores a part: its header and its bytes follow."""
+        path = self.server.path(request)
+        header_of(path).unlink(missing_ok=True)
+        header = self.rfile.read(int(request["header"]))
+        with open(path, "r+b" if path.exists() else "w+b", buffering=0) as file:  # a generation that is gone: an error
+            os.ftruncate(file.fileno(), int(request["nbytes"]))
+            left = int(request["nbytes"])
+            while left:
+                if not (data := self.rfile.read1(min(left, CHUNK))):
+                    raise ValueError("the sender has ended")
+                file.write(data)
+                left -= len(data)
+        write_whole(header_of(path), header)
+
+    def do_get(self, request: Mapping[str, Any]) -> None:
+        """Sends bytes [start, start + length) of a part, after a line with their number."""
+        start, length = int(request["start"]), int(request["length"])
+        with open(self.server.path(request), "rb") as file:
+            self._answer(length=length)
+            self.connection.sendfile(file, start, length) if length else None
+
+    def do_lease(self, request: Mapping[str, Any]) -> None:
+        """Counts as a rank of this host until the connection ends."""
+        self.server.lease(1)
+        try:
+            self._answer()
+            while self.rfile.read1(1):
+                pass
+        finally:
+            self.server.lease(-1)
+
+    def do_end(self, request: Mapping[str, Any]) -> None:
+        """Ends the holder, with all copies."""
+        self.server.ended = True
+
+    def _answer(self, **values: object) -> None:
+        self.wfile.write(json.dumps(values).encode() + b"\n")
+
+
+def main(folder: Path, address: str, keep: float) -> None:
+    """Serves until told to end, or until no rank is left for `keep` seconds; then deletes the folder."""
+    with Holder(folder, address, keep) as holder:
+        about = {"address": address, "port": holder.server_address[1], "token": holder.token, "pid": os.getpid()}
+        write_whole(folder / ABOUT, json.dumps(about))
+        print("ready", flush=True)
+        threading.Thread(target=holder.serve_forever, daemon=True).start()
+        holder.watch()
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def read_exactly(stream: BinaryIO, into: memoryview) -> None:
+    """Fills `into`. Raises ConnectionError if the stream ends before."""
+    at = 0
+    while at < len(into):
+        if not (got := stream.readinto(into[at : at + CHUNK])):  # type: ignore[attr-defined]
+            raise ConnectionError("the holder has ended")
+        at += got
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))

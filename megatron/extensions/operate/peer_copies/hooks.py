@@ -1,0 +1,266 @@
+"""--peer-copies in a run: resumes from the newest complete copies at the start, and copies after steps."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.core.collectives import gather_objects
+from megatron.core.dist_checkpointing.path_kind import read_latest
+from megatron.core.dist_checkpointing.storage import on_first_rank
+from megatron.core.parallel_state import Axis
+from megatron.extensions.operate.peer_copies.client import (
+    Address,
+    Link,
+    Pace,
+    folder_of,
+    host_name,
+    number_of,
+    open_holder,
+)
+from megatron.extensions.operate.peer_copies.copies import Copies, Duty, Place
+from megatron.extensions.operate.peer_copies.faults import (
+    Fault,
+    Recovery,
+    drop_fault,
+    first_fault,
+    read_fault,
+    write_fault,
+)
+from megatron.extensions.operate.peer_copies.flags import PeerCopyConfig
+from megatron.extensions.operate.peer_copies.holder import WORLD, write_whole
+from megatron.extensions.operate.peer_copies.memory_checkpoint import CopyError, MemoryCheckpoint, Readers, damaged
+from megatron.extensions.operate.peer_copies.placement import duties, place
+from megatron.extensions.operate.peer_copies.sets import (
+    CompleteSet,
+    Inventory,
+    complete_sets,
+    drop_others,
+    inventory,
+    why_none,
+)
+from megatron.extensions.operate.peer_copies.shards import parts_of
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback, Log, RunView, Task
+from megatron.training.initialize import Runtime
+from megatron.training.progress import BegunRun, Progress
+from megatron.training.reliability.run_status import record_event
+from megatron.training.reliability.watchdog import Watch, Watchdog
+from megatron.training.run import TrainingRun
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a rank tells the others at the start."""
+
+    name: str
+    holder: Address | None
+    """None from all but the rank that looks after it."""
+
+    held: Inventory
+    fault: Fault | None
+
+
+class PeerCopies(Callback):
+    """Copies of the state in the memory of peers."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._options = config.options(PeerCopyConfig)
+        assert config.checkpoint.save is not None
+        self._folder = folder_of(self._options.peer_copy_path, config.checkpoint.save)
+        self._run: TrainingRun | None = None
+        self._copies: Copies | None = None
+        self._told = ""
+        self._recovery: Recovery | None = None
+
+    def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
+        self._watchdog = watchdog
+        watchdog.failures.at_exit.append(self._note_fault)
+        return ()
+
+    def on_setup(self, runtime: Runtime) -> None:
+        """Opens the holder of this host, and learns what all hosts hold. Collective."""
+        world, own = runtime.state.world, host_name()
+        names = gather_objects(own, world)
+        self._leads = names.index(own) == world.rank
+        mine = Host(own, None, Inventory(), None)
+        if self._leads:
+            holder = open_holder(self._folder, 60 * self._options.peer_copy_keep_minutes)
+            mine = Host(own, holder, inventory(self._folder, own), read_fault(self._folder))
+            drop_fault(self._folder)
+        hosts = gather_objects(mine, world)
+        self._host_of = [host.name for host in hosts]
+        self._holders = {host.name: host.holder for host in hosts if host.holder is not None}
+        Link(self._holders[own]).lease()
+        self._held = [host.held for host in hosts]
+        self._fault = first_fault([host.fault for host in hosts])
+        generations = [number_of(name) for held in self._held for name in held.parts or {}]
+        token = gather_objects(secrets.token_hex(4), world)[0]
+        self._generation = f"g{max(generations, default=0) + 1:06d}-{token}"
+
+    def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
+        options, world = begun.config.checkpoint, begun.state.world
+        found: CompleteSet | None = None
+        progress, why = None, ""
+        if not options.anew and options.load_optim:
+            found, progress, why = self._resume(begun, say, data, world)
+        if self._leads:
+            kept = [copy for copies in found.copies.values() for copy in copies] if found and progress else []
+            drop_others(self._folder, kept)
+        if self._fault is not None:
+            rung = "copies in memory" if progress is not None else "checkpoint on disk"
+            self._recovery = Recovery(self._fault, rung, why)
+        return progress
+
+    def _resume(
+        self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None], world: Axis
+    ) -> tuple[CompleteSet | None, Progress | None, str]:
+        """The set that was loaded, the position that it gives, and why there is none."""
+        root = begun.config.checkpoint.load_root
+        assert root is not None
+        on_disk = on_first_rank(lambda: read_latest(root), world) or 0
+        sets, why = complete_sets(self._held), why_none(self._held)
+        if sets:
+            found = self._verified(sets[0], world)
+            if found.iteration < on_disk:
+                why = f"the checkpoint on disk is newer than iteration {found.iteration}"
+            elif found.lost:
+                why = f"all copies of part {found.lost} at iteration {found.iteration} are damaged"
+            else:
+                return self._load(found, begun, say, data, on_disk)
+        if why:
+            say(f" copies in memory are not used: {why}")
+        return None, None, why
+
+    def _verified(self, found: CompleteSet, world: Axis) -> CompleteSet:
+        """A set without damaged copies, of which the ranks of each host look through its own. Collective."""
+        own = host_name()
+        ranks = [rank for rank, host in enumerate(self._host_of) if host == own]
+        here = [copy for copies in found.copies.values() for copy in copies if copy.host == own]
+        mine = damaged(self._folder, here[ranks.index(world.rank) :: len(ranks)])
+        return found.without([copy for each in gather_objects(mine, world) for copy in each])
+
+    def _load(
+        self,
+        found: CompleteSet,
+        begun: BegunRun,
+        say: Callable[[str], None],
+        data: Callable[[int], str | None],
+        on_disk: int,
+    ) -> tuple[CompleteSet | None, Progress | None, str]:
+        """As `_resume`. Raises CopyError if copies are lost as they are read, and there is nothing else to load."""
+        try:
+            readers = Readers(self._folder, host_name(), self._holders)
+            checkpoint = MemoryCheckpoint(found, readers, self._leads, begun.state.world)
+            if int(checkpoint.payload.get("saved_iteration") or 0) <= on_disk:
+                where = f"copies in the memory of {len(set(self._host_of))} hosts"
+                return found, begun.resume_with(checkpoint, say, data, where), ""
+            why = f"--load was set back to iteration {on_disk} since"
+        except CopyError as error:
+            if not on_disk:
+                raise
+            why = str(error)
+        say(f" copies in memory are not used: {why}")
+        return None, None, why
+
+    def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
+        """Divides the state into parts, and returns the task that copies. Collective."""
+        self._run = run
+        state, rank = run.runtime.state, run.runtime.launch.rank
+        tensors, _ = self._contents(run)
+        mine = parts_of(tensors, state, rank)
+        every = {stored.name: stored.part for each in gather_objects(mine, state.world) for stored in each}
+        names = sorted(every)
+        placed = place(self._host_of, [every[name] for name in names], self._options.peer_copies)
+        there = {stored.name: stored for stored in mine}
+        own = [Duty(there[names[number]], to) for number, to in duties(rank, placed)]
+        own.sort(key=lambda duty: duty.stored.part.writer != rank or len(duty.stored.part.replicas) > 1)
+        folder = self._folder / self._generation
+        if self._leads:
+            folder.mkdir()
+            write_whole(folder / WORLD, json.dumps({"parts": names}))
+        gather_objects(None, state.world)  # every host has its folder
+        rate = self._options.peer_copy_bandwidth
+        share = None if rate is None else 1e6 * rate / self._host_of.count(host_name())
+        where = Place(
+            folder=self._folder,
+            generation=self._generation,
+            holders=self._holders,
+            own=host_name(),
+            keep=60 * self._options.peer_copy_keep_minutes,
+            leads=self._leads,
+            first=rank == 0,
+        )
+        self._copies = Copies(where, own, self._store(), state.world.size, Pace(share))
+        if self._leads:
+            self._copies.when_complete(partial(drop_generations, self._folder, self._generation))
+        return (
+            Task("copy of the state", self._options.peer_copy_interval, self._copy, counts=True),
+            Task("report of a recovery", 1, self._report_recovery, counts=True, reads_result=False),
+        )
+
+    def _store(self) -> dist.Store:
+        board = self._watchdog.board
+        return dist.HashStore() if board is None else board.store
+
+    def _contents(self, run: TrainingRun) -> tuple[dict, dict[str, object]]:
+        run.guard.settle()
+        run.guard.store_means()
+        return run.saver.checkpoint.contents(run.progress)
+
+    def _copy(self) -> None:
+        run, copies = self._run, self._copies
+        assert run is not None and copies is not None
+        copies.wait()
+        if copies.failure and copies.failure != self._told:
+            run.say(f" copies in memory of the last step are incomplete: {copies.failure}; those before remain")
+        self._told = copies.failure
+        tensors, payload = self._contents(run)
+        first = run.runtime.launch.rank == 0
+        payload |= {"saved_iteration": run.runtime.watchdog.failures.saved}
+        copies.copy(run.progress.iteration, tensors, payload if first else None)
+
+    def _note_fault(self) -> None:
+        """Leaves a note of the failure by which the run ends, for the next start."""
+        cause = self._watchdog.failures.reported
+        if cause is not None:
+            done = 0 if self._run is None else self._run.progress.iteration
+            with suppress(OSError):
+                write_fault(self._folder, Fault(cause.title, cause.who, cause.at, time.time(), done))
+
+    def _report_recovery(self) -> None:
+        """Records the recovery after the first step of this start."""
+        run, recovery = self._run, self._recovery
+        assert run is not None
+        if recovery is None or not run.runtime.is_main:
+            return
+        self._recovery = None
+        resumed = run.first_iteration
+        run.say(f" {recovery.line(time.time(), resumed)}")
+        record_event(self.config.checkpoint.save, "recovery", **recovery.record(time.time(), resumed))
+
+    def on_end(self, run: RunView) -> None:
+        """Ends the holder: the state is on disk."""
+        if self._copies is not None:
+            self._copies.wait()
+        gather_objects(None, self._run.runtime.state.world) if self._run is not None else None
+        if self._leads:
+            with suppress(OSError):
+                Link(self._holders[host_name()]).end()
+
+
+def drop_generations(folder: Path, kept: str) -> None:
+    """Deletes the copies of earlier starts."""
+    for generation in folder.glob("g*"):
+        if generation.name != kept:
+            shutil.rmtree(generation, ignore_errors=True)

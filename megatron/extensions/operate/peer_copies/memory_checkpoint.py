@@ -1,0 +1,184 @@
+"""A complete set of copies as a checkpoint to load, at any layout. The checksum of every box is compared."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import gather_objects
+from megatron.core.dist_checkpointing.state_dict import StateDict
+from megatron.core.dist_checkpointing.storage import Checkpoint, TensorInfo
+from megatron.core.parallel_state import Axis
+from megatron.extensions.operate.peer_copies.client import Address, Link
+from megatron.extensions.operate.peer_copies.holder import read_header
+from megatron.extensions.operate.peer_copies.sets import CompleteSet, Copy
+from megatron.extensions.operate.peer_copies.shards import Entry, Offset
+
+
+class CopyError(RuntimeError):
+    """Copies in memory cannot be used."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What stands beside the bytes of a part."""
+
+    entries: tuple[Entry, ...]
+    sums: tuple[int, ...]
+    payload: dict[str, Any] | None
+
+    @classmethod
+    def read(cls, path: Path) -> Header:
+        """The header of a file of bytes."""
+        record = read_header(path)
+        entries = tuple(map(Entry.from_record, record["entries"]))
+        return cls(entries, tuple(record["sums"]), record["payload"])
+
+
+def damaged(folder: Path, copies: Iterable[Copy]) -> list[Copy]:
+    """The copies on this host of which a box has another checksum than its header says."""
+    found = []
+    for copy in copies:
+        path = folder / copy.generation / copy.file
+        try:
+            header = Header.read(path)
+            with open(path, "rb") as file:
+                for entry, crc in zip(header.entries, header.sums, strict=True):
+                    file.seek(entry.start)
+                    if zlib.crc32(file.read(entry.nbytes)) != crc:
+                        raise ValueError(f"{entry.key} is damaged")
+        except (OSError, ValueError):
+            found.append(copy)
+    return found
+
+
+class Readers:
+    """Reads bytes of copies: from this host's memory, else over connections to holders that it keeps."""
+
+    def __init__(self, folder: Path, own: str, holders: Mapping[str, Address]) -> None:
+        self.folder, self.own = folder, own
+        self.holders = holders
+        self._links = dict[str, Link]()
+
+    def read(self, copies: Sequence[Copy], entry: Entry, crc: int) -> bytearray:
+        """The bytes of a box, from the first copy that is undamaged, this host's own before others. Raises CopyError if
+        none is."""
+        problems = []
+        for copy in sorted(copies, key=lambda copy: copy.host != self.own):
+            data = bytearray(entry.nbytes)
+            try:
+                self._fill(copy, entry.start, memoryview(data))
+            except OSError as error:
+                problems.append(f"{copy.host}: {error}")
+                continue
+            if zlib.crc32(data) == crc:
+                return data
+            problems.append(f"{copy.host}: its checksum is another one")
+        raise CopyError(f"{entry.key} at {entry.offset} of part {copies[0].part} is lost: {'; '.join(problems)}")
+
+    def _fill(self, copy: Copy, start: int, into: memoryview) -> None:
+        if copy.host == self.own:
+            with open(self.folder / copy.generation / copy.file, "rb") as file:
+                file.seek(start)
+                if file.readinto(into) < len(into):
+                    raise OSError("the file is shorter than its header says")
+            return
+        if copy.host not in self._links:
+            self._links[copy.host] = Link(self.holders[copy.host])
+        self._links[copy.host].get(copy.generation, copy.file, start, into)
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for link in self._links.values():
+            link.close()
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """A box of a tensor in a set."""
+
+    entry: Entry
+    crc: int
+    copies: tuple[Copy, ...]
+
+
+class MemoryCheckpoint(Checkpoint):
+    """A complete set of copies. Building it is collective over `world`; raises CopyError on every rank."""
+
+    def __init__(self, found: CompleteSet, readers: Readers, reads_headers: bool, world: Axis) -> None:
+        """`reads_headers`: true on one rank of each host, which reads the headers of its host's copies for all."""
+        self.folder: PurePath = PurePath(f"copies in memory/iter_{found.iteration:07d}")
+        self._readers = readers
+        mine = {}
+        for part, copies in found.copies.items() if reads_headers else ():
+            if copies[0].host == readers.own:
+                mine[part] = Header.read(readers.folder / copies[0].generation / copies[0].file)
+        headers = {part: header for each in gather_objects(mine, world) for part, header in each.items()}
+        payloads = [header.payload for header in headers.values() if header.payload is not None]
+        if len(payloads) != 1 or headers.keys() != found.copies.keys():
+            raise CopyError(
+                f"{len(headers)} of {len(found.copies)} headers could be read, and {len(payloads)} payloads"
+            )
+        self.payload: dict[str, Any] = payloads[0]
+        self._boxes: dict[str, dict[Offset, StoredBox]] = {}
+        for part, header in headers.items():
+            for entry, crc in zip(header.entries, header.sums, strict=True):
+                self._boxes.setdefault(entry.key, {})[entry.offset] = StoredBox(entry, crc, found.copies[part])
+        self.tensors = {
+            key: TensorInfo(box.entry.whole, box.entry.torch_dtype, len(boxes))
+            for key, boxes in self._boxes.items()
+            for box in [next(iter(boxes.values()))]
+        }
+        covered = {key: sum(_numel(box.entry.shape) for box in boxes.values()) for key, boxes in self._boxes.items()}
+        self._holes = [key for key, info in self.tensors.items() if covered[key] != info.numel]
+
+    def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
+        """As `Checkpoint.load`. Raises CopyError on every rank if a box is lost: what was loaded so far is then no
+        state of any step."""
+        self._check(targets, world, ignore)
+        problem = ""
+        try:
+            for key, target in targets.items():
+                for offset, data in target.boxes:
+                    self._load_box(key, offset, data)
+        except CopyError as error:
+            problem = str(error)
+        self._readers.close()
+        if problems := [each for each in gather_objects(problem, world) if each]:
+            raise CopyError(problems[0])
+
+    def _load_box(self, key: str, offset: Offset, data: Tensor) -> None:
+        for box, here, there in self._overlaps(key, offset, tuple(data.shape)):
+            stored = torch.frombuffer(self._readers.read(box.copies, box.entry, box.crc), dtype=box.entry.torch_dtype)
+            data[here].copy_(stored.view(box.entry.shape)[there])
+
+    def _overlaps(
+        self, key: str, offset: Offset, shape: Sequence[int]
+    ) -> Iterator[tuple[StoredBox, tuple[slice, ...], tuple[slice, ...]]]:
+        """Boxes that share elements with one at `offset`: (box, where in that one, where in the stored one)."""
+        exact = self._boxes[key].get(offset)
+        if exact is not None and exact.entry.shape == tuple(shape):
+            whole = (slice(None),) * len(offset)
+            yield exact, whole, whole
+            return
+        for box in self._boxes[key].values():
+            ranges = [
+                (max(a, b), min(a + n, b + m))
+                for a, n, b, m in zip(offset, shape, box.entry.offset, box.entry.shape, strict=True)
+            ]
+            if box.entry.nbytes and all(start < stop for start, stop in ranges):
+                here = tuple(slice(start - a, stop - a) for (start, stop), a in zip(ranges, offset, strict=True))
+                there = tuple(
+                    slice(start - b, stop - b) for (start, stop), b in zip(ranges, box.entry.offset, strict=True)
+                )
+                yield box, here, there
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()

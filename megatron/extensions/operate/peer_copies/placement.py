@@ -1,0 +1,114 @@
+"""Placement of copies: which hosts hold a copy of which part of the training state, and what a loss of hosts leaves. No
+torch.
+
+Hosts form groups of N + 1, and each host keeps its own parts and copies of the parts of the others in its group, as the
+mixed placement of GEMINI (SOSP 2023). A loss is fatal only if it takes a whole group: with hosts spread over all others
+nearly every pair would be. Hosts that are left over enlarge the last group, in which copies go to the next N hosts of a
+ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the training state that is copied as a whole."""
+
+    writer: int
+    """The rank that writes it in a checkpoint, and that sends it."""
+
+    replicas: tuple[int, ...]
+    """The ranks that hold the same bytes, the writer included."""
+
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Held:
+    """A copy of a part."""
+
+    host: str
+    by: int | None
+    """The rank on that host that has the same bytes and stores them itself; None if the writer sends them."""
+
+
+def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
+    """Groups of `copies` + 1 hosts in order; the last has up to 2 `copies` + 1. Of fewer hosts there is one group."""
+    size = copies + 1
+    count = max(1, len(hosts) // size)
+    starts = [number * size for number in range(count)]
+    return [tuple(hosts[a:b]) for a, b in zip(starts, [*starts[1:], len(hosts)], strict=True)]
+
+
+def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
+    """Host -> the hosts that keep copies of its parts, `copies` of them where there are so many others."""
+    found = {}
+    for group in groups(hosts, copies):
+        for place, host in enumerate(group):
+            found[host] = tuple(group[(place + way) % len(group)] for way in range(1, min(copies + 1, len(group))))
+    return found
+
+
+def place(host_of: Sequence[str], parts: Sequence[Part], copies: int) -> list[tuple[Held, ...]]:
+    """The copies of each part: one on the writer's host, then `copies` on other hosts, no two on one host.
+
+    Other ranks that hold the same bytes store them on their hosts, first on partners of the writer's host; only what is
+    missing then is sent, to its partners.
+    """
+    order = list(dict.fromkeys(host_of))
+    to = partners(order, copies)
+    return [_held(part, host_of, to[host_of[part.writer]], copies) for part in parts]
+
+
+def _held(part: Part, host_of: Sequence[str], to: Sequence[str], copies: int) -> tuple[Held, ...]:
+    home = host_of[part.writer]
+    by = {home: part.writer}
+    for rank in part.replicas:
+        by.setdefault(host_of[rank], rank)
+    wanted = [*(host for host in to if host in by), *(host for host in by if host != home and host not in to)]
+    wanted += [host for host in to if host not in by]
+    return tuple(Held(host, by.get(host)) for host in (home, *wanted[:copies]))
+
+
+def survives(placed: Sequence[tuple[Held, ...]], lost: Collection[str]) -> bool:
+    """Return whether a copy of every part is left if the hosts `lost` are gone."""
+    return all(any(held.host not in lost for held in part) for part in placed)
+
+
+def survivable(placed: Sequence[tuple[Held, ...]], hosts: int, number: int) -> tuple[int, int]:
+    """(sets of `number` lost hosts that leave a copy of every part, all such sets) of `hosts` hosts. No part may have
+    fewer than `number` copies."""
+    fatal = {frozenset(held.host for held in part) for part in placed}
+    assert all(len(each) >= number for each in fatal), "a smaller loss is fatal already"
+    every = comb(hosts, number)
+    return every - sum(len(each) == number for each in fatal), every
+
+
+def stored_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> Mapping[str, int]:
+    """Host -> bytes of one step that it holds."""
+    found: dict[str, int] = {}
+    for part, copies in zip(parts, placed, strict=True):
+        for held in copies:
+            found[held.host] = found.get(held.host, 0) + part.nbytes
+    return found
+
+
+def sent_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> Mapping[int, int]:
+    """Rank -> bytes of one step that it sends; ranks that send nothing are left out."""
+    found: dict[int, int] = {}
+    for part, copies in zip(parts, placed, strict=True):
+        if sent := part.nbytes * sum(held.by is None for held in copies):
+            found[part.writer] = found.get(part.writer, 0) + sent
+    return found
+
+
+def duties(rank: int, placed: Sequence[tuple[Held, ...]]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """(number of a part, hosts to which to send it) of the parts that a rank stores on its own host."""
+    for number, copies in enumerate(placed):
+        if any(held.by == rank for held in copies):
+            is_writer = copies[0].by == rank
+            yield number, tuple(held.host for held in copies if held.by is None) if is_writer else ()

@@ -1,0 +1,73 @@
+"""Lines of a plan about copies in memory: losses that they survive, their bytes, and their share of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.extensions.operate.peer_copies.flags import PeerCopyConfig
+from megatron.extensions.operate.peer_copies.placement import Part, place, sent_bytes, stored_bytes, survivable
+from megatron.extensions.plan.planner.flags import PlannedRun
+from megatron.extensions.plan.planner.memory import states_of_rank
+from megatron.training.config.batch_size import byte_text
+from megatron.training.config.run_config import RunConfig
+
+SLOTS = 2
+"""Steps of which a host has memory for copies: the last complete one, and the one that is written."""
+
+
+def planned_parts(config: RunConfig, world_size: int) -> list[Part]:
+    """The parts of the state of all ranks. Tensors that tensor-parallel ranks share count once for each."""
+    dims = ParallelDims.from_config(config.parallel, world_size)
+    memory = [states_of_rank(config, dims, pp_rank).memory for pp_rank in range(dims.pp)]
+    replicas = {rank: group for group in dims.groups("dp", "cp") for rank in group}
+    stage = {rank: number for number, group in enumerate(dims.groups("tp", "cp", "dp")) for rank in group}
+    parts = []
+    for rank in range(world_size):
+        held, group = memory[stage[rank]], replicas[rank]
+        states = held.main_parameters + held.moments + held.host_states
+        weights = 0 if held.main_parameters or held.host_states else held.parameters
+        own = states if config.optimizer.use_distributed_optimizer else 0
+        own += weights if config.ddp.shards_parameters else 0
+        shared = states + weights - own
+        parts.append(Part(rank, (rank,), own if len(group) > 1 else states + weights))
+        if shared and len(group) > 1:
+            parts.append(Part(rank, group, shared // len(group)))
+    return parts
+
+
+def lines(run: PlannedRun) -> Iterator[str]:
+    """The section of the plan."""
+    options = run.config.options(PeerCopyConfig)
+    hosts = -(-run.world_size // run.ranks_per_node)
+    host_of = [str(rank // run.ranks_per_node) for rank in range(run.world_size)]
+    parts = planned_parts(run.config, run.world_size)
+    placed = place(host_of, parts, options.peer_copies)
+    copies = min(options.peer_copies, hosts - 1)
+    several = "y" if copies == 1 else "ies"
+    plural = "" if hosts == 1 else "s"
+    yield f"{hosts} host{plural} of {run.ranks_per_node} ranks, {copies} cop{several} of each part on other hosts"
+    if copies < options.peer_copies:
+        yield f"fewer than --peer-copies {options.peer_copies}, as there are no more hosts"
+    if not copies:
+        yield "survive the end of any ranks, and no lost host"
+    else:
+        good, every = survivable(placed, hosts, copies + 1) if hosts > copies + 1 else (0, 1)
+        lost = "lost host" if copies == 1 else f"{copies} lost hosts"
+        yield f"survive any {lost}, and {good / every:.1%} of the sets of {copies + 1}"
+    stored, sent = stored_bytes(parts, placed), sent_bytes(parts, placed)
+    most = max(sent.values(), default=0)
+    yield f"bytes a rank sends for each copy, at most: {byte_text(most)}"
+    yield f"memory of a host for the copies of {SLOTS} steps, at most: {byte_text(SLOTS * max(stored.values()))}"
+    given = options.peer_copy_bandwidth
+    rate = run.network if given is None else 1e6 * given
+    if rate and most:
+        of_host: dict[str, int] = {}
+        for rank, nbytes in sent.items():
+            of_host[host_of[rank]] = of_host.get(host_of[rank], 0) + nbytes
+        seconds = max(of_host.values()) / rate
+        source = "the network of the device file" if given is None else f"--peer-copy-bandwidth {given:g}"
+        share = ""
+        if run.step_seconds is not None:
+            share = f", {seconds / (run.step_seconds * options.peer_copy_interval):.1%} of the time between two copies"
+        yield f"a host sends for {seconds:.3g} s at {rate / 1e6:,.0f} MB/s ({source}){share}"

@@ -1,0 +1,112 @@
+"""Complete sets of copies: what the hosts hold, and the newest step of which every part is there. No torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.extensions.operate.peer_copies.client import number_of
+from megatron.extensions.operate.peer_copies.holder import WORLD, header_of, headers_in
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A complete copy of a part on a host."""
+
+    host: str
+    generation: str
+    iteration: int
+    part: str
+    file: str
+    """Name of the file of bytes in the generation's folder."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a host holds."""
+
+    copies: tuple[Copy, ...] = ()
+    parts: Mapping[str, tuple[str, ...]] | None = None
+    """Generation -> the parts of a complete set."""
+
+
+@dataclass(frozen=True)
+class CompleteSet:
+    """Copies of all parts at one step of one start."""
+
+    generation: str
+    iteration: int
+    copies: Mapping[str, tuple[Copy, ...]]
+    """Part -> its copies."""
+
+    def without(self, damaged: Collection[Copy]) -> CompleteSet:
+        """The set without copies that are damaged: of some parts it may have none then."""
+        left = {part: tuple(each for each in copies if each not in damaged) for part, copies in self.copies.items()}
+        return replace(self, copies=left)
+
+    @property
+    def lost(self) -> str:
+        """The parts of which no copy is left."""
+        return ", ".join(part for part, copies in self.copies.items() if not copies)
+
+
+def inventory(folder: Path, host: str) -> Inventory:
+    """What a host holds in its folder."""
+    copies, parts = list[Copy](), dict[str, tuple[str, ...]]()
+    for generation in sorted(folder.glob("g*")):
+        if not number_of(generation.name):
+            continue
+        with suppress(OSError, ValueError):
+            parts[generation.name] = tuple(json.loads((generation / WORLD).read_bytes())["parts"])
+            for data, header in headers_in(generation):
+                copies.append(Copy(host, generation.name, int(header["iteration"]), str(header["part"]), data.name))
+    return Inventory(tuple(copies), parts)
+
+
+def complete_sets(held: Iterable[Inventory]) -> list[CompleteSet]:
+    """The sets of which every part is on some host, the newest first: by start of the ranks, then by step."""
+    found: dict[tuple[str, int], dict[str, list[Copy]]] = {}
+    parts: dict[str, tuple[str, ...]] = {}
+    for each in held:
+        parts |= each.parts or {}
+        for copy in each.copies:
+            found.setdefault((copy.generation, copy.iteration), {}).setdefault(copy.part, []).append(copy)
+    sets = [
+        CompleteSet(generation, iteration, {part: tuple(copies) for part, copies in there.items()})
+        for (generation, iteration), there in found.items()
+        if there.keys() >= set(parts.get(generation, ("?",)))
+    ]
+    return sorted(sets, key=lambda each: (number_of(each.generation), each.iteration), reverse=True)
+
+
+def why_none(held: Sequence[Inventory]) -> str:
+    """Why there is no complete set, in one line; empty if nothing was ever copied."""
+    copies = [copy for each in held for copy in each.copies]
+    if not copies:
+        return ""
+    last = max((number_of(copy.generation), copy.iteration) for copy in copies)
+    newest = [copy for copy in copies if (number_of(copy.generation), copy.iteration) == last]
+    wanted = next(
+        (parts for each in held for name, parts in (each.parts or {}).items() if number_of(name) == last[0]), ()
+    )
+    missing = sorted(set(wanted) - {copy.part for copy in newest})
+    few = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+    return f"of iteration {last[1]} no living host has part {few}" if missing else "no step is complete"
+
+
+def drop_others(folder: Path, kept: Collection[Copy]) -> None:
+    """Deletes everything that a host holds except for some copies."""
+    files = {(copy.generation, copy.file) for copy in kept}
+    for generation in folder.glob("g*"):
+        mine = {name for owner, name in files if owner == generation.name}
+        if not mine:
+            shutil.rmtree(generation, ignore_errors=True)
+            continue
+        names = {WORLD, *mine, *(header_of(Path(name)).name for name in mine)}
+        for path in generation.iterdir():
+            if path.name not in names:
+                path.unlink(missing_ok=True)

@@ -1,0 +1,160 @@
+"""The parts of the training state that a rank stores: boxes of tensors, and their places in the bytes of a part.
+
+The state is that of a checkpoint (`RunCheckpoint.contents`), so nothing is forgotten and it loads at any layout. Left
+out are only parameters that have a main parameter, which a resumed run does not read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import gather_objects
+from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, MODEL, StateDict, optimizer_key
+from megatron.core.parallel_state import ParallelState
+from megatron.extensions.operate.peer_copies.placement import Part
+
+ALIGNMENT = 64
+
+Offset = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A box of a tensor in the bytes of a part."""
+
+    key: str
+    whole: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    dtype: str
+    offset: Offset
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte in the part."""
+
+    nbytes: int
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Entry:
+        """The entry of a header."""
+        lists = {name: tuple(record[name]) for name in ("whole", "offset", "shape")}
+        return cls(**{**record, **lists})
+
+    @property
+    def record(self) -> dict[str, object]:
+        """It in JSON's types."""
+        return asdict(self)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return dtype_named(self.dtype)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a name such as float32. Raises ValueError if there is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"there is no dtype {name}")
+    return found
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A part that this rank can store."""
+
+    part: Part
+    keys: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Its name, equal on all ranks that hold it."""
+        if len(self.part.replicas) == 1:
+            return f"{self.part.writer}-own"
+        return f"{self.part.writer}-of-{zlib.crc32(repr(self.part.replicas).encode()):08x}"
+
+
+def boxes_of(tensors: StateDict, key: str) -> dict[Offset, Tensor]:
+    """Offset -> data of this rank's boxes of a tensor; of equal ones the first."""
+    return dict(reversed(tensors[key].boxes))
+
+
+def parts_of(tensors: StateDict, state: ParallelState, rank: int) -> list[Stored]:
+    """The parts of which this rank has the bytes, its own first: what it writes in a checkpoint, and what data-parallel
+    replicas write whose boxes are the same. Collective over the data-parallel ranks."""
+    mine = {key: (_boxes_text(tensors, key), tensors[key].writes) for key in tensors if tensors[key].boxes}
+    found = gather_objects((rank, mine), state.dp_cp)
+    main = {key for _, held in found for key in held if key.startswith(optimizer_key(MAIN_PARAM, ""))}
+    keys: dict[tuple[int, tuple[int, ...]], list[str]] = {(rank, (rank,)): []}
+    for key in sorted(mine):
+        if key.startswith(MODEL) and optimizer_key(MAIN_PARAM, key.removeprefix(MODEL)) in main:
+            continue
+        alike = [(other, held[key][1]) for other, held in found if key in held and held[key][0] == mine[key][0]]
+        writer = next((other for other, writes in alike if writes), None)
+        if writer is not None:
+            keys.setdefault((writer, tuple(other for other, _ in alike)), []).append(key)
+    parts = []
+    for (writer, replicas), names in keys.items():
+        nbytes = sum(map(_padded, (data for key in names for data in boxes_of(tensors, key).values())))
+        parts.append(Stored(Part(writer, replicas, nbytes), tuple(names)))
+    return parts
+
+
+def _boxes_text(tensors: StateDict, key: str) -> str:
+    return repr([(offset, tuple(data.shape), data.dtype) for offset, data in boxes_of(tensors, key).items()])
+
+
+def entries_of(stored: Stored, tensors: StateDict) -> list[Entry]:
+    """Where the boxes of a part lie in its bytes."""
+    entries, at = list[Entry](), 0
+    for key in stored.keys:
+        for offset, data in boxes_of(tensors, key).items():
+            dtype = str(data.dtype).removeprefix("torch.")
+            entries.append(Entry(key, tuple(tensors[key].shape), dtype, offset, tuple(data.shape), at, data.nbytes))
+            at += _padded(data)
+    return entries
+
+
+def _padded(data: Tensor) -> int:
+    return -(-data.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Slot:
+    """A file in memory of which the bytes are a tensor too; page-locked if copies come from a GPU."""
+
+    def __init__(self, path: Path, nbytes: int, pin: bool) -> None:
+        self.path, self.nbytes = path, nbytes
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if nbytes:
+                os.posix_fallocate(file, 0, nbytes)
+            self.memory = mmap.mmap(file, nbytes) if nbytes else mmap.mmap(-1, 1)
+        finally:
+            os.close(file)
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)[:nbytes]
+        if pin and nbytes:  # where it fails, the memory stays pageable: slower, still correct
+            torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), nbytes, 0)
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes."""
+        return memoryview(self.memory)[: self.nbytes]
+
+    def stage(self, entries: Sequence[Entry], boxes: Iterable[Tensor]) -> None:
+        """Starts to copy the boxes of a part into the slot. Those on a GPU arrive when its current stream has."""
+        for entry, data in zip(entries, boxes, strict=True):
+            into = self.bytes[entry.start : entry.start + entry.nbytes].view(data.dtype).view(data.shape)
+            into.copy_(data, non_blocking=True)
+
+    def sums(self, entries: Sequence[Entry]) -> list[int]:
+        """The checksum of each box."""
+        view = self.view
+        return [zlib.crc32(view[entry.start : entry.start + entry.nbytes]) for entry in entries]

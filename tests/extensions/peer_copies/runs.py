@@ -1,0 +1,145 @@
+"""Runs with copies in memory, of ranks that count as hosts of their own, and faults in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pretrain_gpt
+from megatron.core.parallel_state import Axis
+from megatron.extensions.operate.peer_copies.client import HOST, folder_of
+from megatron.extensions.operate.peer_copies.copies import Copies
+from megatron.training import training
+from megatron.training.checkpoints.loading import choose_checkpoint
+from megatron.training.run import TrainingRun
+from tests.forked import forked_ranks, join
+from tests.tiny import TINY
+
+MODEL = f"{TINY} --log-interval 1 --hidden-dropout 0.1 --distributed-timeout-minutes 0.1".split()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A fault: the rank that it hits, in the step after so many, or while the copies of that step are made."""
+
+    kind: str
+    rank: int
+    step: int
+
+
+class InjectedError(RuntimeError):
+    """A rank's own error."""
+
+
+def breaks(kind: str) -> None:
+    """What a fault does to its rank."""
+    if kind == "error":
+        raise InjectedError("injected")
+    os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+
+
+def faulty_main(faults: Sequence[Planned]) -> Callable[[list[str]], int]:
+    """`pretrain_gpt.main` in which faults strike. Kinds: error, kill, stop; copy (killed while its copies are sent);
+    agreed (killed once its own copies are stored); start (killed while it resumes)."""
+
+    def main(argv: list[str]) -> int:
+        rank, made = int(os.environ["RANK"]), training.train_step
+        mine = [fault for fault in faults if fault.rank == rank]
+
+        def step(run: TrainingRun) -> None:
+            for fault in mine:
+                if fault.step == run.progress.iteration and fault.kind in ("error", "kill", "stop"):
+                    breaks(fault.kind)
+            made(run)
+
+        def dies(method: str, kind: str) -> None:
+            whole = getattr(Copies, method)
+
+            def broken(copies: Copies, iteration: int, *rest: object) -> None:
+                if any(fault.kind == kind and fault.step == iteration for fault in mine):
+                    breaks("kill")
+                whole(copies, iteration, *rest)
+
+            setattr(Copies, method, broken)
+
+        training.train_step = step
+        dies("_send", "copy")
+        dies("_agree", "agreed")
+        if any(fault.kind == "start" for fault in mine):
+            training.build_run = lambda *_: breaks("kill")  # type: ignore[assignment]
+        return pretrain_gpt.main(argv)
+
+    return main
+
+
+class Run:
+    """A run in a folder, started again after each fault. Ranks 2 i and 2 i + 1 are on host i, with `per_host` 2."""
+
+    def __init__(self, folder: Path, ranks: int, flags: Sequence[str] = (), per_host: int = 1) -> None:
+        self.folder, self.ranks, self.per_host = folder, ranks, per_host
+        self.save, self.memory, self.screen = folder / "save", folder / "memory", folder / "screen"
+        self.memory.mkdir(parents=True)
+        saves = ["--save", str(self.save), "--load", str(self.save)]
+        copies = ["--peer-copies", "1", "--peer-copy-path", str(self.memory), "--peer-copy-keep-minutes", "1"]
+        self.flags = [*MODEL, *saves, *copies, *flags]
+
+    def _prepare(self, rank: int) -> None:
+        os.environ[HOST] = f"host{rank // self.per_host}"
+
+    def start(self, *faults: Planned, ranks: int | None = None, flags: Sequence[str] = ()) -> str:
+        """Starts the ranks, and returns what they printed once they have ended: by the faults, if there are any."""
+        world = ranks or self.ranks
+        with forked_ranks(world, [*self.flags, *flags], self.screen, self._prepare, faulty_main(faults)) as processes:
+            codes = join(processes)
+        text = self.screen.read_text()
+        assert all(codes) if faults else not any(codes), f"{codes}\n{text[-6000:]}"
+        return text
+
+    def held_by(self, host: int) -> Path:
+        """The folder of a host's copies."""
+        before = os.environ.get(HOST)
+        os.environ[HOST] = f"host{host}"
+        try:
+            return folder_of(str(self.memory), str(self.save))
+        finally:
+            os.environ.pop(HOST) if before is None else os.environ.update({HOST: before})
+
+    def lose(self, host: int) -> None:
+        """Takes a host away, with its holder and its memory."""
+        folder = self.held_by(host)
+        with suppress(OSError):
+            os.kill(json.loads((folder / "holder.json").read_text())["pid"], signal.SIGKILL)
+        shutil.rmtree(folder)
+
+    def end(self) -> None:
+        """Ends the holders that a test has left."""
+        for about in self.memory.glob("*/holder.json"):
+            with suppress(OSError):
+                os.kill(json.loads(about.read_text())["pid"], signal.SIGKILL)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The events of a name."""
+        lines = (self.save / "run_events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+    def assert_equal(self, other: Run) -> None:
+        """Asserts that every step's losses and the final checkpoints are bitwise those of another run."""
+        assert self.metrics() == other.metrics()
+        one, two = (choose_checkpoint(run.save, Axis()) for run in (self, other))
+        assert one is not None and two is not None and one.tensors.keys() == two.tensors.keys()
+        for key in one.tensors:
+            assert one.read(key).equal(two.read(key)), key
+        for name in ("iteration", "consumed_samples", "scheduled_samples", "optimizer"):
+            assert one.payload[name] == two.payload[name], name
+
+    def metrics(self) -> list[tuple[int, float, float]]:
+        """Iteration, loss and gradient norm of each step."""
+        records = [json.loads(line) for line in (self.save / "metrics.jsonl").read_text().splitlines()]
+        return [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in records if "lm_loss" in each]

@@ -1,0 +1,123 @@
+"""The holder of a host, what it refuses, how fast it is sent to, and which sets of copies are complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.extensions.operate.peer_copies.client import Address, HolderError, Link, Pace, open_holder
+from megatron.extensions.operate.peer_copies.holder import WORLD, header_of, headers_in, read_header, sealed
+from megatron.extensions.operate.peer_copies.sets import (
+    Copy,
+    Inventory,
+    complete_sets,
+    drop_others,
+    inventory,
+    why_none,
+)
+from tests.limits import wait_for
+
+GENERATION = "g000001-0123abcd"
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Address]:
+    found = open_holder(tmp_path / "host", keep=60)
+    (tmp_path / "host" / GENERATION).mkdir()
+    yield found
+    if (about := tmp_path / "host" / "holder.json").exists():
+        os.kill(json.loads(about.read_text())["pid"], signal.SIGKILL)
+
+
+def header(data: bytes, **more: object) -> bytes:
+    return sealed(json.dumps({"iteration": 3, "part": "0-own", "nbytes": len(data), **more}).encode())
+
+
+def test_what_is_sent_is_read_back_and_outlives_the_holder(holder: Address, tmp_path: Path) -> None:
+    data, link = os.urandom(3_000_000), Link(holder)
+    link.put(GENERATION, "0-own.1", header(data), memoryview(data), Pace(None))
+    part = bytearray(1_000_000)
+    link.get(GENERATION, "0-own.1", 1_500_000, memoryview(part))
+    assert part == data[1_500_000:2_500_000]
+    ((path, _),) = headers_in(tmp_path / "host" / GENERATION)
+    os.kill(json.loads((tmp_path / "host" / "holder.json").read_text())["pid"], signal.SIGKILL)
+    again = open_holder(tmp_path / "host", keep=60)
+    assert again.port != holder.port and path.read_bytes() == data
+    Link(again).end()
+    wait_for(lambda: not (tmp_path / "host").exists())
+
+
+def test_a_copy_counts_only_when_it_has_arrived_whole(holder: Address, tmp_path: Path) -> None:
+    folder, data, link = tmp_path / "host" / GENERATION, b"12345678", Link(holder)
+    link.put(GENERATION, "0-own.0", header(data), memoryview(data), Pace(None))
+    link._ask(op="put", generation=GENERATION, name="0-own.0", header=len(header(data)), nbytes=len(data))
+    link._socket.sendall(header(data) + data[:-1])
+    wait_for(lambda: not header_of(folder / "0-own.0").exists())
+    link.close()
+    assert not list(headers_in(folder))
+
+
+@pytest.mark.parametrize("change", [{"token": "0" * 32}, {"name": "../x"}, {"generation": ".."}, {"op": "_answer"}])
+def test_requests_that_are_refused(holder: Address, change: dict[str, str]) -> None:
+    link = Link(replace(holder, token=change.get("token", holder.token)))
+    request = {"op": "get", "generation": GENERATION, "name": "0-own.0", "start": 0, "length": 1}
+    link._ask(**request | change)
+    with pytest.raises(HolderError):
+        link._answer()
+
+
+def test_a_damaged_header_is_none(tmp_path: Path) -> None:
+    (tmp_path / "0-own.0").write_bytes(b"1234")
+    whole = header(b"1234")
+    header_of(tmp_path / "0-own.0").write_bytes(whole)
+    assert read_header(tmp_path / "0-own.0")["iteration"] == 3
+    header_of(tmp_path / "0-own.0").write_bytes(whole.replace(b'"iteration": 3', b'"iteration": 7'))
+    assert not list(headers_in(tmp_path))
+
+
+@given(st.lists(st.integers(1, 10**6), max_size=20), st.integers(1, 10**9))
+def test_a_pace_sends_no_more_than_its_rate(chunks: list[int], rate: int) -> None:
+    now = 0.0
+    pace = Pace(rate, lambda: now)
+    for number, chunk in enumerate(chunks):
+        now += pace.wait(chunk)
+        assert now == pytest.approx(sum(chunks[:number]) / rate)
+
+
+def held(*copies: tuple[str, int, str], parts: tuple[str, ...] = ("a", "b")) -> Inventory:
+    found = tuple(Copy("host", f"g{n:06d}-0123abcd", step, part, f"{part}.0") for n, step, part in copies)
+    return Inventory(found, {copy.generation: parts for copy in found})
+
+
+def test_a_set_is_of_one_step_of_one_start() -> None:
+    assert not complete_sets([held((1, 3, "a")), held((2, 3, "b"))])
+    assert not complete_sets([held((1, 3, "a")), held((1, 4, "b"))])
+    sets = complete_sets([held((1, 9, "a"), (2, 3, "a")), held((1, 9, "b"), (2, 3, "b"), (2, 4, "b"))])
+    assert [(each.generation[:7], each.iteration) for each in sets] == [("g000002", 3), ("g000001", 9)]
+    assert "iteration 4 no living host has part a" in why_none([held((2, 4, "b"))])
+    assert why_none([Inventory()]) == ""
+
+
+def test_what_a_host_holds_and_keeps(tmp_path: Path) -> None:
+    for generation in (GENERATION, "g000002-0123abcd"):
+        (tmp_path / generation).mkdir()
+        (tmp_path / generation / WORLD).write_text('{"parts": ["0-own"]}')
+        for slot, step in ((0, 3), (1, 4)):
+            path = tmp_path / generation / f"0-own.{slot}"
+            path.write_bytes(b"1234")
+            header_of(path).write_bytes(header(b"1234", iteration=step))
+    found = inventory(tmp_path, "here")
+    assert {(copy.generation[:7], copy.iteration) for copy in found.copies} == {
+        (f"g00000{number}", step) for number in (1, 2) for step in (3, 4)
+    }
+    drop_others(tmp_path, [found.copies[0]])
+    assert inventory(tmp_path, "here").copies == found.copies[:1]
+    assert sorted(path.name for path in (tmp_path / GENERATION).iterdir()) == ["0-own.0", "0-own.0.json", WORLD]

@@ -1,0 +1,35 @@
+"""What plans say about copies in memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.extensions.operate.peer_copies.plan_lines import lines
+from megatron.extensions.plan.planner.flags import PlannedRun
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve_legal
+from tests.tiny import TINY
+
+COMMON = f"{TINY} --global-batch-size 8 --save runs/a --load runs/a --peer-copies 1"
+
+
+def planned(flags: str, world_size: int, ranks_per_node: int) -> str:
+    config = resolve_legal(parse_args(f"{COMMON} {flags}".split()), world_size)
+    return "\n".join(lines(PlannedRun(config, world_size, ranks_per_node, 0.5, None)))
+
+
+@pytest.mark.parametrize("strategy", ["optim", "no_shard"])
+def test_plan_of_four_hosts(strategy: str) -> None:
+    said = planned(f"--bf16 --data-parallel-sharding-strategy {strategy} --peer-copy-bandwidth 1", 8, 2)
+    assert "4 hosts of 2 ranks, 1 copy of each part on other hosts\nsurvive any lost host, and " in said
+    if strategy == "optim":
+        assert "66.7% of the sets of 2" in said
+        assert "a host sends for" in said and "MB/s (--peer-copy-bandwidth 1), " in said
+    else:
+        assert "sends for each copy, at most: 0" in said and "a host sends" not in said
+
+
+def test_plan_of_one_host() -> None:
+    said = planned("", 2, 2)
+    assert "1 host of 2 ranks, 0 copies" in said and "as there are no more hosts" in said
+    assert "survive the end of any ranks, and no lost host" in said

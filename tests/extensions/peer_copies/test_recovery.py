@@ -1,0 +1,77 @@
+"""Runs that lose ranks, hosts and copies: they resume from memory at most a step back, bitwise, else from the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.extensions.operate.peer_copies.holder import read_header
+from tests.extensions.peer_copies.runs import Planned, Run
+
+SHARDED = ("--bf16", "--data-parallel-sharding-strategy", "optim")
+"""Each rank has states that no other has."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("whole"), 2, SHARDED)
+    run.start()
+    return run
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Makes a run of two ranks, each on a host of its own."""
+    runs = list[Run]()
+
+    def made(*flags: str) -> Run:
+        runs.append(Run(tmp_path / f"run{len(runs)}", 2, flags))
+        return runs[-1]
+
+    yield made
+    for run in runs:
+        run.end()
+
+
+def test_a_killed_rank_costs_no_complete_step(begin: Callable[..., Run], undisturbed: Run) -> None:
+    run = begin(*SHARDED)
+    run.start(Planned("kill", 1, 2))
+    said = run.start(Planned("copy", 0, 3))
+    assert "loaded checkpoint of iteration 2 from copies in the memory of 2 hosts" in said
+    said = run.start()
+    assert "loaded checkpoint of iteration 2 from copies in the memory of 2 hosts" in said
+    run.assert_equal(undisturbed)
+    *_, last = run.events("recovery")
+    assert (last["what"], last["steps_lost"], last["rung"]) == ("process is gone", 1, "copies in memory")
+    assert last["who"].startswith("rank 0 of 2") and 0 <= last["detected_after"] <= last["recovered_after"]
+    assert not list(run.memory.iterdir())
+
+
+def test_a_lost_host_and_damaged_memory(begin: Callable[..., Run], undisturbed: Run) -> None:
+    run = begin(*SHARDED)
+    run.start(Planned("error", 0, 3))
+    run.lose(1)
+    damage(run.held_by(0), iteration=3, part="1-own")
+    said = run.start(Planned("kill", 0, 1))
+    assert "copies in memory are not used: " in said and "part 1-own at iteration 3 are damaged" in said
+    assert "loaded checkpoint" not in said
+    said = run.start(Planned("kill", 1, 2))
+    assert "loaded checkpoint of iteration 1 from copies" in said
+    damage(run.held_by(0), iteration=2, part="0-own")
+    run.lose(1)
+    said = run.start()
+    assert "copies in memory are not used: all copies of part 0-own" in said
+    run.assert_equal(undisturbed)
+
+
+def damage(folder: Path, iteration: int, part: str) -> None:
+    """Changes a bit of a part."""
+    for header in folder.glob(f"g*/{part}.[01].json"):
+        if read_header(header.with_suffix(""))["iteration"] == iteration:
+            data = bytearray(header.with_suffix("").read_bytes())
+            data[0] ^= 1
+            header.with_suffix("").write_bytes(data)
+            return
+    raise AssertionError(f"there is no copy of {part} at iteration {iteration}")
