@@ -2,11 +2,13 @@
 
     python tools/report.py runs/a
     python tools/report.py runs/a --against runs/b runs/c --output a.html
+    python tools/report.py runs/a runs/b runs/c --output all.html
 
-RUN is a --save folder, or its URL, for which --output is needed. The page
-needs no network and no script, and shows what there is: of a run that crashed or still
-runs, without a trace, or with damaged files. --against adds the curves of other runs and the values that differ. Code
-that the run names is not executed; --extension names it for the plan of a run with parts of your own.
+RUN is a --save folder, or its URL, for which --output is needed. The page needs no network and no script, and shows
+what there is: of a run that crashed or still runs, without a trace, or with damaged files. --against adds the curves of
+other runs and the values that differ. The page of several runs compares them, the best first: losses over tokens, time
+and FLOPs, throughput, and the values that differ. Code that a run names is not executed; --extension names it for the
+plan of a run with parts of your own.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from megatron.training.config.validation import resolve
 from megatron.training.extensions import ExtensionError
 
 from .common import add_extension_flag, refuse, refuse_unwritable, run_tool, too_small, tool_parser
+from .pictures import compared_runs
 from .pictures import report_sections as sections
 from .pictures.fetched_run import local_run
 from .pictures.plot_memory import read_plan
@@ -39,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_parser(__doc__)
     add_extension_flag(parser, argv)
     add = parser.add_argument
-    add("run", type=located, help="--save folder of the run, or its metrics.jsonl")
+    text = "--save folder of the run, or its metrics.jsonl; several to compare them"
+    add("runs", type=located, nargs="+", metavar="RUN", help=text)
     add("--against", type=located, metavar="RUN", nargs="+", action="extend", default=[], help="runs to compare with")
     add("--output", type=Path, metavar="FILE.html", help="default: report.html in the folder of the run")
     add("--metrics-file", type=Path, help="default: metrics.jsonl in the folder of the run")
@@ -49,10 +53,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--no-plan", action="store_true", help="compute no plan of the memory")
     add("--gpus-per-node", type=int, default=8, help="for the map of ranks without a trace (default: 8)")
     args = parser.parse_args(argv)
-    refuse(too_small(args, gpus_per_node=1))
+    refuse([*too_small(args, gpus_per_node=1), *_of_one_run(args)])
+    args.run = args.runs[0]
     with ExitStack() as stack:
-        run, *others = [stack.enter_context(local_run(path)) for path in (args.run, *args.against)]
-        return _write(args, run, others)
+        run, *others = [stack.enter_context(local_run(path)) for path in (*args.runs, *args.against)]
+        return _compare(args, [run, *others]) if len(args.runs) > 1 else _write(args, run, others)
+
+
+def _of_one_run(args: argparse.Namespace) -> list[str]:
+    """Problems of a page of several runs: flags of the page of one, and no place to write to."""
+    if len(args.runs) == 1:
+        return []
+    given = {"--against": args.against, "--metrics-file": args.metrics_file, "--trace": args.trace}
+    given |= {"--outcome": args.outcome, "--plan": args.plan, "--output": args.output is None}
+    rule = {"--output": "is needed for several runs; give the file to write"}
+    return [f"{name}: {rule.get(name, 'is for the page of one run; leave it out')}" for name in given if given[name]]
+
+
+def _compare(args: argparse.Namespace, paths: Sequence[Path]) -> int:
+    """Writes the page of several runs."""
+    refuse_unwritable("--output", args.output)
+    runs, by = compared_runs.by_loss([read_run(path) for path in paths])
+    names = ", ".join(str(run.path.resolve()) for run in runs)
+    text = sections.html.page(
+        f"{len(runs)} runs",
+        sections.html.paragraph(names, "soft"),
+        {
+            "Ranking": compared_runs.ranking(runs, by),
+            "Loss": compared_runs.losses(runs),
+            "Throughput": sections.throughput(runs[0], runs[1:]),
+            "Differences": sections.differences(runs),
+        },
+    )
+    return _put(args.output, text)
 
 
 def _write(args: argparse.Namespace, path: Path, against: Sequence[Path]) -> int:
@@ -67,7 +100,10 @@ def _write(args: argparse.Namespace, path: Path, against: Sequence[Path]) -> int
         raise ValueError(f"--output is needed for {args.run}, whose folder is not on the local disk")
     output = args.output or run.path / "report.html"
     refuse_unwritable("--output", output)
-    text = report(run, others, plan, why, args.gpus_per_node)
+    return _put(output, report(run, others, plan, why, args.gpus_per_node))
+
+
+def _put(output: Path, text: str) -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(output) as file:
         file.write_text(text, encoding="utf-8")

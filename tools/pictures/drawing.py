@@ -119,9 +119,10 @@ def curves(
     zero: bool = False,
     marks: Marks = Marks(),
     size: tuple[float, float] = (4.9, 2.5),
+    along: str = "iteration",
 ) -> Figure | None:
-    """A chart over iterations; None where no series has a drawable value. With `zero` the axis begins at 0. `text`
-    writes the axis' values, those of bytes at powers of two."""
+    """A chart over iterations, or what `along` says; None where no series has a drawable value. With `zero` the axis
+    begins at 0. `text` writes the axis' values, those of bytes at powers of two."""
     finite = [replace(one, points=[point for point in one.points if all(map(is_drawable, point))]) for one in series]
     finite = [one for one in finite if one.points]
     if not finite:
@@ -133,12 +134,14 @@ def curves(
         look |= {"marker": "o", "markersize": 4} if one.dots or len(one.points) == 1 else {}
         axes.plot(*zip(*one.points, strict=True), linewidth=1.2, label=one.name or None, **look)
     draw_marks(axes, marks)
-    axes.set(title=f"{title}{f' ({unit})' if unit else ''}", xlabel="iteration")
+    axes.set(title=f"{title}{f' ({unit})' if unit else ''}", xlabel=along)
     axes.grid(alpha=0.3)
     if zero:
         axes.set_ylim(bottom=0)
     if text is not None:
         write_values(axes.yaxis, text)
+    if along != "iteration":
+        write_values(axes.xaxis, short_number)
     if sum(bool(one.name) for one in finite) > 1:
         figure.legend(loc="outside lower left", ncols=2, fontsize="small", frameon=False)
     return figure

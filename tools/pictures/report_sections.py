@@ -372,15 +372,18 @@ def configuration(run: RunFolder, others: Sequence[RunFolder]) -> Markup:
     """All values, and where those of other runs differ."""
     if not run.config:
         return html.paragraph(f"{CONFIG} is missing or cannot be read.")
-    text, runs = "", [run, *others]
-    if others:
-        keys = sorted({key for each in runs for key in each.config})
-        values = [[key, *(_value(each.config, key) for each in runs)] for key in keys]
-        differ = [row for row in values if len(set(row[1:])) > 1]
-        heads = ("flag", *names_of(runs))
-        text += html.table(f"{len(differ)} values that differ", heads, differ) or html.paragraph("No value differs.")
+    text = differences([run, *others]) if others else ""
     rows = [[key, _value(run.config, key)] for key in run.config]
     return text + html.details(f"All {len(rows)} values", html.table(CONFIG, ("flag", "value"), rows))
+
+
+def differences(runs: Sequence[RunFolder]) -> Markup:
+    """The values that are not equal in all runs."""
+    keys = sorted({key for each in runs for key in each.config})
+    values = [[key, *(_value(each.config, key) for each in runs)] for key in keys]
+    differ = [row for row in values if len(set(row[1:])) > 1]
+    heads = ("flag", *names_of(runs))
+    return html.table(f"{len(differ)} values that differ", heads, differ) or html.paragraph("No value differs.")
 
 
 def _value(config: Mapping[str, Any], key: str) -> str:

@@ -14,6 +14,7 @@ from megatron.extensions.observe.diagnosis.trace.trace_file import write_trace
 from megatron.training.reliability.run_status import record_event
 from tests.extensions.diagnosis.trace_cases import simulated_trace
 from tools.pictures import report_sections as sections
+from tools.pictures.compared_runs import AXES, along, spent
 from tools.pictures.drawing import NARROW
 from tools.pictures.run_folder import RunFolder, labels_of, read_run
 from tools.report import computed_plan, main
@@ -123,6 +124,29 @@ def test_the_difference_from_another_run(run: Path, tmp_path: Path) -> None:
     (other / "run_config.yaml").write_text(TRACED.replace("0.001", "0.002").replace("train-iters: 400\n", ""))
     text, _ = page_of(run, "--against", str(other))
     assert "2 values that differ" in text and "other $x$" in text and "not set" in text
+
+
+def test_several_runs_are_compared_the_best_first(tmp_path: Path) -> None:
+    """Losses over tokens, time and FLOPs, which runs of half the steps have spent at half the iterations."""
+    for name, count, loss in (("worse", 8, 2.5), ("best", 4, 2.25)):
+        write_metrics(tmp_path / name, count, tflops_per_device=0.25)
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [line | {"consumed_tokens": 100 * line["iteration"]} for line in lines]
+        lines.append({"iteration": count, "valid_loss": loss})
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        (tmp_path / name / "run_config.yaml").write_text(CONFIG.replace("400", str(count)))
+        record_event(tmp_path / name, "start", iteration=0, world_size=4)
+    output = tmp_path / "all.html"
+    assert main([str(tmp_path / "worse"), str(tmp_path / "best"), "--output", str(output)]) == 0
+    text = "\n".join(ElementTree.fromstring(output.read_text()).itertext())
+    assert re.search(r"by the last validation loss.*best\s+2\.2500.*worse\s+2\.5000", text, re.DOTALL)
+    for said in ("loss over tokens", "loss over hours of training", "loss over FLOPs", "values that differ"):
+        assert said in text, said
+    best = read_run(tmp_path / "best")
+    assert [list(spent(best, axis))[-1] for axis in AXES] == [(4, 400), (4, pytest.approx(2 / 3600)), (4, 2e12)]
+    assert along(best.values("valid_loss"), list(spent(best, "tokens"))) == [(400, 2.25)]
+    with pytest.raises(ValueError, match="--against: is for the page of one run"):
+        main([str(tmp_path / "worse"), str(tmp_path / "best"), "--against", str(tmp_path / "best")])
 
 
 def test_curves_of_several_runs_lie_over_each_other(run: Path, tmp_path: Path) -> None:

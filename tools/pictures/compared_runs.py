@@ -1,0 +1,95 @@
+"""The sections of a page that compares several runs: a ranking, curves over tokens, time and FLOPs, differing flags."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from .drawing import Series, curves, short_number
+from .report_sections import COLOURS_OF_RUNS, figures, html, names_of, status
+from .run_folder import RunFolder, number
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+Points = Sequence[tuple[float, float]]
+AXES = {"tokens": "tokens", "hours": "hours of training", "FLOPs": "FLOPs of the model"}
+
+
+def by_loss(runs: Sequence[RunFolder]) -> tuple[list[RunFolder], str]:
+    """(the runs, the best first; what they are ranked by): the last validation loss if all runs have one, else the last
+    training loss. Runs without a finite one come last."""
+    key = "valid_loss" if all(run.values("valid_loss") for run in runs) else "lm_loss"
+    kind = "validation" if key == "valid_loss" else "training"
+    return sorted(runs, key=lambda run: _last(run, key)), f"last {kind} loss"
+
+
+def _last(run: RunFolder, key: str) -> float:
+    """The last value of a loss; infinite if there is none that is finite."""
+    values = run.values(key)
+    return values[-1][1] if values and math.isfinite(values[-1][1]) else math.inf
+
+
+def ranking(runs: Sequence[RunFolder], by: str) -> Markup:
+    """A row for each run, in this order."""
+    rows = []
+    for name, run in zip(names_of(runs), runs, strict=True):
+        ends = {axis: points[-1][1] for axis in AXES if (points := list(spent(run, axis)))}
+        losses = [_last(run, key) for key in ("valid_loss", "lm_loss")]
+        shown = ["" if math.isinf(loss) else f"{loss:.4f}" for loss in losses]
+        cost = [short_number(ends[axis]) if axis in ends else "" for axis in AXES]
+        last = max((int(record["iteration"]) for record in run.records), default=0)
+        rows.append([name, *shown, f"{last:,}", *cost, status(run)[0]])
+    heads = ("run", "validation loss", "training loss", "iterations", *AXES, "status")
+    return html.paragraph(f"Best first, by the {by}.") + html.table("runs", heads, rows, range(1, len(heads) - 1))
+
+
+def spent(run: RunFolder, axis: str) -> Iterator[tuple[float, float]]:
+    """(iteration, what the run has spent until then) at its log lines. Time is that of steps: pauses, evaluations and
+    saves do not count. Nothing where records have no such value."""
+    before, total = 0.0, 0.0
+    for record in run.records:
+        tokens, step = number(record.get("consumed_tokens")), number(record.get("step_time"))
+        if "lm_loss" not in record or tokens is None:
+            continue
+        iteration = float(record["iteration"])
+        if axis == "tokens":
+            total = tokens
+        elif step is None:
+            continue
+        else:
+            rate = 1 / 3600 if axis == "hours" else _flops_per_second(run, record)
+            if rate is None:
+                continue
+            total += rate * step * (iteration - before)
+        before = iteration
+        yield iteration, total
+
+
+def _flops_per_second(run: RunFolder, record: Mapping[str, object]) -> float | None:
+    """FLOP/s of all devices."""
+    of_device = number(record.get("tflops_per_device"))
+    return None if of_device is None or run.world_size is None else of_device * 1e12 * run.world_size
+
+
+def along(points: Points, positions: Points) -> list[tuple[float, float]]:
+    """Points over iterations as points over what was spent until then: that of the last log line at or before each."""
+    at = [iteration for iteration, _ in positions]
+    places = [(bisect_right(at, iteration) - 1, value) for iteration, value in points]
+    return [(positions[place][1], value) for place, value in places if place >= 0]
+
+
+def losses(runs: Sequence[RunFolder]) -> Markup:
+    """Training losses as lines and validation losses as dots, over each axis."""
+    shown = []
+    for axis, words in AXES.items():
+        series = []
+        for run, colour, name in zip(runs, COLOURS_OF_RUNS, names_of(runs), strict=False):
+            positions = list(spent(run, axis))
+            series.append(Series(name, along(run.values("lm_loss"), positions), colour=colour))
+            if dots := along(run.values("valid_loss"), positions):
+                series.append(Series("", dots, dots=True, colour=colour))
+        shown.append(curves(f"loss over {words}", "dots: validation", series, along=axis))
+    return figures(shown) or html.paragraph("The runs have logged no loss.")
