@@ -3,10 +3,11 @@
 # page of tables.
 #
 #   bash scripts/gpu_first_hour.sh wheels             before, on a machine with a package index: fills .wheels/ with what
-#                                                     the tests need, for a machine where nothing can be installed
-#   bash scripts/gpu_first_hour.sh PART [FOLDER]      nccl | tests | llama | headline | calibrate | parts | models |
-#                                                     features | page
-#   bash scripts/gpu_first_hour.sh all [FOLDER]       all of them, one after another, in at most 71 minutes; nccl takes
+#                                                     the tests need, and .wheels-curve/ with what curve needs, for a
+#                                                     machine where nothing can be installed
+#   bash scripts/gpu_first_hour.sh PART [FOLDER]      nccl | tests | llama | headline | curve | calibrate | parts |
+#                                                     models | features | page
+#   bash scripts/gpu_first_hour.sh all [FOLDER]       all of them, one after another, in at most 80 minutes; nccl takes
 #                                                     at most 10, the next three at most 27
 #   bash scripts/gpu_first_hour.sh all FOLDER --cpu --tiny      a trial without a GPU, in a few minutes
 #
@@ -25,18 +26,20 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # shellcheck source=scripts/env.sh
 source scripts/env.sh
 
-PARTS=(nccl tests llama headline calibrate parts models features)
+PARTS=(nccl tests llama headline curve calibrate parts models features)
 declare -A WRITTEN=(
     [nccl]="nccl.txt"
     [tests]="tests.txt"
     [llama]="llama-bf16.json llama-fp8.json"
     [headline]="headline-bf16.json headline-fp8.json compile.json"
+    [curve]="curves.jsonl curves.png"
     [calibrate]="device.yaml"
     [parts]="tiny.json micro.json"
     [models]="gpt-bf16.json gpt-graphs.json recipes.json"
     [features]="traced.html"
 )
 WHEELS=.wheels
+CURVE_WHEELS=.wheels-curve
 PYTHON="${PYTHON:-python3}"
 cpu="" tiny="" positional=()
 failed=() call=() copier="" log_name=""
@@ -243,6 +246,11 @@ headline() {
         --compare=--no-compile
 }
 
+# 2,000 steps of a model of 124M parameters beside transformers, in bf16 and in fp8.
+curve() {
+    limited 540 "$PYTHON" tools/bench/curve.py --output "$OUT" ${cpu:+"$cpu"} ${tiny:+--tiny}
+}
+
 # The rates of this GPU as a device file, by which the planner predicts the models of the parts after it.
 calibrate() {
     local output="$OUT/device.yaml"
@@ -315,13 +323,16 @@ page() {
 
 if [[ "$part" == wheels ]]; then
     # Pure Python, or built for Python 3.12 on x86-64, whatever this machine is.
-    rm -rf "$WHEELS"
-    run "$PYTHON" -m pip install --quiet --target "$WHEELS" --no-compile --no-deps --only-binary=:all: \
-        --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \
-        --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+    rm -rf "$WHEELS" "$CURVE_WHEELS"
+    fetch=("$PYTHON" -m pip install --quiet --no-compile --no-deps --only-binary=:all: --python-version 3.12
+        --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64
+        --platform manylinux2014_x86_64)
+    run "${fetch[@]}" --target "$CURVE_WHEELS" transformers tokenizers safetensors huggingface_hub regex filelock \
+        httpx httpcore h11 anyio certifi idna typer click fsspec || exit
+    run "${fetch[@]}" --target "$WHEELS" \
         pytest pluggy iniconfig packaging pygments pytest-timeout pytest-xdist execnet hypothesis sortedcontainers tqdm \
         PyYAML || exit
-    du -sm "$WHEELS" | sed 's/\t/ MiB in /'
+    du -sm "$WHEELS" "$CURVE_WHEELS" | sed 's/\t/ MiB in /'
     exit 0
 fi
 
@@ -331,9 +342,11 @@ fi
 trap 'stop 1' HUP
 trap 'stop 2' INT
 trap 'stop 15' TERM
-if [[ -d "$WHEELS" ]]; then
-    export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD/$WHEELS"
-fi
+for folder in "$WHEELS" "$CURVE_WHEELS"; do
+    if [[ -d "$folder" ]]; then
+        export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD/$folder"
+    fi
+done
 export PYTHONUNBUFFERED=1
 todo=("$part")
 if [[ "$part" == all ]]; then

@@ -55,7 +55,7 @@ def test_a_part_without_a_gpu(tmp_path: Path) -> None:
     found = read_folder(tmp_path)
     parts = found.parts["micro.json"]
     groups = {row["group"] for row in parts}
-    assert groups == {"GEMM bf16", "GEMM fp8", "attention", "layer", "memory"}
+    assert groups == {"GEMM bf16", "GEMM fp8", "attention", "experts", "layer", "memory"}
     assert not [row for row in parts if row["failed"]]
     assert "| layer | forward and backward |" in text and "failed:" not in text
     assert "- headline-fp8.json: as many layers as fit, fp8" in text and "- micro.json" not in text
@@ -142,7 +142,7 @@ def test_every_command_is_legal_and_fits(recorded: Recorded) -> None:
         for more in args.compare:
             config_of(SHAPES[args.config], *of, f"{flags} {more}")
     written = {Path(words[words.index("--json") + 1]).name for words in recorded.words if "--json" in words}
-    assert written | {"nccl.txt", "tests.txt", "device.yaml"} == set(EXPECTED)
+    assert written | {"nccl.txt", "tests.txt", "curves.jsonl", "device.yaml"} == set(EXPECTED)
 
 
 def test_every_run_is_legal(recorded: Recorded) -> None:
@@ -210,7 +210,7 @@ def alive(pid: int) -> bool:
 def test_half_an_hour_has_the_headline(recorded: Recorded) -> None:
     """The minutes that script and documentation promise are those of the limits, and a lent GPU is lent for 30."""
     documented = (ROOT / "docs/performance.md").read_text()
-    first, rest = ("tests", "llama", "headline"), ("calibrate", "parts", "models", "features")
+    first, rest = ("tests", "llama", "headline"), ("curve", "calibrate", "parts", "models", "features")
     all_parts = ("nccl", *first, *rest)
     order = [call["part"] for call in read_folder(recorded.out).calls]
     assert tuple(dict.fromkeys(order)) == all_parts
@@ -225,7 +225,7 @@ def test_half_an_hour_has_the_headline(recorded: Recorded) -> None:
     promised = f"in at most {whole} minutes; nccl takes at most {nccl}, the next three at most {minutes} bash"
     assert f"one after another, {promised}" in words
     rows = re.findall(r"^\| `(\w+)` \| .*\|$", documented.partition("| part | commands |")[2], re.MULTILINE)
-    assert tuple(rows[:8]) == all_parts
+    assert tuple(rows[:9]) == all_parts
 
 
 CALIBRATES = """

@@ -31,6 +31,7 @@ EXPECTED = {
     "headline-bf16.json": "as many layers as fit, bf16",
     "headline-fp8.json": "as many layers as fit, fp8",
     "compile.json": "compiled regions beside plain ones",
+    "curves.jsonl": "losses beside those of transformers",
     "device.yaml": "rates of this GPU, by tools/calibrate.py",
     "tiny.json": "a tiny model",
     "micro.json": "parts one by one",
