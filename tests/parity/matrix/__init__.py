@@ -114,6 +114,9 @@ def settings(combination: Combination) -> Iterator[None]:
         kinds = {name: _counting_on_the_device(kind) for name, kind in dispatcher.DISPATCHERS.items()}
         patches.append((layer, "DISPATCHERS", kinds))
     with ExitStack() as stack:
+        if combination["offload"] == "weights":
+            late = import_module("tests.extensions.offload.late_copies")
+            stack.enter_context(late.late_copies())
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))
         yield

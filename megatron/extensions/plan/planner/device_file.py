@@ -157,6 +157,10 @@ class DeviceFile:
     host_gb_per_second: Positive = 25.0
     """Rate of copies between the device and its host's memory, for offloading."""
 
+    host_update_gb_per_second: Positive | None = None
+    """Rate at which the host's processor reads and writes its memory while it updates states there, all of a rank's
+    cores together; by default that of copies."""
+
     host_memory_gib: Positive | None = None
     """The host's memory for each device, which offloaded tensors must fit; None if it is not known."""
 

@@ -61,8 +61,10 @@ class BufferBytes:
     host_slots: int = 0
     """Gradients and parameters that pass through host memory."""
 
-    host_units: int = 0
-    """Parameters and gradients of units in host memory."""
+    host_parameters: int = 0
+    """Of units that are kept in host memory."""
+
+    host_gradients: int = 0
 
     rollback: int = 0
     """What updates ahead of the norm keep."""
@@ -80,7 +82,7 @@ class BufferBytes:
     @property
     def host(self) -> int:
         """In host memory."""
-        return self.host_states + self.host_slots + self.host_units
+        return self.host_states + self.host_slots + self.host_parameters + self.host_gradients
 
 
 def buffer_bytes(
@@ -131,7 +133,8 @@ def buffer_bytes(
         moments=moments[False],
         host_states=mains[True] + moments[True],
         host_slots=slots * size * (gradient + params),
-        host_units=sum(buffer.kept(True) * (params + gradient) for buffer in of_units),
+        host_parameters=sum(buffer.kept(True) for buffer in of_units) * params,
+        host_gradients=sum(buffer.kept(True) for buffer in of_units) * gradient,
         rollback=rollback,
     )
 

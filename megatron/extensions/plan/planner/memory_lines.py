@@ -68,16 +68,7 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
             f"{most_host.host_states:,} bytes of states, {most_host.host_slots:,} that gradients and parameters pass "
             "through"
         )
-    if config.ddp.unit_ranks(config.parallel) is not None:
-        what = "gradients and parameters" if config.ddp.drops_parameters(config.parallel) else "gradients"
-        where = "sharded too"
-        if units_on_host(config.parallel):
-            where = f"in host memory: at most {max(plan.memory.host_units for plan in plans):,} bytes"
-        flying = max((plan.in_flight for plan in plans), key=lambda units: units.total)
-        yield (
-            f"matrices' {what} {where}; whole units count as working: at most {flying.parameters:,} bytes of "
-            f"parameters, {flying.gradients:,} of gradients"
-        )
+    yield from _unit_line(config, plans)
     if config.optimizer.has_own_groups:
         trained = {meta.name: meta for plan in plans for meta in plan.metas if not config.optimizer.freezes(meta)}
         groups = {name: (config.optimizer.group_of(meta), meta.numel) for name, meta in trained.items()}
@@ -89,6 +80,22 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
     yield (
         f"most on pp {most.plan.pp_rank}: {most.plan.memory.total:,} bytes of states, {most.activations.peak:,} of "
         f"activations, {most.working:,} of working memory"
+    )
+
+
+def _unit_line(config: RunConfig, plans: Sequence[RankStates]) -> Iterator[str]:
+    """Where matrices and their gradients are between passes, if not whole on each device."""
+    if config.ddp.unit_ranks(config.parallel) is None:
+        return
+    what = "gradients and parameters" if config.ddp.drops_parameters(config.parallel) else "gradients"
+    where = "sharded too"
+    if units_on_host(config.parallel):
+        most = max((plan.memory for plan in plans), key=lambda memory: memory.host_parameters)
+        where = f"in host memory: at most {most.host_gradients:,} and {most.host_parameters:,} bytes"
+    flying = max((plan.in_flight for plan in plans), key=lambda units: units.total)
+    yield (
+        f"matrices' {what} {where}; whole units count as working: at most {flying.parameters:,} bytes of "
+        f"parameters, {flying.gradients:,} of gradients"
     )
 
 

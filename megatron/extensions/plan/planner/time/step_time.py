@@ -16,16 +16,18 @@ from typing import NamedTuple
 from megatron.core.distributed.param_layout import default_bucket_size, unit_of
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
+from megatron.core.pipeline_parallel.layout import Stage
 from megatron.core.pipeline_parallel.stages import pipeline_layout, whole_model
 from megatron.core.tensor_parallel.linear_formats import gathered_format, linear_format
 from megatron.extensions.plan.planner.device_file import DeviceFile
 from megatron.extensions.plan.planner.fake_stage import PlannerCache
 from megatron.extensions.plan.planner.flops import model_flops
-from megatron.extensions.plan.planner.memory import DTYPE_BYTES, RankStates, local_shape, states_of_rank
+from megatron.extensions.plan.planner.memory import DTYPE_BYTES, RankStates, local_shape, states_of_rank, units_on_host
 from megatron.extensions.plan.planner.micro_batch import MicroBatch
 from megatron.extensions.plan.planner.time.events import Collective, Event, PassEvents
 from megatron.extensions.plan.planner.time.pipeline import Schedule
 from megatron.extensions.plan.planner.time.replay import Network, Placement, Replay, Times, placement
+from megatron.extensions.plan.planner.time.weight_copies import copies_beside, streamed_elements
 from megatron.extensions.plan.simulator.simulator import StageCosts
 from megatron.training.config.run_config import RunConfig
 from megatron.training.step_parts import launches_once, runs_passes_in_turns
@@ -155,7 +157,11 @@ class Step:
         config = self.config
         self.layout = pipeline_layout(config.model, config.parallel)
         stages = pipeline_stages(config.model, config.parallel)
-        times = [self._stage(parts) for parts in self.cache.parts_of(self.batch, stages)]
+        parts_of_stages = self.cache.parts_of(self.batch, stages)
+        times = [self._stage(parts) for parts in parts_of_stages]
+        if units_on_host(config.parallel):
+            for each in zip(times, parts_of_stages, stages, strict=True):
+                self._add_weight_copies(*each)
         costs = self._costs(times)
         ranks = [Times() for _ in range(self.layout.pp)]
         for stage, of_stage in enumerate(times):
@@ -232,6 +238,17 @@ class Step:
             exchanges += len(swaps)
             exchange += sum(map(self.replay.collective, swaps))
         return StageTimes(forward, backward, weight, once, exchanges, exchange / max(1, exchanges))
+
+    def _add_weight_copies(self, times: StageTimes, parts: Sequence[PassEvents], stage: Stage) -> None:
+        """Adds what copies of weights in host memory take beside the passes of a micro-batch."""
+        seconds = [
+            (self._times(part.forward).total, self._times(part.backward).total + self._times(part.weight).total)
+            for part in parts
+        ]
+        elements, rate = streamed_elements(self.config, self.dims, stage), self.device.host_gb_per_second
+        forward, backward = copies_beside(self.config, elements, seconds, self.microbatches > 1, rate)
+        times.forward.spend("offload", forward)
+        times.backward.spend("offload", backward)
 
     def _costs(self, times: Sequence[StageTimes]) -> StageCosts:
         in_turns = runs_passes_in_turns(self.config)
@@ -371,5 +388,7 @@ class Step:
         shards = self.dims.shards(False) if self.config.optimizer.use_distributed_optimizer else 1
         moved = memory.gradients + 2 * memory.gradients / shards + memory.parameters / shards
         moved += 2 * (memory.main_parameters + memory.moments + memory.rollback)
-        host = 2 * memory.host_states + 2 * memory.host_slots
-        return moved / device.copy_tb_per_second / 1e12 + host / device.host_gb_per_second / 1e9
+        # On the host sums of gradients are read for their norm, scaled in place, and read for the update.
+        here = 2 * memory.host_states + memory.host_parameters + 4 * memory.host_gradients
+        seconds = moved / device.copy_tb_per_second / 1e12 + 2 * memory.host_slots / device.host_gb_per_second / 1e9
+        return seconds + here / (device.host_update_gb_per_second or device.host_gb_per_second) / 1e9

@@ -1,0 +1,73 @@
+"""Time of copies of weights and gradients in host memory that no computation hides.
+
+Both directions of the link copy at the same time, beside the passes. While one pass computes, the parameters of the
+next one arrive, and from the second micro-batch on the sum of gradients to which its backward adds; the gradients of
+the pass before leave. A pass of C seconds that `coming` and `leaving` bytes pass beside takes
+
+    max(C, coming / rate, leaving / rate)
+
+at the rate of one direction, `host_gb_per_second` of the device file. What that is more than C is exposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from megatron.core.distributed.param_layout import unit_of
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.pipeline_parallel.layout import Stage
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
+from megatron.extensions.plan.planner.memory import DTYPE_BYTES, EMBEDDING, local_shape
+from megatron.training.config.run_config import RunConfig
+
+
+class UnitPass(NamedTuple):
+    """A pass of one unit."""
+
+    seconds: float
+    needed: float
+    """Bytes that must be on the device before it."""
+
+    left: float = 0.0
+    """Bytes that leave the device after it."""
+
+
+def exposed(passes: Sequence[UnitPass], gb_per_second: float) -> list[float]:
+    """Seconds by which each pass is longer for what comes and leaves beside it. The first pass follows the last one."""
+    found = []
+    for number, own in enumerate(passes):
+        coming, leaving = passes[(number + 1) % len(passes)].needed, passes[number - 1].left
+        found.append(max(0.0, max(coming, leaving) / gb_per_second / 1e9 - own.seconds))
+    return found
+
+
+def streamed_elements(config: RunConfig, dims: ParallelDims, stage: Stage) -> list[float]:
+    """Elements of matrices that a rank keeps of each part of a stage: the embedding, each layer, and the head."""
+    found: dict[str, float] = {}
+    for meta in stage_metas(config.model, stage, sequence_parallel=config.parallel.sequence_parallel):
+        if meta.matrix and not config.optimizer.freezes(meta):
+            kept = prod(local_shape(meta, dims)) / dims.shards(meta.expert)
+            found[unit_of(meta.name)] = found.get(unit_of(meta.name), 0.0) + kept
+    layers = [found.pop(f"decoder.layers.{number}", 0.0) for number in stage.layers]
+    embedding = found.pop(EMBEDDING, 0.0)
+    head = sum(found.values()) or embedding  # which is tied
+    return [*([embedding] if stage.first else []), *layers, *([head] if stage.last else [])]
+
+
+def copies_beside(
+    config: RunConfig, elements: Sequence[float], seconds: Sequence[tuple[float, float]], again: bool, rate: float
+) -> tuple[float, float]:
+    """Exposed seconds in the forward and in the backward of a micro-batch, whose parts take (forward, backward)
+    `seconds`, at `rate` GB/s. `again`: sums of earlier micro-batches come back."""
+    dtype = config.optimizer.gradients_dtype or config.parallel.main_dtype
+    params, gradient = DTYPE_BYTES[config.parallel.params_dtype], DTYPE_BYTES[dtype]
+    ahead = [UnitPass(forward, params * numel) for (forward, _), numel in zip(seconds, elements, strict=True)]
+    back = []
+    for number in reversed(range(len(elements))):
+        numel, kept = elements[number], number == len(elements) - 1  # from its forward
+        needed = (0 if kept else params * numel) + (gradient * numel if again else 0)
+        back.append(UnitPass(seconds[number][1], needed, gradient * numel))
+    found = exposed([*ahead, *back], rate)
+    return sum(found[: len(ahead)]), sum(found[len(ahead) :])
