@@ -21,6 +21,7 @@ from megatron.training.reliability.launch import (
 )
 from megatron.training.reliability.lossy_output import lossy_output
 from megatron.training.reliability.run_status import ExitCode, code_for_launcher, early_end_told
+from megatron.training.reliability.starts import start
 from megatron.training.reliability.url_credentials import redacted
 from megatron.training.reliability.visible_text import visible_output
 
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
     with lossy_output():
         try:
-            return code_for_launcher(pretrain(config, launch))
+            return start(config, launch, lambda: code_for_launcher(pretrain(config, launch)))
         finally:
             end_daemons()
 

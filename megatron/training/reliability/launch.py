@@ -25,6 +25,9 @@ RANGES = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")
 NODE = re.compile(r"((?:[^][\s,]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:[\s,]|$)")
 """The ranges in a node list of SLURM, and a part of such a list between commas."""
 
+START = "START_IN_JOB"
+"""Variable with the number of this start, from 0, where a process of the launcher starts its rank again by itself."""
+
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables of mpirun with the number of processes that it has started."""
 
@@ -172,8 +175,9 @@ def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
 
 
 def restarts_left() -> bool:
-    """Return whether torchrun will start the ranks again; it then prints no error files."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+    """Return whether ranks are started again, by torchrun, which then prints no error files, or by their parents."""
+    by_torchrun = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+    return by_torchrun or START in os.environ
 
 
 def _integer(environ: Mapping[str, str], name: str, default: str | None = None) -> int:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from megatron.training.reliability.failure_report import Failure
-from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.launch import START, Launch
 from megatron.training.reliability.store_port import ForeignPortError, describe_port, leave_failure, left_failure
 from megatron.training.reliability.untrusted import Ignored, parse_integer, parse_record
 
@@ -89,6 +89,7 @@ def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
             leave_failure(address, port, why)
         raise NoStoreError(what, waited=not (taken or isinstance(error, ForeignPortError))) from error
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if has_one else ""
+    start += f".{os.environ[START]}" if START in os.environ else ""
     return dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{start}", store)
 
 

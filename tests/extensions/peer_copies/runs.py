@@ -18,6 +18,7 @@ from megatron.extensions.operate.peer_copies.client import HOST, folder_of
 from megatron.extensions.operate.peer_copies.copies import Copies
 from megatron.training import training
 from megatron.training.checkpoints.loading import choose_checkpoint
+from megatron.training.reliability.launch import START
 from megatron.training.run import TrainingRun
 from tests.forked import forked_ranks, join
 from tests.tiny import TINY
@@ -32,6 +33,13 @@ class Planned:
     kind: str
     rank: int
     step: int
+    start: int = 0
+    """The start in the job in which it strikes."""
+
+    @property
+    def now(self) -> bool:
+        """Whether this is its start."""
+        return int(os.environ.get(START, "0")) == self.start
 
 
 class InjectedError(RuntimeError):
@@ -55,7 +63,7 @@ def faulty_main(faults: Sequence[Planned]) -> Callable[[list[str]], int]:
 
         def step(run: TrainingRun) -> None:
             for fault in mine:
-                if fault.step == run.progress.iteration and fault.kind in ("error", "kill", "stop"):
+                if fault.now and fault.step == run.progress.iteration and fault.kind in ("error", "kill", "stop"):
                     breaks(fault.kind)
             made(run)
 
@@ -63,7 +71,7 @@ def faulty_main(faults: Sequence[Planned]) -> Callable[[list[str]], int]:
             whole = getattr(Copies, method)
 
             def broken(copies: Copies, iteration: int, *rest: object) -> None:
-                if any(fault.kind == kind and fault.step == iteration for fault in mine):
+                if any(fault.now and fault.kind == kind and fault.step == iteration for fault in mine):
                     breaks("kill")
                 whole(copies, iteration, *rest)
 
@@ -72,8 +80,14 @@ def faulty_main(faults: Sequence[Planned]) -> Callable[[list[str]], int]:
         training.train_step = step
         dies("_send", "copy")
         dies("_agree", "agreed")
-        if any(fault.kind == "start" for fault in mine):
-            training.build_run = lambda *_: breaks("kill")  # type: ignore[assignment]
+        built = training.build_run
+
+        def build(*parts: Any) -> TrainingRun:
+            if any(fault.now and fault.kind == "start" for fault in mine):
+                breaks("kill")
+            return built(*parts)
+
+        training.build_run = build  # type: ignore[assignment]
         return pretrain_gpt.main(argv)
 
     return main
@@ -99,7 +113,8 @@ class Run:
         with forked_ranks(world, [*self.flags, *flags], self.screen, self._prepare, faulty_main(faults)) as processes:
             codes = join(processes)
         text = self.screen.read_text()
-        assert all(codes) if faults else not any(codes), f"{codes}\n{text[-6000:]}"
+        again = "--restarts-in-job" in (*self.flags, *flags)
+        assert all(codes) if faults and not again else not any(codes), f"{codes}\n{text[-6000:]}"
         return text
 
     def held_by(self, host: int) -> Path:

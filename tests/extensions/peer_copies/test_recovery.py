@@ -44,7 +44,7 @@ def test_a_killed_rank_costs_no_complete_step(begin: Callable[..., Run], undistu
     assert "loaded checkpoint of iteration 2 from copies in the memory of 2 hosts" in said
     run.assert_equal(undisturbed)
     *_, last = run.events("recovery")
-    assert (last["what"], last["steps_lost"], last["rung"]) == ("process is gone", 1, "copies in memory")
+    assert (last["what"], last["steps_lost"], last["source"]) == ("process is gone", 1, "copies in memory")
     assert last["who"].startswith("rank 0 of 2") and 0 <= last["detected_after"] <= last["recovered_after"]
     assert not list(run.memory.iterdir())
 

@@ -62,10 +62,13 @@ class Recovery:
 
     fault: Fault
     rung: str
-    """Where the state came from."""
+    """Who has started the ranks again: `restart in the job`, or `restart by the launcher`."""
+
+    source: str
+    """Where the state came from: `copies in memory`, or `checkpoint on disk`."""
 
     why: str
-    """Why it did not come from a rung above; empty if there is none."""
+    """Why it did not come from memory; empty if it did, or nothing was ever copied."""
 
     def record(self, now: float, resumed: int) -> dict[str, object]:
         """The event of `run_events.jsonl`, once a step is made after `resumed` iterations. Times are in seconds after
@@ -78,6 +81,7 @@ class Recovery:
             "recovered_after": round(now - fault.at, 3),
             "steps_lost": max(0, fault.iteration - resumed),
             "rung": self.rung,
+            "source": self.source,
         } | ({"why": self.why} if self.why else {})
 
     def line(self, now: float, resumed: int) -> str:
@@ -85,7 +89,7 @@ class Recovery:
         record = self.record(now, resumed)
         why = f" ({self.why})" if self.why else ""
         return (
-            f"recovered from {self.rung}{why}: {self.fault.who}, {self.fault.what}, detected after "
+            f"recovered by {self.rung} from {self.source}{why}: {self.fault.who}, {self.fault.what}, detected after "
             f"{record['detected_after']} s, the next step made after {record['recovered_after']} s, steps lost: "
             f"{record['steps_lost']}"
         )

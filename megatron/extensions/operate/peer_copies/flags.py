@@ -10,6 +10,7 @@ from megatron.extensions.plan.planner.flags import SECTIONS
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
+from megatron.training.reliability.starts import STARTERS
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -45,5 +46,20 @@ def keeps_copies(config: RunConfig) -> bool:
     return config.options(PeerCopyConfig).peer_copies > 0 and not config.training.skip_train
 
 
+@extension_flags("restarts", may_change=True)
+@dataclass(frozen=True)
+class RestartConfig:
+    restarts_in_job: int = flag(0, at_least=0)
+    """Starts in a row, without a further step, by which the processes of the launcher replace ranks that have failed
+    before the launcher sees the failure. 0: the launcher sees it at once."""
+
+
+def restarts(config: RunConfig) -> bool:
+    """Return whether failed ranks are started again in the job."""
+    return config.options(RestartConfig).restarts_in_job > 0
+
+
+STARTERS.register("restarts in the job", f"{__package__}.restarts:start_again", when=restarts)
+CALLBACKS.register("progress for the parent", f"{__package__}.restarts:ReportsProgress", when=restarts)
 SECTIONS.register("Copies in memory", f"{__package__}.plan_lines:lines", when=keeps_copies)
 CALLBACKS.register("peer copies", f"{__package__}.hooks:PeerCopies", when=keeps_copies)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import time
@@ -53,6 +54,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Log, RunView, Task
 from megatron.training.initialize import Runtime
 from megatron.training.progress import BegunRun, Progress
+from megatron.training.reliability.launch import START
 from megatron.training.reliability.run_status import record_event
 from megatron.training.reliability.watchdog import Watch, Watchdog
 from megatron.training.run import TrainingRun
@@ -118,8 +120,10 @@ class PeerCopies(Callback):
             kept = [copy for copies in found.copies.values() for copy in copies] if found and progress else []
             drop_others(self._folder, kept)
         if self._fault is not None:
-            rung = "copies in memory" if progress is not None else "checkpoint on disk"
-            self._recovery = Recovery(self._fault, rung, why)
+            source = "copies in memory" if progress is not None else "checkpoint on disk"
+            again = int(os.environ.get(START, "0")) > 0
+            rung = "restart in the job" if again else "restart by the launcher"
+            self._recovery = Recovery(self._fault, rung, source, why)
         return progress
 
     def _resume(

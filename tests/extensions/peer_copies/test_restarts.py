@@ -1,0 +1,121 @@
+"""Ranks that are started again in the job: after which ends, how often, and together with all others."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.extensions.operate.peer_copies import restarts
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
+from megatron.training.reliability.launch import START, Launch
+from tests.extensions.peer_copies.runs import Planned, Run
+from tests.forked import PORTS, join
+from tests.limits import HANG, wait_for
+from tests.tiny import TINY
+
+Attempt = Callable[[int, int], int]
+"""(rank, number of the start) -> exit code."""
+
+
+def config(limit: int = 2) -> RunConfig:
+    return parse_args([*TINY.split(), "--restarts-in-job", str(limit)])
+
+
+def parent(rank: int, world: int, port: int, attempt: Attempt) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    launch = Launch(rank, world, rank)
+    os._exit(restarts.start_again(config(), launch, lambda: attempt(rank, int(os.environ[START]))))
+
+
+def codes_of(world: int, attempt: Attempt) -> list[int]:
+    """Exit codes of the parents of a world."""
+    context, port = mp.get_context("fork"), next(PORTS)
+    parents: list[Any] = [context.Process(target=parent, args=(rank, world, port, attempt)) for rank in range(world)]
+    for process in parents:
+        process.start()
+    return join(parents)
+
+
+def advance() -> None:
+    assert restarts._progress is not None
+    made = int.from_bytes(restarts._progress[:8], "little")
+    restarts._progress[:8] = (made + 1).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 75, 128 + signal.SIGTERM])
+def test_an_end_that_is_no_failure_is_the_last(code: int) -> None:
+    assert codes_of(1, lambda rank, number: code if number == 0 else 9) == [code]
+
+
+def test_starts_without_progress_end_at_the_limit(tmp_path: Path) -> None:
+    def attempt(rank: int, number: int) -> int:
+        (tmp_path / str(number)).touch()
+        if number < 3:
+            advance()
+        return 1
+
+    assert codes_of(1, attempt) == [1]
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [0, 1, 2, 3, 4]
+
+
+def test_a_rank_that_hangs_is_ended_when_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "GRACE", 0.2)
+
+    def attempt(rank: int, number: int) -> int:
+        if number == 0 and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return 75
+
+    assert codes_of(3, attempt) == [75] * 3
+
+
+def test_without_all_parents_the_launcher_decides(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(restarts, "ROLL", 0.5)
+
+    def attempt(rank: int, number: int) -> int:
+        if rank == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(HANG)  # ended with its parent
+        return 1
+
+    assert codes_of(2, attempt) == [1, -signal.SIGKILL]
+    assert "not started again in the job: 1 of 2 ranks did not come back" in capfd.readouterr().err
+
+
+def test_signals_reach_the_rank(tmp_path: Path) -> None:
+    def attempt(rank: int, number: int) -> int:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+        (tmp_path / "ready").touch()
+        time.sleep(HANG)
+        return 1
+
+    context = mp.get_context("fork")
+    process: Any = context.Process(target=parent, args=(0, 1, 1, attempt))
+    process.start()
+    wait_for((tmp_path / "ready").exists)
+    process.terminate()
+    assert join([process]) == [75]
+
+
+def test_a_run_recovers_in_the_job_bitwise(tmp_path: Path) -> None:
+    flags = ["--bf16", "--data-parallel-sharding-strategy", "optim"]
+    whole, run = Run(tmp_path / "whole", 2, flags), Run(tmp_path / "run", 2, [*flags, "--restarts-in-job", "2"])
+    whole.start()
+    said = run.start(Planned("kill", 1, 2), Planned("start", 0, 0, start=1))
+    assert "recovered by restart in the job from copies in memory" in said
+    run.assert_equal(whole)
+    (event,) = run.events("recovery")
+    assert (event["rung"], event["source"]) == ("restart in the job", "copies in memory")
+    assert not list(run.memory.iterdir())
