@@ -37,6 +37,14 @@ def holder(tmp_path: Path) -> Iterator[Address]:
         os.kill(json.loads(about.read_text())["pid"], signal.SIGKILL)
 
 
+def refuses(holder: Address) -> bool:
+    try:
+        Link(holder).close()
+    except OSError:
+        return True
+    return False
+
+
 def header(data: bytes, **more: object) -> bytes:
     return sealed(json.dumps({"iteration": 3, "part": "0-own", "nbytes": len(data), **more}).encode())
 
@@ -49,6 +57,7 @@ def test_what_is_sent_is_read_back_and_outlives_the_holder(holder: Address, tmp_
     assert part == data[1_500_000:2_500_000]
     ((path, _),) = headers_in(tmp_path / "host" / GENERATION)
     os.kill(json.loads((tmp_path / "host" / "holder.json").read_text())["pid"], signal.SIGKILL)
+    wait_for(lambda: refuses(holder))
     again = open_holder(tmp_path / "host", keep=60)
     assert again.port != holder.port and path.read_bytes() == data
     Link(again).end()
