@@ -1,0 +1,157 @@
+"""What a wrong gradient looks like, beside the right one: a factor, a missing part, blocks that are swapped, and so on.
+
+Every hypothesis makes a tensor from the right one; it holds if that is as close to the found one as equal tensors would
+have to be. The first that holds is reported, the simplest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import torch
+from torch import Tensor
+
+BLOCKS = (2, 3, 4, 8, 16)
+"""Numbers of shards that a dim is tried as."""
+
+MOST_ITEMS = 512
+"""Size of a first dim whose items are tried one by one, as those of experts or of heads."""
+
+LARGEST_FACTOR = 1024
+"""Largest denominator for which a factor is printed as a fraction: an axis that is summed twice or averaged twice."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The comparison of a gradient with the right one."""
+
+    difference: float
+    """Norm of the difference over the larger norm."""
+
+    allowed: float
+    cause: str | None = None
+    """What a difference beyond `allowed` looks like; None if there is none."""
+
+    explained: bool = True
+    """False if the cause only describes the difference."""
+
+    @property
+    def equal(self) -> bool:
+        return self.difference <= self.allowed
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the larger norm; 0 for two zeros, infinite for values that are not finite."""
+    gap = torch.linalg.vector_norm(found - expected).item()
+    scale = max(torch.linalg.vector_norm(each).item() for each in (found, expected))
+    if gap != gap or scale == float("inf"):
+        return float("inf")
+    return gap / scale if scale else 0.0
+
+
+def judge(found: Tensor, expected: Tensor, allowed: float) -> Verdict:
+    """Compares a gradient with the right one, both fp64 and of the same shape."""
+    gap = difference(found, expected)
+    if gap <= allowed:
+        return Verdict(gap, allowed)
+    cause = cause_of(found, expected, allowed)
+    return Verdict(gap, allowed, cause or _described(found, expected, allowed), explained=cause is not None)
+
+
+def cause_of(found: Tensor, expected: Tensor, allowed: float) -> str | None:
+    """The cause that explains a gradient that differs; None if none does."""
+    if not found.isfinite().all():
+        bad = int((~found.isfinite()).sum())
+        return f"{bad:,} of {found.numel():,} values are not finite"
+    whole = _as_whole(found, expected, allowed)
+    if whole is not None:
+        return whole
+    causes = [(share, f"{where} {cause}") for share, where, cause in _of_blocks(found, expected, allowed) if cause]
+    return min([*causes, *_of_order(found, expected, allowed)], default=(0.0, None))[1]
+
+
+def _described(found: Tensor, expected: Tensor, allowed: float) -> str:
+    """How a gradient differs, for which there is no explanation."""
+    blocks = min(_of_blocks(found, expected, allowed), default=None)
+    if blocks is not None:
+        return f"{blocks[1]} differ"
+    similarity = torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0).item()
+    if similarity > 0.999:
+        return f"nearly proportional (cosine {similarity:.6f}): rounding of a coarser format, or a small term"
+    if similarity > 0.1:
+        return f"a part of the sum is missing or extra (cosine {similarity:.3f})"
+    return f"unrelated (cosine {similarity:.3f})"
+
+
+def _as_whole(found: Tensor, expected: Tensor, allowed: float) -> str | None:
+    """A cause that all elements share; None if there is none."""
+    sizes = [torch.linalg.vector_norm(each).item() for each in (found, expected)]
+    if sizes[0] <= allowed * sizes[1]:
+        return "is zero"
+    if sizes[1] <= allowed * sizes[0]:
+        return "should be zero"
+    factor = (torch.sum(found * expected) / torch.sum(expected * expected)).item()
+    if factor and difference(found, factor * expected) <= allowed:
+        return f"is {fraction(factor, allowed)} times as large"
+    for dims in _transposed(found, expected):
+        if difference(found, expected.transpose(*dims)) <= allowed:
+            return f"dims {dims[0]} and {dims[1]} are transposed"
+    return None
+
+
+def _transposed(found: Tensor, expected: Tensor) -> Iterator[tuple[int, int]]:
+    for first in range(expected.dim()):
+        for second in range(first + 1, expected.dim()):
+            if expected.shape[first] == expected.shape[second] > 1:
+                yield first, second
+
+
+def fraction(factor: float, allowed: float) -> str:
+    """`1/2`, `-3` or `0.4231`: a fraction of small numbers if the factor is one within what is allowed."""
+    sign, size = "-" if factor < 0 else "", abs(factor)
+    if abs(size - 1) <= allowed:
+        return f"{sign}1"
+    for number in range(2, LARGEST_FACTOR + 1):
+        if abs(size - number) <= allowed * number:
+            return f"{sign}{number}"
+        if abs(size * number - 1) <= allowed:
+            return f"{sign}1/{number}"
+    return f"{factor:.4g}"
+
+
+def _of_blocks(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str, str]]:
+    """(share of the elements, place, cause) of wrong blocks beside right ones, for the divisions of each dim. The cause
+    is "" if the wrong blocks do not share a simple one. Blocks of zeros, as padding has, say nothing."""
+    for dim, size in enumerate(found.shape):
+        counts = {count for count in BLOCKS if size % count == 0 and size > count}
+        if dim == 0 and 1 < size <= MOST_ITEMS and found.dim() > 1:
+            counts.add(size)
+        for count in sorted(counts):
+            pairs = list(zip(found.chunk(count, dim), expected.chunk(count, dim), strict=True))
+            told = [number for number, (one, other) in enumerate(pairs) if one.any() or other.any()]
+            wrong = [number for number in told if difference(*pairs[number]) > allowed]
+            if 0 < len(wrong) < len(told):
+                causes = {_as_whole(*pairs[number], allowed) for number in wrong}
+                cause = causes.pop() if len(causes) == 1 else None
+                yield len(wrong) / count, _named(wrong, count, dim), cause or ""
+
+
+def _named(numbers: Sequence[int], count: int, dim: int) -> str:
+    shown = ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
+    return f"of {count} blocks of dim {dim}, {shown}:" if len(numbers) > 1 else f"block {shown} of {count} of dim {dim}"
+
+
+def _of_order(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str]]:
+    """Blocks that are right but stand at other places."""
+    for dim, size in enumerate(found.shape):
+        for count in (2, 3, 4):
+            if size % count:
+                continue
+            blocks = expected.chunk(count, dim)
+            for order in permutations(range(count)):
+                if order == tuple(range(count)):
+                    continue
+                if difference(found, torch.cat([blocks[number] for number in order], dim)) <= allowed:
+                    yield 1.0, f"the {count} blocks of dim {dim} are in the order {', '.join(map(str, order))}"

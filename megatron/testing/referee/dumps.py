@@ -1,0 +1,109 @@
+"""Gradients that another program has written, as gradients of this program's parameters.
+
+A conversion reads a weight of ours from theirs, w = A t + b, by moving elements, perhaps with a factor or an offset (a
+norm that stores w - 1). The gradient with respect to w is then read like a weight, without b and with the factor
+inverted, both of which the conversion of zeros and of ones shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import ParamMeta
+from megatron.extensions.interop.conversion.convert import Input
+from megatron.extensions.interop.conversion.formats import Options, Source
+from megatron.extensions.interop.hugging_face.flags import CONFIG
+from megatron.extensions.interop.hugging_face.folder import HFFolder
+from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable, read_header
+from megatron.extensions.interop.hugging_face.weights import HFWeights, placements
+
+
+class Dump:
+    """Gradients by the names of this program's parameters, read one at a time."""
+
+    def __init__(self, names: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype) -> None:
+        self._names, self.dtype = names, dtype
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def read(self, name: str) -> Tensor:
+        """A gradient in fp64, whole."""
+        return self._names[name]()
+
+
+def open_dump(path: Path, model: Source) -> Dump:
+    """Opens the gradients in a `.safetensors` file, by the names of this program or of transformers, or in a folder of
+    a format of checkpoints, which has gradients where weights would be.
+
+    Raises ValueError for names and shapes that do not fit the model.
+    """
+    if path.is_dir() and (path / CONFIG).is_file():
+        folder = HFFolder(path)
+        return _of_transformers(path, folder.tensors, model, next(iter(folder.tensors.values())).dtype)
+    if path.is_dir():
+        source = Input.at(path).open(Options())
+        if different := {name for name, meta in model.metas.items() if _shape(source.metas.get(name)) != _shape(meta)}:
+            raise ValueError(f"--gradients {path} is of another model: {', '.join(sorted(different)[:4])} differ")
+        dtype = source.dtype(next(iter(source.metas)), None)
+        return Dump({name: partial(source.read, name, torch.float64) for name in source.metas}, dtype)
+    try:
+        tensors: dict[str, Sliceable] = {**read_header(path)}
+    except OSError as error:
+        raise ValueError(f"--gradients {path} cannot be read: {error}") from None
+    if not tensors:
+        raise ValueError(f"--gradients {path} holds no tensors")
+    dtype = next(iter(tensors.values())).dtype
+    if known := tensors.keys() & model.metas.keys():
+        found = {name: tensors[name] for name in known}
+        for name, tensor in found.items():
+            if tuple(tensor.shape) != model.metas[name].global_shape:
+                shapes = f"{tuple(tensor.shape)} instead of {model.metas[name].global_shape}"
+                raise ValueError(f"--gradients {path}: {name} has shape {shapes}")
+        return Dump({name: partial(_whole, tensor) for name, tensor in found.items()}, dtype)
+    return _of_transformers(path, tensors, model, dtype)
+
+
+def _of_transformers(path: Path, tensors: dict[str, Sliceable], model: Source, dtype: torch.dtype) -> Dump:
+    """Gradients of a model of transformers. Parameters of which a tensor is missing are left out."""
+    family = model.origin.model_type
+    if family is None:
+        own = ", ".join(sorted(tensors)[:4])
+        raise ValueError(f"--gradients {path}: {own} are no names of the model, which has no Hugging Face family")
+    config: TransformerConfig = model.config.model
+    placed = {each.meta.name: each for each in placements(config, family)}
+    known = {name for each in placed.values() for name in each.theirs}
+    if unknown := sorted(tensors.keys() - known):
+        raise ValueError(f"--gradients {path}: {', '.join(unknown[:4])} are no names of {family}")
+    zeros: dict[str, Tensor] = {}
+    for each in placed.values():
+        shapes = each.to_theirs(torch.empty(each.meta.global_shape, device="meta"))
+        zeros |= {
+            name: torch.zeros(shape.shape, dtype=torch.float64) for name, shape in zip(each.theirs, shapes, strict=True)
+        }
+    whole: dict[str, Sliceable] = {**zeros, **tensors}
+    weights = HFWeights(whole, config, family)
+    constant = HFWeights(zeros, config, family)
+    factors = HFWeights({name: torch.ones_like(zero) for name, zero in zeros.items()}, config, family)
+
+    def read(name: str) -> Tensor:
+        given, offset, one = (each.read(name, dtype=torch.float64) for each in (weights, constant, factors))
+        factor = one - offset
+        return torch.where(factor == 0, 0, (given - offset) / torch.where(factor == 0, 1, factor) ** 2)
+
+    complete = [name for name, each in placed.items() if all(part in tensors for part in each.theirs)]
+    return Dump({name: partial(read, name) for name in complete}, dtype)
+
+
+def _shape(meta: ParamMeta | None) -> tuple[int, ...] | None:
+    return None if meta is None else meta.global_shape
+
+
+def _whole(tensor: Sliceable) -> Tensor:
+    return tensor[()].double()

@@ -1,0 +1,211 @@
+"""Loss and gradients of a model in fp64, in one process, or in another number format for what that format allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.datasets.sample_format import Sample
+from megatron.core.datasets.samplers import DataIterator
+from megatron.core.parallel_state import ParallelState
+from megatron.extensions.interop.conversion.formats import Source
+from megatron.testing.snapshot import Label, assemble, train_and_snap
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import CheckpointConfig, LoggingConfig, RunConfig, TrainingConfig
+from megatron.training.config.validation import resolve_legal
+from megatron.training.initialize import Runtime, set_determinism
+from megatron.training.reliability.launch import Launch
+from megatron.training.run import TrainingRun
+from megatron.training.setup import build_run
+
+IGNORED = -100
+"""Label of a token that does not count, in batches of transformers."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one step. All arrays are [samples, s]."""
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    """The token that follows each."""
+
+    loss_mask: NDArray[np.float32]
+    """1 for labels that count."""
+
+    @classmethod
+    def read(cls, path: Path) -> Batch:
+        """Reads a batch from `.npz`: `tokens`, `labels` and perhaps `loss_mask` as Megatron-LM feeds a model, or
+        `input_ids` and perhaps `labels` as transformers does, whose label i is token i and -100 does not count.
+
+        Raises ValueError for a file that holds neither, and for arrays that do not fit each other.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--batch {path} is no .npz of arrays: {error}") from None
+        if "input_ids" in arrays:
+            arrays = _shifted(arrays["input_ids"], arrays.get("labels"))
+        if missing := {"tokens", "labels"} - arrays.keys():
+            raise ValueError(f"--batch {path} has no {' and no '.join(sorted(missing))}; it has {', '.join(arrays)}")
+        tokens, labels = arrays["tokens"], arrays["labels"]
+        mask = arrays.get("loss_mask", np.ones(labels.shape))
+        mask = np.where(labels == IGNORED, 0, mask)
+        if tokens.ndim != 2 or not tokens.shape == labels.shape == mask.shape:
+            shapes = f"tokens {tokens.shape}, labels {labels.shape}, loss_mask {mask.shape}"
+            raise ValueError(f"--batch {path}: all must be [samples, s]; they are {shapes}")
+        if not mask.any():
+            raise ValueError(f"--batch {path}: no label counts")
+        labels = np.where(labels == IGNORED, 0, labels)
+        return cls(tokens.astype(np.int64), labels.astype(np.int64), mask.astype(np.float32))
+
+    def part(self, samples: slice, tokens: slice) -> Batch:
+        """The same samples, of which only some labels count."""
+        mask = np.zeros_like(self.loss_mask)
+        mask[samples, tokens] = self.loss_mask[samples, tokens]
+        return replace(self, loss_mask=mask)
+
+
+def _shifted(ids: NDArray[np.int64], labels: NDArray[np.int64] | None) -> dict[str, NDArray[np.int64]]:
+    """A batch of transformers as Megatron-LM has it: its models shift the labels themselves."""
+    labels = ids if labels is None else labels
+    return {"tokens": ids[:, :-1], "labels": labels[:, 1:]}
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a model computed from a batch."""
+
+    loss: float | None
+    """Mean over the tokens that count, in nats; None if it is not known."""
+
+    tensors: Mapping[str, Tensor]
+    """Gradient of the mean loss by parameter, whole, in the order in which a backward pass ends."""
+
+
+class GivenSamples:
+    """Data set of the samples of a batch."""
+
+    fingerprint = "batch"
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return len(self._batch.tokens)
+
+    def __getitem__(self, index: int) -> Sample:
+        batch = self._batch
+        return {
+            "tokens": batch.tokens[index],
+            "labels": batch.labels[index],
+            "loss_mask": batch.loss_mask[index],
+            "position_ids": None,
+            "document_ids": None,
+        }
+
+    def origin(self, index: int) -> str:
+        return f"sample {index} of the batch"
+
+    def text(self, index: int) -> NDArray[np.int64]:
+        return np.append(self._batch.tokens[index], self._batch.labels[index, -1:])
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and how it computes."""
+
+    source: Source
+    """An opened checkpoint or Hugging Face folder; its weights are read one at a time."""
+
+    number_format: str = "fp64"
+    """fp64, fp32, bf16 or fp16."""
+
+    flags: tuple[str, ...] = ()
+    """Of pretrain_gpt.py, for what the configuration of the model leaves open, such as coefficients of losses."""
+
+    def gradients(self, batch: Batch, watched: Watched | None = None) -> Gradients:
+        """Loss and gradients, computed in one process. With `watched`, only the gradient of its parameter means
+        anything: it is summed over a part of the sequence.
+
+        Raises ValueError, with every problem, if the flags do not fit the model or the model not the batch.
+        """
+        config = self._config(batch)
+        set_determinism(config)
+        run = build_run(config, Runtime(Launch(), torch.device("cpu"), ParallelState()))
+        with closing(run.data), ExitStack() as hooks:
+            _load(run, self.source)
+            if watched is not None:
+                watched.attach(run, hooks)
+            run.data.train = DataIterator(GivenSamples(batch), micro_batch_size=1, name="batch")
+            found = assemble(train_and_snap(run, Label(1)))
+        names = {key: key.rpartition(" ")[2] for key in found.tensors if key.startswith("step 1 gradient ")}
+        return Gradients(found["step 1 loss"].item(), {name: found[key].double() for key, name in names.items()})
+
+    def _config(self, batch: Batch) -> RunConfig:
+        """A step of one process without dropout."""
+        model, (samples, length) = self.source.config.model, batch.tokens.shape
+        if model.max_position_embeddings is not None and length > model.max_position_embeddings:
+            raise ValueError(f"--batch: {length} tokens a sample; the model takes {model.max_position_embeddings}")
+        model = replace(model, seq_length=length, attention_dropout=0.0, hidden_dropout=0.0)
+        given = parse_args(["--mock-data", "--lr", "1e-3", *self.flags])
+        config = replace(
+            self.source.config,
+            model=model,
+            parallel=ModelParallelConfig(cpu=True, **{self.number_format: True}),  # type: ignore[arg-type]
+            training=TrainingConfig(micro_batch_size=1, global_batch_size=samples, train_iters=1, eval_iters=0),
+            data=given.data,
+            optimizer=replace(self.source.config.optimizer, lr=given.optimizer.lr),
+            checkpoint=CheckpointConfig(),
+            logging=LoggingConfig(),
+        )
+        return resolve_legal(config, 1)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A parameter whose gradient is summed over the outputs of its module at some places of the sequence only, as a
+    rank of sequence or context parallelism sums it before the ranks add theirs."""
+
+    name: str
+    places: tuple[int, int]
+    """The block and their number."""
+
+    def attach(self, run: TrainingRun, hooks: ExitStack) -> None:
+        for model in run.stages.values():
+            param = next(param for param, meta in model.named_metas().values() if meta.name == self.name)
+            for module in model.modules():
+                if any(each is param for each in module.parameters(recurse=False)):
+                    hooks.callback(module.register_forward_hook(self._mask).remove)
+
+    def _mask(self, module: nn.Module, args: object, output: object) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        for each in outputs:
+            if isinstance(each, Tensor) and each.requires_grad and each.dim() > 1:
+                each.register_hook(self._masked)
+
+    def _masked(self, grad: Tensor) -> Tensor:
+        """grad [s, ...]"""
+        block, count = self.places
+        kept = torch.zeros(len(grad), dtype=grad.dtype)
+        kept[len(grad) * block // count : len(grad) * (block + 1) // count] = 1
+        return grad * kept.view(-1, *[1] * (grad.dim() - 1))
+
+
+def _load(run: TrainingRun, source: Source) -> None:
+    """The weights of a source, and the states that no gradient changes."""
+    for model in run.stages.values():
+        for param, meta in model.named_metas().values():
+            if param.requires_grad:
+                param.data.copy_(source.read(meta.name, torch.float64))
+            elif meta.name in source.states:
+                param.data.copy_(source.read_state(meta, torch.float64))

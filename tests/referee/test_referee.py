@@ -1,0 +1,210 @@
+"""tools/referee.py on what models of transformers compute, with faults planted into their backward passes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
+
+from megatron.extensions import load
+from tools import referee
+
+load()
+SHAPE = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32},
+}
+
+
+@dataclass
+class Other:
+    """Another program: a model of transformers, its batch, and what is done to its gradients."""
+
+    model: PreTrainedModel
+    folder: Path
+    by_files: bool = False
+    """True to write gradients as weights are written, in a folder."""
+
+    ids: Tensor = field(
+        default_factory=lambda: torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(3))
+    )
+
+    def judged(
+        self, plant: Callable[[dict[str, Tensor]], object] = lambda grads: None, *more: str
+    ) -> dict[str, object]:
+        """The judgement of a backward pass whose gradients `plant` has changed."""
+        labels = self.ids.clone()
+        labels[0, :6] = -100
+        self.model.zero_grad()
+        loss = self.model(input_ids=self.ids, labels=labels).loss
+        loss.backward()
+        gradients = {name: param.grad.clone() for name, param in self.model.named_parameters()}
+        plant(gradients)
+        files = {name: self.folder / name for name in ("batch.npz", "gradients.safetensors", "judgement.json")}
+        if self.by_files:  # whose names differ from those in memory
+            self.model.save_pretrained(files["gradients.safetensors"], state_dict=gradients)
+        else:
+            save_file({name: each.contiguous() for name, each in gradients.items()}, files["gradients.safetensors"])
+        np.savez(files["batch.npz"], input_ids=self.ids.numpy(), labels=labels.numpy())
+        flags = ["--model", self.folder / "model", "--batch", files["batch.npz"], "--json", files["judgement.json"]]
+        flags += ["--gradients", files["gradients.safetensors"], "--loss", loss.item(), "--computed-in", "fp32"]
+        code = referee.main([*map(str, flags), *more])
+        found: dict[str, object] = json.loads(files["judgement.json"].read_text())
+        assert code == (0 if found["equal"] else 1)
+        return found
+
+
+def saved(model: PreTrainedModel, folder: Path, by_files: bool = False) -> Other:
+    model.save_pretrained(folder / "model")
+    return Other(model, folder, by_files)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Other:
+    torch.manual_seed(1)
+    return saved(LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)), tmp_path)
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> Other:
+    torch.manual_seed(1)
+    return saved(
+        MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)), tmp_path, by_files=True
+    )
+
+
+def first(found: dict[str, object]) -> tuple[str, str]:
+    """The first wrong gradient, and what it looks like."""
+    name = str(found["first"])
+    return name, found["gradients"][name]["cause"]  # type: ignore[index]
+
+
+def wrong(found: dict[str, object]) -> list[str]:
+    rows: dict[str, dict[str, float]] = found["gradients"]  # type: ignore[assignment]
+    return [name for name, row in rows.items() if row["difference"] > row["allowed"]]
+
+
+def test_a_right_program_is_found_right(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
+    found = llama.judged()
+    assert found["equal"] and found["missing"] == []
+    assert len(found["gradients"]) == 15  # type: ignore[arg-type]
+    assert "15 of 15 gradients are equal" in capsys.readouterr().out
+
+
+def test_experts_are_found_right(mixtral: Other) -> None:
+    assert mixtral.judged()["equal"]
+
+
+def test_gradients_averaged_over_one_axis_too_many(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
+    def halve(gradients: dict[str, Tensor]) -> None:
+        for each in gradients.values():
+            each /= 2
+
+    assert first(llama.judged(halve)) == ("output_layer.weight", "is 1/2 times as large")
+    assert "all gradients share it: is 1/2 times as large" in capsys.readouterr().out
+
+
+def test_the_sum_over_tokens_of_a_norm_that_one_rank_did_not_get(llama: Other) -> None:
+    """Sequence parallelism without the all-reduce of norms: the first of two ranks has its half of the sequence."""
+    norm = llama.model.model.layers[1].post_attention_layernorm
+    partial: list[Tensor] = []
+
+    def of_first_half(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        x = args[0].detach()
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+        output.register_hook(lambda grad: partial.append((grad * normed)[:, :8].sum((0, 1))))
+
+    with norm.register_forward_hook(of_first_half):
+        found = llama.judged(
+            lambda gradients: gradients["model.layers.1.post_attention_layernorm.weight"].copy_(partial[-1])
+        )
+    name, cause = first(found)
+    assert name == "decoder.layers.1.pre_mlp_layernorm.weight"
+    assert cause == "is summed over places 0 to 7 of the sequence (block 0 of 2) alone"
+    assert wrong(found) == [name]
+
+
+def test_an_expert_without_a_gradient(mixtral: Other) -> None:
+    def forget(gradients: dict[str, Tensor]) -> None:
+        for name in (name for name in gradients if "layers.1" in name and "down_proj" in name):
+            gradients[name][3] = 0
+
+    name, cause = first(mixtral.judged(forget))
+    assert name.startswith("decoder.layers.1.mlp.experts") and cause == "block 3 of 4 of dim 0 is zero"
+
+
+def test_a_shard_that_counts_twice(llama: Other) -> None:
+    found = llama.judged(lambda gradients: gradients["model.layers.0.mlp.down_proj.weight"][:, 24:].mul_(2))
+    assert first(found) == (
+        "decoder.layers.0.mlp.linear_fc2.weight",
+        "block 1 of 2 of dim 1 is 2 times as large",
+    )
+
+
+def test_gate_and_up_are_swapped(llama: Other) -> None:
+    def swap(gradients: dict[str, Tensor]) -> None:
+        names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
+        gradients[names[0]], gradients[names[1]] = (gradients[name] for name in reversed(names))
+
+    name, cause = first(llama.judged(swap))
+    assert name == "decoder.layers.0.mlp.linear_fc1.weight" and "transposed" not in cause
+    assert cause == "the 2 blocks of dim 0 are in the order 1, 0"
+
+
+def test_a_micro_batch_is_lost(llama: Other) -> None:
+    """Gradients of the second of two micro-batches overwrite those of the first."""
+    alone: dict[str, Tensor] = {}
+
+    def plant(gradients: dict[str, Tensor]) -> None:
+        llama.model.zero_grad()
+        logits = llama.model(input_ids=llama.ids[1:, :-1]).logits
+        nn.functional.cross_entropy(logits.flatten(0, 1), llama.ids[1, 1:]).backward()
+        alone.update({name: param.grad.clone() for name, param in llama.model.named_parameters()})
+        gradients.update(alone)
+
+    name, cause = first(llama.judged(plant))
+    assert name == "output_layer.weight" and cause.startswith("is summed over sample 1 alone")
+
+
+def test_a_wrong_gradient_of_an_input_spoils_what_follows(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
+    attention = llama.model.model.layers[1].self_attn
+    with attention.register_full_backward_pre_hook(lambda module, grads: (2 * grads[0], *grads[1:])):
+        found = llama.judged()
+    assert first(found) == ("decoder.layers.1.self_attention.linear_proj.weight", "is 2 times as large")
+    assert len(wrong(found)) == 10
+    assert "all gradients after it differ too" in capsys.readouterr().out
+
+
+def test_a_wrong_forward_pass_shows_in_the_loss(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
+    for layer in llama.model.model.layers:
+        layer.self_attn.scaling *= 2
+    assert not llama.judged()["equal"]
+    assert "differs from" in capsys.readouterr().out
+
+
+def test_what_a_dump_lacks_is_named(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
+    found = llama.judged(lambda gradients: gradients.pop("model.layers.0.self_attn.k_proj.weight"))
+    assert found["equal"] and found["missing"] == ["decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert "the dump has none of 1 parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"tokens": np.zeros((2, 3))}, "has no labels; it has tokens"),
+        ({"tokens": np.zeros((2, 3)), "labels": np.zeros((2, 4))}, r"all must be \[samples, s\]"),
+        ({"input_ids": np.zeros((1, 40)), "labels": np.full((1, 40), -100)}, "no label counts"),
+    ],
+)
+def test_a_wrong_batch_is_refused(tmp_path: Path, arrays: dict[str, np.ndarray], message: str) -> None:
+    np.savez(tmp_path / "batch.npz", **arrays)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        referee.Batch.read(tmp_path / "batch.npz")

@@ -1,0 +1,99 @@
+"""Judge what another program computed from a model and a batch: loss and gradients, tensor by tensor, against fp64.
+
+    python tools/referee.py --model Llama-3.2-1B --batch batch.npz --gradients gradients.safetensors --loss 2.3456
+    python tools/referee.py --model runs/llama/checkpoints --batch b.npz --gradients g.safetensors --computed-in bf16
+    python tools/referee.py --model Mixtral --batch b.npz --gradients g.safetensors -- --moe-aux-loss-coeff 1e-2
+
+The model is a Hugging Face folder, a checkpoint of pretrain_gpt.py or a torch_dist checkpoint of Megatron-LM. It runs
+forward and backward here in fp64 in one process, and again in the number format of the other program: a gradient may be
+four times as far from fp64 as this program's own. For each gradient that is farther, in the order of the backward pass,
+the table says what the difference looks like: a factor such as 1/2 of an axis that was averaged twice, a sum over an
+axis that is missing, one shard or expert, swapped or transposed blocks.
+
+The batch is an .npz with `tokens` and `labels` [samples, s], where label i follows token i, and perhaps `loss_mask`; or
+with `input_ids` and perhaps `labels` as transformers takes them, with -100 for labels that do not count. The loss is
+the mean over all labels that count. Gradients are a .safetensors file, by the names of transformers or of this program,
+or a folder in a format of checkpoints with gradients in the place of weights. Flags of pretrain_gpt.py after `--` say
+what the configuration of the model leaves open. Exit code 0: equal; 1: a difference; 2: wrong input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
+
+from megatron.extensions.interop.conversion.convert import Input
+from megatron.extensions.interop.conversion.formats import Options
+from megatron.testing.referee.dumps import open_dump
+from megatron.testing.referee.judgement import Judgement, judgement_of
+from megatron.testing.referee.reference import Batch, Model
+
+from .common import add_extension_flag, parted, run_tool, tool_parser
+
+FORMATS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    own, flags = parted(argv)
+    args = build_parser(own).parse_args(own)
+    source, batch = Input.at(args.model).open(Options()), Batch.read(args.batch)
+    dump = open_dump(args.gradients, source)
+    computed_in = args.computed_in or FORMATS[str(dump.dtype).removeprefix("torch.")]
+    found = judgement_of(Model(source, computed_in, tuple(flags)), batch, dump, args.loss)
+    print_table(found, args.all)
+    print(*found.summary(), sep="\n")
+    if args.json is not None:
+        args.json.write_text(json.dumps(record_of(found), indent=1))
+    return 0 if found.equal else 1
+
+
+def print_table(found: Judgement, every: bool) -> None:
+    """Prints the gradients that differ, or every one, in the order of the backward pass."""
+    shown = {name: verdict for name, verdict in found.rows.items() if every or not verdict.equal}
+    if not shown:
+        return
+    width = max(map(len, shown))
+    print(f"{'gradient':<{width}}  difference   allowed  looks like")
+    for name, verdict in shown.items():
+        print(f"{name:<{width}}  {verdict.difference:>10.2e}  {verdict.allowed:>8.1e}  {verdict.cause or 'equal'}")
+
+
+def record_of(found: Judgement) -> dict[str, object]:
+    """The judgement as JSON."""
+    return {
+        "equal": found.equal,
+        "loss": found.loss,
+        "found_loss": found.found_loss,
+        "first": found.first,
+        "gradients": {name: vars(verdict) for name, verdict in found.rows.items()},
+        "missing": found.missing,
+    }
+
+
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = tool_parser(__doc__)
+    add_extension_flag(parser, argv)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="folder of the model")
+    add("--batch", type=Path, required=True, help=".npz of the samples")
+    add("--gradients", type=Path, required=True, help=".safetensors, or a folder, of what the other program computed")
+    add("--loss", type=float, help="the other program's mean loss, in nats")
+    add(
+        "--computed-in",
+        choices=list(FORMATS.values()),
+        help="number format in which it computed (default: that of the gradients)",
+    )
+    add("--all", action="store_true", help="print equal gradients too")
+    add("--json", type=Path, help="write the judgement to this file")
+    return parser
+
+
+if __name__ == "__main__":
+    run_tool(main)
