@@ -34,6 +34,7 @@ DEV = [
     "proselint",
     "mkdocs-material",
     "build",
+    "scipy",
 ]
 
 COMMANDS = sorted(
@@ -90,6 +91,7 @@ setup(
         "metrics": ["prometheus_client>=0.20"],
         "docs": ["mkdocs-material>=9.5"],
         "plot": ["matplotlib>=3.8"],
+        "ladder": ["scipy>=1.11", "matplotlib>=3.8"],
         "serve": ["fastapi>=0.115", "uvicorn>=0.30"],
         "gigatoken": ["gigatoken>=0.10"],
         "lm-eval": ["lm_eval"],

@@ -30,10 +30,9 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.extensions.optim.mup.flags import MupFlags
-from megatron.extensions.optim.mup.widths import WIDTHS, given_widths
+from megatron.extensions.optim.mup.widths import scaled_widths
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.flags import named_value, with_named
+from megatron.training.config.flags import with_named
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 
@@ -104,11 +103,7 @@ def config_of(flags: Sequence[str], **sizes: int) -> RunConfig:
     """The resolved configuration of a size. Raises ValueError with every problem."""
     config = parse_args([*MODEL.split(), *flags])
     if (width := sizes.get("hidden_size")) is not None:
-        stay = given_widths(config.model.options(MupFlags))
-        given = {name: named_value(config, name) for name in WIDTHS if name not in stay}
-        old = config.model.hidden_size
-        scaled = {name: value * width // old for name, value in given.items() if isinstance(value, int)}
-        config = with_named(config, scaled)
+        config = with_named(config, {name: int(value) for name, value in scaled_widths(config, width).items()})
     config = with_named(config, dict(sizes))
     refuse([str(problem) for problem in validate(config, 1) if not problem.harmless])
     return resolve(config, 1)

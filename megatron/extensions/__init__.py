@@ -76,6 +76,11 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         needs=("optimizers",),
     ),
     BuiltIn("optim/schedules", "learning rates of several pieces, and decayed branches of a run"),
+    BuiltIn(
+        "plan/ladder",
+        "small runs that predict the loss and the best learning rate of a large one",
+        needs=("mup", "phases", "schedules"),
+    ),
     BuiltIn("operate/checkpoint_cleanup", "deletion of older checkpoints: the newest, every N-th or the best are kept"),
     BuiltIn("operate/object_storage", "checkpoints, metrics and exports on s3://, gs:// and other URLs of fsspec"),
     BuiltIn(

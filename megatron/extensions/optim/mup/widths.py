@@ -44,6 +44,15 @@ def given_widths(options: MupFlags) -> dict[str, int]:
     return found
 
 
+def scaled_widths(c: RunConfig, hidden_size: int) -> dict[str, Fraction]:
+    """Field -> value at another hidden size, of the widths that are given and not in --mup-base-widths."""
+    stay = given_widths(c.model.options(MupFlags))
+    values = {field: named_value(c, field) for field in WIDTHS if field not in stay}
+    return {
+        field: Fraction(now * hidden_size, c.model.hidden_size) for field, now in values.items() if type(now) is int
+    }
+
+
 def base_sizes(c: RunConfig) -> dict[str, int]:
     """Field -> value in the base model. Raises ValueError if a width is no whole number there."""
     own = c.model.options(MupFlags)

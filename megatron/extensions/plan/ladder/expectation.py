@@ -1,0 +1,62 @@
+"""What a run reads of a ladder's prediction: the curve of its validation loss, with a band. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A predicted loss, and the bounds of its band."""
+
+    tokens: float
+    loss: float
+    low: float
+    high: float
+
+    def between(self, later: Expected, tokens: float) -> Expected:
+        """The prediction between this one and a later one, linear in log(tokens)."""
+        share = math.log(tokens / self.tokens) / math.log(later.tokens / self.tokens)
+        values = ((getattr(self, name), getattr(later, name)) for name in ("loss", "low", "high"))
+        return Expected(tokens, *(one + share * (two - one) for one, two in values))
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """The predicted curve of a run."""
+
+    hidden_size: int
+    num_layers: int
+    tokens: int
+    curve: Sequence[Expected]
+
+    def at(self, tokens: float) -> Expected | None:
+        """The prediction after a number of tokens; None before the first one, and after the last."""
+        place = bisect_left([point.tokens for point in self.curve], tokens * (1 - 1e-9))
+        if place == len(self.curve) or (place == 0 and tokens < self.curve[0].tokens * (1 - 1e-9)):
+            return None
+        point = self.curve[place]
+        return point if math.isclose(point.tokens, tokens) else self.curve[place - 1].between(point, tokens)
+
+
+def read_expectation(path: str | Path) -> Expectation:
+    """Reads ladder.json. Raises ValueError if it is another file, OSError if there is none."""
+    try:
+        found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        target = found["target"]
+        curve = [
+            Expected(*(float(point[name]) for name in ("tokens", "loss", "low", "high"))) for point in found["curve"]
+        ]
+        if found["schema"] != SCHEMA or not curve or not all(point.tokens > 0 for point in curve):
+            raise ValueError
+        return Expectation(int(target["hidden_size"]), int(target["num_layers"]), int(target["tokens"]), curve)
+    except (ValueError, LookupError, TypeError):
+        raise ValueError("holds no prediction of a ladder") from None

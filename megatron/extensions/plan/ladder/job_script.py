@@ -1,0 +1,29 @@
+"""A SLURM array with a task for each rung. No torch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+SCRIPT = "ladder.sbatch"
+RUNG = "<rung>"
+"""Stands for the number of a rung in a command."""
+
+
+def job_script(folder: Path, rungs: int, options: Sequence[str], command: Sequence[str]) -> str:
+    """An sbatch script. `command` runs the rung whose number is in place of `RUNG`, and can run again: a task that is
+    put back into the queue, or the array submitted again, resumes its rungs."""
+    lines = [
+        "#!/usr/bin/env bash",
+        f"#SBATCH --job-name=ladder-{folder.name}",
+        f"#SBATCH --array=0-{rungs - 1}",
+        f"#SBATCH --output={folder / 'slurm-%A_%a.log'}",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=B:TERM@240",
+        *(f"#SBATCH {option}" for option in options),
+        "set -euo pipefail",
+        "exec " + " ".join('"$SLURM_ARRAY_TASK_ID"' if word == RUNG else shlex.quote(word) for word in command),
+    ]
+    return "\n".join(lines) + "\n"

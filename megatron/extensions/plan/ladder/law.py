@@ -1,0 +1,174 @@
+"""Scaling laws of losses: L(N, D) = E + A N^-a + B D^-b (arXiv 2203.15556), fitted to finished runs. Needs scipy.
+
+As there, the Huber loss of differences of log(L) is minimized, from many starts. Runs with one ratio of tokens to
+parameters do not tell A from B. The law along them is L(C) = E + A C^-a, with the compute C = 6 N D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+HUBER = 1e-3
+"""Differences of log(L) up to which the loss is quadratic, as in section D.2 of arXiv 2203.15556."""
+
+NOISE = 0.002
+"""Least relative standard deviation of a loss that intervals assume: what another seed changes in small models."""
+
+DRAWS = 200
+"""Fits to losses with other noise, from which intervals follow."""
+
+SHARES = (0.05, 0.95)
+"""Quantiles of these fits that intervals have."""
+
+EXPONENTS = (0.02, 2.0)
+STARTS = (0.1, 0.25, 0.5)
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A finished run."""
+
+    parameters: float
+    """N: active parameters."""
+
+    tokens: float
+    """D"""
+
+    loss: float
+
+    @property
+    def compute(self) -> float:
+        return 6 * self.parameters * self.tokens
+
+
+@dataclass(frozen=True)
+class Law:
+    """A fitted law. Each term is a scale, an exponent and the unit in which its variable counts."""
+
+    floor: float
+    """E"""
+
+    scales: tuple[float, ...]
+    exponents: tuple[float, ...]
+    units: tuple[float, ...]
+    """Geometric means of the variables over the points: A N^-a is scale (N / unit)^-exponent."""
+
+    def __call__(self, point: Point) -> float:
+        """The loss that it predicts for a point, whose own loss does not count."""
+        values = zip(self.scales, variables(point, len(self.scales)), self.units, self.exponents, strict=True)
+        return self.floor + sum(scale * (x / unit) ** -exponent for scale, x, unit, exponent in values)
+
+    def described(self) -> dict[str, float]:
+        """E, A, a, and B, b where the law has them."""
+        names = (("A", "a"), ("B", "b"))
+        found = {"E": self.floor}
+        for (scale, exponent), *values in zip(names, self.scales, self.exponents, self.units, strict=False):
+            found |= {scale: values[0] * values[2] ** values[1], exponent: values[1]}
+        return found
+
+
+def variables(point: Point, terms: int) -> tuple[float, ...]:
+    """What the terms of a law depend on: (C,) or (N, D)."""
+    return (point.compute,) if terms == 1 else (point.parameters, point.tokens)
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a law."""
+
+    terms: int
+    """1: a term of the compute; 2: terms of parameters and of tokens."""
+
+    exponents: tuple[float, ...] | None = None
+    """Those of a law that is known; None to fit them."""
+
+    @property
+    def coefficients(self) -> int:
+        """Number of coefficients to fit."""
+        return 1 + self.terms * (1 if self.exponents else 2)
+
+
+def form_of(points: Sequence[Point]) -> Form:
+    """Two terms if the points tell the effect of N from that of D, and outnumber the five coefficients; else one."""
+    logs = np.log([[point.parameters, point.tokens] for point in points])
+    spread = np.linalg.svd(logs - logs.mean(0), compute_uv=False)
+    return Form(2 if len(points) > 5 and spread[1] > 0.1 * spread[0] else 1)
+
+
+def fit(points: Sequence[Point], form: Form | None = None, start: Law | None = None) -> Law:
+    """The law with the least Huber loss. Raises ValueError for fewer than three points, and without scipy.
+
+    Args:
+        start: Begin there alone, as for losses that differ by noise.
+    """
+    try:
+        from scipy.optimize import least_squares
+    except ImportError:
+        raise ValueError("fits of laws need scipy: pip install 'paritrain[ladder]'") from None
+    if len(points) < 3:
+        raise ValueError(f"{len(points)} finished runs: a law needs at least 3; run more rungs")
+    form = form or form_of(points)
+    terms = form.terms
+    given = np.array([variables(point, terms) for point in points])
+    units = np.exp(np.log(given).mean(0))
+    logs, losses = np.log(given / units), np.array([point.loss for point in points])
+
+    def differences(values: Numbers) -> Numbers:
+        scales, exponents = values[1 : 1 + terms], values[1 + terms :]
+        found: Numbers = np.log(values[0] + (scales * np.exp(-exponents * logs)).sum(1)) - np.log(losses)
+        return found
+
+    least, most = ([bound] * terms for bound in EXPONENTS)
+    if form.exponents is not None:
+        least, most = ([exponent + shift for exponent in form.exponents] for shift in (-1e-7, 1e-7))
+    lowest = np.array([0.0, *[1e-9] * terms, *least])
+    highest = np.array([float(losses.min()), *[float(10 * losses.max())] * terms, *most])
+    found = []
+    for values in _starts(losses, terms) if start is None else [[start.floor, *start.scales, *start.exponents]]:
+        begin = np.clip(values, lowest + 1e-9, highest - 1e-9)
+        found.append(least_squares(differences, begin, bounds=(lowest, highest), loss="huber", f_scale=HUBER))
+    best = [float(value) for value in min(found, key=lambda each: each.cost).x]
+    return Law(best[0], tuple(best[1 : 1 + terms]), tuple(best[1 + terms :]), tuple(map(float, units)))
+
+
+def _starts(losses: Numbers, terms: int) -> list[list[float]]:
+    middle = float(losses.mean())
+    floors = [share * float(losses.min()) for share in (0.1, 0.5, 0.9)]
+    return [
+        [floor, *[(middle - floor) / terms] * terms, *exponents]
+        for floor, *exponents in product(floors, *[STARTS] * terms)
+    ]
+
+
+def deviation(points: Sequence[Point], law: Law, form: Form) -> float:
+    """Relative standard deviation of the points' losses from a law, at least `NOISE`."""
+    squares = [float(np.log(point.loss / law(point))) ** 2 for point in points]
+    freedom = len(points) - form.coefficients
+    return max(NOISE, (sum(squares) / freedom) ** 0.5) if freedom > 0 else NOISE
+
+
+def drawn(points: Sequence[Point], law: Law, form: Form, draws: int = DRAWS) -> list[Law]:
+    """Laws fitted to the law's own losses with other noise: a parametric bootstrap, since few points cannot be
+    resampled."""
+    random, spread = np.random.default_rng(1), deviation(points, law, form)
+    found = []
+    for noise in random.normal(0.0, spread, (draws, len(points))):
+        changed = [
+            Point(point.parameters, point.tokens, law(point) * float(np.exp(each)))
+            for point, each in zip(points, noise, strict=True)
+        ]
+        found.append(fit(changed, form, law))
+    return found
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The bounds between which `SHARES` of the values lie."""
+    low, high = np.quantile(values, SHARES)
+    return float(low), float(high)

@@ -1,0 +1,103 @@
+"""What the runs of a ladder have reached: validation losses from their metrics.jsonl. No torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.path_kind import METRICS_FILE
+from megatron.extensions.plan.ladder.law import Point
+from megatron.extensions.plan.ladder.rungs import Ladder, Rung, Size
+
+TABLE = "rungs.csv"
+COLUMNS = ("rung", "hidden_size", "num_layers", "parameters", "tokens", "iterations", "lr", "done", "valid_loss")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A rung, and what it has reached."""
+
+    rung: Rung
+    losses: dict[int, float]
+    """Number of the evaluation, from 1 on -> validation loss."""
+
+    evaluations: int
+
+    @property
+    def loss(self) -> float | None:
+        """Of a finished run, the last validation loss."""
+        return self.losses.get(self.evaluations)
+
+    @property
+    def done(self) -> float:
+        """Share of the run that is evaluated."""
+        return max(self.losses, default=0) / self.evaluations
+
+    def point(self, evaluation: int | None = None) -> Point:
+        """Its point of a law: its size, and the loss of an evaluation, by default the last one."""
+        size, number = self.rung.size, evaluation or self.evaluations
+        return Point(size.parameters, size.tokens, self.losses[number])
+
+
+def outcome(ladder: Ladder, rung: Rung, folder: Path) -> Outcome:
+    """Reads what a rung has reached. Where a resumed run has evaluated again, the later loss counts."""
+    interval, last = ladder.interval(rung), ladder.evaluations
+    losses: dict[int, float] = {}
+    for record in _records(folder / rung.name / METRICS_FILE):
+        loss, iteration = record.get("valid_loss"), record.get("iteration")
+        if isinstance(loss, float) and isinstance(iteration, int) and iteration % interval == 0:
+            losses[iteration // interval] = loss
+    return Outcome(rung, {number: loss for number, loss in losses.items() if 1 <= number <= last}, last)
+
+
+def outcomes(ladder: Ladder, folder: Path) -> list[Outcome]:
+    return [outcome(ladder, rung, folder) for rung in ladder.rungs]
+
+
+def _records(path: Path) -> Iterable[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the end of a file that was being written
+        if isinstance(record, dict):
+            yield record
+
+
+def of_law(found: Sequence[Outcome], rate: float) -> list[Outcome]:
+    """The finished run of each size that counts for the law, smallest compute first: the one with the lowest loss if
+    all sizes have several rates, else the one at the target's `rate`."""
+    sizes: dict[Size, list[Outcome]] = {}
+    for each in found:
+        if each.loss is not None:
+            sizes.setdefault(each.rung.size, []).append(each)
+    swept = all(len(runs) > 1 for runs in sizes.values())
+
+    def order(each: Outcome) -> tuple[bool, float]:
+        assert each.loss is not None
+        return not swept and each.rung.rate != rate, each.loss
+
+    return sorted((min(runs, key=order) for runs in sizes.values()), key=lambda each: each.rung.size.compute)
+
+
+def table(found: Sequence[Outcome]) -> str:
+    """One line for each rung, as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for each in found:
+        size = each.rung.size
+        last = max(each.losses, default=0)
+        loss = f"{each.losses[last]:.6f}" if last else ""
+        values = (size.hidden_size, size.num_layers, size.parameters, size.tokens, size.iterations)
+        writer.writerow([each.rung.name, *values, f"{each.rung.rate:g}", f"{each.done:.0%}", loss])
+    return text.getvalue()

@@ -1,0 +1,177 @@
+"""The prediction of a ladder: the target's loss, its curve and its best rate, and what is not known about them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.extensions.optim.mup.flags import MupFlags
+from megatron.extensions.plan.ladder.best_rate import BestRate, rate_of_target
+from megatron.extensions.plan.ladder.expectation import SCHEMA
+from megatron.extensions.plan.ladder.law import DRAWS, Form, Law, Point, deviation, drawn, fit, form_of, interval
+from megatron.extensions.plan.ladder.outcome import Outcome, of_law
+from megatron.extensions.plan.ladder.rungs import Ladder
+
+CURVE_DRAWS = 50
+"""Fits to losses with other noise at each evaluation."""
+
+NORMAL = 1.645
+"""Standard deviations of a normal distribution within which 90 % of the values lie."""
+
+TOO_WIDE = 0.05
+"""Width of an interval, as a share of the loss, beyond which it decides little."""
+
+FAR = 10
+"""Times the compute of the largest rung beyond which intervals are said to be optimistic."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A law, and laws of losses with other noise."""
+
+    points: Sequence[Point]
+    form: Form
+    law: Law
+    others: Sequence[Law]
+
+    @classmethod
+    def of(cls, points: Sequence[Point], form: Form, draws: int = DRAWS) -> Fitted:
+        law = fit(points, form)
+        return cls(points, form, law, drawn(points, law, form, draws))
+
+    def at(self, point: Point) -> dict[str, float]:
+        """The predicted loss with its interval."""
+        low, high = interval([law(point) for law in self.others])
+        loss = self.law(point)
+        return {"loss": loss, "low": min(low, loss), "high": max(high, loss)}
+
+    def coefficients(self) -> dict[str, list[float]]:
+        """Name -> [value, low, high]."""
+        values = [law.described() for law in self.others]
+        return {
+            name: [value, *interval([each[name] for each in values])] for name, value in self.law.described().items()
+        }
+
+
+def predict(ladder: Ladder, found: Sequence[Outcome], rates: Sequence[BestRate] = ()) -> dict[str, Any]:
+    """The content of ladder.json. Raises ValueError if fewer than three sizes are finished.
+
+    Args:
+        rates: Of the sizes that were swept.
+    """
+    best = of_law(found, ladder.target.rate)
+    size = ladder.target.size
+    target = Point(size.parameters, size.tokens, math.nan)
+    points = [each.point() for each in best]
+    final = Fitted.of(points, form_of(points))
+    transfers = ladder.config.options(MupFlags).use_mup
+    return {
+        "schema": SCHEMA,
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "target": {
+            "hidden_size": size.hidden_size,
+            "num_layers": size.num_layers,
+            "parameters": size.parameters,
+            "iterations": size.iterations,
+            "tokens": size.tokens,
+        },
+        "law": {
+            "form": "E + A C^-a" if len(final.law.scales) == 1 else "E + A N^-a + B D^-b",
+            **final.coefficients(),
+            "noise": deviation(final.points, final.law, final.form),
+        },
+        "rungs": [{"name": each.rung.name, "loss": each.loss, "fitted": final.law(each.point())} for each in best],
+        "predicted": final.at(target),
+        "check": _check(final.points, final.form),
+        "curve": _curve(ladder, best, target, final),
+        "rate": _rate(rates, ladder, transfers),
+        "unknown": list(unknown(ladder, final, target, rates)),
+    }
+
+
+def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted) -> list[dict[str, float]]:
+    """The predicted loss at each evaluation, from the losses that the rungs had there. The exponents are those of the
+    final law. Losses vary more while the rate is high, so a band is at least as wide as the errors with which the other
+    rungs predict the largest one, then and later, and wider where the target is farther, in log(compute), from the
+    largest rung than that one from the next."""
+    form = Form(final.form.terms, final.law.exponents)
+    curve: list[dict[str, float]] = []
+    *_, before, largest = sorted(point.compute for point in final.points)
+    reach = max(1.0, math.log(target.compute / largest) / math.log(largest / before))
+    error = 0.0
+    for number in range(ladder.evaluations, 0, -1):
+        points = [each.point(number) for each in best if number in each.losses]
+        last = number == ladder.evaluations
+        found = (final if last or len(points) < 3 else Fitted.of(points, form, CURVE_DRAWS)).at(target)
+        check = None if last else _check(points, form)
+        error = max(error, abs(check["error"]) * reach if check is not None else 0.0)
+        low, high = found["loss"] * (1 - NORMAL * error), found["loss"] * (1 + NORMAL * error)
+        found |= {"low": min(low, found["low"]), "high": max(high, found["high"])}
+        curve.insert(0, {"tokens": target.tokens * number / ladder.evaluations, **found})
+    return curve
+
+
+def _check(points: Sequence[Point], form: Form) -> dict[str, float] | None:
+    """The largest rung's loss as the others predict it; None where they are too few."""
+    *others, last = sorted(points, key=lambda point: point.compute)
+    if len(others) < 3:
+        return None
+    predicted = fit(others, form_of(others) if form.exponents is None else form)(last)
+    return {"predicted": predicted, "measured": last.loss, "error": predicted / last.loss - 1}
+
+
+def _rate(rates: Sequence[BestRate], ladder: Ladder, transfers: bool) -> dict[str, float] | None:
+    found = rate_of_target(rates, ladder.target.size.parameters, transfers)
+    return None if found is None else dict(zip(("best", "low", "high"), found, strict=True))
+
+
+def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRate]) -> Iterator[str]:
+    """What the prediction does not know, a sentence each."""
+    points, law = final.points, final.law
+    coefficients = final.form.coefficients
+    if len(points) <= coefficients:
+        yield f"{len(points)} runs determine {coefficients} coefficients: no run is left to check the law"
+    times = target.compute / max(point.compute for point in points)
+    if times > FAR:
+        yield f"the target has {times:.0f} times the compute of the largest rung: intervals assume that the law holds"
+    if len(law.scales) == 1:
+        yield "the runs do not tell the effect of parameters from that of tokens: the law is one of compute alone"
+        ratios = [point.tokens / point.parameters for point in points]
+        ratio = target.tokens / target.parameters
+        if not 0.7 * min(ratios) <= ratio <= 1.4 * max(ratios):
+            told = f"{min(ratios):.3g} to {max(ratios):.3g}"
+            yield f"the target has {ratio:.3g} tokens per parameter and the rungs {told}: the law is not about it"
+    found = final.at(target)
+    if (width := (found["high"] - found["low"]) / found["loss"]) > TOO_WIDE:
+        yield f"the interval of the loss is {width:.1%} wide: add larger rungs"
+    floor = final.coefficients()["E"]
+    if floor[1] < 0.05 * min(point.loss for point in points):
+        yield f"the curvature is not determined: E, the loss that remains, is {floor[1]:.3g} to {floor[2]:.3g}"
+    if not rates:
+        yield "no size has finished runs at three learning rates or more: the best rate is not known"
+    for rate in rates:
+        if not rate.bracketed:
+            best = f"the best rate, {rate.rate:g}, is the first or last of the sweep"
+            yield f"at {rate.parameters:,.0f} parameters {best}"
+    if rates and not ladder.config.options(MupFlags).use_mup and sum(rate.bracketed for rate in rates) < 3:
+        yield "without muP, the best rate needs three swept sizes: with fewer its trend has no interval"
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """The prediction for people."""
+    target, loss = found["target"], found["predicted"]
+    law = found["law"]
+    names = [name for name in law if name not in ("form", "noise")]
+    values = ", ".join(f"{name} = {law[name][0]:.4g} ({law[name][1]:.4g} to {law[name][2]:.4g})" for name in names)
+    yield f"law: L = {law['form']}, {values}"
+    if (check := found["check"]) is not None:
+        told = f"{check['predicted']:.4f} for the largest rung, which has {check['measured']:.4f}"
+        yield f"check: without it, the other rungs predict {told} ({check['error']:+.2%})"
+    what = f"{target['parameters']:,} parameters, {target['tokens']:,} tokens"
+    yield f"predicted loss of {what}: {loss['loss']:.4f} ({loss['low']:.4f} to {loss['high']:.4f})"
+    if (rate := found["rate"]) is not None:
+        yield f"predicted best learning rate: {rate['best']:.3g} ({rate['low']:.3g} to {rate['high']:.3g})"
+    yield from (f"not known: {each}" for each in found["unknown"])

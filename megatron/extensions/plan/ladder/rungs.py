@@ -1,0 +1,206 @@
+"""The runs of a ladder: a configuration at smaller widths and depths, with its ratio of tokens to parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
+from megatron.extensions.data.phases.flags import BatchScheduleFlags, PhasesConfig
+from megatron.extensions.optim.mup.widths import WIDTHS, scaled_widths
+from megatron.extensions.optim.schedules.flags import ScheduleFlags
+from megatron.extensions.optim.schedules.pieces import absolute
+from megatron.training.config.batch_size import legal_sizes, samples_of_run
+from megatron.training.config.flags import field_table, named_value, with_named
+from megatron.training.config.prepare import load_config
+from megatron.training.config.run_config import RunConfig
+
+UNITS = ("train_iters", "train_samples", "train_tokens")
+LENGTHS = tuple(
+    f"lr_{part}_{unit}"
+    for part, units in (
+        ("warmup", ("iters", "samples", "tokens")),
+        ("decay", ("iters", "samples", "tokens")),
+        ("wsd_decay", ("iters", "samples")),
+    )
+    for unit in units
+)
+"""Fields of the schedule that shrink with the run."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a model and the length of its run."""
+
+    hidden_size: int
+    num_layers: int
+    parameters: int
+    """N: those that a token is multiplied by; an embedding without the output layer's weights does not count."""
+
+    iterations: int
+    tokens: int
+
+    @property
+    def compute(self) -> float:
+        return 6.0 * self.parameters * self.tokens
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A run of the ladder, or its target."""
+
+    size: Size
+    rate: float
+    changes: tuple[tuple[str, object], ...] = ()
+    """(field, value) of the flags in which it differs from the target."""
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        size = self.size
+        return f"h{size.hidden_size}-l{size.num_layers}-t{size.tokens}-r{self.rate:g}"
+
+    def flags(self, folder: Path, interval: int) -> list[str]:
+        """Flags behind those of the target; `interval`: iterations between evaluations."""
+        words = [word for field, value in self.changes for word in (field_table()[field].name, str(value))]
+        place = str(folder / self.name)
+        return [*words, "--eval-interval", str(interval), "--save", place, "--load", place]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The rungs that are asked for."""
+
+    widths: Sequence[int] = ()
+    depths: Sequence[int] = ()
+    ratios: Sequence[float] = ()
+    """Tokens per parameter; none: that of the target."""
+
+    rates: Sequence[float] = ()
+    """Learning rates; none: that of the target."""
+
+    swept: Sequence[int] = ()
+    """Widths that have all rates; none: all widths. The others have the target's rate."""
+
+    evaluations: int = 20
+    """Validations of each run."""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Runs, and the run that they predict."""
+
+    target: Rung
+    config: RunConfig
+    rungs: tuple[Rung, ...]
+    evaluations: int
+
+    def interval(self, rung: Rung) -> int:
+        """Iterations between evaluations of a rung."""
+        return rung.size.iterations // self.evaluations
+
+
+def counted_parameters(model: TransformerConfig) -> int:
+    """N of a model (`Size.parameters`)."""
+    count = count_parameters(model)
+    return active_parameters(model) - (count.embedding if count.output_layer else 0)
+
+
+def build_ladder(flags: Sequence[str], wanted: Wanted) -> Ladder:
+    """The ladder of the run that `flags` describe. Raises ValueError with every problem."""
+    config, problems = load_config(flags)
+    told = [str(problem) for problem in problems if not problem.harmless]
+    told = told or list(_refused(config, wanted))
+    if told:
+        raise ValueError("\n".join(told))
+    assert config.optimizer.lr is not None
+    step = (config.training.global_batch_size or 1) * config.model.seq_length
+    iterations = _iterations(config)
+    size = Size(
+        config.model.hidden_size,
+        config.model.num_layers,
+        counted_parameters(config.model),
+        iterations,
+        iterations * step,
+    )
+    target = Rung(size, config.optimizer.lr)
+    rungs = tuple(dict.fromkeys(_rungs(config, target, wanted, step)))
+    too_large = [rung.name for rung in rungs if rung.size.compute >= size.compute]
+    if too_large:
+        raise ValueError(f"{', '.join(too_large)}: has no less compute than the target; use smaller sizes")
+    return Ladder(target, config, rungs, wanted.evaluations)
+
+
+def _iterations(config: RunConfig) -> int:
+    given = config.training.train_iters
+    return given if given is not None else legal_sizes(config).iterations(samples_of_run(config) or 0)
+
+
+def _refused(config: RunConfig, wanted: Wanted) -> Iterator[str]:
+    if not wanted.widths and not wanted.depths:
+        yield "--widths: give some, or --depths"
+    if wanted.widths and wanted.depths and len(wanted.widths) != len(wanted.depths):
+        yield f"--depths: has {len(wanted.depths)} values and --widths {len(wanted.widths)}; give each width its depth"
+    if _iterations(config) < wanted.evaluations:
+        rule = f"is more than the target's {_iterations(config)} iterations"
+        yield f"--evaluations {wanted.evaluations}: {rule}; lower it"
+    if config.options(BatchScheduleFlags).changes_batches or config.options(PhasesConfig).data_phases is not None:
+        yield "a ladder needs one batch size and one phase; remove --rampup-batch-size and the like, or --data-phases"
+    if config.training.eval_iters == 0 and not config.training.full_validation:
+        yield "--eval-iters 0: a ladder compares validation losses; raise it, or add --full-validation"
+    if (text := config.options(ScheduleFlags).lr_schedule) is not None and (pieces := list(absolute(text))):
+        yield f"--lr-schedule: `{pieces[0]}` does not shrink with the run; give its length in percent"
+    for width in wanted.widths:
+        yield from _uneven(config, width)
+
+
+def _uneven(config: RunConfig, width: int) -> Iterator[str]:
+    for field, value in _widths(config, width).items():
+        if value < 1 or value.denominator != 1:
+            name, here = field_table()[field].name, named_value(config, field)
+            rule = f"{name} {here} is no whole number at this width"
+            yield f"--widths {width}: {rule}; use a multiple of {Fraction(here, config.model.hidden_size).denominator}"
+
+
+def _widths(config: RunConfig, width: int) -> dict[str, Fraction]:
+    """Field -> value at a width, of the widths that the model has: those of layers that it lacks have defaults."""
+    here = count_parameters(config.model)
+
+    def counts(field: str) -> bool:
+        twice = with_named(config, {field: 2 * named_value(config, field)})
+        return field in WIDTHS[:4] or count_parameters(twice.model) != here
+
+    return {field: value for field, value in scaled_widths(config, width).items() if counts(field)}
+
+
+def _rungs(config: RunConfig, target: Rung, wanted: Wanted, step: int) -> Iterator[Rung]:
+    old, depth = config.model.hidden_size, config.model.num_layers
+    widths = wanted.widths or [old] * len(wanted.depths)
+    ratios = wanted.ratios or [target.size.tokens / target.size.parameters]
+    for width, layers in zip(widths, wanted.depths or [depth] * len(widths), strict=True):
+        sizes = {field: int(value) for field, value in _widths(config, width).items()} | {"num_layers": layers}
+        parameters = counted_parameters(with_named(config, sizes).model)
+        rates = wanted.rates if not wanted.swept or width in wanted.swept else ()
+        for ratio in ratios:
+            pieces = max(1, round(ratio * parameters / step / wanted.evaluations))
+            iterations = pieces * wanted.evaluations
+            size = Size(width, layers, parameters, iterations, iterations * step)
+            lengths = _lengths(config, target.size.iterations, iterations)
+            for rate in rates or [target.rate]:
+                yield Rung(size, rate, (*sizes.items(), *lengths.items(), ("lr", rate)))
+
+
+def _lengths(config: RunConfig, before: int, iterations: int) -> dict[str, int]:
+    """Length and schedule of a rung, in the units of the target's."""
+    fields = {field: getattr(config.training, field) for field in UNITS}
+    fields |= {field: getattr(config.optimizer, field) for field in LENGTHS}
+    given = dict(config.given)
+    scaled = {}
+    for field, value in fields.items():
+        value = given.get(field, value)
+        if value:
+            scaled[field] = round(value * iterations / before)
+    return scaled

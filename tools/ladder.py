@@ -1,0 +1,219 @@
+"""Train small models, and predict the loss and the best learning rate of a large one.
+
+    python tools/ladder.py --output runs/ladder --widths 256 384 512 768 -- --config large.yaml
+
+The flags after `--` describe the large run, the target. A rung is the same run at another width and depth, with the
+heads' channels of the target, all other widths in proportion, and the target's ratio of tokens to parameters. Schedules
+shrink with the run. Rungs are trained one after another, each in OUTPUT/NAME. A rung that has finished is not trained
+again, and one that was interrupted resumes from its checkpoint. --sbatch writes a SLURM array instead.
+
+Then a law, L(N, D) = E + A N^-a + B D^-b, is fitted to the last validation losses. OUTPUT gets rungs.csv, a line for
+each rung, and ladder.json, the prediction, for --expect of the large run. Exit code 0: done; 1: a rung failed; 2: wrong
+flags, or too few finished rungs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
+
+from megatron.core.fsync import whole_file
+from megatron.extensions.plan.ladder.best_rate import BestRate
+from megatron.extensions.plan.ladder.job_script import RUNG, SCRIPT, job_script
+from megatron.extensions.plan.ladder.outcome import TABLE, Outcome, outcome, outcomes, table
+
+from .common import add_extension_flag, parted, refuse, refuse_picture, run_tool, too_small, tool_parser
+from .sweep_rates import best_rate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from megatron.extensions.plan.ladder.rungs import Ladder, Rung
+
+PREDICTION = "ladder.json"
+PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
+
+
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = tool_parser(__doc__)
+    add_extension_flag(parser, argv)
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="FOLDER", help="folder of the ladder")
+    add("--widths", type=int, nargs="+", default=[], metavar="N", help="--hidden-size of each rung (default: target's)")
+    add("--depths", type=int, nargs="+", default=[], metavar="N", help="--num-layers of each rung (default: target's)")
+    text = "tokens per parameter, one or more for each size (default: those of the target)"
+    add("--tokens-per-parameter", type=float, nargs="+", default=[], metavar="R", help=text)
+    add("--rates", type=float, nargs="+", default=[], metavar="LR", help="learning rates of each rung (default: --lr)")
+    text = "widths that have all --rates (default: all); the others have --lr"
+    add("--sweep-widths", type=int, nargs="+", default=[], metavar="N", help=text)
+    add("--evaluations", type=int, default=20, metavar="N", help="validations of each run (default: 20)")
+    text = 'starts a rung, in place of this Python; for example "torchrun --nproc-per-node 8"'
+    add("--launcher", type=shlex.split, default=[sys.executable], metavar="COMMAND", help=text)
+    text = f"write {SCRIPT}, a SLURM array with a task for each rung, and train nothing"
+    add("--sbatch", action="store_true", help=text)
+    text = "option of sbatch, such as --sbatch-option=--time=2:00:00; may be given more than once"
+    add("--sbatch-option", action="append", default=[], metavar="OPTION", help=text)
+    add("--print", action="store_true", help="print the commands, or with --sbatch the script, and do nothing")
+    add("--rung", type=int, metavar="N", help="train rung N, from 0 on, and nothing else: a task of the array")
+    add("--fit", action="store_true", help="train nothing: predict from the rungs that have finished")
+    add("--picture", type=Path, metavar="FILE", help="picture of the law and the curves to write")
+    return parser
+
+
+def train(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Trains a rung, or the rest of it. Returns the exit code of the program."""
+    if outcome(ladder, rung, args.output).loss is not None:
+        return 0
+    folder = args.output / rung.name
+    folder.mkdir(parents=True, exist_ok=True)
+    command = rung_command(ladder, rung, args, flags)
+    with open(folder / "screen.log", "a", encoding="utf-8") as screen:
+        process = subprocess.Popen(command, stdout=screen, stderr=subprocess.STDOUT)
+        try:
+            return process.wait()
+        finally:  # this program is ended: the rung saves a checkpoint
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+
+
+def rung_command(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+    extensions = [word for name in args.extension for word in ("--extension", name)]
+    own = rung.flags(args.output, ladder.interval(rung))
+    return [*args.launcher, str(PROGRAM), *extensions, *flags, *own]
+
+
+def train_all(ladder: Ladder, args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+    """Trains the rungs one after another, smallest first. Returns a line for each that failed."""
+    failed = []
+    for number, rung in enumerate(ladder.rungs):
+        print(f"rung {number + 1} of {len(ladder.rungs)}: {rung.name}", flush=True)
+        code = train(ladder, rung, args, flags)
+        found = outcome(ladder, rung, args.output)
+        if found.loss is None:
+            failed.append(f"rung {rung.name} ended with code {code}: see {args.output / rung.name / 'screen.log'}")
+            print(failed[-1], flush=True)
+        else:
+            print(f"  validation loss {found.loss:.4f}", flush=True)
+        write(args.output / TABLE, table(outcomes(ladder, args.output)))
+    return failed
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file that has its whole content whenever it can be seen."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        Path(file).write_text(text, encoding="utf-8")
+
+
+def array_script(ladder: Ladder, args: argparse.Namespace, argv: Sequence[str], flags: Sequence[str]) -> str:
+    """The script of --sbatch. Its tasks run this program with the same flags, of which --rung decides."""
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--rung",
+        RUNG,
+        *(word for word in argv if word != "--print"),
+    ]
+    return job_script(args.output, len(ladder.rungs), args.sbatch_option, [*command, "--", *flags])
+
+
+def swept_rates(found: Sequence[Outcome]) -> list[BestRate]:
+    """The best rate of each size with finished runs at three rates or more."""
+    rates = []
+    for size in dict.fromkeys(each.rung.size for each in found):
+        runs = [each for each in found if each.rung.size == size]
+        curve = {each.rung.rate: each.loss for each in runs if each.loss is not None}
+        if len(curve) >= 3:
+            best = best_rate(curve)
+            rate = min(curve, key=lambda rate: curve[rate]) if best is None else best.rate
+            rates.append(BestRate(size.parameters, rate, bracketed=best is not None))
+    return rates
+
+
+def report(ladder: Ladder, found: Sequence[Outcome], args: argparse.Namespace) -> None:
+    """Predicts, prints, and writes the files."""
+    from megatron.extensions.plan.ladder.prediction import lines, predict
+
+    prediction = predict(ladder, found, swept_rates(found))
+    write(args.output / PREDICTION, json.dumps(prediction, indent=1) + "\n")
+    write(args.output / TABLE, table(found))
+    print("\n".join(lines(prediction)))
+    print(f"wrote {args.output / PREDICTION} and {args.output / TABLE}")
+    if args.picture is not None:
+        from .pictures.drawing import write_picture
+
+        write_picture(picture(prediction, found), args.picture)
+
+
+def picture(prediction: dict[str, Any], found: Sequence[Outcome]) -> Figure:
+    """Last losses over compute on the left, with the target's; loss curves over tokens on the right."""
+    from .pictures.drawing import new_figure
+
+    figure = new_figure(9.6, 3.8)
+    panels = figure.subplots(1, 2)
+    finished = [each for each in found if each.loss is not None]
+    panels[0].plot([each.rung.size.compute for each in finished], [each.loss for each in finished], "o", label="rungs")
+    target, loss = prediction["target"], prediction["predicted"]
+    compute = 6 * target["parameters"] * target["tokens"]
+    bars = [[loss["loss"] - loss["low"]], [loss["high"] - loss["loss"]]]
+    panels[0].errorbar([compute], [loss["loss"]], bars, fmt="s", capsize=4, label="predicted")
+    panels[0].set(title="last validation loss", xlabel="compute 6 N D", xscale="log", yscale="log")
+    for each in found:
+        points = sorted(each.losses.items())
+        tokens = [each.rung.size.tokens * number / each.evaluations for number, _ in points]
+        panels[1].plot(tokens, [value for _, value in points], linewidth=1, label=each.rung.name)
+    curve = prediction["curve"]
+    tokens = [point["tokens"] for point in curve]
+    panels[1].plot(tokens, [point["loss"] for point in curve], "k--", linewidth=1.2, label="predicted")
+    panels[1].fill_between(tokens, *([point[side] for point in curve] for side in ("low", "high")), alpha=0.2)
+    panels[1].set(title="validation loss", xlabel="tokens", xscale="log")
+    for panel in panels:
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize="x-small", frameon=False)
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from megatron.extensions.plan.ladder.rungs import Wanted, build_ladder
+
+    own, flags = parted(argv)
+    args = build_parser(own).parse_args(own)
+    refuse(too_small(args, evaluations=1, rung=0))
+    refuse_picture("--picture", args.picture)
+    wanted = Wanted(
+        args.widths, args.depths, args.tokens_per_parameter, args.rates, args.sweep_widths, args.evaluations
+    )
+    ladder = build_ladder(flags, wanted)
+    if args.rung is not None:
+        if args.rung >= len(ladder.rungs):
+            raise ValueError(f"--rung {args.rung}: the ladder has {len(ladder.rungs)} rungs; the last one is one less")
+        return train(ladder, ladder.rungs[args.rung], args, flags)
+    if args.sbatch:
+        script = array_script(ladder, args, own, flags)
+        if args.print:
+            print(script, end="")
+            return 0
+        write(args.output / SCRIPT, script)
+        print(f"wrote {args.output / SCRIPT}: submit it with sbatch, then run this command with --fit instead")
+        return 0
+    if args.print:
+        print("\n".join(shlex.join(rung_command(ladder, rung, args, flags)) for rung in ladder.rungs))
+        return 0
+    failed = [] if args.fit else train_all(ladder, args, flags)
+    report(ladder, outcomes(ladder, args.output), args)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    run_tool(main)
