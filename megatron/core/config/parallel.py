@@ -65,6 +65,10 @@ HOST_MEMORY = Registry("store in host memory", HostFacts, protocol=HostMemory)
 """
 
 
+def _nowhere(config: ModelParallelConfig) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class UnitFacts:
     """Facts about a store of units."""
@@ -74,6 +78,9 @@ class UnitFacts:
 
     on_host: bool = True
     """Whether it keeps parameters and gradients in host memory, for plans."""
+
+    on_disk: Callable[[ModelParallelConfig], bool] = _nowhere
+    """True if a configuration has that memory, and states', in files."""
 
 
 class UnitStoreClass(Protocol):

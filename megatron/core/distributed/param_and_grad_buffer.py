@@ -73,6 +73,10 @@ class Bucket:
         self._bytes = torch.zeros(self.params.shape, dtype=torch.uint8, device=self.params.device)
         return self._bytes, self._bytes.chunk(self.axis.size)[self.axis.rank]
 
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory for states of its elements that are updated there."""
+        return torch.zeros(numel, dtype=dtype, device="cpu")
+
     def adopt(self, owners: Sequence[nn.Parameter]) -> None:
         """Called when the parameters, its `owners`, have been moved into `params`."""
 

@@ -72,6 +72,12 @@ class Shard:
         self.params_are_main = self.params.dtype == spec.main_dtype
         """True if the parameters have the values of the main parameters, which are not saved then."""
 
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for states, on its device."""
+        if self.on_host:
+            return self.bucket.host_zeros(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
     changes_params_when_loaded = False
     """True if main parameters that were loaded may round parameters in another way."""
 
@@ -122,7 +128,7 @@ class OptimizerShard(Shard):
     def __init__(self, spec: ShardSpec) -> None:
         super().__init__(spec)
         self.aliased = self.params_are_main and not self.on_host
-        self.main = self.params if self.aliased else self.params.to(self.device, spec.main_dtype, copy=True)
+        self.main = self.params if self.aliased else self.zeros(self.numel, spec.main_dtype).copy_(self.params)
         self.main.grad = None if self.on_host else self.grads
         self.states = {state.name: self._zeros(state) for state in spec.states}
         """Those of a fused link."""
@@ -132,7 +138,7 @@ class OptimizerShard(Shard):
     def _zeros(self, state: State) -> Tensor:
         assert not state.scale_block, "states with scales have a store of their own"
         dtype = self.main.dtype if state.dtype is None else getattr(torch, state.dtype)
-        return torch.zeros_like(self.main, dtype=dtype)
+        return self.zeros(self.numel, dtype)
 
     def attach(self, grads: Tensor, params: Tensor) -> None:
         super().attach(grads, params)

@@ -55,6 +55,15 @@ def test_llama_8b_trains_on_a_card_of_24_gb() -> None:
     assert rank.host < 135 * GIB
 
 
+def test_files_take_what_host_memory_does_not() -> None:
+    """Llama 3.1 8B on a host of any size: 18 bytes an element of its matrices are in files."""
+    memory = planned(f"{LLAMA_8B} --offload-weights-folder FOLDER").plan.memory
+    assert memory.disk == 18 * MATRICES and memory.host < 10 * 2**20
+    device, config = read_device("rtx4090"), config_of(f"{LLAMA_8B} --offload-weights-folder FOLDER")
+    slow, fast = (predict_step(config, 1, replace(device, disk_gb_per_second=rate), cache=CACHE) for rate in (3.0, 1e3))
+    assert slow.parts["optimizer"] > 2 * fast.parts["optimizer"] and slow.parts["offload"] > fast.parts["offload"]
+
+
 def test_the_step_of_llama_8b_waits_for_copies_and_for_the_host() -> None:
     device = replace(read_device("rtx4090"), host_gb_per_second=25.0, host_update_gb_per_second=50.0)
     config = config_of(LLAMA_8B)

@@ -25,6 +25,10 @@ AWARE = "--use-precision-aware-optimizer "
 MOMENTS = {name: f"{AWARE}--exp-avg-dtype {name} --exp-avg-sq-dtype {name} " for name in FORMATS}
 
 
+def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype)
+
+
 def test_every_layout_makes_the_same_updates_in_fp8() -> None:
     """Rounding at random included: the bits are those of the element, and no layout cuts a block of scales. The parity
     matrix has states in 16 bits."""
@@ -62,7 +66,7 @@ def test_rounding_is_right_on_average_and_exact_the_second_time(name: str, squar
     torch.manual_seed(1)
     x = torch.randn(640) * torch.randn(640).exp()
     x, key = x.square() if squared else x, x.view(torch.int32)
-    state = StoredState(640, name, torch.float32, torch.device("cpu"), squared)
+    state = StoredState(640, name, torch.float32, zeros, squared)
     mean, spread = torch.zeros(640, dtype=torch.float64), torch.zeros(640, dtype=torch.float64)
     for number in range(400):
         codes, exponents = state.rounded(x, uniform_of(key, 7919 * number))
@@ -74,7 +78,7 @@ def test_rounding_is_right_on_average_and_exact_the_second_time(name: str, squar
     relative, deviation = (mean / x.abs()).sum(), (spread / x.square()).sum().div(400).sqrt()
     assert deviation > 1e-4 and relative.abs() <= 4 * deviation
     values, saved = state.read(*state.tensors(0, 640)).clone(), state.exported().clone()
-    again = StoredState(640, name, torch.float32, torch.device("cpu"), squared)
+    again = StoredState(640, name, torch.float32, zeros, squared)
     again.exported().copy_(saved)
     again.take_up(saved)
     assert torch.equal(again.read(*again.tensors(0, 640)), values)
@@ -82,7 +86,7 @@ def test_rounding_is_right_on_average_and_exact_the_second_time(name: str, squar
 
 def test_a_moment_that_changes_little_does_not_stand_still() -> None:
     """0.99 of a number in fp8 is nearest to itself."""
-    state = StoredState(1280, "fp8", torch.float32, torch.device("cpu"), squared=True)
+    state = StoredState(1280, "fp8", torch.float32, zeros, squared=True)
     key, values = torch.arange(1280, dtype=torch.int32), torch.ones(1280)
     for number in range(100):
         codes, exponents = state.rounded(values, uniform_of(key, 104729 * number))

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.memory.offload.placement import host_ranges, host_slots
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import extension_flags
+from megatron.training.extensions import CALLBACKS, extension_flags
 
 HERE = "megatron.extensions.memory.offload"
 
@@ -95,6 +95,12 @@ class HostWeightFlags:
     """Keep weights and their gradients in host memory, beside the optimizer's states. Layers, embedding and output
     layer are copied to the device ahead of each pass that needs them; gradients leave it behind each backward."""
 
+    offload_weights_folder: str | None = flag(
+        None, path="local", writes="folder", no_effect_without="--offload-weights"
+    )
+    """--offload-weights: keep weights, gradients and states in files of this folder, mapped into memory, where host
+    memory has no room for them: a folder of a fast local disk."""
+
 
 def _layers(config: ModelParallelConfig) -> int:
     options = config.options(ActivationFlags)
@@ -112,10 +118,22 @@ def _fraction(optimizer: OptimizerConfig) -> float:
     return options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
 
 
+def _folder(config: RunConfig) -> str | None:
+    options = config.options(HostWeightFlags)
+    return options.offload_weights_folder if options.offload_weights else None
+
+
 UNIT_STORES.register(
     "host",
     f"{HERE}.streamed_units:HostUnitStore",
     when=lambda config: config.options(HostWeightFlags).offload_weights,
+    on_disk=lambda config: config.options(HostWeightFlags).offload_weights_folder is not None,
+)
+
+CALLBACKS.register(
+    "offload_weights_folder",
+    f"{HERE}.mapped_files:WeightsFolder",
+    when=lambda config: _folder(config) is not None,
 )
 
 HOST_MEMORY.register(

@@ -43,7 +43,9 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.recompute import computing_again
+from megatron.extensions.memory.offload.flags import HostWeightFlags
 from megatron.extensions.memory.offload.host_update import CopyQueue
+from megatron.extensions.memory.offload.mapped_files import MappedFiles
 from megatron.extensions.memory.offload.page_locked import host_zeros
 
 ALONE = Axis()
@@ -70,8 +72,12 @@ class HostUnitStore(ShardedUnits):
     def __init__(self, config: ModelParallelConfig, device: torch.device) -> None:
         self.device = torch.device(device)
         self.to_host, self.to_device = CopyQueue(self.device), CopyQueue(self.device)
+        folder = config.options(HostWeightFlags).offload_weights_folder
+        self.files = None if folder is None else MappedFiles(folder)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.files is not None:
+            return self.files.zeros(numel, dtype)
         return host_zeros(numel, dtype, pinned=device.type == "cuda")
 
     def bucket(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> Bucket:
@@ -121,6 +127,10 @@ class StreamedBucket(UnitBucket):
         self._coming: Pending | None = None
         self._leaving: Pending | None = None
         super().__init__(layout, buffer)
+
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        files = self.store.files
+        return super().host_zeros(numel, dtype) if files is None else files.zeros(numel, dtype)
 
     def start_gather(self) -> None:
         if not self.whole_params:

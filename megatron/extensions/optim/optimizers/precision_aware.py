@@ -74,13 +74,19 @@ class StoredState:
     """
 
     def __init__(
-        self, numel: int, name: str, main_dtype: torch.dtype, device: torch.device, squared: bool = False
+        self,
+        numel: int,
+        name: str,
+        main_dtype: torch.dtype,
+        zeros: Callable[[int, torch.dtype], Tensor],
+        squared: bool = False,
     ) -> None:
+        """`zeros` makes its tensors."""
         self.format, self.squared = FORMATS[name], squared and FORMATS[name].scaled
         dtype = main_dtype if name == "fp32" else self.format.dtype
-        self.codes = torch.zeros(numel, dtype=dtype, device=device)
+        self.codes = zeros(numel, dtype)
         blocks = numel // SCALE_BLOCK if self.format.scaled else 0
-        self.exponents = torch.full((blocks,), SMALLEST, dtype=torch.int8, device=device)
+        self.exponents = zeros(blocks, torch.int8).fill_(SMALLEST)
         self.rounds = name != "fp32"
 
     @property
@@ -206,19 +212,18 @@ class PackedShard(Shard):
         config, main_dtype = spec.config, spec.main_dtype
         params = self.params
         numel = self.numel
-        device = self.device
         names = str(params.dtype).removeprefix("torch."), str(main_dtype).removeprefix("torch.")
         plan, options = config.state_plan, config.options(PrecisionAwareFlags)
         self.kind = plan.main_kind(config, *names, on_host=self.on_host)
         self.as_remainders = plan.main_kind(config, *names) == "remainders"
         """True if parameters are rounded as beside remainders, ties away from zero, wherever states lie."""
-        self.remainders = torch.zeros(numel if self.kind == "remainders" else 0, dtype=torch.int16, device=device)
+        self.remainders = self.zeros(numel if self.kind == "remainders" else 0, torch.int16)
         stored = {"stored": numel, "fp16": numel}.get(self.kind, 0)
         name = "fp16" if self.kind == "fp16" else "fp32"
-        self.main = StoredState(stored, name, main_dtype, device)
-        self.exp_avg = StoredState(numel, options.exp_avg_dtype, main_dtype, device)
-        self.exp_avg_sq = StoredState(numel, options.exp_avg_sq_dtype, main_dtype, device, squared=True)
-        self.take_up({MAIN_PARAM: params.to(device, main_dtype)})
+        self.main = StoredState(stored, name, main_dtype, self.zeros)
+        self.exp_avg = StoredState(numel, options.exp_avg_dtype, main_dtype, self.zeros)
+        self.exp_avg_sq = StoredState(numel, options.exp_avg_sq_dtype, main_dtype, self.zeros, squared=True)
+        self.take_up({MAIN_PARAM: params.to(self.device, main_dtype)})
 
     def write_params(self) -> None:
         """Nothing: an update writes them with the main parameters."""

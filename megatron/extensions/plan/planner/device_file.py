@@ -161,6 +161,9 @@ class DeviceFile:
     """Rate at which the host's processor reads and writes its memory while it updates states there, all of a rank's
     cores together; by default that of copies."""
 
+    disk_gb_per_second: Positive = 3.0
+    """Rate at which each device's host reads, and writes, files of a local disk that are mapped into memory."""
+
     host_memory_gib: Positive | None = None
     """The host's memory for each device, which offloaded tensors must fit; None if it is not known."""
 

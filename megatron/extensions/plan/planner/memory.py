@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 
 EMBEDDING = "embedding.word_embeddings"
 
+DEVICE = "device"
+HOST = "host"
+DISK = "disk"
+"""Where units are between passes."""
+
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -66,6 +71,9 @@ class BufferBytes:
 
     host_gradients: int = 0
 
+    disk: int = 0
+    """Of these, and of states of such units, what lies in files."""
+
     rollback: int = 0
     """What updates ahead of the norm keep."""
 
@@ -81,8 +89,8 @@ class BufferBytes:
 
     @property
     def host(self) -> int:
-        """In host memory."""
-        return self.host_states + self.host_slots + self.host_parameters + self.host_gradients
+        """In host memory, without files."""
+        return self.host_states + self.host_slots + self.host_parameters + self.host_gradients - self.disk
 
 
 def buffer_bytes(
@@ -92,13 +100,13 @@ def buffer_bytes(
     optimizer: OptimizerConfig,
     drops_parameters: bool = False,
     of_chain: tuple[int, int] = (0, 0),
-    units_on_host: bool = False,
+    units: str = DEVICE,
 ) -> BufferBytes:
     """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per range of states.
 
     Of buffers `by_unit` what stays counts: whole units come on top. `of_chain` are the bytes of states that chains of
-    transforms keep on the device and on the host beside those in shards, and of states of callbacks. With
-    `units_on_host`, parameters and gradients of these buffers are in host memory.
+    transforms keep on the device and on the host beside those in shards, and of states of callbacks. `units`
+    says where parameters and gradients of these buffers are.
     """
     from megatron.core.optimizer.fused import states_of_shards  # which imports torch
 
@@ -107,17 +115,22 @@ def buffer_bytes(
     gradient = DTYPE_BYTES[optimizer.gradients_dtype or main_dtype]
     ranges, states = place_states(buffers, optimizer), [states_of_shards(optimizer, buffer) for buffer in buffers]
     mains, moments = {False: 0, True: 0}, {False: 0, True: 0}
+    disk = 0
     for place in ranges:
         kind = plan.main_kind(optimizer, params_dtype, main_dtype, place.on_host)
-        mains[place.on_host] += plan.main_bytes(place.numel, kind, main)
-        moments[place.on_host] += sum(state.nbytes(place.numel, main) for state in states[place.buffer])
+        of_main = plan.main_bytes(place.numel, kind, main)
+        others = sum(state.nbytes(place.numel, main) for state in states[place.buffer])
+        mains[place.on_host] += of_main
+        moments[place.on_host] += others
+        disk += of_main + others if units == DISK and place.on_host and buffers[place.buffer].by_unit else 0
     for on_host, size in enumerate(of_chain):
         moments[bool(on_host)] += size
-    of_units = [buffer for buffer in buffers if buffer.by_unit and units_on_host]
+    of_units = [buffer for buffer in buffers if buffer.by_unit and units != DEVICE]
     here = [buffer for buffer in buffers if buffer not in of_units]
     sent = [place.numel for place in ranges if place.on_host and buffers[place.buffer] in here]
     slots, size = optimizer.host_slots(sent)
     rollback = 0
+    kept_of_units = sum(buffer.kept(True) for buffer in of_units)
     parameters = sum(buffer.kept(drops_parameters) for buffer in here) * params
     if (late := late_update(optimizer)) is not None:
         aliased = plan.main_kind(optimizer, params_dtype, main_dtype) == "aliased"
@@ -133,8 +146,9 @@ def buffer_bytes(
         moments=moments[False],
         host_states=mains[True] + moments[True],
         host_slots=slots * size * (gradient + params),
-        host_parameters=sum(buffer.kept(True) for buffer in of_units) * params,
-        host_gradients=sum(buffer.kept(True) for buffer in of_units) * gradient,
+        host_parameters=kept_of_units * params,
+        host_gradients=kept_of_units * gradient,
+        disk=disk + kept_of_units * (params + gradient) if units == DISK else 0,
         rollback=rollback,
     )
 
@@ -191,7 +205,7 @@ def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankS
     on_host = sum(size for name, size in of_callbacks.items() if CALLBACKS.facts(name).stored(config).on_host)
     of_chain = max(device) + sum(of_callbacks.values()) - on_host, max(host) + on_host
     drops = ddp.drops_parameters(parallel)
-    memory = buffer_bytes(buffers, *dtypes, optimizer, drops, of_chain, units_on_host(parallel))
+    memory = buffer_bytes(buffers, *dtypes, optimizer, drops, of_chain, place_of_units(parallel))
     frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta))
     memory = replace(memory, parameters=memory.parameters + frozen * DTYPE_BYTES[parallel.params_dtype])
     elements = sum(prod(shape) for _, shape in shapes)
@@ -208,9 +222,11 @@ def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[Param
     return plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart, unit_ranks)
 
 
-def units_on_host(parallel: ModelParallelConfig) -> bool:
-    """Return whether parameters and gradients of units are kept in host memory."""
-    return parallel.unit_store is not None and UNIT_STORES.facts(parallel.unit_store).on_host
+def place_of_units(parallel: ModelParallelConfig) -> str:
+    """Where parameters and gradients of units are kept between passes: DEVICE, HOST or DISK."""
+    if parallel.unit_store is None or not (facts := UNIT_STORES.facts(parallel.unit_store)).on_host:
+        return DEVICE
+    return DISK if facts.on_disk(parallel) else HOST
 
 
 def callback_bytes(config: RunConfig, buffers: Sequence[BufferLayout]) -> dict[str, int]:
@@ -271,7 +287,7 @@ def _units_in_flight(
         last = buckets[before][-1]
         size = last.stop - last.start
         reduced.append(((wholes[computed] + size) * main, _reduction_bytes(size, last.num_shards, parallel, ddp)))
-    if units_on_host(parallel) and several:
+    if place_of_units(parallel) != DEVICE and several:
         for after, computed, before in zip(backward, backward[1:], backward[2:], strict=False):
             first, last = buckets[after][0], buckets[before][-1]
             size = last.stop - last.start + (first.stop - first.start if first.num_shards == 1 else 0)

@@ -10,11 +10,13 @@ from megatron.core.models.gpt.multi_token import MULTI_TOKEN
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.layout import Stage
 from megatron.extensions.plan.planner.memory import (
+    DEVICE,
+    DISK,
     RankMemory,
     RankStates,
     dtype_of_states,
+    place_of_units,
     states_of_callbacks,
-    units_on_host,
 )
 from megatron.extensions.speed.fp8.flags import Fp8Flags
 from megatron.training.config.batch_size import byte_text, formats_of_states
@@ -89,9 +91,11 @@ def _unit_line(config: RunConfig, plans: Sequence[RankStates]) -> Iterator[str]:
         return
     what = "gradients and parameters" if config.ddp.drops_parameters(config.parallel) else "gradients"
     where = "sharded too"
-    if units_on_host(config.parallel):
+    if (place := place_of_units(config.parallel)) != DEVICE:
         most = max((plan.memory for plan in plans), key=lambda memory: memory.host_parameters)
         where = f"in host memory: at most {most.host_gradients:,} and {most.host_parameters:,} bytes"
+        if place == DISK:
+            where += f", which with their states are {most.disk:,} bytes in files"
     flying = max((plan.in_flight for plan in plans), key=lambda units: units.total)
     yield (
         f"matrices' {what} {where}; whole units count as working: at most {flying.parameters:,} bytes of "

@@ -22,7 +22,15 @@ from megatron.core.tensor_parallel.linear_formats import gathered_format, linear
 from megatron.extensions.plan.planner.device_file import DeviceFile
 from megatron.extensions.plan.planner.fake_stage import PlannerCache
 from megatron.extensions.plan.planner.flops import model_flops
-from megatron.extensions.plan.planner.memory import DTYPE_BYTES, RankStates, local_shape, states_of_rank, units_on_host
+from megatron.extensions.plan.planner.memory import (
+    DEVICE,
+    DISK,
+    DTYPE_BYTES,
+    RankStates,
+    local_shape,
+    place_of_units,
+    states_of_rank,
+)
 from megatron.extensions.plan.planner.micro_batch import MicroBatch
 from megatron.extensions.plan.planner.time.events import Collective, Event, PassEvents
 from megatron.extensions.plan.planner.time.pipeline import Schedule
@@ -159,7 +167,7 @@ class Step:
         stages = pipeline_stages(config.model, config.parallel)
         parts_of_stages = self.cache.parts_of(self.batch, stages)
         times = [self._stage(parts) for parts in parts_of_stages]
-        if units_on_host(config.parallel):
+        if place_of_units(config.parallel) != DEVICE:
             for each in zip(times, parts_of_stages, stages, strict=True):
                 self._add_weight_copies(*each)
         costs = self._costs(times)
@@ -246,6 +254,8 @@ class Step:
             for part in parts
         ]
         elements, rate = streamed_elements(self.config, self.dims, stage), self.device.host_gb_per_second
+        if place_of_units(self.config.parallel) == DISK:
+            rate = min(rate, self.device.disk_gb_per_second)
         forward, backward = copies_beside(self.config, elements, seconds, self.microbatches > 1, rate)
         times.forward.spend("offload", forward)
         times.backward.spend("offload", backward)
@@ -391,4 +401,7 @@ class Step:
         # On the host sums of gradients are read for their norm, scaled in place, and read for the update.
         here = 2 * memory.host_states + memory.host_parameters + 4 * memory.host_gradients
         seconds = moved / device.copy_tb_per_second / 1e12 + 2 * memory.host_slots / device.host_gb_per_second / 1e9
-        return seconds + here / (device.host_update_gb_per_second or device.host_gb_per_second) / 1e9
+        rate = device.host_update_gb_per_second or device.host_gb_per_second
+        if place_of_units(self.config.parallel) == DISK:
+            rate = min(rate, device.disk_gb_per_second)
+        return seconds + here / rate / 1e9

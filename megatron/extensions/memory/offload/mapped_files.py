@@ -1,0 +1,104 @@
+"""Weights, gradients and states in files that are mapped into memory (--offload-weights-folder).
+
+The host's memory is then a cache of a disk: the system reads and writes pages as they are used. A file has no name once
+it is mapped, so that its space is free again when the run ends, however it ends. Space is reserved when a file is
+made: a page that finds no room on the disk later would end the process without a message.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import gather_objects
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.dist_checkpointing.state_dict import tagged_parameters
+from megatron.core.distributed.param_layout import BufferLayout, place_states, plan_buffers
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.fused import states_of_shards
+from megatron.core.parallel_state import Axis
+from megatron.extensions.memory.offload.flags import HostWeightFlags
+from megatron.training.config.batch_size import byte_text
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback
+from megatron.training.initialize import Runtime
+
+NAME = "--offload-weights-folder"
+
+
+class MappedFiles:
+    """Makes tensors in files of a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        Path(folder).mkdir(parents=True, exist_ok=True)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros in a file of their own. Raises ValueError if there is no room for it."""
+        if not (nbytes := numel * dtype.itemsize):
+            return torch.zeros(0, dtype=dtype)
+        descriptor, name = tempfile.mkstemp(prefix=".weights-", dir=self.folder)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+            return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8).view(dtype)
+        except OSError as error:
+            rule = f"{byte_text(nbytes)} more cannot be reserved ({error.strerror})"
+            raise ValueError(f"{NAME} {self.folder}: {rule}; free space, or name a folder of another disk") from None
+        finally:
+            os.close(descriptor)
+            os.unlink(name)
+
+
+class WeightsFolder(Callback):
+    """Checks, before anything is taken, that a disk has room for what all ranks of its node keep there."""
+
+    def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
+        folder = config.options(HostWeightFlags).offload_weights_folder
+        assert folder is not None
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        state = runtime.state
+        params = [
+            (meta, tuple(param.shape)) for meta, param in tagged_parameters(stages.values()) if param.requires_grad
+        ]
+        sizes = state.shard_axis("dp_cp").size, state.shard_axis("expt_dp").size
+        optimizer = config.optimizer
+        layouts = plan_buffers(params, *sizes, group_of=optimizer.group_of, unit_ranks=1)
+        main = getattr(torch, config.parallel.main_dtype)
+        needed = bytes_of_units(layouts, optimizer, getattr(torch, config.parallel.params_dtype), main)
+        check_room(folder, needed, state.world)
+
+
+def bytes_of_units(
+    layouts: tuple[BufferLayout, ...], optimizer: OptimizerConfig, params: torch.dtype, main: torch.dtype
+) -> int:
+    """Bytes that a rank keeps of matrices, their gradients and their states."""
+    names = str(params).removeprefix("torch."), str(main).removeprefix("torch.")
+    gradient = getattr(torch, optimizer.gradients_dtype) if optimizer.gradients_dtype else main
+    kind = optimizer.state_plan.main_kind(optimizer, *names, on_host=True)
+    found = sum(layout.kept(True) * (params.itemsize + gradient.itemsize) for layout in layouts if layout.by_unit)
+    for place in place_states(layouts, optimizer):
+        if (layout := layouts[place.buffer]).by_unit:
+            states = states_of_shards(optimizer, layout)
+            found += optimizer.state_plan.main_bytes(place.numel, kind, main.itemsize)
+            found += sum(state.nbytes(place.numel, main.itemsize) for state in states)
+    return found
+
+
+def check_room(folder: str, needed: int, world: Axis) -> None:
+    """Raises ValueError, on every rank, if a disk has less room than all ranks that write there need."""
+    disk = socket.gethostname(), os.stat(folder).st_dev
+    asked: dict[tuple[str, int], list[int]] = {}
+    for place, nbytes, free in gather_objects((disk, needed, shutil.disk_usage(folder).free), world):
+        total = asked.setdefault(place, [0, free])
+        asked[place] = [total[0] + nbytes, min(total[1], free)]
+    for (host, _), (nbytes, free) in asked.items():
+        if nbytes > free:
+            rule = f"{byte_text(nbytes)} are needed for weights, gradients and states, and {host} has {byte_text(free)}"
+            raise ValueError(f"{NAME} {folder}: {rule}; free space, or name a folder of another disk")
