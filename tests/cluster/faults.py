@@ -230,7 +230,7 @@ def strike_all(faults: Sequence[tuple[Fault, int]], args: argparse.Namespace) ->
     folder, moments, (first, _) = Path(tempfile.mkdtemp(prefix="host-faults-")), random.Random(args.seed), faults[0]
     with hosts(args.hosts, RATE) as box:
         environ = {"PACE": args.pace, "HOLD": first.hold, "HELD": str(folder / "held")}
-        run = Run(box, args.ranks, folder, ["--tp", str(args.tp)], environ)
+        run = Run(box, args.ranks, folder, ["--tp", str(args.tp), *args.flags.split()], environ)
         for host in range(args.hosts):
             run.start(host)
         if first.early:
@@ -257,6 +257,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="ranks on each host")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--flags", default="", help="further flags of the run, as one text: '--peer-copies 1'")
     parser.add_argument("--pace", default="0.2", help="seconds that each step sleeps")
     args = parser.parse_args()
     if reason := missing():

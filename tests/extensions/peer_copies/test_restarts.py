@@ -79,6 +79,17 @@ def test_a_rank_that_hangs_is_ended_when_another_fails(monkeypatch: pytest.Monke
     assert codes_of(3, attempt) == [75] * 3
 
 
+def test_a_rank_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "STOPPED", 0.2)
+
+    def attempt(rank: int, number: int) -> int:
+        if number == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return 75
+
+    assert codes_of(1, attempt) == [75]
+
+
 def test_without_all_parents_the_launcher_decides(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,9 +19,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
@@ -45,6 +47,9 @@ ASK = 0.4
 
 GRACE = 8.0
 """Seconds in which a child ends by itself after another rank has failed."""
+
+STOPPED = 6.0
+"""Seconds for which a child may be stopped (SIGSTOP) while its parent runs."""
 
 ROLL = 30.0
 """Seconds in which all parents come to a start."""
@@ -163,6 +168,12 @@ class Kept:
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if pid else None
 
+    def is_stopped(self) -> bool:
+        """Return whether a signal has stopped it."""
+        with suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
     def signal(self, number: int) -> None:
         """Sends it a signal; it may have ended."""
         os.kill(self.pid, number)
@@ -214,11 +225,13 @@ def _one_start(child: Kept, parents: Parents, number: int) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         ask_at, end_at = time.monotonic(), float("inf")
+        ran_at = ask_at
         while (code := child.ended()) is None:
             now = time.monotonic()
-            if now > end_at:
+            ran_at = ran_at if child.is_stopped() else now
+            if now > min(end_at, ran_at + STOPPED):
                 child.signal(signal.SIGKILL)
-                end_at = float("inf")
+                end_at = ran_at = float("inf")
             if now > ask_at and end_at == float("inf"):
                 ask_at = now + ASK
                 try:

@@ -134,7 +134,8 @@ class Slot:
         self.path, self.nbytes = path, nbytes
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            if nbytes:
+            os.ftruncate(file, nbytes)
+            if nbytes:  # refused here rather than by a signal when the memory is written
                 os.posix_fallocate(file, 0, nbytes)
             self.memory = mmap.mmap(file, nbytes) if nbytes else mmap.mmap(-1, 1)
         finally:
