@@ -13,12 +13,14 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import region
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import HARDWARE
+from megatron.extensions.mixers.linear_attention.gated_delta_rule import Chunks
 from megatron.extensions.mixers.mamba.flags import MambaFlags, group_channels, num_heads
 from megatron.extensions.mixers.mamba.mamba2 import gated_group_norm, mamba_operands
-from megatron.extensions.mixers.mamba.ssd import ssd_chunks, ssd_steps
+from megatron.extensions.mixers.mamba.ssd import operands_in_chunks, ssd_chunks, ssd_of_chunks, ssd_steps
 from megatron.extensions.plan.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
-from tests.extensions.recurrences import check_chunks, check_strong_decay
+from tests.extensions.recurrences import check_chunks, check_strong_decay, documents, weighted
 from tests.gpt_cases import FP64, model_of
 from tests.pure.test_regions import check_region, compiles
 
@@ -47,11 +49,46 @@ def test_strong_decay_is_no_overflow() -> None:
     check_strong_decay(ssd_chunks, ssd_steps, operands(64, torch.float32, decay=40.0))
 
 
-def test_sixteen_bits_are_computed_in_fp32() -> None:
-    rounded = [x.detach().bfloat16() for x in operands(20)[:-1]]
+def test_fp16_is_computed_in_fp32() -> None:
+    rounded = [x.detach().half() for x in operands(20)[:-1]]
     found = ssd_chunks(*rounded)
     assert {x.dtype for x in found} == {torch.float32}
     torch.testing.assert_close(found, ssd_chunks(*(x.float() for x in rounded)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("decay", [0.02, 0.5])
+def test_products_in_bf16_are_within_their_stated_error(decay: float, packed: bool) -> None:
+    """Outputs are off from fp64's by ((1 + u)^3 - 1) Y*, states by u S*, with Y* and S* of absolute values, beside the
+    roundings of fp32, and gradients by three roundings of their norm."""
+    length, unit = 150, 2.0**-8
+    rounded = [x.detach().bfloat16() for x in operands(length, decay=decay)[:-1]]
+    rounded[1:3] = (x.float() for x in rounded[1:3])  # dt and a, as the mixer has them
+    number = documents(length) if packed else None
+    own = [x.clone().requires_grad_() for x in rounded]
+    exact = [x.double().requires_grad_() for x in rounded]
+    largest = [x.double() if place in (1, 2) else x.double().abs() for place, x in enumerate(rounded)]
+    found = ssd_chunks(*own, number, None, Chunks(64))
+    expected, bounds = (ssd_steps(*tensors, number) for tensors in (exact, largest))
+    assert {x.dtype for x in found} == {torch.float32}
+    for one, right, most, bound in zip(found, expected, bounds, ((1 + unit) ** 3 - 1, unit), strict=True):
+        error = (one - right).abs()
+        assert (error <= (bound + 2.0**-16) * most).all()
+        assert error.max() > 2.0**-13 * right.abs().mean(), "nothing was rounded"
+    grads = [torch.autograd.grad(weighted(results), tensors) for results, tensors in ((found, own), (expected, exact))]
+    for name, grad, right in zip(("x", "dt", "a", "B", "C"), *grads, strict=True):
+        assert (grad - right).norm() <= 3 * unit * right.norm(), name
+
+
+def test_a_tokens_own_input_is_added_with_its_factor() -> None:
+    *tokens, state = operands(53)
+    direct = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    found, _ = ssd_of_chunks(operands_in_chunks(*tokens, 16), None, state, HARDWARE, direct, torch.float64)
+    found = found[:53]
+    expected = ssd_steps(*tokens, None, state)[0] + direct[:, None] * tokens[0]
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    grads = [torch.autograd.grad(weighted((y,)), [*tokens, direct]) for y in (found, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
 
 
 def test_initial_values() -> None:

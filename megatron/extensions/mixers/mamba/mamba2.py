@@ -11,6 +11,8 @@ and scans whole sequences of its heads, so documents and chunks are those of one
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,7 +34,7 @@ from megatron.extensions.mixers.linear_attention.gated_delta_net import (
 )
 from megatron.extensions.mixers.linear_attention.gated_delta_rule import Chunks
 from megatron.extensions.mixers.mamba.flags import MambaFlags, group_channels, num_heads
-from megatron.extensions.mixers.mamba.ssd import ssd_chunks, ssd_steps
+from megatron.extensions.mixers.mamba.ssd import operands_in_chunks, ssd_chunks, ssd_of_chunks, ssd_steps
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 """x, dt, B and C of `ssd_chunks`."""
@@ -87,6 +89,7 @@ class Mamba2(nn.Module):
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", width, hidden, False), ctx)
         self.hardware, self.with_input = ctx.hardware, region(with_input, ctx.compiled)
         self.prepare, self.gated = region(mamba_operands, ctx.compiled), region(gated_group_norm, ctx.compiled)
+        self.prepare_chunks = region(mamba_operands_in_chunks, ctx.compiled)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
@@ -125,9 +128,13 @@ class Mamba2(nn.Module):
 
     def _mix(self, mixed: Tensor, number: Tensor | None) -> Tensor:
         """mixed [s, b, groups/(tp*cp), channels] -> [s, b, heads/(tp*cp) * p]"""
-        (x, dt, B, C), _ = self._operands(mixed, number, None)
-        y, _ = ssd_chunks(x, dt, self._decay(), B, C, number, chunks=Chunks(self.chunk, self.hardware))
-        return self.with_input(y, x, local_slice(self.d, self.cp))
+        weights, (widths, dt_bias) = self._convolution(), self._widths_and_bias()
+        chunk, decay = min(self.chunk, len(mixed)), self._decay()
+        prepared = mixed, *weights, dt_bias, widths, self.min_step, number, None
+        operands = self.prepare_chunks(prepared, decay, chunk)
+        direct = local_slice(self.d, self.cp)
+        y, _ = ssd_of_chunks(operands, number, None, self.hardware, direct, mixed.dtype)
+        return (y if len(y) == len(mixed) else y[: len(mixed)]).flatten(2)
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
         """The same behind earlier tokens, whose state and last inputs of the convolution are cached. Padding leaves
@@ -148,10 +155,19 @@ class Mamba2(nn.Module):
 
     def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor]:
         """The operands of the state-space model, and the last inputs of the convolution."""
+        widths, dt_bias = self._widths_and_bias()
+        return self.prepare(mixed, *self._convolution(), dt_bias, widths, self.min_step, number, before)
+
+    def _convolution(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of the convolution of this context rank."""
         weight, bias = (self._of_ranks(each, 0)[self.cp.rank] for each in (self.conv_weight, self.conv_bias))
-        widths = weight.shape[1] - 2 * self.channels[1], self.channels[1], self.head_dim
-        dt_bias = local_slice(self.dt_bias, self.cp)
-        return self.prepare(mixed, weight, bias, dt_bias, widths, self.min_step, number, before)
+        return weight, bias
+
+    def _widths_and_bias(self) -> tuple[tuple[int, int, int], Tensor]:
+        """Widths of x and B of a group and of a head, and the bias of the step sizes, of this context rank."""
+        parts = max(1, self.cp.size // self.groups)
+        widths = self.channels[0] // parts, self.channels[1], self.head_dim
+        return widths, local_slice(self.dt_bias, self.cp)
 
     def _decay(self) -> Tensor:
         """a [heads/(tp*cp)], which step sizes multiply"""
@@ -189,6 +205,12 @@ def mamba_operands(
     dt = F.softplus(dt.flatten(2).to(wide) + dt_bias.to(wide))
     dt = dt.clamp(min=min_step) if min_step else dt
     return (x.unflatten(-1, (-1, head)).flatten(2, 3), dt, B, C), last
+
+
+def mamba_operands_in_chunks(prepared: tuple[Any, ...], decay: Tensor, chunk: int) -> tuple[Tensor, ...]:
+    """The operands that `mamba_operands` makes of its arguments `prepared`, as `operands_in_chunks`."""
+    (x, dt, B, C), _ = mamba_operands(*prepared)
+    return operands_in_chunks(x, dt, decay, B, C, chunk)
 
 
 def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, normed_first: bool = False) -> Tensor:

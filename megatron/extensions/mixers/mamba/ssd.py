@@ -13,21 +13,29 @@ where S is the state before the chunk. Only the states pass from chunk to chunk.
 total: every factor that reaches over the first token of a document is 0.
 
 Shapes: x [s, b, heads, p]; dt [s, b, heads] > 0; a [heads] < 0; B, C [s, b, groups, n]. The heads of a group are
-adjacent. 16-bit operands are computed in fp32.
+adjacent.
+
+Operands in fp16 are computed in fp32. Those in bf16 are multiplied in bf16 and summed in fp32, as by the kernels of
+arXiv 2405.21060: x, B and C are exact. Rounded, by u = 2^-8 of themselves, are the weights of tokens in a chunk,
+((C Bᵀ) * L) diag(dt), with the factor of a token's own input on the diagonal; the inputs diag(dt) X that a chunk's end
+keeps; the states that its tokens read; and both terms of Y. States and their decays are fp32. So an output is off by at
+most ((1 + u)^3 - 1) Y*, and a state by u S*, beside the roundings of fp32, Y* and S* being what |x|, |B| and |C| give.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.batched_gemms import multiply, product
 from megatron.core.compiled_regions import region
 from megatron.core.tensor_parallel.layers import Hardware
 from megatron.core.torch_private import AutogradContext
 from megatron.extensions.mixers.linear_attention.gated_delta_rule import (
     Chunks,
-    decayed,
     decays,
     in_chunks,
     numbers_in_chunks,
@@ -73,41 +81,92 @@ def ssd_chunks(
     `number` [s, b] counts the documents that have begun, 0 for tokens of the document that `state` is of; None for one
     document. Without a state it is zero.
     """
-    groups, width = B.shape[2], x.shape[-1]
-    hardware = chunks.hardware
-    written, g, B, C = region(_operands, hardware.compiled)(x, dt, a, B, C, min(chunks.tokens, len(x)))
-    numbers = None if number is None else numbers_in_chunks(number, written.shape[-2])
+    operands = region(operands_in_chunks, chunks.hardware.compiled)(x, dt, a, B, C, min(chunks.tokens, len(x)))
+    y, final = ssd_of_chunks(operands, number, state, chunks.hardware, None, operands[1].dtype)
+    return y if len(y) == len(x) else y[: len(x)], final
+
+
+def ssd_of_chunks(
+    operands: Sequence[Tensor],
+    number: Tensor | None,
+    state: Tensor | None,
+    hardware: Hardware,
+    direct: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`ssd_chunks` of operands that are in chunks already, see `operands_in_chunks`: y in `dtype`, of whole chunks.
+    With factors `direct` [heads], y + direct x."""
+    x, dt, g, B, C = operands
+    _, samples, groups, heads, chunk, width = x.shape
+    numbers = None if number is None else numbers_in_chunks(number, chunk)
     total, reach, left = decays(g.squeeze(-1), numbers)
-    kept = B.squeeze(3).mT @ region(_weighted_columns, hardware.compiled)(written, left)
-    kept = kept.unflatten(-1, (-1, width))  # [chunks, b, groups, n, heads of a group, p]
     if state is None:
-        state = kept.new_zeros(*x.shape[1:3], B.shape[-1], width)
-    state = state.to(kept.dtype).unflatten(1, (groups, -1)).transpose(2, 3)
-    states, final = _Scan.apply(hardware, kept, reach[..., -1:, :].transpose(3, 4), state)
-    out = region(decayed, hardware.compiled)(C @ B.mT, total, numbers) @ written
-    read = (C.squeeze(3) @ states.flatten(-2)).unflatten(-1, (-1, width))
-    return region(_summed, hardware.compiled)(out, read, reach)[: len(x)], final.transpose(2, 3).flatten(1, 2)
+        state = torch.zeros(samples, groups * heads, B.shape[-1], width, dtype=dt.dtype, device=x.device)
+    state = state.to(dt.dtype).unflatten(1, (groups, -1)).transpose(2, 3)
+    weighted = region(_weighted_columns, hardware.compiled)(x, dt, left)
+    carried = reach[..., -1:, :].transpose(3, 4)
+    states, final = _Scan.apply(hardware, B.squeeze(3).mT, weighted, carried, state)
+    products = multiply(C, B.mT, x.dtype, dt.dtype)
+    scores = region(_scores, hardware.compiled)(products, total, dt, direct, numbers, x.dtype)
+    read = multiply(C.squeeze(3), states.flatten(-2), x.dtype, x.dtype).unflatten(-1, (-1, width))
+    out = multiply(scores, x, x.dtype, x.dtype)
+    y = region(_summed, hardware.compiled)(out, read, reach, dtype)
+    return y, final.transpose(2, 3).flatten(1, 2)
 
 
-def _operands(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """x dt, dt a, B and C in chunks, see `in_chunks`"""
+def operands_in_chunks(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, chunk: int) -> tuple[Tensor, ...]:
+    """x, dt, dt a, B and C in chunks, see `in_chunks`; x, B and C in bf16 for x in bf16, all others in fp32 or fp64"""
     groups, wide = B.shape[2], torch.promote_types(x.dtype, torch.float32)
-    x = x.to(wide)
+    own = x.dtype if x.dtype == torch.bfloat16 else wide
     dt = dt.to(wide)
-    a = a.to(wide)
-    return tuple(in_chunks(t, wide, chunk, groups) for t in (x * dt.unsqueeze(-1), dt * a, B, C))
+    dtypes = (own, wide, wide, own, own)
+    return tuple(
+        in_chunks(t, dtype, chunk, groups) for t, dtype in zip((x, dt, dt * a.to(wide), B, C), dtypes, strict=True)
+    )
 
 
-def _weighted_columns(written: Tensor, left: Tensor) -> Tensor:
-    """written [chunks, b, groups, heads of a group, chunk, p] times left -> [chunks, b, groups, chunk, heads * p]"""
-    return _columns(written * left).flatten(-2)
+def _weighted_columns(x: Tensor, dt: Tensor, left: Tensor) -> Tensor:
+    """x [chunks, b, groups, heads of a group, chunk, p] times dt and left -> [chunks, b, groups, chunk, heads * p] in
+    the dtype of x"""
+    return _columns(x * (dt * left)).flatten(-2).to(x.dtype)
 
 
-def _summed(out: Tensor, read: Tensor, reach: Tensor) -> Tensor:
+def _scores(
+    products: Tensor, total: Tensor, dt: Tensor, direct: Tensor | None, number: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """((C Bᵀ) * L) diag(dt) + diag(direct) in `dtype`: products C Bᵀ [..., 1, i, j] of a group, `total`
+    [..., heads, i] as that of `decays`, dt [..., heads, j, 1] -> [..., heads, i, j]"""
+    later = torch.ones(products.shape[-2:], dtype=torch.bool, device=products.device).triu(1)
+    change = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf)
+    if number is not None:
+        number = number[..., 1:]
+        change = change.masked_fill(number.unsqueeze(-1) != number.unsqueeze(-2), -torch.inf)
+    scores = products * change.exp() * dt.mT
+    if direct is not None:
+        own = torch.eye(len(later), dtype=scores.dtype, device=scores.device)
+        scores = scores + direct.to(scores.dtype).view(scores.shape[2], -1, 1, 1) * own
+    return scores.to(dtype)
+
+
+def _summed(out: Tensor, read: Tensor, reach: Tensor, dtype: torch.dtype) -> Tensor:
     """What tokens have from their chunk [chunks, b, groups, heads of a group, chunk, p] and from the state before it
     [chunks, b, groups, chunk, heads of a group, p] -> [chunks * chunk, b, heads, p]"""
+    out, read = (_ContiguousGradient.apply(term) for term in (out, read))
     out = _columns(out) + read * reach.transpose(3, 4)
-    return out.permute(0, 3, 1, 2, 4, 5).flatten(0, 1).flatten(2, 3)
+    return out.permute(0, 3, 1, 2, 4, 5).flatten(0, 1).flatten(2, 3).to(dtype)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The operand, whose gradient a region writes in the order in which products read it."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: AutogradContext, grad: Tensor) -> Tensor:
+        return grad.contiguous()
 
 
 def _columns(x: Tensor) -> Tensor:
@@ -120,29 +179,40 @@ class ScanContext(AutogradContext):
 
 
 class _Scan(torch.autograd.Function):
-    """States from chunk to chunk: S_{c+1} = r_c S_c + K_c. Returns all S but the last one, and that apart."""
+    """States from chunk to chunk: S_{c+1} = r_c S_c + Bᵀ X. Returns all S but the last one in the dtype of B, and that
+    apart."""
 
-    # kept K [chunks, b, groups, n, heads of a group, p], carried r [chunks, b, groups, 1, heads of a group, 1],
-    # state S [b, groups, n, heads of a group, p] -> [chunks, b, groups, n, heads of a group, p], one without chunks
+    # Bᵀ [chunks, b, groups, n, chunk], X [chunks, b, groups, chunk, heads of a group * p] in the dtype of B, carried r
+    # [chunks, b, groups, 1, heads of a group, 1], state S [b, groups, n, heads of a group, p]
+    # -> [chunks, b, groups, n, heads of a group, p], one without chunks
     @staticmethod
     def forward(
-        ctx: ScanContext, hardware: Hardware, kept: Tensor, carried: Tensor, state: Tensor
+        ctx: ScanContext, hardware: Hardware, keys: Tensor, columns: Tensor, carried: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
+        kept = product(keys, columns, state.dtype).unflatten(-1, state.shape[-2:])
         states = kept.new_empty(len(kept) + 1, *state.shape)
         states[0] = state
         for c in hardware.each(range(len(kept))):
             torch.addcmul(kept[c], states[c], carried[c], out=states[c + 1])
         states, final = states[:-1], states[-1].clone()
         ctx.hardware = hardware
-        ctx.save_for_backward(carried, states)
-        return states, final
+        ctx.save_for_backward(keys, columns, carried, states)
+        return states.to(keys.dtype), final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: ScanContext, grad_states: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        carried, states = ctx.saved_tensors
+        keys, columns, carried, states = ctx.saved_tensors
         grads = states.new_empty(len(states) + 1, *grad.shape)
         grads[-1] = grad
         for c in ctx.hardware.each(range(len(states) - 1, -1, -1)):
             torch.addcmul(grad_states[c], grads[c + 1], carried[c], out=grads[c])
-        return None, grads[1:], (grads[1:] * states).sum((3, 5), keepdim=True), grads[0]
+        of_kept, of_carried = region(_of_kept, ctx.hardware.compiled)(grads[1:], states, keys.dtype)
+        of_keys, of_columns = product(of_kept, columns.mT, keys.dtype), product(keys.mT, of_kept, keys.dtype)
+        return None, of_keys, of_columns, of_carried, grads[0]
+
+
+def _of_kept(grads: Tensor, states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Gradients of the states behind each chunk [chunks, b, groups, n, heads of a group, p] as columns in `dtype`
+    [chunks, b, groups, n, heads of a group * p], and of what is carried [chunks, b, groups, 1, heads of a group, 1]"""
+    return grads.flatten(-2).to(dtype), (grads * states).sum((3, 5), keepdim=True)

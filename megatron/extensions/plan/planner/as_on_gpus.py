@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from megatron.core import batched_gemms
 from megatron.core.attention.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionOperands
 from megatron.core.attention.tile_kernels import (
     Dropout,
@@ -365,6 +366,7 @@ class PlannedFunctions(PlannedRegions):
             unwrap(casts.dequantized_mm): self._dequantized_mm,
             unwrap(casts.add_fp8_product_): self._add_fp8_product_,
             unwrap(grouped_gemms.add_products_grouped_): self._add_products_grouped_,
+            unwrap(batched_gemms.bmm_in_fp32): self._bmm_in_fp32,
             unwrap(weight_grad.add_product_): self._add_product_,
         }
         self.operations = operations()
@@ -403,6 +405,12 @@ class PlannedFunctions(PlannedRegions):
         """out [experts, o, i] += dy_e [n_e, o]^T x_e [n_e, i] for each expert."""
         for rows in filter(None, segments.sizes_of(x)):
             self.launches.product("addmm_", dy[:rows].t(), x[:rows], out[0], {})
+
+    def _bmm_in_fp32(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        """a [n, i, k] b [n, k, j] -> [n, i, j]"""
+        out = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=dtype, device=a.device)
+        self.launches.product("bmm", a, b, out, {})
+        return out
 
     def _add_product_(self, out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) -> None:
         """out [o, i] += dy [n, o]^T x [n, i]"""

@@ -1,0 +1,63 @@
+"""Batched matrix products whose operands are rounded to 16 bits and summed in fp32, with gradients of the same kind."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.compiled_regions import torch_function
+from megatron.core.torch_private import AutogradContext
+
+
+@torch_function
+def bmm_in_fp32(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a [n, i, k] b [n, k, j] in 16 bits, summed in fp32 -> [n, i, j] in `dtype`, theirs or fp32. A product of two
+    numbers in 16 bits is exact in fp32."""
+    if not a.is_cuda:
+        return (a.float() @ b.float()).to(dtype)
+    return torch.bmm(a, b) if dtype == a.dtype else torch.bmm(a, b, out_dtype=dtype)
+
+
+def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+    """a [..., i, k] b [..., k, j], with the same leading sizes -> [..., i, j] in `out_dtype`. The operands are rounded
+    to `dtype`. 16 bits are summed in fp32, and `out_dtype` is fp32 or `dtype`; otherwise it is `dtype`.
+
+    With the unit roundoff u of `dtype` (2^-8 in bf16), each rounded operand adds up to u |a| |b| to the error of an
+    element, and a rounded result u of itself. Gradients are products of the rounded operands and the rounded gradient,
+    in the operands' own dtypes.
+    """
+    out: Tensor = _Multiply.apply(a, b, dtype, out_dtype)
+    return out
+
+
+class _MultiplyContext(AutogradContext):
+    dtypes: tuple[torch.dtype, torch.dtype]
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _MultiplyContext, a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+        ctx.dtypes = a.dtype, b.dtype
+        a, b = a.to(dtype), b.to(dtype)
+        ctx.save_for_backward(a, b)
+        return product(a, b, out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _MultiplyContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        grad = grad.to(a.dtype).contiguous()
+        of_a, of_b = ctx.needs_input_grad[:2]
+        da = product(grad, b.mT, ctx.dtypes[0]) if of_a else None
+        db = product(a.mT, grad, ctx.dtypes[1]) if of_b else None
+        return da, db, None, None
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a [..., i, k] b [..., k, j] of one dtype, with the same leading sizes -> [..., i, j] in `dtype`, as `multiply`
+    has it but without a graph."""
+    if a.itemsize > 2:
+        return a @ b
+    found: Tensor = bmm_in_fp32(a.flatten(0, -3), b.flatten(0, -3), dtype)
+    return found.unflatten(0, a.shape[:-2])
