@@ -158,6 +158,8 @@ def report(ladder: Ladder, found: Sequence[Outcome], args: argparse.Namespace) -
 
 def picture(prediction: dict[str, Any], found: Sequence[Outcome]) -> Figure:
     """Last losses over compute on the left, with the target's; loss curves over tokens on the right."""
+    from matplotlib.ticker import LogFormatter
+
     from .pictures.drawing import new_figure
 
     figure = new_figure(9.6, 3.8)
@@ -168,7 +170,12 @@ def picture(prediction: dict[str, Any], found: Sequence[Outcome]) -> Figure:
     compute = 6 * target["parameters"] * target["tokens"]
     bars = [[loss["loss"] - loss["low"]], [loss["high"] - loss["loss"]]]
     panels[0].errorbar([compute], [loss["loss"]], bars, fmt="s", capsize=4, label="predicted")
-    panels[0].set(title="last validation loss", xlabel="compute 6 N D", xscale="log", yscale="log")
+    if "B" not in prediction["law"]:
+        floor, scale, exponent = (prediction["law"][name][0] for name in ("E", "A", "a"))
+        first = min(each.rung.size.compute for each in finished)
+        steps = [first * (compute / first) ** (number / 50) for number in range(51)]
+        panels[0].plot(steps, [floor + scale * step**-exponent for step in steps], "k--", linewidth=1, label="law")
+    panels[0].set(title="last validation loss", xlabel="compute 6 N D", xscale="log")
     for each in found:
         points = sorted(each.losses.items())
         tokens = [each.rung.size.tokens * number / each.evaluations for number, _ in points]
@@ -179,6 +186,8 @@ def picture(prediction: dict[str, Any], found: Sequence[Outcome]) -> Figure:
     panels[1].fill_between(tokens, *([point[side] for point in curve] for side in ("low", "high")), alpha=0.2)
     panels[1].set(title="validation loss", xlabel="tokens", xscale="log")
     for panel in panels:
+        panel.xaxis.set_major_formatter(LogFormatter())  # without formulas, which pictures do not have
+        panel.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=True))
         panel.grid(alpha=0.3)
         panel.legend(fontsize="x-small", frameon=False)
     return figure
