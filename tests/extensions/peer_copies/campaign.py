@@ -20,7 +20,7 @@ from typing import Any
 from megatron.extensions import load
 from tests.extensions.peer_copies.runs import Planned, Run
 
-KINDS = ("error", "kill", "stop", "copy", "agreed", "start")
+KINDS = ("error", "kill", "stop", "copy", "agreed", "start", "end")
 STEPS = 6
 LAYOUTS = {
     2: ("", "--tp 2", "--pp 2"),

@@ -16,6 +16,7 @@ import pretrain_gpt
 from megatron.core.parallel_state import Axis
 from megatron.extensions.operate.peer_copies.client import HOST, folder_of
 from megatron.extensions.operate.peer_copies.copies import Copies
+from megatron.extensions.operate.peer_copies.hooks import PeerCopies
 from megatron.training import training
 from megatron.training.checkpoints.loading import choose_checkpoint
 from megatron.training.reliability.launch import START
@@ -55,7 +56,8 @@ def breaks(kind: str) -> None:
 
 def faulty_main(faults: Sequence[Planned]) -> Callable[[list[str]], int]:
     """`pretrain_gpt.main` in which faults strike. Kinds: error, kill, stop; copy (killed while its copies are sent);
-    agreed (killed once its own copies are stored); start (killed while it resumes)."""
+    agreed (killed once its own copies are stored); end (killed before the last save, with its copies complete); start
+    (killed while it resumes)."""
 
     def main(argv: list[str]) -> int:
         rank, made = int(os.environ["RANK"]), training.train_step
@@ -77,7 +79,17 @@ def faulty_main(faults: Sequence[Planned]) -> Callable[[list[str]], int]:
 
             setattr(Copies, method, broken)
 
-        training.train_step = step
+        whole_end = training.finish
+
+        def finish(run: TrainingRun) -> None:
+            if any(fault.now and fault.kind == "end" for fault in mine):
+                for callback in run.callbacks:
+                    if isinstance(callback, PeerCopies) and callback._copies is not None:
+                        callback._copies.wait()
+                breaks("kill")
+            whole_end(run)
+
+        training.train_step, training.finish = step, finish
         dies("_send", "copy")
         dies("_agree", "agreed")
         built = training.build_run

@@ -129,4 +129,6 @@ def test_a_run_recovers_in_the_job_bitwise(tmp_path: Path) -> None:
     run.assert_equal(whole)
     (event,) = run.events("recovery")
     assert (event["rung"], event["source"]) == ("restart in the job", "copies in memory")
+    assert event["what"] == "process is gone" and 0 <= event["detected_after"] <= event["recovered_after"]
+    assert event["steps_lost"] <= 1
     assert not list(run.memory.iterdir())

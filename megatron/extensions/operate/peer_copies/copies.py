@@ -4,7 +4,7 @@ A copy counts when all ranks have theirs of the step, on which they agree throug
 the step before stay, in the other slot of each part.
 
 Keys of the store: copied/ITERATION, the number of ranks that have stored and sent theirs; failed/ITERATION, why one
-could not; holder/HOST, the address of a holder that was started again.
+could not; copied-by/RANK, the last iteration of a rank; holder/HOST, the address of a holder that was started again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,7 @@ class Place:
     leads: bool
     """Whether this rank looks after the holder of its host."""
 
-    first: bool
-    """Whether this rank deletes what ranks have agreed on earlier."""
+    rank: int
 
 
 class Copies:
@@ -75,7 +75,7 @@ class Copies:
 
         self._store, self._world = store, world
         self._pace = pace
-        self._slot = 0
+        self._slot, self._begun = 0, 0
         self._slots = dict[tuple[str, int], Slot]()
         self._entries = dict[str, tuple[list[Entry], str]]()
         self._thread: threading.Thread | None = None
@@ -85,16 +85,23 @@ class Copies:
         """Has `call` called once, on the copying thread, when the first copies are complete."""
         self._first = call
 
-    def wait(self) -> None:
-        """Waits until the copies in progress are complete on all ranks, or have failed."""
+    def wait(self, seconds: float = inf) -> list[int]:
+        """Waits until the copies in progress are complete on all ranks, or have failed. Returns the ranks whose copies
+        are not, after so many seconds."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(min(seconds, threading.TIMEOUT_MAX))
+            if self._thread.is_alive():
+                keys = {rank: f"copied-by/{rank}" for rank in range(self._world)}
+                now = {rank: self._store.check([key]) and int(self._store.get(key)) for rank, key in keys.items()}
+                return [rank for rank, iteration in now.items() if iteration < self._begun]
             self._thread = None
+        return []
 
     def copy(self, iteration: int, tensors: StateDict, payload: Mapping[str, object] | None) -> None:
         """Begins the copies of a step, after those before have ended. `tensors` may change once this returns, on the
         current stream."""
         self.wait()
+        self._begun = iteration
         staged = [(duty, self._stage(duty.stored, tensors)) for duty in self.duties]
         devices = {data.device for tensor in tensors.values() for _, data in tensor.boxes if data.is_cuda}
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
@@ -134,6 +141,7 @@ class Copies:
                 write_whole(header_of(slot.path), header)
                 for host in duty.to:
                     self._put(host, slot, header)
+            self._store.set(f"copied-by/{self.place.rank}", str(iteration))
             self._store.add(f"copied/{iteration}", 1)
         except Exception as error:
             with suppress(RuntimeError):  # the store is gone, and the run with it
@@ -150,7 +158,7 @@ class Copies:
                 return
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        if self.place.first and self.complete is not None:  # all ranks have read it
+        if self.place.rank == 0 and self.complete is not None:  # all ranks have read it
             self._store.delete_key(f"copied/{self.complete}")
         self.complete, self.failure = iteration, ""
         self._slot = 1 - self._slot

@@ -40,7 +40,7 @@ from megatron.extensions.operate.peer_copies.faults import (
 from megatron.extensions.operate.peer_copies.flags import PeerCopyConfig
 from megatron.extensions.operate.peer_copies.holder import WORLD, write_whole
 from megatron.extensions.operate.peer_copies.memory_checkpoint import CopyError, MemoryCheckpoint, Readers, damaged
-from megatron.extensions.operate.peer_copies.placement import duties, place
+from megatron.extensions.operate.peer_copies.placement import duties, place, stored_bytes
 from megatron.extensions.operate.peer_copies.sets import (
     CompleteSet,
     Inventory,
@@ -50,10 +50,13 @@ from megatron.extensions.operate.peer_copies.sets import (
     why_none,
 )
 from megatron.extensions.operate.peer_copies.shards import parts_of
+from megatron.training.config.batch_size import byte_text
+from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Log, RunView, Task
 from megatron.training.initialize import Runtime
 from megatron.training.progress import BegunRun, Progress
+from megatron.training.reliability.failure_report import LateRanksError
 from megatron.training.reliability.launch import START
 from megatron.training.reliability.run_status import record_event
 from megatron.training.reliability.watchdog import Watch, Watchdog
@@ -84,6 +87,7 @@ class PeerCopies(Callback):
         self._copies: Copies | None = None
         self._told = ""
         self._recovery: Recovery | None = None
+        self._resumed = False
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         self._watchdog = watchdog
@@ -116,6 +120,7 @@ class PeerCopies(Callback):
         progress, why = None, ""
         if not options.anew and options.load_optim:
             found, progress, why = self._resume(begun, say, data, world)
+        self._resumed = progress is not None
         if self._leads:
             kept = [copy for copies in found.copies.values() for copy in copies] if found and progress else []
             drop_others(self._folder, kept)
@@ -189,6 +194,7 @@ class PeerCopies(Callback):
         there = {stored.name: stored for stored in mine}
         own = [Duty(there[names[number]], to) for number, to in duties(rank, placed)]
         own.sort(key=lambda duty: duty.stored.part.writer != rank or len(duty.stored.part.replicas) > 1)
+        self._check_room(stored_bytes([every[name] for name in names], placed)[host_name()], state.world)
         folder = self._folder / self._generation
         if self._leads:
             folder.mkdir()
@@ -203,7 +209,7 @@ class PeerCopies(Callback):
             own=host_name(),
             keep=60 * self._options.peer_copy_keep_minutes,
             leads=self._leads,
-            first=rank == 0,
+            rank=rank,
         )
         self._copies = Copies(where, own, self._store(), state.world.size, Pace(share))
         if self._leads:
@@ -212,6 +218,23 @@ class PeerCopies(Callback):
             Task("copy of the state", self._options.peer_copy_interval, self._copy, counts=True),
             Task("report of a recovery", 1, self._report_recovery, counts=True, reads_result=False),
         )
+
+    def _check_room(self, nbytes: int, world: Axis) -> None:
+        """Raises ValueError, on every rank, if a host has no room for the copies of two steps, of which it may hold one
+        that was loaded. Collective."""
+        free = shutil.disk_usage(self._folder).free
+        needed = (1 if any(self._folder.glob("g*")) else 2) * nbytes
+        why = f"{host_name()} has {byte_text(free)} there, and needs {byte_text(needed)}" if free < needed else ""
+        if found := next(filter(None, gather_objects(why, world)), None):
+            path = self._options.peer_copy_path
+            remedy = "give the container a larger one (docker run --shm-size), or name another file system in memory"
+            raise ValueError(str(Problem("--peer-copy-path", path, f"is too small: {found}", remedy)))
+
+    def on_start(self, run: RunView) -> None:
+        """Before the first step: a state from memory is not on disk yet, whatever its iteration."""
+        if self._resumed:
+            assert isinstance(run, TrainingRun)
+            run.saver.last = None
 
     def _store(self) -> dist.Store:
         board = self._watchdog.board
@@ -225,7 +248,8 @@ class PeerCopies(Callback):
     def _copy(self) -> None:
         run, copies = self._run, self._copies
         assert run is not None and copies is not None
-        copies.wait()
+        if late := copies.wait(60 * self.config.parallel.distributed_timeout_minutes):
+            raise LateRanksError(late, "their copies", run.runtime.watchdog.status.limit)
         if copies.failure and copies.failure != self._told:
             run.say(f" copies in memory of the last step are incomplete: {copies.failure}; those before remain")
         self._told = copies.failure
