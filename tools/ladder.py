@@ -89,7 +89,7 @@ def train(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Sequence[
 
 def rung_command(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     extensions = [word for name in args.extension for word in ("--extension", name)]
-    own = rung.flags(args.output, ladder.interval(rung))
+    own = ladder.flags(rung, args.output)
     return [*args.launcher, str(PROGRAM), *extensions, *flags, *own]
 
 

@@ -189,7 +189,7 @@ def test_the_rate_of_a_larger_model() -> None:
 
 
 def test_a_rung_is_trained_once_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*TARGET, "--train-iters", "40", "--save-interval", "2"]
+    flags = [*TARGET, "--train-iters", "40"]
     own = ["--output", str(tmp_path), "--widths", "16", "--evaluations", "2", "--tokens-per-parameter", "0.02"]
     assert main([*own, "--rung", "0", "--", *flags, "--exit-interval", "2"]) == 0
     (folder,) = [each for each in tmp_path.iterdir() if each.is_dir()]

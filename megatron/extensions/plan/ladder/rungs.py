@@ -63,12 +63,6 @@ class Rung:
         size = self.size
         return f"h{size.hidden_size}-l{size.num_layers}-t{size.tokens}-r{self.rate:g}"
 
-    def flags(self, folder: Path, interval: int) -> list[str]:
-        """Flags behind those of the target; `interval`: iterations between evaluations."""
-        words = [word for field, value in self.changes for word in (field_table()[field].name, str(value))]
-        place = str(folder / self.name)
-        return [*words, "--eval-interval", str(interval), "--save", place, "--load", place]
-
 
 @dataclass(frozen=True)
 class Wanted:
@@ -101,6 +95,13 @@ class Ladder:
     def interval(self, rung: Rung) -> int:
         """Iterations between evaluations of a rung."""
         return rung.size.iterations // self.evaluations
+
+    def flags(self, rung: Rung, folder: Path) -> list[str]:
+        """Flags of a rung behind those of the target. It saves at evaluations unless these say otherwise."""
+        words = [word for field, value in rung.changes for word in (field_table()[field].name, str(value))]
+        place, interval = str(folder / rung.name), str(self.interval(rung))
+        saves = [] if self.config.checkpoint.save_interval is not None else ["--save-interval", interval]
+        return [*words, "--eval-interval", interval, *saves, "--save", place, "--load", place]
 
 
 def counted_parameters(model: TransformerConfig) -> int:
