@@ -3,6 +3,7 @@
     python tools/referee.py --model Llama-3.2-1B --batch batch.npz --gradients gradients.safetensors --loss 2.3456
     python tools/referee.py --model runs/llama/checkpoints --batch b.npz --gradients g.safetensors --computed-in bf16
     python tools/referee.py --model Mixtral --batch b.npz --gradients g.safetensors -- --moe-aux-loss-coeff 1e-2
+    python tools/referee.py --step runs/llama/checkpoints/steps/iter_0000100      # of --dump-step 100 here
 
 The model is a Hugging Face folder, a checkpoint of pretrain_gpt.py or a torch_dist checkpoint of Megatron-LM. It runs
 forward and backward here in fp64 in one process, and again in the number format of the other program: a gradient may be
@@ -31,9 +32,11 @@ if not __package__:  # run as a file of a clone
 
 from megatron.extensions.interop.conversion.convert import Input
 from megatron.extensions.interop.conversion.formats import Options
+from megatron.extensions.observe.diagnosis.gradient_dump import LOSS
 from megatron.testing.referee.dumps import open_dump
 from megatron.testing.referee.judgement import Judgement, judgement_of
 from megatron.testing.referee.reference import Batch, Model
+from megatron.training.config.run_config import RunConfig
 
 from .common import add_extension_flag, parted, run_tool, tool_parser
 
@@ -42,10 +45,12 @@ FORMATS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": 
 
 def main(argv: Sequence[str] | None = None) -> int:
     own, flags = parted(argv)
-    args = build_parser(own).parse_args(own)
+    args = parse(own)
     source, batch = Input.at(args.model).open(Options()), Batch.read(args.batch)
+    refuse_dropout(args, source.config)
     dump = open_dump(args.gradients, source)
-    computed_in = args.computed_in or FORMATS[str(dump.dtype).removeprefix("torch.")]
+    own = "torch." + source.config.parallel.params_dtype if args.step else str(dump.dtype)
+    computed_in = args.computed_in or FORMATS[own.removeprefix("torch.")]
     found = judgement_of(Model(source, computed_in, tuple(flags)), batch, dump, args.loss)
     print_table(found, args.all)
     print(*found.summary(), sep="\n")
@@ -77,13 +82,38 @@ def record_of(found: Judgement) -> dict[str, object]:
     }
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    args = build_parser(argv).parse_args(argv)
+    given = [args.model, args.batch, args.gradients]
+    if args.step is not None and any(each is not None for each in (*given, args.loss)):
+        raise ValueError("--step has the model, the batch, the gradients and the loss; leave out the flags of these")
+    if args.step is None and None in given:
+        raise ValueError("--model, --batch and --gradients are required, or --step in their place")
+    if args.step is not None:
+        args.model = args.batch = args.gradients = args.step
+        try:
+            args.loss = float(json.loads((args.step / LOSS).read_text())["loss"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"--step {args.step} holds no step of --dump-step: {LOSS}: {error}") from None
+    return args
+
+
+def refuse_dropout(args: argparse.Namespace, config: RunConfig) -> None:
+    """A step of this program with dropout cannot be repeated without its random numbers."""
+    model = config.model
+    if args.step is not None and (model.hidden_dropout or model.attention_dropout):
+        remedy = "dump one with --hidden-dropout 0 --attention-dropout 0"
+        raise ValueError(f"--step {args.step} was computed with dropout, which is left out here; {remedy}")
+
+
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = tool_parser(__doc__)
     add_extension_flag(parser, argv)
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="folder of the model")
-    add("--batch", type=Path, required=True, help=".npz of the samples")
-    add("--gradients", type=Path, required=True, help=".safetensors, or a folder, of what the other program computed")
+    add("--model", type=Path, help="folder of the model")
+    add("--batch", type=Path, help=".npz of the samples")
+    add("--gradients", type=Path, help=".safetensors, or a folder, of what the other program computed")
+    add("--step", type=Path, help="folder of --dump-step, in place of all of these")
     add("--loss", type=float, help="the other program's mean loss, in nats")
     add(
         "--computed-in",

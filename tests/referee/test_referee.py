@@ -14,7 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
+from megatron.core.distributed import finalize_model_grads
 from megatron.extensions import load
+from megatron.testing.local_run import local_run
+from megatron.testing.local_world import run_world
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve_legal
+from megatron.training.train_step import train_step
 from tools import referee
 
 load()
@@ -208,3 +215,46 @@ def test_a_wrong_batch_is_refused(tmp_path: Path, arrays: dict[str, np.ndarray],
     np.savez(tmp_path / "batch.npz", **arrays)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         referee.Batch.read(tmp_path / "batch.npz")
+
+
+STEP = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data --lr 1e-3 "
+    "--global-batch-size 4 --micro-batch-size 1 --train-iters 3 --cpu --num-workers 0 --eval-iters 0 "
+    "--attention-dropout 0 --hidden-dropout 0 --tp 2 --sequence-parallel --dump-step 2"
+).split()
+
+
+def two_steps(rank: int, world_size: int, config: RunConfig, forgets_norms: bool) -> None:
+    with local_run(config, rank, world_size) as run:
+        if forgets_norms:
+            finalize_model_grads.all_reduce_flat_ = lambda *given: None  # type: ignore[assignment]
+        for _ in range(2):
+            train_step(run)
+
+
+@pytest.mark.parametrize("forgets_norms", [False, True])
+def test_a_dumped_step_is_judged(tmp_path: Path, forgets_norms: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    number = "1" if forgets_norms else "2"  # after the first wrong update the ranks have other weights
+    config = resolve_legal(parse_args([*STEP, "--dump-step", number, "--dump-step-dir", str(tmp_path / "step")]), 2)
+    run_world(2, two_steps, config, forgets_norms)
+    code = referee.main(["--step", str(tmp_path / "step")])
+    shown = capsys.readouterr().out
+    assert code == int(forgets_norms), shown
+    if forgets_norms:
+        assert "first in the backward pass: decoder.final_layernorm.bias is summed over places 0 to 7" in shown
+
+
+def test_a_dump_replaces_no_other_files(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("kept")
+    flags = [*STEP, "--dump-step-dir", str(tmp_path)]
+    with pytest.raises(ValueError, match="holds other files, which a dump would replace; name a new folder"):
+        resolve_legal(parse_args(flags), 2)
+    with pytest.raises(ValueError, match="needs a folder to write to; add --dump-step-dir FOLDER"):
+        resolve_legal(parse_args(STEP), 2)
+
+
+def test_a_step_with_dropout_is_refused(tmp_path: Path) -> None:
+    flags = [*STEP, "--hidden-dropout", "0.1", "--dump-step-dir", str(tmp_path / "step")]
+    run_world(2, two_steps, resolve_legal(parse_args(flags), 2), False)
+    with pytest.raises(ValueError, match="was computed with dropout"):
+        referee.main(["--step", str(tmp_path / "step")])

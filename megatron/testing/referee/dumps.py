@@ -7,7 +7,7 @@ inverted, both of which the conversion of zeros and of ones shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from megatron.extensions.interop.hugging_face.flags import CONFIG
 from megatron.extensions.interop.hugging_face.folder import HFFolder
 from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable, read_header
 from megatron.extensions.interop.hugging_face.weights import HFWeights, placements
+from megatron.extensions.observe.diagnosis.gradient_dump import GRADIENTS, assembled, read_box
 
 
 class Dump:
@@ -44,6 +45,8 @@ def open_dump(path: Path, model: Source) -> Dump:
 
     Raises ValueError for names and shapes that do not fit the model.
     """
+    if path.is_dir() and (files := sorted(path.glob(GRADIENTS))):
+        return _of_step(path, files, model)
     if path.is_dir() and (path / CONFIG).is_file():
         folder = HFFolder(path)
         return _of_transformers(path, folder.tensors, model, next(iter(folder.tensors.values())).dtype)
@@ -103,6 +106,27 @@ def _of_transformers(path: Path, tensors: dict[str, Sliceable], model: Source, d
 
 def _shape(meta: ParamMeta | None) -> tuple[int, ...] | None:
     return None if meta is None else meta.global_shape
+
+
+def _of_step(folder: Path, files: Sequence[Path], model: Source) -> Dump:
+    """Gradients of a step that a run of this program has dumped, from the boxes of all ranks."""
+    boxes: dict[str, list[tuple[tuple[int, ...], Sliceable]]] = {}
+    for file in files:
+        for key, tensor in read_header(file).items():
+            name, offset = read_box(key)
+            boxes.setdefault(name, []).append((offset, tensor))
+    if unknown := sorted(boxes.keys() - model.metas.keys()):
+        raise ValueError(f"{folder}: {', '.join(unknown[:4])} are no parameters of the model")
+
+    def read(name: str) -> Tensor:
+        try:
+            parts = [(offset, tensor[()].double()) for offset, tensor in boxes[name]]
+            return assembled(model.metas[name].global_shape, parts)
+        except ValueError as error:
+            raise ValueError(f"{folder}: gradient of {name}: {error}; is the file of each rank there?") from None
+
+    dtype = next(iter(boxes.values()))[0][1].dtype
+    return Dump({name: partial(read, name) for name in boxes}, dtype)
 
 
 def _whole(tensor: Sliceable) -> Tensor:

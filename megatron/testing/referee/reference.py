@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from megatron.core.datasets.sample_format import Sample
 from megatron.core.datasets.samplers import DataIterator
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.interop.conversion.formats import Source
+from megatron.extensions.observe.diagnosis.step_dump import SAMPLES
 from megatron.testing.snapshot import Label, assemble, train_and_snap
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import CheckpointConfig, LoggingConfig, RunConfig, TrainingConfig
@@ -44,15 +46,12 @@ class Batch:
     @classmethod
     def read(cls, path: Path) -> Batch:
         """Reads a batch from `.npz`: `tokens`, `labels` and perhaps `loss_mask` as Megatron-LM feeds a model, or
-        `input_ids` and perhaps `labels` as transformers does, whose label i is token i and -100 does not count.
+        `input_ids` and perhaps `labels` as transformers does, whose label i is token i and -100 does not count; or from
+        the folder of a step that a run of this program has saved.
 
         Raises ValueError for a file that holds neither, and for arrays that do not fit each other.
         """
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--batch {path} is no .npz of arrays: {error}") from None
+        arrays = _arrays(path)
         if "input_ids" in arrays:
             arrays = _shifted(arrays["input_ids"], arrays.get("labels"))
         if missing := {"tokens", "labels"} - arrays.keys():
@@ -73,6 +72,21 @@ class Batch:
         mask = np.zeros_like(self.loss_mask)
         mask[samples, tokens] = self.loss_mask[samples, tokens]
         return replace(self, loss_mask=mask)
+
+
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a file, or of the files of all data-parallel ranks in a folder, one after the other."""
+    files = sorted(path.glob(SAMPLES)) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"--batch {path} holds no samples: {SAMPLES}")
+    parts = []
+    for each in files:
+        try:
+            with np.load(each, allow_pickle=False) as file:
+                parts.append({name: file[name] for name in file.files})
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--batch {each} is no .npz of arrays: {error}") from None
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _shifted(ids: NDArray[np.int64], labels: NDArray[np.int64] | None) -> dict[str, NDArray[np.int64]]:

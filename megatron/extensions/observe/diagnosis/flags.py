@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.core.config.flag_spec import Condition, flag
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.training.config.flags import named_value
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
+
+FINDING = "finding.json"
+"""The file of a saved step that says which step it is."""
 
 
 def _by_torch(config: RunConfig) -> bool:
@@ -40,6 +45,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"must be below the {world_size} ranks"
         yield Problem("--profile-ranks", own.profile_ranks, rule, "remove the others")
     yield from _unwritten(own, config)
+    yield from _undumped(own, config)
     if own.trace and length is not None and 0 < length <= own.trace_step_start:
         rule = f"has no effect in a run of --train-iters {length}"
         remedy = f"use {max(0, length - 2)} and --trace-step-end {length}"
@@ -55,6 +61,21 @@ def _unwritten(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
         if used:
             rule = f"is a URL, and the files of {name} go to mounted file systems only"
             yield Problem("--save", save, rule, "add --tensorboard-dir FOLDER for them")
+
+
+def _undumped(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
+    """Yields the problems of --dump-step."""
+    if own.dump_step is None:
+        return
+    if own.dump_step_dir is None and config.checkpoint.save_folder is None:
+        yield Problem("--dump-step", own.dump_step, "needs a folder to write to", "add --dump-step-dir FOLDER")
+    folder = Path(own.dump_step_dir or "")
+    if own.dump_step_dir and folder.is_dir() and any(folder.iterdir()) and not (folder / FINDING).is_file():
+        rule, remedy = "holds other files, which a dump would replace", "name a new folder"
+        yield Problem("--dump-step-dir", own.dump_step_dir, rule, remedy)
+    if not PIPELINE_SCHEDULES.facts(config.parallel.schedule).flushes:
+        rule = f"finds other weights than those of the step with --pipeline-schedule {config.parallel.schedule}"
+        yield Problem("--dump-step", own.dump_step, rule, "use --pipeline-schedule 1f1b")
 
 
 @extension_flags("diagnosis: layer statistics, stragglers, profiles", may_change=True, rules=rules)
@@ -78,6 +99,12 @@ class DiagnosisConfig:
 
     straggler_minmax_count: int = flag(1, above=0)
     """--log-straggler: ranks reported for each phase."""
+
+    dump_step: int | None = flag(None, above=0)
+    """Write the weights, samples, loss and gradients of this iteration, which tools/referee.py compares with fp64."""
+
+    dump_step_dir: str | None = flag(None, path="local", writes="folder", no_effect_without="--dump-step")
+    """Folder of --dump-step; default: steps/iter_N in --save."""
 
     profile: bool = False
     """Profile some steps: with nsys on GPUs, or with torch's profiler, which writes traces for Perfetto to the folder
@@ -153,6 +180,7 @@ CALLBACKS.register(
     "profiler", f"{__package__}.profiler:Profiler", when=_when(lambda o: o.profile or o.record_memory_history)
 )
 CALLBACKS.register("tracer", f"{__package__}.trace.tracer:Tracer", when=_when(lambda o: o.trace))
+CALLBACKS.register("step dump", f"{__package__}.gradient_dump:GradientDump", when=_when(lambda o: o.dump_step))
 CALLBACKS.register("replicas", f"{__package__}.check_replicas:ReplicaCheck", when=_when(lambda o: o.check_replicas))
 CALLBACKS.register("stragglers", f"{__package__}.straggler:Stragglers", when=_when(lambda o: o.log_straggler))
 CALLBACKS.register(

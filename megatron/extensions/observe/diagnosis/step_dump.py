@@ -30,6 +30,7 @@ from megatron.core.datasets.sample_format import Sample
 from megatron.core.datasets.samplers import MicroBatch
 from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
 from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
+from megatron.extensions.observe.diagnosis.flags import FINDING
 from megatron.extensions.observe.diagnosis.nonfinite_search import Finding, search
 from megatron.training.checkpoints.checkpointing import RunCheckpoint
 from megatron.training.config.arguments import save_config
@@ -40,7 +41,6 @@ from megatron.training.progress import Progress, Step
 from megatron.training.reliability.visible_text import visible
 from megatron.training.run import TrainingRun
 
-FINDING = "finding.json"
 CONFIG = "run_config.yaml"
 SAMPLES = "samples-*.npz"
 
@@ -109,7 +109,8 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
         try:
             saved = SavedStep(step, verdict.result.loss_scale, finding)
             batches = run.data.train.next_step(step.first_sample, step.samples)
-            folder = save_step(saved, batches, run.saver.checkpoint, before)
+            folder = run.config.checkpoint.save_folder / "nan" / f"iter_{step.iteration:07d}"
+            save_step(folder, saved, batches, run.saver.checkpoint, before)
             text += f"\nthe step, and the state before it, are in {folder}: python tools/replay_step.py {folder}"
         except CheckpointError as error:
             print(visible(f"{socket.gethostname()}: the step was not saved: {error}"), file=sys.stderr, flush=True)
@@ -127,28 +128,23 @@ def not_saved(config: RunConfig) -> str:
     return f"\n{Problem('--save', save, rule, 'use --save FOLDER to save and replay such a step')}"
 
 
-def save_step(saved: SavedStep, batches: Sequence[MicroBatch], checkpoint: RunCheckpoint, before: Progress) -> Path:
-    """Writes a step without effect into --save and returns its folder. Collective.
+def save_step(
+    folder: Path, saved: SavedStep, batches: Sequence[MicroBatch], checkpoint: RunCheckpoint, before: Progress
+) -> None:
+    """Writes a step without effect into a folder. Collective.
 
     `batches` are the step's samples on this data-parallel rank, `before` is where the run was before the step. Raises
     CheckpointError, on every rank, if a rank cannot write.
     """
-    config = checkpoint.config
-    state = checkpoint.state
-    step = saved.step
-    world = checkpoint.state.world
-    assert config.checkpoint.save_folder is not None
-    folder = config.checkpoint.save_folder / "nan" / f"iter_{step.iteration:07d}"
-    plan = checkpoint.plan
-    own = config if plan is None else plan.at(step.first_sample).config
-    on_first_rank(partial(_begin, folder, own, saved), world)
+    state, plan = checkpoint.state, checkpoint.plan
+    own = checkpoint.config if plan is None else plan.at(saved.step.first_sample).config
+    on_first_rank(partial(_begin, folder, own, saved), state.world)
     problem = None
     if state.tp.first and state.pp.first and state.cp.first:
         problem = _write_samples(batches, folder / f"samples-{state.dp.rank:05d}.npz")
-    if problems := [found for found in gather_objects(problem, world) if found]:
+    if problems := [found for found in gather_objects(problem, state.world) if found]:
         raise CheckpointError(problems[0])
-    save(folder, before.iteration, *checkpoint.contents(before), world)
-    return folder
+    save(folder, before.iteration, *checkpoint.contents(before), state.world)
 
 
 def _begin(folder: Path, config: RunConfig, step: SavedStep) -> None:
