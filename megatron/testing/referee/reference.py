@@ -19,6 +19,7 @@ from megatron.core.datasets.samplers import DataIterator
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.interop.conversion.formats import Source
 from megatron.extensions.observe.diagnosis.step_dump import SAMPLES
+from megatron.extensions.observe.diagnosis.step_replay import without_callbacks, without_data_flags
 from megatron.testing.snapshot import Label, assemble, train_and_snap
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import CheckpointConfig, LoggingConfig, RunConfig, TrainingConfig
@@ -167,18 +168,19 @@ class Model:
 
     def _config(self, batch: Batch) -> RunConfig:
         """A step of one process without dropout."""
-        model, (samples, length) = self.source.config.model, batch.tokens.shape
+        own, (samples, length) = without_callbacks(without_data_flags(self.source.config)), batch.tokens.shape
+        model = own.model
         if model.max_position_embeddings is not None and length > model.max_position_embeddings:
             raise ValueError(f"--batch: {length} tokens a sample; the model takes {model.max_position_embeddings}")
         model = replace(model, seq_length=length, attention_dropout=0.0, hidden_dropout=0.0)
         given = parse_args(["--mock-data", "--lr", "1e-3", *self.flags])
         config = replace(
-            self.source.config,
+            own,
             model=model,
             parallel=ModelParallelConfig(cpu=True, **{self.number_format: True}),  # type: ignore[arg-type]
             training=TrainingConfig(micro_batch_size=1, global_batch_size=samples, train_iters=1, eval_iters=0),
             data=given.data,
-            optimizer=replace(self.source.config.optimizer, lr=given.optimizer.lr),
+            optimizer=replace(own.optimizer, lr=given.optimizer.lr),
             checkpoint=CheckpointConfig(),
             logging=LoggingConfig(),
         )

@@ -68,11 +68,11 @@ def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
     )
     with TemporaryDirectory() as scratch:
         path = Path(scratch) / CONFIG
-        save_config(_without_callbacks(_without_data_flags(config)), path)
+        save_config(without_callbacks(without_data_flags(config)), path)
         return parse_args(["--config", str(path), *flags])
 
 
-def _without_data_flags(config: RunConfig) -> RunConfig:
+def without_data_flags(config: RunConfig) -> RunConfig:
     """The configuration without the flags of extensions that make, change or deal samples: those saved are used."""
     for options in config.extension_options:
         if isinstance(options, DividesDocuments | DealsSamples | WrapsDatasets):
@@ -80,7 +80,7 @@ def _without_data_flags(config: RunConfig) -> RunConfig:
     return config
 
 
-def _without_callbacks(config: RunConfig) -> RunConfig:
+def without_callbacks(config: RunConfig) -> RunConfig:
     """The configuration without the flags of extensions that ask for a callback, whose inputs a replay has not."""
     asked = [facts.when for facts in map(CALLBACKS.facts, CALLBACKS) if facts.when(config)]
     for options in config.extension_options:
