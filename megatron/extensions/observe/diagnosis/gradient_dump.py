@@ -73,7 +73,9 @@ class GradientDump(Callback, Meter):
 
     def _boxes(self, factor: Tensor) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
         """The parts of gradients that this rank is the first to hold, and the global shapes."""
-        state, boxes, shapes = self.run.runtime.state, dict[str, Tensor](), dict[str, tuple[int, ...]]()
+        boxes: dict[str, Tensor] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        state = self.run.runtime.state
         params: list[Any] = self.run.ddp.params
         for param in params:
             meta = param.meta
