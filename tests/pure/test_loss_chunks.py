@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.losses import LOSSES
+from megatron.core.config.losses import AUTO, LOSSES, chunk_size
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import CrossEntropy
+from megatron.core.pipeline_parallel.layout import Stage
+from megatron.training.config.arguments import parse_args
 from tests.gpt_cases import FP64, GPT, LLAMA, random_batch
 
 HEADS = {
@@ -26,6 +28,25 @@ HEADS = {
     "further tokens": replace(GPT, mtp_num_layers=2, mtp_loss_scaling_factor=0.7),
     "further tokens without weight": replace(LLAMA, mtp_num_layers=1, mtp_loss_scaling_factor=0.0),
 }
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "vocab", "size"),
+    [(32, 4096, 128256, 4096), (16, 2048, 128256, 8192), (80, 8192, 128256, 1024), (12, 768, 50304, 0)],
+)
+def test_the_size_is_chosen_by_its_cost(layers: int, hidden: int, vocab: int, size: int) -> None:
+    asked = parse_args(["--loss-chunk-tokens", "auto"]).parallel.loss_chunk_tokens
+    assert chunk_size(asked, vocab, layers, hidden) == size
+    assert chunk_size(7, vocab, layers, hidden) == 7 and chunk_size(None, vocab, layers, hidden) == 0
+
+
+def test_a_size_is_a_number_or_auto() -> None:
+    for wrong in ("-2", "some", "1.5"):
+        with pytest.raises(ValueError, match="must be auto or a whole number of at least 0"):
+            parse_args(["--loss-chunk-tokens", wrong])
+    wide = replace(LLAMA, num_layers=300, vocab_size=32)
+    built = GPTModel(wide, replace(FP64, loss_chunk_tokens=AUTO), stage=Stage([], False, True))
+    assert built.chunk_tokens == 1024
 
 
 class Found(NamedTuple):

@@ -50,3 +50,38 @@ LOSSES = Registry("--loss-func", LossFacts, protocol=LossClass)
 """Name -> `LossClass`."""
 
 LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", multi_token=True)
+
+
+AUTO = -1
+"""--loss-chunk-tokens auto: head and loss in chunks of a size that is chosen."""
+
+CHUNK_SIZES = 1024, 2048, 4096, 8192
+"""In tokens, of which `AUTO` takes one."""
+
+MOST_COST = 0.01
+"""Share of a step that chunks of a chosen size may cost."""
+
+WEIGHT_TOKENS = 320
+"""Tokens whose products with a weight take as long as reading and writing its fp32 gradient: 8 bytes at 2.95 TB/s, and
+6 FLOPs a token at 700 TFLOP/s (H100). Other GPUs that the planner knows have at most as many."""
+
+
+def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size: int) -> int:
+    """Tokens of a chunk, 0 for all tokens at once.
+
+    `AUTO` is the smallest size whose chunks, each of which reads and writes the gradient of the head's weight once
+    more, cost at most `MOST_COST` of a step; all tokens at once if none does. The head's share of a step follows from
+    12 h^2 parameters a layer. So it depends on the model alone, not on the device or the layout."""
+    if asked != AUTO:
+        return asked or 0
+    share = vocab_size / (vocab_size + 12 * num_layers * hidden_size)
+    return next((size for size in CHUNK_SIZES if WEIGHT_TOKENS / size * share <= MOST_COST), 0)
+
+
+def parse_chunk(text: str) -> int:
+    """Raises ValueError."""
+    if text in ("auto", str(AUTO)):  # the latter as configurations that are written down have it
+        return AUTO
+    if not text.isdecimal():
+        raise ValueError("must be auto or a whole number of at least 0")
+    return int(text)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from megatron.core.attention.backends import ATTENTION_BACKENDS, CONTEXT_PARALLEL
 from megatron.core.config.flag_spec import Section, flag
+from megatron.core.config.losses import AUTO
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.core.registry import Registry
@@ -209,9 +210,10 @@ class ModelParallelConfig(PrecisionConfig, Section):
     compile: bool | None = None
     """Compile the element-wise regions between matrix products with torch.compile; default: on GPUs."""
 
-    loss_chunk_tokens: int | None = flag(None, at_least=0)
+    loss_chunk_tokens: int | None = flag(None, at_least=AUTO)
     """Tokens whose logits exist at the same time: the head and the loss compute a micro-batch in chunks of this many
-    tokens, with their gradients. 0: all tokens at once."""
+    tokens, with their gradients. auto: the fewest of 1,024 to 8,192 that cost at most 1 % of a step. 0, the default:
+    all tokens at once."""
 
     attention_backend: str = flag("auto", choices=ATTENTION_BACKENDS)
     """GPUs: the attention kernel. auto: the fastest, by timing them when the run starts. flash: torch's

@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megatron.core.config.flag_spec import Condition, Conditions, FlagSpec, conditions
+from megatron.core.config.losses import parse_chunk
 from megatron.core.config.model import TransformerConfig
 from megatron.core.registry import imported
 from megatron.training.config.problem import Problem
@@ -54,7 +55,7 @@ def parse_window(text: str) -> int:
 
 
 PARSERS: dict[type, Callable[[str], object]] = {int: parse_int, float: parse_float, str: str}
-FIELD_PARSERS: dict[str, Callable[[str], object]] = {"window_size": parse_window}
+FIELD_PARSERS: dict[str, Callable[[str], object]] = {"window_size": parse_window, "loss_chunk_tokens": parse_chunk}
 KIND_NAMES = {int: "a whole number", float: "a number", str: "text"}
 
 

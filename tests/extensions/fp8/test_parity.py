@@ -59,6 +59,7 @@ def distance(a: Snapshot, b: Snapshot, kind: str) -> float:
 
 
 SP = "--tp 2 --sequence-parallel"
+CHUNKS = "--loss-chunk-tokens 7"
 LATENT = (
     "--position-embedding-type rope --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 16 "
     "--qk-pos-emb-head-dim 16 --v-head-dim 16 --qk-layernorm --micro-batch-size 2"
@@ -76,6 +77,8 @@ PART = [
     *((recipe, 2, "", layout, 1e-6) for recipe in RECIPES for layout in ("--pp 2 --pipeline-schedule zb-h1", "--dp 2")),
     *((recipe, 2, "", SP, 0.05) for recipe in RECIPES),
     ("delayed", 2, "", "--tp 2", 0.05),
+    ("delayed", 1, "", CHUNKS, 5e-3),
+    ("tensorwise", 2, "--mtp-num-layers 1 --untie-embeddings-and-output-weights", f"{SP} {CHUNKS}", 0.05),
     ("delayed", 2, "", "--cp 2 --micro-batch-size 2", 0.05),
     ("blockwise", 2, "--seq-length 128 --micro-batch-size 4", "--cp 2", 0.05),
     needs("latent_attention", "delayed", 2, LATENT, SP, 0.05),

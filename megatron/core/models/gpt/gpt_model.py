@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.core.batch import Batch, BatchContext, EarlierTokens
 from megatron.core.collectives import all_gather
-from megatron.core.config.losses import LOSSES
+from megatron.core.config.losses import LOSSES, chunk_size
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.init import has_storage, initialize_parameters_
@@ -128,7 +128,8 @@ class GPTModel(nn.Module):
         self.output_layer = Head(config, ctx, stage.tied_stages, tied_weight) if last else None
         self.mtp = MultiTokenPrediction(config, ctx) if last and config.mtp_depths else None
         self.loss = LOSSES[config.loss_func](config, ctx) if last else None
-        self.chunk_tokens = parallel.loss_chunk_tokens or 0
+        sizes = config.padded_vocab_size, config.num_layers, config.hidden_size
+        self.chunk_tokens = chunk_size(parallel.loss_chunk_tokens, *sizes)
         if self.output_layer is not None and self.chunk_tokens:
             self.output_layer.backward_reads_parameters = False
         self.loss_watchers: list[Callable[[Tensor, Batch], None]] = []

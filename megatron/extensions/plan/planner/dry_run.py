@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from megatron.core.config.losses import AUTO, chunk_size
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.path_kind import data_kind_of
@@ -100,6 +101,7 @@ def print_plan(
         memory_of = partial(memory_of_ranks, world_size=world_size, cache=cache)
         choice = chosen_chunk(largest, world_size, step, memory, time_of, memory_of)
         fits += [] if choice is None else [choice.line]
+    fits += _chosen_chunks(largest)
     failing = None if failures is None or step is None else RunOnFailing.of(largest, dims, memory, step, failures)
     sections: list[tuple[str, Iterable[str]]] = [
         ("Model", model_lines(config, cache)),
@@ -121,6 +123,14 @@ def print_plan(
         parts |= {} if failing is None else {"failures": failing.record}
         parts |= {"problems": [each.record for each in problems]} if problems else {}
         write_json(parts, asked.json_file)
+
+
+def _chosen_chunks(config: RunConfig) -> Iterator[str]:
+    """What --loss-chunk-tokens auto chooses, if it is given."""
+    if config.parallel.loss_chunk_tokens == AUTO:
+        model = config.model
+        tokens = chunk_size(AUTO, model.padded_vocab_size, model.num_layers, model.hidden_size)
+        yield f"--loss-chunk-tokens auto: {f'{tokens:,} tokens' if tokens else 'all tokens at once'}"
 
 
 def _of_extensions(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.losses import LOSSES
+from megatron.core.config.losses import AUTO, LOSSES
 from megatron.core.config.model_fields import RECOMPUTED_PARTS
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
@@ -133,7 +133,7 @@ def loss_chunks(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if loss in LOSSES and not LOSSES.facts(loss).multi_token:
         rule = f"needs a loss that takes some tokens at a time, and --loss-func {loss} is not known to"
         remedy = "remove it, or register the loss with multi_token=True if logits and label are all it needs"
-        yield Problem(name, size, rule, remedy)
+        yield Problem(name, "auto" if size == AUTO else size, rule, remedy)
 
 
 def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:

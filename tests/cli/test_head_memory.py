@@ -1,0 +1,16 @@
+"""tools/bench/head_memory.py: memory of the head and the loss, planned and measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.apart import python_apart
+
+
+def test_a_plan_is_what_a_process_grows_by(tmp_path: Path) -> None:
+    sizes = "--vocab 16384 --tokens 256 --chunks 0".split()
+    done = python_apart("tools/bench/head_memory.py", *sizes, "--json", str(tmp_path / "head.json"), code=0)
+    assert done.stdout.splitlines()[1].split()[:2] == ["16,384", "all"]
+    (row,) = json.loads((tmp_path / "head.json").read_text())["rows"]
+    assert 0.9 * row["planned"] < row["measured"] < row["planned"] + 8 * 2**20
