@@ -302,6 +302,7 @@ features() {
     limited 90 "$PYTHON" "${train[@]}" --log-layer-stats 2 --log-params-norm --save "$OUT/checkpoints"
     limited 50 "$PYTHON" tools/generate_text.py --load "$OUT/checkpoints" --prompt "a" "some words" --max-new-tokens 8
     limited 55 "$PYTHON" "${train[@]}" --optimizer-cpu-offload --optimizer-offload-fraction 0.6
+    limited 55 "$PYTHON" "${train[@]}" --optimizer-cpu-offload --offload-weights
     limited 55 "$PYTHON" "${train[@]}" --cpu-offloading --cpu-offloading-num-layers 1 --min-offloaded-tensor-size 1024
     limited 55 "$PYTHON" "${train[@]}" --optimizer muon
     limited 55 "$PYTHON" "${ranks[@]}" --dp 2 --data-parallel-sharding-strategy optim_grads

@@ -155,7 +155,8 @@ def test_every_run_is_legal(recorded: Recorded) -> None:
         assert not validate(config, world), words
         tried |= set(words)
     assert {"optim_grads", "optim_grads_params", "--num-experts"} < tried
-    assert {"--optimizer-cpu-offload", "--cpu-offloading", "--log-layer-stats", "--deterministic-mode"} < tried
+    assert {"--optimizer-cpu-offload", "--offload-weights", "--cpu-offloading"} < tried
+    assert {"--log-layer-stats", "--deterministic-mode"} < tried
     assert {"--optimizer-post-validation", "--trace", "muon"} < tried
     assert [words[0] for words in recorded.words].count("tools/generate_text.py") == 1
 
@@ -166,7 +167,7 @@ def test_a_command_that_is_killed_is_named_and_the_others_run(tmp_path: Path) ->
         done = first_hour("features", str(out), PYTHON=python)
         assert done.returncode == 1 and done.stdout.count("failed: features: code 137 of ") == 1
     calls = read_folder(out).calls
-    assert [call["code"] for call in calls].count(137) == 1 and len(calls) == 10
+    assert [call["code"] for call in calls].count(137) == 1 and len(calls) == 11
     assert calls[1]["command"].endswith("--prompt a some words --max-new-tokens 8")
     text = "\n".join(page(read_folder(out), ()))
     assert re.search(r"\| features \| \*\*137\*\* \| \d+ of 55 \| `.* muon` \|", text)

@@ -8,8 +8,10 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import SmallGrads
 from megatron.core.distributed.param_layout import unit_of
 from megatron.core.distributed.unit_sharding import Order, UnitBucket
 from megatron.core.models.gpt.gpt_model import GPTModel, WeightSetup
@@ -207,6 +209,14 @@ def test_a_model_to_be_sharded_is_built_without_memory() -> None:
     whole = sum(parameter.nbytes for parameter in built.parameters())
     assert live.now < whole / 100
     assert live.peak - live.now <= max(parameter.nbytes for parameter in built.parameters())
+
+
+def test_small_gradients_of_units_are_not_held_until_their_memory_is_gone() -> None:
+    held, param = SmallGrads(), torch.zeros(2)
+    held.enabled = True
+    assert held.takes(param, param)
+    param.before_main_grad = lambda: None  # type: ignore[attr-defined]
+    assert not held.takes(param, param)
 
 
 def test_a_run_that_shards_nothing_has_no_distributed_optimizer() -> None:

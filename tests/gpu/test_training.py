@@ -72,6 +72,7 @@ def test_losses_are_those_of_the_cpu(
 
 
 GRAPHS, STATES = "--cuda-graph-impl local", "--optimizer-cpu-offload --optimizer-offload-fraction 0.6"
+WEIGHTS = "--optimizer-cpu-offload --offload-weights"
 FUSIONS = "--attention-backend auto"
 ACTIVATIONS = "--cpu-offloading --cpu-offloading-num-layers 3 --min-offloaded-tensor-size 1024"
 
@@ -87,6 +88,8 @@ ACTIVATIONS = "--cpu-offloading --cpu-offloading-num-layers 3 --min-offloaded-te
         ("--fp32", STATES, 1e-4),
         ("--bf16", STATES, 1e-2),
         ("--bf16 --use-precision-aware-optimizer", STATES, 1e-2),
+        ("--fp32", WEIGHTS, 1e-4),
+        ("--bf16 --recompute-granularity full --recompute-method uniform", WEIGHTS, 1e-2),
         ("--fp32", ACTIVATIONS, 0),
         ("--bf16 --recompute-granularity selective --recompute-modules layernorm", ACTIVATIONS, 0),
     ],

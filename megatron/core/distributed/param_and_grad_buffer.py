@@ -292,8 +292,10 @@ class SmallGrads:
         """(parameter, gradient) by the parameter's id: a second gradient of one is added after the first."""
 
     def takes(self, param: Tensor, grad: Tensor) -> bool:
-        """Return whether a gradient is to be held: one whose arrival nobody waits for."""
-        return self.enabled and grad.numel() <= LARGEST and getattr(param, "on_main_grad", None) is None
+        """Return whether a gradient is to be held: one whose arrival nobody waits for, and whose `main_grad` always has
+        memory."""
+        waited = (getattr(param, name, None) for name in ("on_main_grad", "before_main_grad"))
+        return self.enabled and grad.numel() <= LARGEST and not any(waited)
 
     def hold(self, param: Tensor, grad: Tensor) -> None:
         if id(param) in self._held or len(self._held) == AT_A_TIME:

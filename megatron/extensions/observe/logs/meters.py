@@ -107,7 +107,7 @@ class ModelSums(Callback, Meter):
             if self.norm:
                 squares = squares + sum_of_squares(parameter).to(squares.device)
             if self.zeros and grad is not None:
-                zeros = zeros + (grad == 0).sum()
+                zeros = zeros + (grad == 0).sum().to(zeros.device)
         return torch.stack([squares, zeros])
 
     def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
