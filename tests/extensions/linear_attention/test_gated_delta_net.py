@@ -64,9 +64,27 @@ def test_convolution_goes_on_where_it_stopped() -> None:
         torch.testing.assert_close((torch.cat((first, second)), behind), expected, **EXACT)
 
 
-def test_sixteen_bits_are_computed_in_fp32() -> None:
-    tokens = [x.detach() for x in operands(20)[:-1]]
-    rounded = [x.bfloat16() for x in tokens]
+@pytest.mark.parametrize("packed", [False, True])
+def test_bf16_rounds_nothing_but_the_reads_of_a_chunk(packed: bool) -> None:
+    """States are those of fp32, whose operands are as exact; outputs are off by (2 u + u^2) of their terms, of which
+    the larger ones are those without signs, and gradients by three roundings of their norm."""
+    length, unit = 150, 2.0**-8
+    tokens = [x.detach().bfloat16() for x in operands(length)[:-1]]
+    tokens[3] = tokens[3].float()  # g, as the mixer has it
+    number = documents(length) if packed else None
+    own, wide = ([x.to(dtype or x.dtype).requires_grad_() for x in tokens] for dtype in (None, torch.float64))
+    (out, state), (expected, exact) = gated_delta_chunks(*own, number), gated_delta_chunks(*wide, number)
+    assert out.dtype == state.dtype == torch.float32
+    torch.testing.assert_close(state.double(), exact, rtol=0.0, atol=2.0**-16 * exact.abs().max().item())
+    error = (out - expected).norm() / expected.norm()
+    assert 2.0**-12 < error < 2 * unit + unit**2, error
+    grads = [torch.autograd.grad(weighted((y,)), x) for y, x in ((out, own), (expected, wide))]
+    for name, grad, right in zip(("q", "k", "v", "g", "beta"), *grads, strict=True):
+        assert (grad - right).norm() <= 3 * unit * right.norm(), name
+
+
+def test_fp16_is_computed_in_fp32() -> None:
+    rounded = [x.detach().half() for x in operands(20)[:-1]]
     out, state = gated_delta_chunks(*rounded)
     expected = gated_delta_chunks(*(x.float() for x in rounded))
     assert out.dtype == state.dtype == torch.float32

@@ -18,7 +18,13 @@ Kimi Delta Attention (arXiv 2510.26692) has a decay for each channel of a key: g
 scores of queries are sums over channels, each with a decay of its own (`channel_products`).
 
 Shapes: q, k [s, b, key heads, dk]; v [s, b, heads, dv]; g, beta [s, b, heads], g <= 0. The heads of a key head are
-adjacent. 16-bit operands are computed in fp32.
+adjacent.
+
+Operands in 16 bits are computed in fp32, but for three products of bf16 operands, which are multiplied in bf16 and
+summed in fp32: those of keys and of queries with keys, which are exact, and the reads of a chunk, Q S of the state
+before it and (Q Kᵀ * D) (U - W S) of its tokens. Each of their four operands is rounded by u = 2^-8 of itself, so that
+an output is off by at most (2 u + u^2) (|Q| |S| + |Q Kᵀ * D| |U - W S|) beside the roundings of fp32. What the tokens
+write and the states, where an error would go from chunk to chunk, have none.
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.attention.tiles import Documents
 from megatron.core.attention.varlen import cumulative_lengths
+from megatron.core.batched_gemms import multiply
 from megatron.core.compiled_regions import region
 from megatron.core.tensor_parallel.layers import HARDWARE, Hardware
 from megatron.core.torch_private import AutogradContext
@@ -98,10 +105,12 @@ def gated_delta_chunks(
     q, k, v, g, beta = region(_operands, hardware.compiled)(q, k, v, g, beta, min(chunks.tokens, length))
     numbers = None if number is None else numbers_in_chunks(number, g.shape[-2])
     if g.shape[-1] > 1:
-        keys, scores, reach, left = channel_products(q, k, g, numbers, hardware.compiled)
+        keys, scores, reach, left = channel_products(q.to(wide), k.to(wide), g, numbers, hardware.compiled)
     else:
         total, reach, left = decays(g.squeeze(-1), numbers)
-        keys, scores = region(decayed, hardware.compiled)(torch.stack((k, q)) @ k.mT, total, numbers).unbind()
+        both = torch.stack((k, q))
+        products = multiply(both, k.mT.expand(*both.shape[:-2], *k.mT.shape[-2:]), q.dtype, wide)
+        keys, scores = region(decayed, hardware.compiled)(products, total, numbers).unbind()
     mixed = keys * beta
     rows = torch.eye(g.shape[-2], dtype=wide, device=v.device).expand(mixed.shape)
     solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads what is below
@@ -111,21 +120,23 @@ def gated_delta_chunks(
     folded = (x.flatten(1, 3) for x in (solved @ values_in, solved @ keys_in, kept, reach[..., -1:, :].mT))
     written, states, final = _Scan.apply(hardware, *folded, state.to(wide).flatten(0, 1))
     written, states = (x.unflatten(1, (samples, groups, -1)) for x in (written, states))
-    out = read_by @ states + scores @ written
+    out = multiply(read_by, states, q.dtype, wide) + multiply(scores, written, q.dtype, wide)
     out = out.permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(2, 3)[:length]
     return out, final.unflatten(0, (samples, heads))
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """Scaled queries and the others in chunks, see `in_chunks`"""
+    """Scaled queries and the others in chunks, see `in_chunks`; queries and keys in bf16 for those in bf16"""
     wide, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
-    return tuple(in_chunks(x, wide, chunk, groups) for x in (q * q.shape[-1] ** -0.5, k, v, g, beta))
+    own = q.dtype if q.dtype == torch.bfloat16 else wide
+    operands, dtypes = (q * q.shape[-1] ** -0.5, k, v, g, beta), (own, own, wide, wide, wide)
+    return tuple(in_chunks(x, dtype, chunk, groups) for x, dtype in zip(operands, dtypes, strict=True))
 
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, reach: Tensor, left: Tensor) -> tuple[Tensor, ...]:
     """Values and keys that T multiplies, keys by what is left at the chunk's end, queries by what is left of the state
     before the chunk."""
-    return v * beta, k * (beta * reach), k * left, q * reach
+    return v * beta, k * (beta * reach), k * left, (q * reach).to(q.dtype)
 
 
 def in_chunks(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
