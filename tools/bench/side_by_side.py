@@ -94,8 +94,8 @@ def own_run(config: RunConfig) -> TrainingRun:
 
 
 def own_step(flags: Sequence[str]) -> Callable[[], None]:
-    """A training step of this program with such flags, as its users run it; imports it and sets threads, so it is to
-    be called in a contestant's process. ValueError if the flags do not fit."""
+    """A training step of this program with such flags, as its users run it, with what callbacks do after it; imports it
+    and sets threads, so it is to be called in a contestant's process. ValueError if the flags do not fit."""
     from megatron.training.reliability.launch import choose_allocators
 
     choose_allocators(os.environ)
@@ -107,7 +107,15 @@ def own_step(flags: Sequence[str]) -> Callable[[], None]:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     run = own_run(resolve_legal(parse_args(list(flags)), int(os.environ["WORLD_SIZE"])))
-    return lambda: train_step(run)
+    for callback in run.callbacks:
+        callback.on_start(run)
+
+    def step() -> None:
+        train_step(run)
+        for callback in run.callbacks:
+            callback.on_step_end(run)
+
+    return step
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, Cell]:
                 members.append(Contestant(other, peer, (other, style, dtype, compiled, steps), threads))
         members.append(Contestant(CEILING, ceiling, (style, dtype, steps), threads))
         found[f"{name} {dtype} {mode}"] = Cell(members, CEILING)
-    found |= layouts(ranks, steps) | loss_chunks(threads, steps)
+    found |= layouts(ranks, steps) | loss_chunks(threads, steps) | watched(threads, steps)
     commands = [Contestant(name, starts, ([sys.executable, *words], to)) for name, (words, to) in COMMANDS.items()]
     return found | {"start-up": Cell(commands, commands[0].name, "s")}
 
@@ -264,6 +264,25 @@ def loss_chunks(threads: int, steps: int) -> dict[str, Cell]:
         ]
         found[f"loss chunks {dtype}"] = Cell(members, members[0].name)
     return found
+
+
+WATCHES = {
+    "plain": "",
+    "averages": "--ema-decay 0.999",
+    "averages bf16": "--ema-decay 0.999 --ema-dtype bf16",
+    "averages every 10": "--ema-decay 0.999 --ema-interval 10",
+    "noise scale": "--log-noise-scale",
+}
+"""Name -> flags of what is kept or measured beside training."""
+
+
+def watched(threads: int, steps: int) -> dict[str, Cell]:
+    """Steps of 8 micro-batches with averaged weights, and with the gradient noise scale."""
+    argv, tokens = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES), MICRO_BATCHES * LAYOUT_STYLE.tokens
+    members = [
+        Contestant(name, ours, ([*argv, *more.split()], tokens, steps), threads) for name, more in WATCHES.items()
+    ]
+    return {"beside training": Cell(members, "plain")}
 
 
 def layouts(n: int, steps: int) -> dict[str, Cell]:

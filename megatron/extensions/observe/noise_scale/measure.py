@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +53,36 @@ class Parameters:
     """Squared norms in the first micro-batch of the step."""
 
 
+@dataclass
+class Watched:
+    """A parameter whose gradient is measured when the first micro-batch of a step has added to it."""
+
+    param: nn.Parameter
+    into: Parameters
+    before: Callable[[], object] | None
+    """What is called after each contribution otherwise: it may reduce the gradient."""
+
+    reports: int = 0
+    """Contributions in this step."""
+
+    of_microbatch: int = 0
+    """Contributions of a micro-batch, as the first step has shown; 0 until then."""
+
+    def added(self) -> None:
+        """After a contribution."""
+        self.reports += 1
+        if self.reports == self.of_microbatch:
+            self.into.small.append(_norm(self.param.main_grad))  # type: ignore[attr-defined]
+        if self.before is not None:
+            self.before()
+
+
+@torch.no_grad()
+def _norm(grad: Tensor) -> Tensor:
+    flat = grad.view(-1)
+    return foreach_norm([flat], 2, torch.float64)[0] if flat.is_cuda else sum_of_squares(flat).sqrt()
+
+
 class NoiseScale(Callback, Meter):
     """--log-noise-scale."""
 
@@ -76,14 +105,12 @@ class NoiseScale(Callback, Meter):
         data, experts = state.axis("dp_cp").size, state.axis("expt_dp").size
         self._dense, self._experts = Parameters(data), Parameters(experts)
         self._replicas = data
-        self._reports: dict[nn.Parameter, int] = {}
-        self._expected: dict[nn.Parameter, int] = {}
-        """Reports of each parameter in a micro-batch, as the first step has shown."""
+        self._watched: list[Watched] = []
+        self._learned = False
         for param in run.ddp.params:
             if (into := self._kind(param.meta)) is not None:  # type: ignore[attr-defined]
-                self._reports[param] = 0
-                before = getattr(param, "on_main_grad", None)
-                param.on_main_grad = partial(self._added, param, into, before)  # type: ignore[attr-defined]
+                self._watched.append(watched := Watched(param, into, getattr(param, "on_main_grad", None)))
+                param.on_main_grad = watched.added  # type: ignore[attr-defined]
         for bucket in run.ddp.buckets:
             for piece in bucket.layout.pieces(*bucket.shard_range) if bucket.copies.first else ():
                 if (into := self._kind(piece.meta)) is not None and piece.meta.is_first_replica(state.coords):
@@ -103,19 +130,8 @@ class NoiseScale(Callback, Meter):
         self._step = step
         for kind in (self._dense, self._experts):
             kind.small.clear()
-        for param in self._reports:
-            self._reports[param] = 0
-
-    @torch.no_grad()
-    def _added(self, param: nn.Parameter, into: Parameters, before: Callable[[], object] | None) -> None:
-        """After a contribution to the gradient of `param`, before its bucket may be reduced."""
-        self._reports[param] += 1
-        if self._reports[param] == self._expected.get(param):
-            grad = param.main_grad.view(-1)  # type: ignore[attr-defined]
-            on_gpu = grad.is_cuda
-            into.small.append(foreach_norm([grad], 2, torch.float64)[0] if on_gpu else sum_of_squares(grad).sqrt())
-        if before is not None:
-            before()
+        for watched in self._watched:
+            watched.reports = 0
 
     @torch.no_grad()
     def gradients_ready(self, factor: Tensor) -> None:
@@ -123,9 +139,10 @@ class NoiseScale(Callback, Meter):
         micro, large = self.config.training.micro_batch_size, self._step.samples
         assert micro is not None
         self._now = torch.zeros(2, dtype=torch.float64, device=self._device)
-        if not self._expected:
-            number = large // micro // self._replicas
-            self._expected = {param: count // number for param, count in self._reports.items()}
+        if not self._learned:
+            for watched in self._watched:
+                watched.of_microbatch = watched.reports // (large // micro // self._replicas)
+            self._learned = True
             return
         for kind in (self._dense, self._experts):
             small = micro * self._replicas // kind.replicas
