@@ -61,11 +61,21 @@ def decays(config: RunConfig) -> dict[str, float]:
     return {"decay_0_5": 0.5, "decay_0_9": 0.9, "half_life_100": 0.5 ** (tokens / 100)}
 
 
-@pytest.mark.parametrize("precision", ["--fp32", "--bf16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+MORE_LAYOUTS = {
+    "zero2": (2, "--data-parallel-sharding-strategy optim_grads"),
+    "cp2": (2, "--context-parallel-size 2"),
+    "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2-interleaved": (2, "--num-layers 4 --pp 2 --num-layers-per-virtual-pipeline-stage 1"),
+}
+"""Beside those of `LAYOUTS`."""
+
+PRECISIONS = [(layout, precision) for precision in ("--fp32", "--bf16") for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(("layout", "precision"), [*PRECISIONS, *((layout, "--fp32") for layout in MORE_LAYOUTS)])
 def test_averages_are_literal_ones_at_every_layout(layout: str, precision: str, tmp_path: Path) -> None:
     """In fp64, of the main parameters that the checkpoints of the same run hold after each step."""
-    ranks, flags = LAYOUTS[layout]
+    ranks, flags = (LAYOUTS | MORE_LAYOUTS)[layout]
     run = trained(tmp_path / "run", ranks, f"{precision} {AVERAGES} {flags}")
     weights = [main_params(checkpoint(run, step)) for step in range(1, STEPS + 1)]
     found = checkpoint(run, STEPS)
