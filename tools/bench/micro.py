@@ -37,6 +37,7 @@ def parts_of(config: RunConfig) -> Iterator[Part]:
     yield from gemms(config)
     yield from experts(config)
     yield from attention(config)
+    yield from selected_keys(config)
     yield Part("layer", "forward and backward", layer, tflop=layer_tflop(config))
     yield from memory(config)
 
@@ -171,6 +172,45 @@ def attention_call(
     tiles = ranks > 1 or documents
     shape = replace(shape, tiles=tiles, documents=documents, queries=queries, dropout=dropout)
     return attention_run(shape, device, backend)
+
+
+# Selected keys
+
+
+SELECTION = ("scores_of_keys", "largest_scores", "attended_weights")
+"""Operations of layers with selected keys beside attention."""
+
+
+def selected_keys(config: RunConfig) -> Iterator[Part]:
+    """Attention to selected keys and selection, by the kernels and by plain torch, on the last queries of a sequence as
+    kernels are compared on at the start of a run. TFLOP of attention are those of the keys that queries see, five
+    products in the backward."""
+    from megatron.extensions.attention.sparse_attention.flags import sparse_shapes
+    from megatron.extensions.attention.sparse_attention.kernels.attention import SAMPLED
+
+    work = {"attend_to_selected": 0.0, "selected_attention_gradients": 0.0, **dict.fromkeys(SELECTION, 0.0)}
+    if not (shapes := sparse_shapes(config)):
+        return
+    for shape in shapes:
+        queries = config.training.micro_batch_size * min(SAMPLED, shape.length) * shape.heads
+        pairs = 2e-12 * queries * sum(each.most for each in shape.sets)
+        work["attend_to_selected"] += pairs * (shape.width + shape.values)
+        work["selected_attention_gradients"] += pairs * (3 * shape.width + 2 * shape.values)
+    for name, tflop in work.items():
+        for form in ("kernel", "torch"):
+            yield Part("selected", f"{name}, {form}", partial(selected_call, name, form), tflop)
+
+
+def selected_call(name: str, form: str, config: RunConfig, device: torch.device) -> Call:
+    from megatron.core.kernels import KERNELS
+    from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes
+
+    kernel = KERNELS[name]
+    assert isinstance(kernel, FusedKernel)
+    operands = list(kernel.samples(RunShapes.of(config, device)))
+    # On CPU plain torch stands in for the kernels of GPUs.
+    run = kernel if form == "kernel" and device.type == "cuda" else kernel.plain
+    return lambda: [run(*each) for each in operands]
 
 
 # A layer, forward and backward, compiled as in training

@@ -14,10 +14,17 @@ from megatron.core.tensor_parallel.layers import HARDWARE
 from megatron.extensions.attention.sparse_attention.selected_attention import (
     Attended,
     Keys,
+    Rows,
     attend_to_selected,
+    attended_weights,
     selected_attention_gradients,
 )
-from megatron.extensions.attention.sparse_attention.selection import Chunk, Queries
+from megatron.extensions.attention.sparse_attention.selection import (
+    Chunk,
+    Queries,
+    largest_scores,
+    scores_of_keys,
+)
 from megatron.extensions.speed.fusions.kernel_choice import RunShapes, choose_kernels
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
@@ -111,7 +118,7 @@ def interpreted() -> Any:
     blocks = attention_triton.Blocks(16, 16, 4, 1)
     attention_triton.tiling = lambda device: attention_triton.Tiling(blocks, blocks, blocks, blocks)
     attention_triton.SCAN = 16
-    for name in ("_attend", "_gradients"):
+    for name in ("_attend", "_gradients", "_weights"):
         operator = getattr(attention, name)
         setattr(attention, name, getattr(operator, "_init_fn", operator))
     return attention
@@ -130,6 +137,16 @@ def tensors_of(found: tuple[Attended, tuple[Tensor, ...]]) -> Iterator[Tensor]:
         yield each
 
 
+def weights_by_both(kernels: Any, case: Case, given: Operands, found: Attended) -> tuple[Tensor, Tensor]:
+    """Weights of selected keys, summed over heads: by the kernel, and by plain torch in fp32."""
+    q, _, seen, k, _ = given
+    queries, picked = seen[-1]
+    beside = found.of_first if len(k) > 1 else None
+    own, wide = (Rows(x, y, queries, queries.chunks[0], picked) for x, y in ((q, k[-1]), (q.float(), k[-1].float())))
+    assert own.picked is not None
+    return kernels.weights(q, own, SCALE, beside, found.lse), attended_weights(wide.q, wide, SCALE, beside, None)
+
+
 def check(cases: Sequence[Case]) -> None:
     kernels = interpreted()
     for case in cases:
@@ -141,7 +158,10 @@ def check(cases: Sequence[Case]) -> None:
                 again = by_kernels(kernels, case, given, adds)
                 assert all(map(torch.equal, tensors_of(found), tensors_of(again)))
             assert found[0].out.dtype == case.dtype and found[1][0].dtype == case.dtype
-            for one, other in zip(tensors_of(found), tensors_of(expected), strict=True):
+            pairs = [*zip(tensors_of(found), tensors_of(expected), strict=True)]
+            if adds and case.sets[-1][1] is None:
+                pairs.append(weights_by_both(kernels, case, given, expected[0]))
+            for one, other in pairs:
                 assert one.shape == other.shape and not one.isnan().any()
                 error = (one.float() - other).norm() / other.norm().clamp(min=1e-2)  # zero for a single key
                 bound = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[case.dtype]
@@ -172,10 +192,12 @@ def test_interpreted_kernels_are_not_left_out(kind: str) -> None:
     flags = f"{TINY} --num-layers 2 --seq-length 16 --vocab-size 12 --bf16 --multi-latent-attention {RUNS[kind]}"
     shapes = RunShapes.of(resolve(parse_args(flags.split()), 1), torch.device("cpu"))
     own = {"attend_to_selected": kernels.ATTEND, "selected_attention_gradients": kernels.GRADIENTS}
+    own |= {"attended_weights": kernels.WEIGHTS}
     assert len(list(kernels.ATTEND.samples(shapes))) == {"dsa": 1, "compressed": 2}[kind]
     said: list[str] = []
     choose_kernels(shapes, Axis(), None, said.append, own)
     assert not said
+    del own["attended_weights"]
     kernels.adds_gradients = lambda device, keys, count: False
     theirs = kernels.joined_sets
 
@@ -188,10 +210,47 @@ def test_interpreted_kernels_are_not_left_out(kind: str) -> None:
     assert [line.split(" differs")[0] for line in said] == [f" kernel {name} left out:" for name in own], said
 
 
+def check_selection(device: str) -> None:
+    """Scores, and the selected keys to the last one: of equal scores, of zeros of both signs, and of few keys."""
+    from megatron.extensions.attention.sparse_attention.kernels import selection
+
+    generator = torch.Generator().manual_seed(3)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for n, b, heads, width, keys in ((3, 2, 17, 24, 37), (40, 1, 64, 128, 1000))[: 2 if device == "cuda" else 1]:
+        q, k, weights = (
+            torch.randn(size, generator=generator).to(dtype)
+            for size in ((n, b, heads, width), (keys, b, width), (n, b, heads))
+        )
+        expected = scores_of_keys(q, k, weights)
+        found = selection.scores(q.to(device), k.to(device), weights.to(device)).cpu()
+        assert (found - expected).norm() <= (1e-2 if device == "cuda" else 3e-6) * expected.norm()
+    sizes = ((3, 1, 40, 5), (2, 2, 9, 9))
+    for n, b, keys, topk in ((200, 2, 3000, 1024), (5, 1, 20000, 2048), *sizes) if device == "cuda" else sizes:
+        scores = torch.randn(n, b, keys, generator=generator)
+        rough = scores.mul(2).round().mul(torch.where(scores > 0.2, -1.0, 1.0))
+        last = torch.randint(keys, (n, b), generator=generator)
+        last[0], last[-1] = keys - 1, 1
+        for first in (torch.zeros_like(last), (last - 6).clamp(min=0)):
+            for each in (scores, rough):
+                found = selection.largest(*(x.to(device) for x in (each, first, last)), topk).cpu()
+                assert found.equal(largest_scores(each, first, last, topk)), (n, b, keys, topk)
+
+
+@apart(interpret=True)
+def test_interpreted_selection_is_plain_torch() -> None:
+    from megatron.extensions.attention.sparse_attention.kernels import selection, selection_triton
+
+    selection_triton.KEYS, selection_triton.QUERIES, selection_triton.PLACES = 16, 2, 16
+    for name in ("_scores", "_largest"):
+        setattr(selection, name, getattr(selection, name)._init_fn)
+    check_selection("cpu")
+
+
 def check_on_gpu() -> None:
     """At widths of models. Gradients of keys that are summed in a second pass have the same bits in every run."""
     from megatron.extensions.attention.sparse_attention.kernels import attention
 
+    check_selection("cuda")
     cases = [
         Case(70, 300, 32, 576, 512, 1, ((128, None),), dtype=torch.bfloat16),
         Case(33, 200, 64, 512, 512, 2, ((32, 32), (48, None)), True, True, dtype=torch.bfloat16),
@@ -270,3 +329,22 @@ def test_kernels_compile_to_products_of_tensor_cores(kernels: Sequence[str], cap
             assert built.metadata.shared <= {80: 99}.get(capability, 227) * 1024
             if stack_tool() is not None:
                 assert stack_of(built) <= MOST_STACK[capability], (name, capability)
+
+
+@pytest.mark.grid("capabilities", [[90]], [[80, 90, 100]])
+@apart(interpret=False)
+def test_kernels_of_selection_compile(capabilities: Sequence[int]) -> None:
+    """With two spilled registers at most."""
+    from megatron.extensions.attention.sparse_attention.kernels import selection_triton as triton
+
+    types = {**dict.fromkeys(("q", "k", "weights"), "*bf16"), "out": "*fp32", "sizes": ("i32",) * 4}
+    constants = {"WIDTH": 128, "HELD": 128, "HEADS": 64, "BLOCKS": (triton.KEYS, triton.QUERIES)}
+    of_rows = {"scores": "*fp32", **dict.fromkeys(("first", "last"), "*i64"), "out": "*i32", "sizes": ("i32",) * 3}
+    of_rows |= dict.fromkeys(("bound_rows", "bound_samples"), "i32")
+    for capability in capabilities:
+        built = compiled(triton.score_keys, types, constants, capability, num_warps=8, num_stages=2)
+        products = ("wgmma.mma_async.sync", "mma.sync", "tcgen05.mma")
+        assert sum(map(built.asm["ptx"].count, products)) >= 8 and built.metadata.shared <= 99 * 1024
+        selects = compiled(triton.select_largest, of_rows, {"PLACES": triton.PLACES}, capability, num_warps=4)
+        if stack_tool() is not None:
+            assert stack_of(built) == 0 and stack_of(selects) <= 8

@@ -21,7 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.rotary import apply_rotary_interleaved
 from megatron.extensions.attention.latent_attention.multi_latent_attention import Latents, MultiLatentAttention
-from megatron.extensions.attention.sparse_attention import sparse_attention
+from megatron.extensions.attention.sparse_attention import selection, sparse_attention
 from megatron.extensions.attention.sparse_attention.hooks import IndexerTallies
 from megatron.extensions.attention.sparse_attention.selection import chunks_of, largest
 from megatron.testing.local_run import local_run
@@ -169,6 +169,21 @@ def test_chunks_are_all_rows_within_shards(size: int, shards: int, longest: int)
             assert places[chunk.rows] == [*range(chunk.keys - (chunk.rows.stop - row), chunk.keys)]
             row = chunk.rows.stop
         assert row == len(places)
+
+
+def test_merged_chunks_are_the_same_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "MERGED_ROWS", 6)
+    for rank in range(2):
+        chunks = chunks_of(rank_spans(64, rank, 2), 2, 3)
+        whole = selection.merged(chunks, 1)
+        found = list[int]()
+        for each in whole:
+            count = each.rows.stop - each.rows.start
+            assert count <= 6
+            found += range(each.keys - count, each.keys)
+        assert found == [place for span in rank_spans(64, rank, 2) for place in span] and len(whole) < len(chunks)
+    monkeypatch.setattr(selection, "MERGED", 1)
+    assert selection.merged(chunks, 1) == chunks
 
 
 def test_variants_of_some_layers_and_letters() -> None:

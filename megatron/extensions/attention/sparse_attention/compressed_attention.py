@@ -209,7 +209,7 @@ class CompressedKeys(SelectedKeys):
         windows = windows_of(context.documents, len(kv), self.ratio, kv.device)
         near, far = self._seen(q, kv, windows, None if cached is None else context.cache, context)
         if not self.compressors:
-            out, _ = self._attend(q, (Keys(near),), kv)
+            out, *_ = self._attend(q, (Keys(near),), kv)
         else:
             packed = context.documents is not None
             keys, *of_index = (
@@ -218,9 +218,9 @@ class CompressedKeys(SelectedKeys):
             )
             scored = Index(index[0], of_index[0], index[1]) if index else None
             seen = Keys(far, None if scored is None else self._select(scored, far))
-            out, beside = self._attend(q, (Keys(near), seen), kv, keys)
+            out, lse, beside = self._attend(q, (Keys(near), seen), kv, keys)
             if scored is not None:
-                out = self._with_loss(out, scored, q, keys, seen, context, beside)
+                out = self._with_loss(out, scored, q, keys, seen, context, lse, beside)
         out = rotated_last(out, self.rotary_width, tables[0], -tables[1])
         of_groups = out.unflatten(2, (len(self.linear_o_group_proj), -1)).flatten(3)
         return torch.einsum("sbgd,grd->sbgr", of_groups, self.linear_o_group_proj).flatten(2)

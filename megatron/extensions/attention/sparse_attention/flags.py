@@ -368,5 +368,8 @@ CALLBACKS.register("indexer loss", f"{__package__}.hooks:IndexerLoss", when=has_
 for _operation, _kernel in {
     "attend_to_selected": "attention:ATTEND",
     "selected_attention_gradients": "attention:GRADIENTS",
+    "attended_weights": "attention:WEIGHTS",
+    "scores_of_keys": "selection:SCORES",
+    "largest_scores": "selection:LARGEST",
 }.items():
     KERNELS.register(_operation, f"{__package__}.kernels.{_kernel}")

@@ -17,7 +17,7 @@ from megatron.core.collectives import all_reduce_
 from megatron.core.parallel_state import Axis
 from megatron.core.torch_private import AutogradContext
 from megatron.core.transformer.recompute import again
-from megatron.extensions.attention.sparse_attention.selected_attention import Rows
+from megatron.extensions.attention.sparse_attention.selected_attention import Rows, attended_weights
 from megatron.extensions.attention.sparse_attention.selection import Index, Queries, index_products, index_scores
 
 
@@ -37,6 +37,8 @@ class Loss(NamedTuple):
     """The rows that this rank's index has the queries of."""
     beside: Tensor | None = None
     """[n, b, h]: log-sum-exps of the scores of what else is attended to."""
+    lse: Tensor | None = None
+    """[n, b, h]: those of all that is attended to, if that is `picked` and what is beside."""
 
 
 @torch.no_grad()
@@ -49,10 +51,8 @@ def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
     for chunk in loss.queries.hardware.each(loss.queries.chunks):
         rows = Rows(loss.q, loss.k, loss.queries, chunk, loss.picked)
         with again():
-            scores = rows.scores(loss.scale)
-            lse = scores.logsumexp(-1)
-            lse = lse if loss.beside is None else torch.logaddexp(lse, loss.beside[chunk.rows])
-            of_heads = scores.sub_(lse.unsqueeze(-1)).exp_().sum(2).contiguous()
+            beside, lse = (None if x is None else x[chunk.rows] for x in (loss.beside, loss.lse))
+            of_heads = attended_weights(rows.q, rows, loss.scale, beside, lse)
         of_heads = all_reduce_(of_heads, loss.heads)
         of_heads.div_(of_heads.sum(-1, keepdim=True).clamp_(min=torch.finfo(wide).tiny))
         p, hidden = rows.distribution(of_heads)

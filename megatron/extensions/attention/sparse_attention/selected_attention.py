@@ -11,7 +11,7 @@ s keys, h heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from operator import add
 from typing import NamedTuple
 
@@ -36,15 +36,22 @@ class Rows:
         """q [n, b, h, w], k [s, b, w], picked [n, b, topk] or None for all keys"""
         self.rows = chunk.rows
         self.q = q[chunk.rows]
-        self.samples = k.shape[1]
-        self.keys, self.flat = slice(chunk.first, chunk.keys), None
+        self.all_keys, self.samples = k, k.shape[1]
+        self.keys = slice(chunk.first, chunk.keys)
+        self.flat: Tensor | None = None
+        self.picked: Tensor | None = None
         if picked is None or chunk.keys <= picked.shape[-1]:
-            self.k, self.hidden = k[self.keys], queries.hidden(chunk)
+            self.hidden = queries.hidden(chunk)
         else:
             self.picked = picked[chunk.rows].long()
             sample = torch.arange(self.samples, device=k.device)[:, None]
             self.flat = self.picked.clamp(min=0) * self.samples + sample
-            self.k, self.hidden = k.flatten(0, 1)[self.flat], self.picked < 0  # [rows, b, topk, w]
+            self.hidden = self.picked < 0
+
+    @cached_property
+    def k(self) -> Tensor:
+        """[keys, b, w], or the selected ones [rows, b, topk, w]"""
+        return self.all_keys[self.keys] if self.flat is None else self.all_keys.flatten(0, 1)[self.flat]
 
     def scores(self, scale: float) -> Tensor:
         """[rows, b, h, keys or topk] in fp32 or fp64"""
@@ -72,6 +79,7 @@ class Rows:
         """weights [rows, b, keys or topk] of what is attended to -> [rows, b, keys], and which keys are not."""
         if self.flat is None:
             return weights, self.hidden
+        assert self.picked is not None
         shape, at = (*weights.shape[:2], self.keys.stop), self.picked.clamp(min=0)
         seen = weights.new_zeros(shape).scatter_add_(-1, at, (self.picked >= 0).to(weights.dtype))
         return weights.new_zeros(shape).scatter_add_(-1, at, weights), seen == 0
@@ -174,13 +182,25 @@ def selected_attention_gradients(
     return dq, *dk
 
 
+@operation
+@torch_function
+def attended_weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> Tensor:
+    """[rows, b, keys or topk]: attention's weights of the keys of `rows`, whose queries are q [rows, b, h, w], summed
+    over heads. `beside` [rows, b, h] are log-sum-exps of the scores of what else is attended to, `lse` those of all
+    that is, where they are known."""
+    scores = rows.scores(scale)
+    total = scores.logsumexp(-1)
+    total = total if beside is None else torch.logaddexp(total, beside)
+    return scores.sub_(total.unsqueeze(-1)).exp_().sum(2).contiguous()
+
+
 class SelectedContext(AutogradContext):
     settings: tuple[list[tuple[tuple[Chunk, ...], Hardware, int]], float, int]
 
 
 class AttentionToSelected(torch.autograd.Function):
-    """`attend_to_selected`, and its gradients: returns the outputs and the log-sum-exps of the first set. Saved are
-    operands, outputs and log-sum-exps. `note` is called with the largest scores [h]."""
+    """`attend_to_selected`, and its gradients: returns the outputs and the log-sum-exps, of all scores and of those of
+    the first set. Saved are operands, outputs and log-sum-exps. `note` is called with the largest scores [h]."""
 
     @staticmethod
     def forward(
@@ -192,19 +212,19 @@ class AttentionToSelected(torch.autograd.Function):
         width: int,
         note: Callable[[Tensor], None] | None,
         *k: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         found = attend_to_selected(q, sinks, seen, k, scale, width, note is not None)
         if note is not None and found.highest is not None:
             note(found.highest)
         picked, bounds = [each.picked for each in seen], [x for each in seen for x in each.queries[:2]]
         ctx.save_for_backward(q, sinks, found.out, found.lse, *k, *picked, *bounds)
         ctx.settings = [each.queries[2:] for each in seen], scale, width
-        ctx.mark_non_differentiable(found.of_first)
-        return found.out, found.of_first
+        ctx.mark_non_differentiable(found.lse, found.of_first)
+        return found.out, found.lse, found.of_first.view_as(found.of_first)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: SelectedContext, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: SelectedContext, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         (q, sinks, out, lse, *more), (loops, scale, width) = ctx.saved_tensors, ctx.settings
         count = len(loops)
         k = tuple(more[:count])

@@ -8,16 +8,22 @@ No more than a chunk of scores is in memory. Shapes: n queries of b samples, s k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.core.attention.tiles import Spans
+from megatron.core.compiled_regions import torch_function
+from megatron.core.kernels import kernel_for, operation
 from megatron.core.tensor_parallel.layers import Hardware
 
 CHUNK = 2**27
 """Elements of the largest tensor of a chunk of queries."""
+
+MERGED, MERGED_ROWS = 2**26, 1024
+"""Scores and queries of the largest chunk by kernels."""
 
 
 class Chunk(NamedTuple):
@@ -76,6 +82,22 @@ def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) 
     return tuple(found)
 
 
+def merged(chunks: Sequence[Chunk], samples: int) -> tuple[Chunk, ...]:
+    """Chunks of queries at adjacent positions joined, up to `MERGED_ROWS` queries and `MERGED` scores: kernels keep the
+    scores of keys alone in memory, and need many queries to fill a GPU."""
+    found = list[Chunk]()
+    for chunk in chunks:
+        if found:
+            last = found[-1]
+            rows, more = chunk.rows.stop - last.rows.start, chunk.rows.stop - chunk.rows.start
+            adjacent = chunk.rows.start == last.rows.stop and chunk.keys == last.keys + more
+            if adjacent and rows <= MERGED_ROWS and rows * samples * chunk.keys <= MERGED:
+                found[-1] = last._replace(rows=slice(last.rows.start, chunk.rows.stop), keys=chunk.keys)
+                continue
+        found.append(chunk)
+    return tuple(found)
+
+
 def index_products(index: Index, chunk: Chunk) -> Tensor:
     """ReLU(q · k) [b, rows, indexer heads, keys], in fp32 for 16 bits"""
     q = index.q[chunk.rows].transpose(0, 1)
@@ -103,15 +125,36 @@ def largest(scores: Tensor, topk: int) -> Tensor:
     return chosen.masked_fill_(scores.gather(-1, chosen) == -torch.inf, -1).to(torch.int32)
 
 
+@operation
+@torch_function
+def scores_of_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """Scores [n, b, keys] of keys k [keys, b, d] for queries q [n, b, indexer heads, d] with weights [n, b, indexer
+    heads], in fp32 for 16 bits."""
+    index, chunk = Index(q, k, weights), Chunk(slice(0, len(q)), len(k))
+    return index_scores(index, chunk, index_products(index, chunk))
+
+
+@operation
+@torch_function
+def largest_scores(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
+    """`largest` of the keys that queries could see, those from `first` to `last` [n, 1 or b]."""
+    keys = torch.arange(scores.shape[-1], device=scores.device)
+    hidden = (keys > last.unsqueeze(-1)) | (keys < first.unsqueeze(-1))
+    return largest(scores.masked_fill(hidden, -torch.inf), topk)
+
+
 @torch.no_grad()
 def selected(index: Index, queries: Queries, topk: int) -> Tensor:
     """[n, b, topk] int32: the keys that each query sees, in ascending order, but for -1 where it could see fewer."""
     n, b = index.q.shape[:2]
     picked = torch.full((n, b, topk), -1, dtype=torch.int32, device=index.q.device)
-    for chunk in queries.hardware.each(queries.chunks):
+    fused = kernel_for("scores_of_keys", index.q, index.k, index.weights) is not None
+    chunks = merged(queries.chunks, b) if fused else queries.chunks
+    for chunk in queries.hardware.each(chunks):
         if chunk.keys > topk:
-            scores = index_scores(index, chunk, index_products(index, chunk))
-            picked[chunk.rows] = largest(scores.masked_fill(queries.hidden(chunk), -torch.inf), topk)
+            scores = scores_of_keys(index.q[chunk.rows], index.k[: chunk.keys], index.weights[chunk.rows])
+            first, last = (bound[chunk.rows] for bound in (queries.first, queries.last))
+            picked[chunk.rows] = largest_scores(scores, first, last, topk)
         else:
             every = torch.arange(chunk.keys, dtype=torch.int32, device=picked.device)
             picked[chunk.rows, :, : chunk.keys] = every.expand(chunk.rows.stop - chunk.rows.start, b, -1).masked_fill(

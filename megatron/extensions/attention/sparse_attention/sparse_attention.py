@@ -158,14 +158,14 @@ class SelectedKeys(CoreAttention):
             keys = [from_rank_order(all_gather_sequence(x, self.cp), self.cp.size) for x in keys]
         k, queries = keys[0], self._queries(q, keys[0], None if cached is None else context.cache, context)
         if index is None:
-            out, _ = self._attend(q, (Keys(queries, self._selected_before(queries, q.shape[1], context)),), k)
+            out, *_ = self._attend(q, (Keys(queries, self._selected_before(queries, q.shape[1], context)),), k)
         else:
             index = index._replace(k=keys[1])
             seen = Keys(queries, self._select(index, queries))
             if self.shares:
                 context.left[self.layer] = seen.picked
-            out, _ = self._attend(q, (seen,), k)
-            out = self._with_loss(out, index, q, k, seen, context)
+            out, lse, _ = self._attend(q, (seen,), k)
+            out = self._with_loss(out, index, q, k, seen, context, lse)
         return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
 
     def _selected_before(self, queries: Queries, samples: int, context: BatchContext) -> Tensor | None:
@@ -178,7 +178,7 @@ class SelectedKeys(CoreAttention):
         every = max(chunk.keys for chunk in queries.chunks) <= self.topk  # a plan runs each layer by itself
         return None if every else last.unsqueeze(-1).expand(-1, samples, self.topk)
 
-    def _attend(self, q: Tensor, seen: tuple[Keys, ...], *k: Tensor) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, seen: tuple[Keys, ...], *k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return AttentionToSelected.apply(q, self._sinks, seen, self.scale, self.width, self.note, *k)
 
     def _own(self, index: Index) -> range:
@@ -204,6 +204,7 @@ class SelectedKeys(CoreAttention):
         k: Tensor,
         seen: Keys,
         context: BatchContext,
+        lse: Tensor,
         beside: Tensor | None = None,
     ) -> Tensor:
         """`out`, whose backward adds the indexer's loss in training."""
@@ -211,7 +212,8 @@ class SelectedKeys(CoreAttention):
             return out
         trained = index.q.requires_grad and self.coeff > 0 and context.aux_scale is not None
         of_loss = q.detach(), k.detach(), seen.picked if self.sparse_loss else None, seen.queries, self.scale
-        loss = Loss(*of_loss, self.tp, self._own(index), beside) if trained else None
+        lse_of_loss = lse if self.sparse_loss else None
+        loss = Loss(*of_loss, self.tp, self._own(index), beside, lse_of_loss) if trained else None
         scale = None if context.aux_scale is None else context.aux_scale * self.coeff
         return AttachLoss.apply(out, loss, scale, self.tally, *index)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from inspect import unwrap
 from typing import Any, Protocol, TypeVar
 
@@ -64,6 +64,10 @@ class Launches(Protocol):
         """A product by a kernel that torch does not have on tensors without values. The name ends with _ where it is
         added to `out`, unless a `beta` of 0 is among the options."""
 
+    def gathered(self, flops: float, read: float, added: float = 0.0) -> None:
+        """A launch of a kernel that does `flops` with rows which it gathers: `read` bytes of them, and `added` bytes of
+        fp32 added to rows in any order."""
+
     def unseen(self) -> AbstractContextManager[None]:
         """Around operators that are part of a launch."""
 
@@ -83,6 +87,9 @@ class Unrecorded:
         pass
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None:
+        pass
+
+    def gathered(self, flops: float, read: float, added: float = 0.0) -> None:
         pass
 
     def unseen(self) -> AbstractContextManager[None]:
@@ -344,10 +351,11 @@ class PlannedRegions(TorchFunctionMode):
 
 
 @cache
-def operations() -> frozenset[Callable[..., object]]:
-    """Functions in torch that kernels may compute: a plan sees what they consist of."""
+def operations() -> dict[Callable[..., object], Callable[..., object] | None]:
+    """Functions in torch that kernels may compute -> `FusedKernel.planned`; None where a plan counts the operations of
+    the function."""
     kernels = (KERNELS[name] for name in KERNELS)
-    return frozenset(unwrap(kernel.plain) for kernel in kernels if isinstance(kernel, FusedKernel))
+    return {unwrap(kernel.plain): kernel.planned for kernel in kernels if isinstance(kernel, FusedKernel)}
 
 
 class PlannedFunctions(PlannedRegions):
@@ -359,17 +367,23 @@ class PlannedFunctions(PlannedRegions):
     one kernel; of fp8, Triton's kernel is planned, whatever `gemm_choice` finds.
     """
 
-    def __init__(self, live: LiveMemory, launches: Launches = UNRECORDED, device: str | None = None) -> None:
+    def __init__(
+        self, live: LiveMemory, launches: Launches = UNRECORDED, device: str | None = None, fused: bool = True
+    ) -> None:
+        """`fused`: operations whose kernels say what they do (`FusedKernel.planned`) are planned as these."""
         super().__init__(live)
         self.launches, self.device = launches, device
         self.own: dict[Callable[..., object], Callable[..., object]] = {
+            plain: partial(planned, launches) if fused and planned is not None else plain
+            for plain, planned in operations().items()
+        }
+        self.own |= {
             unwrap(casts.dequantized_mm): self._dequantized_mm,
             unwrap(casts.add_fp8_product_): self._add_fp8_product_,
             unwrap(grouped_gemms.add_products_grouped_): self._add_products_grouped_,
             unwrap(batched_gemms.bmm_in_fp32): self._bmm_in_fp32,
             unwrap(weight_grad.add_product_): self._add_product_,
         }
-        self.operations = operations()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -380,7 +394,7 @@ class PlannedFunctions(PlannedRegions):
             return _NormOfGPUs.apply(args[0], statistics, kwargs.get("weight"), kwargs.get("bias"))
         if func is F.scaled_dot_product_attention:
             return _fused_attention(*args, **kwargs)
-        if (planned := self.own.get(func, func if func in self.operations else None)) is not None:
+        if (planned := self.own.get(func)) is not None:
             with self:
                 return planned(*args)
         out = super().__torch_function__(func, types, args, kwargs)

@@ -66,6 +66,17 @@ class AttentionSpeed:
 
 
 @dataclass(frozen=True)
+class GatherSpeed:
+    """Rates of kernels that multiply rows which they gather. The slowest of the three bounds a kernel."""
+
+    tflops: Positive
+    read_tb_per_second: Positive
+    """Of rows, from the L2 cache."""
+    add_tb_per_second: Positive
+    """Of fp32 numbers added in the L2 cache in any order."""
+
+
+@dataclass(frozen=True)
 class Link:
     """What carries messages between ranks of one node (`node`), or a node's adapters to other nodes (`network`)."""
 
@@ -118,6 +129,10 @@ class DeviceFile:
 
     epilogue_exposed: Annotated[float, SHARE]
     """Share of the time of reading and writing the sums that a GEMM adds to (beta = 1) that products do not hide."""
+
+    gather: GatherSpeed | None = None
+    """Assumed to be half of the rate of products in bf16, the rate of copies, and half of that, where it is not given.
+    """
 
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None for a CPU."""
@@ -217,6 +232,13 @@ class DeviceFile:
         speed = of_widths[min(of_widths, key=lambda known: abs(known - width))]
         endless, half = speed.backward if backward else speed.forward
         return max(self.kernel_floor_us, flops / (endless * length / (length + half)) / 1e6)
+
+    def gather_us(self, flops: float, read: float, added: float) -> float:
+        """Time of a kernel that gathers `read` bytes of rows, and adds `added` bytes to rows."""
+        copy = self.copy_tb_per_second
+        speed = self.gather or GatherSpeed(self._gemm_speed("bf16").tflops / 2, copy, copy / 2)
+        times = flops / speed.tflops, read / speed.read_tb_per_second, added / speed.add_tb_per_second
+        return max(self.kernel_floor_us, max(times) / 1e6)
 
     def hash_us(self, pairs: float) -> float:
         """Time in which so many pairs of a query and a key have their mask of dropout hashed in an attention kernel,

@@ -409,7 +409,7 @@ def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
     if on_gpus:
         dropout = plans_fused_dropout(batch.model, batch.parallel)
         hardware = PlannedGPU(launches=live, fused_dropout=dropout, packs=batch.packs)
-        functions = [PlannedFunctions(live, live, "meta" if meta else None)]
+        functions = [PlannedFunctions(live, live, "meta" if meta else None, fused=batch.packs)]
     elif batch.parallel.compiles(batch.device):
         functions.append(PlannedRegions(live))
     tensors = nullcontext() if meta else FakeTensorMode()

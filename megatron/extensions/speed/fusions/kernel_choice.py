@@ -152,6 +152,9 @@ class FusedKernel(Generic[*Operands, R]):
     """Operands of a run; none if the run does not perform the operation."""
     tolerance: float
     """How far results, and operands that are written, may be off, relative to their norm."""
+    planned: Callable[..., R] | None = None
+    """Tells a plan what a launch does: called with the `Launches` of a plan (`plan/planner/as_on_gpus.py`) and the
+    operands, it returns results of the right shapes. None where a plan is to count the operations of `plain`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", getattr(self.plain, "__wrapped__", self.plain))

@@ -12,6 +12,8 @@ which it has selected one: that costs less than additions where queries have sel
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from inspect import unwrap
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +23,9 @@ from megatron.extensions.attention.sparse_attention.flags import SparseShape, sp
 from megatron.extensions.attention.sparse_attention.selected_attention import (
     Attended,
     Keys,
+    Rows,
     attend_to_selected,
+    attended_weights,
     selected_attention_gradients,
 )
 from megatron.extensions.attention.sparse_attention.selection import CHUNK, Queries, chunks_of, largest
@@ -30,10 +34,11 @@ from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShap
 WIDEST_VALUES, WIDEST_REST = 512, 64
 """Channels of the widest keys that the kernels take: values, and the others."""
 
-DENSE = 0.25
-"""Share of all keys that lists hold from which on a second pass sums the gradients of keys. Estimated, not timed: the
-pass does 1.6 times the products of the first for each pair, selected or not, and additions take the time of six
-products for a selected pair."""
+DENSE = 0.35
+"""Share of all keys that lists hold from which on a second pass sums the gradients of keys: where both take as long by
+the assumed rates of an H200 (`plan/planner/devices/h200.yaml`), which nobody has timed."""
+
+_plain_attend, _plain_gradients = unwrap(attend_to_selected), unwrap(selected_attention_gradients)
 
 SAMPLED = 1024
 """Queries that kernels are compared on at most."""
@@ -70,11 +75,16 @@ def adds_gradients(device: torch.device, keys: int, count: int) -> bool:
     return several and not torch.are_deterministic_algorithms_enabled() and count < DENSE * keys
 
 
-def suits(q: Tensor, width: int) -> bool:
-    """Return whether the kernels compute attention of queries [n, b, h, w] with values of this width."""
+def fits(q: Tensor, width: int) -> bool:
+    """Return whether kernels of GPUs compute attention of queries [n, b, h, w] with values of this width."""
     half = q.dtype in (torch.float16, torch.bfloat16)
-    fits = width <= WIDEST_VALUES and q.shape[-1] - width <= WIDEST_REST and not (width % 8 or q.shape[-1] % 8)
-    return runs_triton(q) and half and fits and q.shape[0] > 0
+    narrow = width <= WIDEST_VALUES and q.shape[-1] - width <= WIDEST_REST
+    return half and narrow and not (width % 8 or q.shape[-1] % 8) and q.shape[0] > 0
+
+
+def suits(q: Tensor, width: int) -> bool:
+    """Return whether the kernels run on these queries."""
+    return runs_triton(q) and fits(q, width)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -114,6 +124,20 @@ def gradients(
     return dq, *dk.split([len(x) for x in k])
 
 
+def weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> Tensor:
+    """`attended_weights` of selected keys."""
+    assert rows.picked is not None and lse is not None
+    # Channels of values and others are alike here.
+    values = min(q.shape[-1], WIDEST_VALUES)
+    places = rows.picked.to(torch.int32).contiguous()
+    return _weights(_dense(q), rows.all_keys.contiguous(), places, lse.contiguous(), scale, values)
+
+
+def weights_suit(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> bool:
+    """Return whether the kernel computes the weights: of selected keys, with known log-sum-exps."""
+    return rows.picked is not None and lse is not None and suits(q, min(q.shape[-1], WIDEST_VALUES))
+
+
 def _fake_attend(
     q: Tensor, k: Tensor, picked: Tensor, sinks: Tensor | None, first: int, scale: float, values: int
 ) -> tuple[Tensor, ...]:
@@ -136,6 +160,14 @@ _attend = gpu_operator(
 )
 """Outputs [n, b, h, values], and log-sum-exps of all and of the first places, and the largest scores [n, b, h]."""
 
+_weights = gpu_operator(
+    "attention_triton:weights_of_selected",
+    "(Tensor q, Tensor k, Tensor picked, Tensor lse, float scale, int values) -> Tensor",
+    lambda q, k, picked, lse, scale, values: lse.new_empty(picked.shape),
+    __package__,
+)
+"""Weights [n, b, count] of listed keys, summed over heads."""
+
 _gradients = gpu_operator(
     "attention_triton:selected_gradients",
     "(Tensor grad, Tensor q, Tensor k, Tensor picked, Tensor out, Tensor lse, float scale, bool adds) "
@@ -146,11 +178,102 @@ _gradients = gpu_operator(
 """Gradients of q, and of k in fp32; with `adds` the latter are added in any order."""
 
 
-Operands = tuple[Tensor, Tensor | None, tuple[Keys, ...], tuple[Tensor, ...], float, int, bool]
-"""Of `attend_to_selected`."""
-
 BackwardOperands = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Keys, ...], tuple[Tensor, ...], float, int]
 """Of `selected_attention_gradients`."""
+
+
+class Gathers(Protocol):
+    """The part of a plan's `Launches` that records kernels which gather rows."""
+
+    def gathered(self, flops: float, read: float, added: float = 0.0) -> None: ...
+
+
+HEADS, BLOCK = 32, 64
+"""Heads that a program gathers keys for, and keys of a block, as planned."""
+
+
+def pairs_of(seen: Sequence[Keys], samples: int) -> tuple[float, float]:
+    """Pairs of a query and a key that it sees, and of a query and a key that it could see."""
+    some = every = 0.0
+    for each in seen:
+        for chunk in each.queries.chunks:
+            rows = samples * (chunk.rows.stop - chunk.rows.start)
+            most = each.queries.most if each.picked is None else each.picked.shape[-1]
+            some += rows * min(most, chunk.keys)
+            every += rows * (chunk.keys if each.picked is not None else min(most, chunk.keys))
+    return some, every
+
+
+def planned_attend(
+    launches: Gathers,
+    q: Tensor,
+    sinks: Tensor | None,
+    seen: tuple[Keys, ...],
+    k: tuple[Tensor, ...],
+    scale: float,
+    width: int,
+    notes: bool,
+) -> Attended:
+    """The tensors that `attend` makes, for a plan."""
+    if not fits(q, width):
+        return _plain_attend(q, sinks, seen, k, scale, width, notes)
+    joined_sets(seen, k)
+    (some, _), heads = pairs_of(seen, q.shape[1]), q.shape[2]
+    groups = -(-heads // HEADS)
+    launches.gathered(2 * some * heads * (q.shape[-1] + width), some * groups * q.shape[-1] * q.element_size())
+    out, lse, of_first, highest = _fake_attend(q, k[0], k[0], sinks, 0, scale, width)
+    return Attended(out, lse, of_first, highest.amax((0, 1)) if notes else None)
+
+
+def planned_gradients(launches: Gathers, *operands: *BackwardOperands) -> tuple[Tensor, ...]:
+    """The tensors that `gradients` makes, for a plan for GPUs that add."""
+    grad, q, out, lse, *_ = operands
+    seen, k = operands[4:6]
+    scale, width = operands[6:]
+    if not fits(q, width):
+        return _plain_gradients(*operands)
+    keys, picked, _ = joined_sets(seen, k)
+    (some, every), (heads, w) = pairs_of(seen, q.shape[1]), q.shape[2:]
+    read = some * -(-heads // HEADS) * w
+    delta = torch.empty_like(lse)
+    dq, dk = _fake_gradients(grad, q, keys, picked, out, lse, scale, True)
+    if picked.shape[-1] < DENSE * len(keys):
+        launches.gathered(2 * some * heads * (3 * w + 2 * width), read * q.element_size(), read * 4)
+    else:
+        launches.gathered(2 * some * heads * (2 * w + width), read * q.element_size())
+        launches.gathered(4 * every * heads * (w + width), every / BLOCK * heads * (w + width) * q.element_size())
+    del delta
+    return dq, *dk.split([len(x) for x in k])
+
+
+def planned_weights(
+    launches: Gathers, q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None
+) -> Tensor:
+    """The tensor that `weights` makes, for a plan."""
+    if rows.picked is None or lse is None or not fits(q, min(q.shape[-1], WIDEST_VALUES)):
+        return unwrap(attended_weights)(q, rows, scale, beside, lse)
+    pairs, (heads, width) = rows.picked.numel(), q.shape[2:]
+    read = pairs * -(-heads // HEADS) * width * q.element_size()
+    launches.gathered(2.0 * pairs * heads * width, read)
+    return lse.new_empty(rows.picked.shape)
+
+
+WeightsOperands = tuple[Tensor, Rows, float, Tensor | None, Tensor]
+
+
+def weight_samples(shapes: RunShapes) -> Iterator[WeightsOperands]:
+    """The first chunk of these queries, with selected keys."""
+    for q, sinks, seen, k, scale, width, notes in samples(shapes):
+        found = _plain_attend(q, sinks, seen, k, scale, width, notes)
+        chunk = seen[-1].queries.chunks[0]
+        rows = Rows(q, k[-1], seen[-1].queries, chunk, seen[-1].picked)
+        if rows.picked is not None:
+            beside = None if len(seen) == 1 else found.of_first[chunk.rows]
+            yield rows.q, rows, scale, beside, found.lse[chunk.rows]
+
+
+Operands = tuple[Tensor, Tensor | None, tuple[Keys, ...], tuple[Tensor, ...], float, int, bool]
+"""Of `attend_to_selected`."""
 
 
 def samples(shapes: RunShapes) -> Iterator[Operands]:
@@ -194,13 +317,20 @@ def sample_of(shape: SparseShape, shapes: RunShapes) -> Operands:
 
 def backward_samples(shapes: RunShapes) -> Iterator[BackwardOperands]:
     """The same queries with outputs and their gradients."""
-    plain = attend_to_selected.__wrapped__  # type: ignore[attr-defined]
     for q, sinks, seen, k, scale, width, notes in samples(shapes):
-        found = plain(q, sinks, seen, k, scale, width, notes)
+        found = _plain_attend(q, sinks, seen, k, scale, width, notes)
         yield shapes.random(*found.out.shape), q, found.out, found.lse, seen, k, scale, width
 
 
-ATTEND = FusedKernel(attend, attend_to_selected, lambda q, *more: suits(q, more[-2]), samples, TOLERANCE)
+WEIGHTS = FusedKernel(weights, attended_weights, weights_suit, weight_samples, TOLERANCE, planned_weights)
+ATTEND = FusedKernel(
+    attend, attend_to_selected, lambda q, *more: suits(q, more[-2]), samples, TOLERANCE, planned_attend
+)
 GRADIENTS = FusedKernel(
-    gradients, selected_attention_gradients, lambda grad, q, *more: suits(q, more[-1]), backward_samples, TOLERANCE
+    gradients,
+    selected_attention_gradients,
+    lambda grad, q, *more: suits(q, more[-1]),
+    backward_samples,
+    TOLERANCE,
+    planned_gradients,
 )

@@ -61,6 +61,20 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class Gathered:
+    """One launch of a kernel that multiplies rows which it gathers, each for a few queries."""
+
+    flops: float
+    """FLOPs that the kernel does, those that it does again counted."""
+
+    read: float
+    """Bytes of rows that it gathers, from the cache."""
+
+    added: float = 0.0
+    """Bytes of fp32 that it adds to rows in the cache, in any order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """An element-wise kernel, or a fused one, by the bytes that it reads and writes."""
 
@@ -88,7 +102,7 @@ class Wait:
     number: int
 
 
-Kernel = Product | Attention | Move
+Kernel = Product | Attention | Gathered | Move
 Event = Kernel | Collective | Wait
 
 

@@ -29,7 +29,7 @@ from megatron.core.torch_private import (
 )
 from megatron.core.transformer.recompute import computing_again
 from megatron.extensions.plan.planner.live_memory import LiveMemory, tensors_of
-from megatron.extensions.plan.planner.time.events import Attention, Collective, Event, Move, Product, Wait
+from megatron.extensions.plan.planner.time.events import Attention, Collective, Event, Gathered, Move, Product, Wait
 
 FREE = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh _local_scalar_dense set_ "
@@ -234,6 +234,10 @@ class Recorder(LiveMemory):
         hashes = float(pairs * (passes if backward else 1) * dropout)
         backend, flops = "triton" if dropout else self.backend, 2 * pairs * of_pair
         self.add(Attention(backend, max(width, value_width), flops, length, backward, hashes))
+
+    def gathered(self, flops: float, read: float, added: float = 0.0) -> None:
+        """A launch of a kernel that gathers rows (`Gathered`)."""
+        self.add(Gathered(flops, read, added))
 
     def _element_wise(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         given, made = tensors_of((args, kwargs)), tensors_of(out)

@@ -18,7 +18,15 @@ from itertools import takewhile
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.plan.planner.device_file import DeviceError, DeviceFile, Link
-from megatron.extensions.plan.planner.time.events import Attention, Collective, Event, Kernel, Product, Wait
+from megatron.extensions.plan.planner.time.events import (
+    Attention,
+    Collective,
+    Event,
+    Gathered,
+    Kernel,
+    Product,
+    Wait,
+)
 
 ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 """How often a ring moves its operand."""
@@ -202,6 +210,9 @@ class Replay:
         if isinstance(event, Attention):
             us = device.attention_us(event.backend, event.width, event.flops, event.length, event.backward)
             us += device.hash_us(event.hashes)
+            return "attention", 1e-6 * (us / device.sustained + device.launch_gap_us)
+        if isinstance(event, Gathered):
+            us = device.gather_us(event.flops, event.read, event.added)
             return "attention", 1e-6 * (us / device.sustained + device.launch_gap_us)
         return "element_wise", 1e-6 * (device.memory_us(event.moved) + device.launch_gap_us)
 

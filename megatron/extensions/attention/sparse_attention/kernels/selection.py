@@ -1,0 +1,119 @@
+"""Selection by Triton's kernels, in place of `scores_of_keys` and `largest_scores`.
+
+Neither products with single heads nor a sorted row are in memory. Scores are those of plain torch up to rounding, which
+rounds products of 16 bits to 16 bits first. Of equal scores the later ones are selected, as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from inspect import unwrap
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.extensions.attention.sparse_attention.flags import SparseAttentionFlags, sparse_shapes
+from megatron.extensions.attention.sparse_attention.selection import largest_scores, scores_of_keys
+from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
+
+WIDEST, SAMPLED = 128, 64
+"""Channels of the widest heads of an indexer that the kernel takes, and queries that kernels are compared on."""
+
+
+def fits(q: Tensor) -> bool:
+    """Return whether kernels of GPUs compute scores of queries [n, b, heads, d]."""
+    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= WIDEST and q.numel() > 0
+
+
+def scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """`scores_of_keys`."""
+    return _scores(q.contiguous(), k.contiguous(), weights.contiguous())
+
+
+def largest(found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
+    """`largest_scores`."""
+    begin, end = torch.broadcast_tensors(first, last)
+    return _largest(found.contiguous(), begin.contiguous(), end.contiguous(), topk)
+
+
+def _fake_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], k.shape[0], dtype=torch.float32)
+
+
+def _fake_largest(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
+    return scores.new_empty(scores.shape[0], scores.shape[1], topk, dtype=torch.int32)
+
+
+_scores = gpu_operator(
+    "selection_triton:scores_of_keys", "(Tensor q, Tensor k, Tensor weights) -> Tensor", _fake_scores, __package__
+)
+_largest = gpu_operator(
+    "selection_triton:largest_scores",
+    "(Tensor scores, Tensor first, Tensor last, int topk) -> Tensor",
+    _fake_largest,
+    __package__,
+)
+
+
+class Multiplies(Protocol):
+    """The part of a plan's `Launches` that records products."""
+
+    def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None: ...
+
+    def unseen(self) -> AbstractContextManager[None]: ...
+
+
+def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """The tensor that `scores` makes, for a plan."""
+    if not fits(q):
+        return unwrap(scores_of_keys)(q, k, weights)
+    out = _fake_scores(q, k, weights)
+    with launches.unseen():
+        a, b = q.transpose(0, 1).flatten(1, 2), k.permute(1, 2, 0)
+    launches.product("bmm", a, b, out, {})
+    return out
+
+
+def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
+    """The tensor that `largest` makes, for a plan: a row is read from memory once, and again from the cache."""
+    if found.dtype != torch.float32:
+        return unwrap(largest_scores)(found, first, last, topk)
+    for _ in range(2):
+        found.amax(-1)
+    return torch.full((*found.shape[:2], topk), -1, dtype=torch.int32)
+
+
+def _score_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Queries of one sample and all keys, of each kind of layer that selects."""
+    if shapes.config is None:
+        return
+    own = shapes.config.options(SparseAttentionFlags)
+    heads, width = own.dsa_indexer_n_heads, own.dsa_indexer_head_dim
+    for keys in (each for shape in sparse_shapes(shapes.config) for each in shape.sets if each.selects):
+        q, k = shapes.random(SAMPLED, 1, heads, width), shapes.random(shapes.config.model.seq_length, 1, width)
+        yield q, k[: len(k) // keys.tokens], shapes.random(SAMPLED, 1, heads)
+
+
+def _largest_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
+    """Scores many of which are equal."""
+    for q, k, _ in _score_samples(shapes):
+        assert shapes.config is not None
+        topk = min(len(k), shapes.config.options(SparseAttentionFlags).dsa_indexer_topk)
+        found = shapes.random(len(q), 1, len(k), dtype=torch.float32).mul_(1000).round_()
+        last = torch.arange(len(k) - len(q), len(k), device=shapes.device)[:, None].clamp_(min=0)
+        yield found, torch.zeros_like(last), last, topk
+
+
+SCORES = FusedKernel(
+    scores, scores_of_keys, lambda q, *_: runs_triton(q) and fits(q), _score_samples, 2.0**-6, planned_scores
+)
+LARGEST = FusedKernel(
+    largest,
+    largest_scores,
+    lambda found, *_: runs_triton(found) and found.dtype == torch.float32,
+    _largest_samples,
+    0.0,
+    planned_largest,
+)

@@ -1,0 +1,132 @@
+"""Triton kernels of selection (`selection.py`): the indexer's scores, and the keys with the largest ones.
+
+Scores: a program holds a block of keys and goes through queries, whose products with all heads of the indexer it
+rectifies, weights and sums up at once. Selection: a program finds the least selected score of a query, digit by digit
+from the top (radix select), and then lists the keys.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+KEYS, QUERIES = 128, 16
+"""Keys and queries of a program of scores."""
+
+PLACES = 1024
+"""Scores that are looked at together."""
+
+
+@triton.jit
+def score_keys(
+    q, k, weights, out, sizes, WIDTH: tl.constexpr, HELD: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """q [n, b, heads, d], k [keys, b, d], weights [n, b, heads] -> out [n, b, keys]"""
+    n, samples, heads, count = sizes
+    KEYS: tl.constexpr = BLOCKS[0]
+    sample = tl.program_id(2).to(tl.int64)
+    key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    c, in_k = tl.arange(0, HELD), key < count
+    at = (key.to(tl.int64) * samples + sample) * WIDTH
+    keys = tl.load(k + at[:, None] + c[None, :], mask=in_k[:, None] & (c < WIDTH)[None, :], other=0.0)
+    first = tl.program_id(1) * BLOCKS[1]
+    for step in range(0, tl.minimum(BLOCKS[1], n - first)):
+        row = (first + step).to(tl.int64) * samples + sample
+        before = row * heads
+        total = tl.zeros([KEYS], tl.float32)
+        for start in range(0, heads, HEADS):
+            h = start + tl.arange(0, HEADS)
+            mask = (h < heads)[:, None] & (c < WIDTH)[None, :]
+            queries = tl.load(q + (before + h)[:, None] * WIDTH + c[None, :], mask=mask, other=0.0)
+            of_heads = tl.load(weights + before + h, mask=h < heads, other=0.0).to(tl.float32)
+            products = tl.dot(keys, tl.trans(queries), input_precision="ieee")
+            total += tl.sum(tl.maximum(products, 0.0) * of_heads[None, :], 1)
+        tl.store(out + row * count + key, total, mask=in_k)
+
+
+@triton.jit
+def _ordered(x):
+    """uint32 in the order of fp32 numbers; zeros of both signs are equal."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    flipped = tl.where(bits < 0, tl.full([], -1, tl.int32), tl.full([], -(2**31), tl.int32))
+    return (bits ^ flipped).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, PLACES: tl.constexpr):
+    """scores [n, b, keys], and the first and last key [n, 1 or b] that a query sees -> out [n, b, topk]: the keys with
+    the largest scores in ascending order, the later ones of equal scores. Where there are fewer, -1 stands for keys
+    that it does not see: first for those behind it, as many as there are."""
+    samples, count, topk = sizes
+    row, sample = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    bound = row * bound_rows + sample * bound_samples
+    low = tl.maximum(tl.load(first + bound), 0).to(tl.int32)
+    high = tl.minimum(tl.load(last + bound), count - 1).to(tl.int32)
+    seen = tl.maximum(high - low + 1, 0)
+    own = scores + (row * samples + sample) * count
+    into = out + (row * samples + sample) * topk
+    i = tl.arange(0, PLACES)
+    digits = tl.arange(0, 256)
+    # Digits of the least selected score, and how many with these digits are selected.
+    prefix = tl.full([], 0, tl.uint32)
+    wanted = tl.minimum(topk, seen)
+    equal = seen
+    if seen > topk:
+        for step in tl.static_range(4):
+            counts = tl.zeros([256], tl.int32)
+            for start in range(low, high + 1, PLACES):
+                inside = start + i <= high
+                x = _ordered(tl.load(own + start + i, mask=inside, other=0.0))
+                alike = inside
+                if step > 0:
+                    alike = inside & ((x >> (32 - 8 * step)) == prefix)
+                digit = ((x >> (24 - 8 * step)) & 255).to(tl.int32)
+                counts += tl.histogram(digit, 256, mask=alike)
+            above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+            found = tl.sum((above >= wanted).to(tl.int32), 0)
+            wanted -= tl.sum(tl.where(digits == found, above, 0), 0)
+            equal = tl.sum(tl.where(digits == found, counts, 0), 0)
+            prefix = (prefix << 8) | found.to(tl.uint32)
+    behind = tl.minimum(topk - tl.minimum(topk, seen), count - 1 - high)
+    before = topk - tl.minimum(topk, seen) - behind
+    for start in range(0, topk, PLACES):
+        hole = (start + i < before) | ((start + i >= topk - behind) & (start + i < topk))
+        tl.store(into + start + i, tl.full([PLACES], -1, tl.int32), mask=hole)
+    listed = before
+    passed = 0
+    for start in range(low, high + 1, PLACES):
+        inside = start + i <= high
+        x = _ordered(tl.load(own + start + i, mask=inside, other=0.0))
+        same = inside & (x == prefix)
+        number = passed + tl.cumsum(same.to(tl.int32), 0)
+        chosen = inside & (x > prefix) | (same & (number > equal - wanted))
+        if seen <= topk:
+            chosen = inside
+        place = listed + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(into + place, start + i, mask=chosen)
+        listed += tl.sum(chosen.to(tl.int32), 0)
+        passed += tl.sum(same.to(tl.int32), 0)
+
+
+def scores_of_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """See `selection.py`."""
+    n, b, heads, width = q.shape
+    out = torch.empty(n, b, k.shape[0], dtype=torch.float32, device=q.device)
+    held, of_heads = triton.next_power_of_2(max(16, width)), min(64, triton.next_power_of_2(max(16, heads)))
+    grid = triton.cdiv(k.shape[0], KEYS), triton.cdiv(n, QUERIES), b
+    sizes = n, b, heads, k.shape[0]
+    score_keys[grid](q, k, weights, out, sizes, width, held, of_heads, (KEYS, QUERIES), num_warps=8, num_stages=2)
+    return out
+
+
+def largest_scores(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
+    """See `selection.py`."""
+    n, b, count = scores.shape
+    out = torch.empty(n, b, topk, dtype=torch.int32, device=scores.device)
+    strides = first.stride(0), first.stride(1) if first.shape[1] > 1 else 0
+    select_largest[(n, b)](scores, first, last, out, (b, count, topk), *strides, PLACES=PLACES, num_warps=4)
+    return out
