@@ -313,6 +313,7 @@ def faults(run: RunFolder) -> Markup:
     if starts > 1:
         ends = f"; {killed} time{'s' if killed > 1 else ''} it recorded no end" if killed else ""
         text = html.paragraph(f"The run was started {starts} times{ends}.") + text
+    text += recoveries(run)
     if run.outcome:
         text += html.table("status for the script that started the run", ("key", "value"), list(run.outcome.items()))
     bad = [
@@ -333,6 +334,26 @@ def faults(run: RunFolder) -> Markup:
     if len(run.stacks) > 16:
         text += html.paragraph(f"stacks of {len(run.stacks) - 16} more ranks are in the folder stacks.")
     return text or html.paragraph("None recorded.")
+
+
+RECOVERY = {
+    "failed": "who",
+    "how": "what",
+    "detected after (s)": "detected_after",
+    "next step after (s)": "recovered_after",
+    "steps lost": "steps_lost",
+    "by": "rung",
+    "from": "source",
+    "why": "why",
+}
+"""Heading -> value of the event `recovery`."""
+
+
+def recoveries(run: RunFolder) -> Markup:
+    """What failed, and how the run went on."""
+    found = [event for event in run.events if event.get("event") == "recovery"][-MOST_ROWS:]
+    rows = [[when(event.get("time")), *(_cell(event.get(key, "")) for key in RECOVERY.values())] for event in found]
+    return html.table("recoveries", ("time (UTC)", *RECOVERY), rows, (3, 4, 5))
 
 
 KILLED = "no end recorded"

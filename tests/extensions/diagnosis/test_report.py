@@ -78,6 +78,8 @@ def run(tmp_path: Path) -> Path:
     record_event(folder, "save", iteration=30, seconds=0.5, error=ATTACK, complete=False)
     record_event(folder, "end", name="FAILED", why=f"rank 3 of 4: {ATTACK}")
     record_event(folder, "start", iteration=20, world_size=4)
+    facts = {"detected_after": 0.41, "recovered_after": 4.68, "steps_lost": 1, "rung": "restart in the job"}
+    record_event(folder, "recovery", what="process is gone", who=ATTACK, source="copies in memory", **facts)
     for iteration, size in ((10, 4000), (20, 3000), (30, None)):
         checkpoint = folder / f"iter_{iteration:07}"
         checkpoint.mkdir()
@@ -107,6 +109,7 @@ def test_all_sections_of_a_run(run: Path) -> None:
         "The run was started 2 times.",
         "The training loss of 1 of 41 records is NaN or infinite.",
         "end: FAILED",
+        "process is gone\n0.41\n4.68\n1\nrestart in the job\ncopies in memory",
         "not complete: there is no manifest.json in it",
         "not complete: __0_0.distcp has 3000 bytes, not 4000",
         "20 (latest)",
