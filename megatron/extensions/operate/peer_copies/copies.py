@@ -151,13 +151,13 @@ class Copies:
 
     def _agree(self, iteration: int) -> None:
         """Waits for the other ranks."""
-        pause = 0.001
+        pause, longest = 0.001, min(0.1, 0.01 + 1e-4 * self._world)
         while self._store.add(f"copied/{iteration}", 0) < self._world:
             if self._store.check([f"failed/{iteration}"]):
                 self.failure = self._store.get(f"failed/{iteration}").decode()
                 return
             time.sleep(pause)
-            pause = min(2 * pause, 0.1)
+            pause = min(2 * pause, longest)
         if self.place.rank == 0 and self.complete is not None:  # all ranks have read it
             self._store.delete_key(f"copied/{self.complete}")
         self.complete, self.failure = iteration, ""

@@ -51,7 +51,7 @@ GRACE = 8.0
 STOPPED = 6.0
 """Seconds for which a child may be stopped (SIGSTOP) while its parent runs."""
 
-ROLL = 30.0
+ROLL = 15.0
 """Seconds in which all parents come to a start."""
 
 ANSWER = 8.0
