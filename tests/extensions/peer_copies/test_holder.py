@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.extensions.operate.peer_copies.client import Address, HolderError, Link, Pace, open_holder
+from megatron.extensions.operate.peer_copies.client import Address, HolderError, Link, Pace, leased, open_holder
 from megatron.extensions.operate.peer_copies.holder import WORLD, header_of, headers_in, read_header, sealed
 from megatron.extensions.operate.peer_copies.sets import (
     Copy,
@@ -81,6 +82,14 @@ def test_requests_that_are_refused(holder: Address, change: dict[str, str]) -> N
     link._ask(**request | change)
     with pytest.raises(HolderError):
         link._answer()
+
+
+def test_a_holder_stays_while_a_rank_is_connected(tmp_path: Path) -> None:
+    link = leased(open_holder(tmp_path / "host", keep=0.3))
+    time.sleep(1.0)
+    assert (tmp_path / "host").exists()
+    link.close()
+    wait_for(lambda: not (tmp_path / "host").exists())
 
 
 def test_a_damaged_header_is_none(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ class Link:
         self._answer()
 
     def lease(self) -> None:
-        """Counts as a rank of the holder's host from now on, until this process ends."""
+        """Counts as a rank of the holder's host from now on, until this connection or its process ends."""
         self._ask(op="lease")
         self._answer()
 
@@ -151,6 +151,13 @@ class Link:
         if "error" in answer:
             raise HolderError(f"the holder of {self.to.host}: {answer['error']}")
         return cast("dict[str, Any]", answer)
+
+
+def leased(holder: Address) -> Link:
+    """A connection that counts as a rank of the holder's host while it is kept."""
+    link = Link(holder)
+    link.lease()
+    return link
 
 
 GENERATION = re.compile(r"g(\d{6})-[0-9a-f]{8}")

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.state_dict import StateDict
-from megatron.extensions.operate.peer_copies.client import Address, Link, Pace, open_holder
+from megatron.extensions.operate.peer_copies.client import Address, Link, Pace, leased, open_holder
 from megatron.extensions.operate.peer_copies.holder import header_of, sealed, write_whole
 from megatron.extensions.operate.peer_copies.shards import Entry, Slot, Stored, boxes_of, entries_of
 
@@ -80,6 +80,7 @@ class Copies:
         self._entries = dict[str, tuple[list[Entry], str]]()
         self._thread: threading.Thread | None = None
         self._first: Callable[[], None] | None = None
+        self._lease: Link | None = None
 
     def when_complete(self, call: Callable[[], None]) -> None:
         """Has `call` called once, on the copying thread, when the first copies are complete."""
@@ -199,5 +200,5 @@ class Copies:
             Link(own).close()
         except OSError:
             found = open_holder(self.place.folder, self.place.keep)
-            Link(found).lease()
+            self._lease = leased(found)
             self._store.set(f"holder/{self.place.own}", json.dumps(asdict(found)))

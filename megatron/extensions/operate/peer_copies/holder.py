@@ -40,6 +40,9 @@ from typing import Any, BinaryIO, cast
 CHUNK = 1 << 20
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[01])?")
 ABOUT, WORLD = "holder.json", "world.json"
+FIRST = 300.0
+"""Seconds, at least, in which the first rank connects."""
+
 LONGEST = 1 << 20
 """Bytes of a request's line."""
 
@@ -88,7 +91,7 @@ class Holder(socketserver.ThreadingTCPServer):
         self.folder, self.keep = folder, keep
         self.token = secrets.token_hex(16)
         self.leases, self.ended = 0, False
-        self.free_since = time.monotonic()
+        self.free_since = time.monotonic() + max(0.0, FIRST - keep)
         self.lock = threading.Lock()
         self.address_family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
         super().__init__((address, 0), Connection)

@@ -25,6 +25,7 @@ from megatron.extensions.operate.peer_copies.client import (
     Pace,
     folder_of,
     host_name,
+    leased,
     number_of,
     open_holder,
 )
@@ -88,6 +89,8 @@ class PeerCopies(Callback):
         self._told = ""
         self._recovery: Recovery | None = None
         self._resumed = False
+        self._leases = list[Link]()
+        """Kept open: a holder ends without them."""
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         self._watchdog = watchdog
@@ -102,12 +105,14 @@ class PeerCopies(Callback):
         mine = Host(own, None, Inventory(), None)
         if self._leads:
             holder = open_holder(self._folder, 60 * self._options.peer_copy_keep_minutes)
+            self._leases.append(leased(holder))
             mine = Host(own, holder, inventory(self._folder, own), read_fault(self._folder))
             drop_fault(self._folder)
         hosts = gather_objects(mine, world)
         self._host_of = [host.name for host in hosts]
         self._holders = {host.name: host.holder for host in hosts if host.holder is not None}
-        Link(self._holders[own]).lease()
+        if not self._leads:
+            self._leases.append(leased(self._holders[own]))
         self._held = [host.held for host in hosts]
         self._fault = first_fault([host.fault for host in hosts])
         generations = [number_of(name) for held in self._held for name in held.parts or {}]
