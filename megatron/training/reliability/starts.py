@@ -1,12 +1,11 @@
-"""Registry of what starts the ranks of a run in processes of their own, within those of the launcher. No torch."""
+"""What starts the ranks of a run in processes of their own, within those of the launcher. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from megatron.core.registry import Registry
+from megatron.core.registry import imported
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
 
@@ -21,21 +20,20 @@ class Starter(Protocol):
         """Calls `attempt`, perhaps several times, each in a process of its own. Returns the exit code of the last."""
 
 
-@dataclass(frozen=True)
-class StarterFacts:
-    """Facts about a starter."""
+@runtime_checkable
+class StartsRanks(Protocol):
+    """Flags of an extension that may start the ranks of a run."""
 
-    when: Callable[[RunConfig], bool]
-    """True if a run has it."""
-
-
-STARTERS = Registry("starter", StarterFacts, protocol=Starter)
-"""What `pretrain_gpt.py` starts a rank by; a run has at most one."""
+    @property
+    def starter(self) -> str | None:
+        """`package.module:name` of the `Starter`, imported when it starts; None if the flags do not ask for one."""
 
 
 def start(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
     """Makes the attempts of a rank: one, in this process, unless an extension makes them. Returns the exit code."""
-    for name in STARTERS.wanted(config):
-        code: int = STARTERS[name](config, launch, attempt)
-        return code
-    return attempt()
+    asked = [options.starter for options in config.extension_options if isinstance(options, StartsRanks)]
+    name = next((found for found in asked if found is not None), None)
+    if name is None:
+        return attempt()
+    starter: Starter = imported(name)
+    return starter(config, launch, attempt)

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.extensions.plan.planner.flags import SECTIONS
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
-from megatron.training.reliability.starts import STARTERS
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -40,6 +38,10 @@ class PeerCopyConfig:
     peer_copy_keep_minutes: float = flag(10.0, above=0, no_effect_without="--peer-copies above 0")
     """Minutes that a host keeps its copies while no rank of the run is there."""
 
+    def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
+        """What the copies of a planned run survive, and what they cost."""
+        return ("Copies in memory", f"{__package__}.plan_lines:lines") if keeps_copies(config) else None
+
 
 def keeps_copies(config: RunConfig) -> bool:
     """Return whether a run copies its state."""
@@ -53,13 +55,16 @@ class RestartConfig:
     """Starts in a row, without a further step, by which the processes of the launcher replace ranks that have failed
     before the launcher sees the failure. 0: the launcher sees it at once."""
 
+    @property
+    def starter(self) -> str | None:
+        """Forks the ranks, and replaces those that fail."""
+        return f"{__package__}.restarts:start_again" if self.restarts_in_job else None
+
 
 def restarts(config: RunConfig) -> bool:
     """Return whether failed ranks are started again in the job."""
     return config.options(RestartConfig).restarts_in_job > 0
 
 
-STARTERS.register("restarts in the job", f"{__package__}.restarts:start_again", when=restarts)
 CALLBACKS.register("progress for the parent", f"{__package__}.restarts:ReportsProgress", when=restarts)
-SECTIONS.register("Copies in memory", f"{__package__}.plan_lines:lines", when=keeps_copies)
 CALLBACKS.register("peer copies", f"{__package__}.hooks:PeerCopies", when=keeps_copies)

@@ -14,10 +14,11 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.layer_split import stage_costs
 from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
+from megatron.core.registry import imported
 from megatron.extensions.plan.planner.device_file import DeviceFile, read_device
 from megatron.extensions.plan.planner.failures.expected import AskedFailures
 from megatron.extensions.plan.planner.failures.of_run import RunOnFailing
-from megatron.extensions.plan.planner.flags import SECTIONS, PlannedRun
+from megatron.extensions.plan.planner.flags import PlannedRun, PlansSection, Section
 from megatron.extensions.plan.planner.loss_chunks import chosen_chunk
 from megatron.extensions.plan.planner.memory import GIB, Fit, fullest, memory_of_ranks
 from megatron.extensions.plan.planner.memory_lines import RANKS_SHOWN, memory_lines
@@ -141,8 +142,10 @@ def _of_extensions(
     link = None if device is None else device.links.get("network")
     network = None if link is None or device is None else 1e9 * link.gb_per_second * device.adapters_per_node
     run = PlannedRun(config, world_size, gpus_per_node or ranks, None if step is None else step.seconds, network)
-    for title in SECTIONS.wanted(config):
-        yield title, SECTIONS[title](run)
+    asked = [options.plan_section(config) for options in config.extension_options if isinstance(options, PlansSection)]
+    for title, name in (section for section in asked if section is not None):
+        lines: Section = imported(name)
+        yield title, lines(run)
 
 
 def _print_sections(sections: Iterable[tuple[str, Iterable[str]]], silent: bool) -> dict[str, list[str]]:

@@ -3,11 +3,10 @@ extensions add to plans. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from megatron.core.registry import Registry
 from megatron.training.config.commands import COMMANDS, Option
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS
@@ -96,13 +95,9 @@ class Section(Protocol):
     def __call__(self, run: PlannedRun) -> Iterable[str]: ...
 
 
-@dataclass(frozen=True)
-class SectionFacts:
-    """Facts about a section."""
+@runtime_checkable
+class PlansSection(Protocol):
+    """Flags of an extension that may have a section of their own in plans, after those of the trunk."""
 
-    when: Callable[[RunConfig], bool]
-    """True if the plan of a configuration has it."""
-
-
-SECTIONS = Registry("section", SectionFacts, protocol=Section)
-"""Title of a section -> `Section`. They follow the trunk's sections."""
+    def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
+        """Title, and `package.module:name` of the `Section`; None if the flags do not ask for it."""
