@@ -53,7 +53,7 @@ def owned_zeros(
     for name in names:
         for bucket in ddp.buckets:
             first = bucket.owned_range[0]
-            device = "cpu" if on_host else bucket.owned_params.device
+            device = "cpu" if on_host else bucket.device
             memory = torch.zeros(bucket.owned_params.shape, dtype=kind, device=device)
             for piece in bucket.owned_pieces:
                 data = memory[piece.offset - first : piece.offset - first + piece.stop - piece.start]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.optimizer.owned_tensors import other_weights
 from megatron.extensions.memory.offload import placement
 from megatron.extensions.memory.offload.streamed_units import StreamedBucket, StreamedUnits
 from megatron.testing.local_run import local_run
@@ -19,6 +20,7 @@ from megatron.training.config.validation import resolve_legal
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.dist.test_unit_sharding import Watch
+from tests.extensions import installed
 from tests.extensions.offload.late_copies import late_copies
 from tests.harness import run_world
 from tests.tiny import TINY
@@ -111,19 +113,22 @@ def test_checkpoints_load_with_and_without(tmp_path: Path) -> None:
 
 
 def _evaluated(rank: int, world_size: int, flags: str) -> list[torch.Tensor]:
-    """Losses of an evaluation after a step, and of a step after it."""
+    """Losses of evaluations after a step, of the weights and of their averages; and gradients of a step after them."""
     with local_run(resolve_legal(parse(flags), world_size), rank, world_size) as run:
         train_step(run)
         batches = run.data.read_batches(run.progress.next_step(run.batch_sizes))
+        averages = [piece for callback in run.callbacks for piece in callback.states]
         with run.pipeline.evaluation_mode(), torch.no_grad():
             found = run.pipeline.evaluate(batches)
+            with other_weights(run.optimizer, averages):
+                found += run.pipeline.evaluate(batches)
         train_step(run)
         norms = [param for param in run.ddp.params if not param.meta.matrix]  # type: ignore[attr-defined]
         return [*found, *(param.main_grad for param in norms)]  # type: ignore[attr-defined]
 
 
 def test_an_evaluation_reads_the_updated_weights() -> None:
-    states = "--fp32 --optimizer-cpu-offload "
+    states = f"--fp32 --optimizer-cpu-offload {'--ema-decay 0.5' if installed('averaged_weights') else ''} "
     with late_copies():
         plain, streamed = (run_world(1, _evaluated, flags)[0] for flags in (states, f"{states} --offload-weights"))
     assert len(plain) > 6 and all(torch.equal(*pair) for pair in zip(plain, streamed, strict=True))

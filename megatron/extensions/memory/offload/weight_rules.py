@@ -57,8 +57,5 @@ def _others(c: RunConfig) -> Iterator[Problem]:
     ):
         if given.get(field) == value:
             yield Problem.exclusive(NAME, None, text, why)
-    for field, name in (("ema_decay", "--ema-decay"), ("ema_half_life_tokens", "--ema-half-life-tokens")):
-        if given.get(field) is not None:
-            yield Problem.exclusive(NAME, None, name, "averages are kept and updated on the device")
     if c.parallel.schedule == "2bw":
         yield Problem.exclusive(NAME, None, "--pipeline-schedule 2bw", "both versions of weights are on the device")
