@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -175,6 +181,53 @@ def test_interpreted_kernels_are_plain_torch(cases: str) -> None:
     check(FEW if cases == "few" else MANY)
 
 
+TWO_SETS = Case(3, 20, 2, 16, 16, 1, ((3, 3), (14, None)), sinks=True)
+MUTANTS = {
+    "the last key is left out": ("rows", "start + j + 1, 0)", "start + j, 0)"),
+    "places without a key are seen": ("attention", 'tl.where((key >= 0)[:, None], scores, float("-inf"))', "scores"),
+    "sums of the first set have one key more": ("attention", "start + j < first", "start + j <= first"),
+    "sinks are left out": ("attention", "lse, lse_first = _log2_sum(lse, of_sinks), ", "lse, lse_first = lse, "),
+    "outputs do not count in gradients": (
+        "attention",
+        "products(keys, grads) - deltas[None, :]",
+        "products(keys, grads)",
+    ),
+    "values have no gradient": ("attention", "dot(p, grads, tl.dot(", "dot(p, grads * 0, tl.dot("),
+    "keys that are not selected count": ("key_sums", "chosen[:, None] & in_h", "in_h"),
+    "the last part has no queries": ("key_sums", "found * (part + 1) //", "found * part //"),
+    "earlier keys of equal scores": ("selection", "number > equal - wanted", "number <= wanted"),
+    "products below zero count": ("selection", "tl.maximum(products, 0.0)", "products"),
+}
+
+
+@contextmanager
+def with_edit(edited: str, old: str, new: str) -> Iterator[None]:
+    """Loads the modules of kernels anew, one with an edit. Triton reads their sources when they first run."""
+    package = import_module("megatron.extensions.attention.sparse_attention.kernels")
+    with tempfile.TemporaryDirectory() as folder:
+        for part in ("rows", "key_sums", "attention", "selection"):
+            text = Path(package.__path__[0], f"{part}_triton.py").read_text(encoding="utf-8")
+            assert part != edited or text.count(old) == 1, old
+            path = Path(folder) / f"{part}_triton.py"
+            path.write_text(text.replace(old, new) if part == edited else text, encoding="utf-8")
+            spec = spec_from_file_location(f"{package.__name__}.{part}_triton", path)
+            assert spec is not None and spec.loader is not None
+            sys.modules[spec.name] = module = module_from_spec(spec)
+            setattr(package, f"{part}_triton", module)
+            spec.loader.exec_module(module)
+        yield
+
+
+@pytest.mark.grid("names", [["places without a key are seen"]], [list(MUTANTS)])
+@apart(interpret=True)
+def test_edited_kernels_differ(names: Sequence[str]) -> None:
+    for name in names:
+        edit = MUTANTS[name]
+        run = interpreted_selection if edit[0] == "selection" else lambda: check([TWO_SETS])
+        with with_edit(*edit), pytest.raises(AssertionError):
+            run()
+
+
 RUNS = {
     "dsa": "--experimental-attention-variant dsa --kv-lora-rank 16 --qk-pos-emb-head-dim 8 --dsa-indexer-topk 5",
     "compressed": "--experimental-attention-variant dsv4_hybrid --csa-compress-ratios [0,4] --csa-window-size 3 "
@@ -238,11 +291,16 @@ def check_selection(device: str) -> None:
 
 @apart(interpret=True)
 def test_interpreted_selection_is_plain_torch() -> None:
+    interpreted_selection()
+
+
+def interpreted_selection() -> None:
     from megatron.extensions.attention.sparse_attention.kernels import selection, selection_triton
 
     selection_triton.KEYS, selection_triton.QUERIES, selection_triton.PLACES = 16, 2, 16
     for name in ("_scores", "_largest"):
-        setattr(selection, name, getattr(selection, name)._init_fn)
+        operator = getattr(selection, name)
+        setattr(selection, name, getattr(operator, "_init_fn", operator))
     check_selection("cpu")
 
 
