@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -58,6 +59,9 @@ ANSWER = 8.0
 """Seconds in which a store that can be reached answers."""
 
 PR_SET_PDEATHSIG = 1
+
+IMPORTED_LATE = ("torch._dynamo", "megatron.training.training")
+"""Modules that take seconds to import, which torch and this program import on first use."""
 
 T = TypeVar("T")
 
@@ -189,6 +193,8 @@ def start_again(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
     further step. Returns the exit code of the last."""
     global _progress
     _progress = mmap.mmap(-1, 8)
+    for name in IMPORTED_LATE:
+        import_module(name)  # once here, instead of by each start
     limit = config.options(RestartConfig).restarts_in_job
     parents = Parents.of(config, launch)
     best, fruitless = -1, 0
