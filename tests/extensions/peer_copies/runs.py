@@ -24,7 +24,7 @@ from megatron.training.run import TrainingRun
 from tests.forked import forked_ranks, join
 from tests.tiny import TINY
 
-MODEL = f"{TINY} --log-interval 1 --hidden-dropout 0.1 --distributed-timeout-minutes 0.1".split()
+MODEL = f"{TINY} --log-interval 1 --hidden-dropout 0.1".split()
 
 
 @dataclass(frozen=True)
