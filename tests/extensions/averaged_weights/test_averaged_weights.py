@@ -24,10 +24,10 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal, validate
 from megatron.training.evaluation import evaluate
-from megatron.training.hooks import Log
+from megatron.training.hooks import Log, RunView
 from megatron.training.train_step import train_step
 from tests.dist.test_callback_states import LAYOUTS
-from tests.forked import run_forked
+from tests.forked import run_forked, run_program
 from tests.harness import run_world
 from tests.tiny import TINY
 
@@ -180,6 +180,29 @@ def test_a_checkpoint_is_evaluated_with_its_averages(tmp_path: Path) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     of_run = [line["valid_loss"] for line in map(json.loads, lines) if "valid_loss" in line][-1]
     assert found["ema"] == of_run != found["trained"]
+
+
+def test_an_average_that_is_not_there_is_not_replaced_in_silence(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", 1, f"{AVERAGES} --eval-weights ema --ema-interval 3")
+    assert (tmp_path / "run.screen").read_text().count("decay_0_5 has not begun, so the trained weights") == 1
+    steps = checkpoint(run, STEPS).payload["callbacks"]["ema"]["steps"]
+    assert steps == dict.fromkeys(NAMES, 1)
+    words = f"{RUN} --load {run} --skip-train --eval-weights ema --ema-decay 0.55"
+    found = run_program("pretrain_gpt.py", *words.split())
+    assert found.returncode and "valid loss" not in found.stdout
+    assert f"the checkpoint has no decay_0_55, but {', '.join(NAMES)}; give" in found.stdout + found.stderr
+
+
+def test_averages_that_a_run_does_not_keep_are_not_counted_in_its_checkpoint() -> None:
+    average = MovingAverages(config_of("--ema-decay 0.9 --eval-weights ema --skip-train --load runs/a", 1))
+    view = cast("RunView", SimpleNamespace(progress=SimpleNamespace(iteration=4, consumed_samples=16)))
+    average.load_state({"steps": {"decay_0_5": 4}, "updated": [4, 16]})
+    with pytest.raises(ValueError, match="no decay_0_9, but decay_0_5; give the flag"):
+        average.on_start(view)
+    assert average.state() == {"steps": {}, "updated": [4, 16]}
+    average.load_state(None)
+    with pytest.raises(ValueError, match="the checkpoint has no averaged weights"):
+        average.on_start(view)
 
 
 def test_names_and_rules() -> None:

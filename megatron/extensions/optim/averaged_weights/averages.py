@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.dropout import mixed, round_to_bf16, uniform_of
 from megatron.core.optimizer.owned_tensors import with_main_weights
 from megatron.core.torch_private import foreach_copy_, foreach_lerp_
-from megatron.extensions.optim.averaged_weights.flags import Average, AveragedWeightsFlags, averages_of
+from megatron.extensions.optim.averaged_weights.flags import AVERAGES, Average, AveragedWeightsFlags, averages_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, RunView
 
@@ -43,7 +43,12 @@ class MovingAverages(Callback):
         self.updated: tuple[int, int] | None = None
         """Iterations and samples of the run at the last update."""
 
+        self.said = False
+        """Whether the notice that no average has begun was given."""
+
     def on_start(self, run: RunView) -> None:
+        if self.config.training.skip_train and self.evaluates and not self.steps.get(self.averages[0].name):
+            raise ValueError(self._why_none())
         now = run.progress.iteration, run.progress.consumed_samples
         self.updated = now if self.updated is None else min(now, self.updated)
 
@@ -65,14 +70,36 @@ class MovingAverages(Callback):
             self.steps[average.name] = self.steps.get(average.name, 0) + 1
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
+        if not self.evaluates:
+            return None
         first = self.averages[0]
-        return self._pieces(first) if self.evaluates and self.steps.get(first.name) else None
+        if self.steps.get(first.name):
+            return self._pieces(first)
+        if not self.said:
+            run.say(f"--eval-weights ema: {first.name} has not begun, so the trained weights are evaluated until then")
+        self.said = True
+        return None
+
+    def _why_none(self) -> str:
+        """Why an evaluation of a checkpoint has no average to use."""
+        wanted, options = self.averages[0].name, self.config.checkpoint
+        there = ", ".join(name for name, count in sorted(self.steps.items()) if count)
+        if options.load is None:
+            why = "without --load there are no averages; add --load with a checkpoint of a run that kept some"
+        elif options.anew:
+            why = "--finetune and --reset-iteration load no averages; leave them out"
+        elif there:
+            why = f"the checkpoint has no {wanted}, but {there}; give the flag of one of these, {AVERAGES}"
+        else:
+            why = f"the checkpoint has no averaged weights; train with {AVERAGES}, or leave out --eval-weights"
+        return f"--eval-weights ema: {why}"
 
     def _pieces(self, average: Average) -> list[OptimizerPiece]:
         return [piece for piece in self.states if piece.key == average.name]
 
     def state(self) -> dict[str, object]:
-        return {"steps": self.steps, "updated": None if self.updated is None else list(self.updated)}
+        own = {average.name: self.steps[average.name] for average in self.averages if average.name in self.steps}
+        return {"steps": own, "updated": None if self.updated is None else list(self.updated)}
 
     def load_state(self, state: object) -> None:
         found = state if isinstance(state, dict) else {}

@@ -44,7 +44,8 @@ class AveragedWeightsFlags:
     """Steps between two updates of the averages, with the decay of all steps since the last one."""
 
     eval_weights: str = flag("trained", choices=("trained", "ema"))
-    """Weights that evaluations use: those that are trained, or the first average (of --ema-decay if that is given)."""
+    """Weights that evaluations use: those that are trained, or the first average (of --ema-decay if that is given).
+    Before its first update a run evaluates the trained weights and says so; with --skip-train it is refused."""
 
 
 @dataclass(frozen=True)
