@@ -22,6 +22,15 @@ class TooLargeError(ValueError):
     """A whole number is larger than every flag allows."""
 
 
+class StandInError(ValueError):
+    """Values of other flags cannot be read from the file that a flag names."""
+
+    def __init__(self, text: str, config: RunConfig) -> None:
+        super().__init__(text)
+        self.config = config
+        """The configuration with stand-ins for these values, so that their absence is no second problem."""
+
+
 def parse_int(text: str) -> int:
     """A whole number: `1000000`, `1_000_000`, `1e6` and `1000000.0` are one and the same. Raises ValueError."""
     try:

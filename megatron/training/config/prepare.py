@@ -11,7 +11,7 @@ from functools import partial
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.arguments import CommandLine, config_of, read_flags, with_model_flags
 from megatron.training.config.commands import Prepared, refuse
-from megatron.training.config.flags import EXTENSION_SECTIONS, changed_flags, dashed, without_credentials
+from megatron.training.config.flags import EXTENSION_SECTIONS, StandInError, changed_flags, dashed, without_credentials
 from megatron.training.config.input_files import missing_inputs, unusable_checkpoint
 from megatron.training.config.output_files import why_unwritten
 from megatron.training.config.rules.data import tokenizer
@@ -94,6 +94,7 @@ def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Lo
             config = section.with_files(config)
         config = without_credentials(config)
     except (ValueError, OSError) as error:
+        config = error.config if isinstance(error, StandInError) else config
         (problems if line.command is None else inputs).extend(Problem.of_errors("--data-path", None, error))
     for note in (*line.notes, *notes):
         tell(redacted(note))

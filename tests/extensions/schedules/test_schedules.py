@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.path_kind import METADATA
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.extensions.data.phases.plan import PhasePlan
 from megatron.extensions.optim.schedules import pieces as schedule_pieces
@@ -188,6 +189,7 @@ def test_a_branch_goes_on_from_its_run_and_resumes_to_the_bit(tmp_path: Path) ->
     assert [step["learning_rate"] for step in steps] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
     assert steps[0]["lm_loss"] == stable[4]["lm_loss"]  # the next data, weights and dropout
     assert steps[1]["lm_loss"] == stable[5]["lm_loss"]  # the optimizer's states: its rate is the run's still
+    assert "linear 16 samples; 128 tokens to its end" in (tmp_path / "branch.screen").read_text()
     trained(tmp_path / "killed", f"{branch} --exit-interval 6")
     shutil.rmtree(tmp_path / "stable")
     trained(tmp_path / "killed", branch)
@@ -197,6 +199,20 @@ def test_a_branch_goes_on_from_its_run_and_resumes_to_the_bit(tmp_path: Path) ->
     assert whole.payload["callbacks"] == parts.payload["callbacks"] == {"branch": origin}
     _, problems = load_config([*branch.split(), *TINY.split(), "--decay-tokens", "96", "--save", f"{tmp_path}/killed"])
     assert "the branch in --save has begun with 100" in str(problems)
+    given = [*branch.split(), *TINY.replace("--train-iters 4", "").split(), "--save", f"{tmp_path}/killed"]
+    for other in (f"{tmp_path}/stable/iter_0000003", f"{tmp_path}/branch"):
+        _, problems = load_config([*given, "--branch-from", other])
+        (line,) = map(str, problems)
+        assert f"--branch-from {other}: the branch in --save {tmp_path}/killed began from {source}, at" in line
+    shutil.copytree(tmp_path / "branch" / "iter_0000008", tmp_path / "moved" / "iter_0000004")
+    metadata = tmp_path / "moved" / "iter_0000004" / METADATA
+    for key, value in (("iteration", 4), ("consumed_samples", 16)):
+        assert load_config([*given, "--branch-from", f"{tmp_path}/moved"])[1]
+        metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {key: value}))
+    assert not load_config([*given, "--branch-from", f"{tmp_path}/moved"])[1]
+    _, problems = load_config([*given, "--branch-from", f"{tmp_path}/killed/iter_0000006"])
+    (line,) = map(str, problems)
+    assert f"--save {tmp_path}/killed: is the folder of --branch-from" in line
     _, problems = load_config([*branch.split(), *TINY.split(), "--branch-from", "gone", "--save", f"{tmp_path}/new"])
     assert "--branch-from" in str(problems)
 

@@ -6,15 +6,14 @@ The branch is an ordinary run with a schedule of two pieces, `hold rest to the r
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import PurePath
 from typing import Any
 
-from megatron.core.dist_checkpointing.file_storage import located
-from megatron.core.dist_checkpointing.path_kind import candidates
-from megatron.extensions.optim.schedules.flags import OTHERS, STYLE, BranchFlags, ScheduleFlags
-from megatron.training.config.flags import config_of_sections, named_value, with_named
+from megatron.core.dist_checkpointing.file_storage import located, resolved
+from megatron.core.dist_checkpointing.path_kind import candidates, is_checkpoint, saved_folders
+from megatron.extensions.optim.schedules.flags import OTHERS, STYLE, BranchFlags, ScheduleFlags, is_source
+from megatron.training.config.flags import StandInError, config_of_sections, named_value, with_named
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.saved_flags import saved_metadata, saved_sections, with_past_batches
+from megatron.training.config.saved_flags import saved_metadata, with_past_batches
 from megatron.training.hooks import Callback, RunView
 from megatron.training.plan import plan_of
 
@@ -27,32 +26,65 @@ FIELDS = (
 
 def with_branch(config: RunConfig) -> RunConfig:
     """The configuration that loads --branch-from, or, once the branch has a checkpoint, that one, and decays. Raises
-    ValueError."""
+    StandInError."""
     options, save = config.options(BranchFlags), config.checkpoint.save
-    if options.branch_from is None or options.decay_tokens is None or save is None:
-        return config  # the rules say what is missing
-    own = _saved(save)
-    load = options.branch_from if own is None else save
-    values = _values(config, options) if own is None else _values_of(own, options)
+    if options.branch_from is None:
+        return config
+    if options.decay_tokens is None or save is None or is_source(save, options.branch_from):
+        return _with_any_length(config, options)  # the rules say what is wrong
+    try:
+        own = _saved(save)
+        load = options.branch_from if own is None else save
+        values = _values(config, options) if own is None else _values_of(own, save, options)
+    except ValueError as error:
+        raise StandInError(str(error), _with_any_length(config, options)) from error
     config = replace(config, checkpoint=replace(config.checkpoint, load=load))
     return with_past_batches(with_named(config, values))
 
 
-def _saved(save: str) -> RunConfig | None:
-    """The configuration of the branch's latest checkpoint."""
+def _with_any_length(config: RunConfig, options: BranchFlags) -> RunConfig:
+    """The configuration of a branch that cannot begin, with a length, so that none is asked for."""
+    values = _of_branch(config, _samples(config, max(1, options.decay_tokens or 1)), None)
+    return with_named(config, values | {"lr_decay_style": config.optimizer.lr_decay_style})
+
+
+def _saved(save: str) -> dict[str, Any] | None:
+    """Contents of the branch's latest checkpoint besides tensors."""
     root = located(save)
-    sections = saved_sections(root) if candidates(root).folders else None
-    return None if sections is None else config_of_sections(sections)
+    return saved_metadata(root) if candidates(root).folders else None
 
 
-def _values_of(saved: RunConfig, options: BranchFlags) -> dict[str, object]:
-    before = saved.options(BranchFlags)
+def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[str, object]:
+    """Length and schedule of a branch that has begun, with these flags."""
+    sections = saved["config"] | {"model": saved["config"]["model"] | saved.get("model_of_run", {})}
+    config = config_of_sections(sections)
+    before = config.options(BranchFlags)
+    if before.branch_from is None:
+        raise ValueError(f"--save {save}: has the checkpoints of a run that is no branch; give another folder")
     for name in ("decay_tokens", "decay_shape"):
         was, now = getattr(before, name), getattr(options, name)
         if was != now:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} {now}: the branch in --save has begun with {was}; give that, or another --save")
-    return {name: named_value(saved, name) for name in FIELDS}
+    origin, given = saved.get("callbacks", {}).get("branch"), options.branch_from
+    if isinstance(origin, dict) and given is not None and not _is_origin(origin, given):
+        begun = f"the branch in --save {save} began from {origin['from']}, at iteration {origin['iteration']}"
+        raise ValueError(f"--branch-from {given}: {begun}; give that, or another --save")
+    return {name: named_value(config, name) for name in FIELDS}
+
+
+def _is_origin(origin: dict[str, Any], given: str) -> bool:
+    """Whether --branch-from names the checkpoint that a branch began from, or its run; one that is no longer where it
+    was is known by its iteration and samples."""
+    was, now = located(str(origin["from"])), located(given)
+    if resolved(now) in (resolved(was), resolved(was).parent):
+        return True
+    iteration = origin["iteration"]
+    folder = now if is_checkpoint(now) else saved_folders(now).get(iteration)
+    if folder is None or is_checkpoint(was):
+        return False
+    there = saved_metadata(folder) or {}
+    return all(there.get(key) == origin[key] for key in ("iteration", "consumed_samples"))
 
 
 def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
@@ -62,16 +94,25 @@ def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
     metadata = saved_metadata(located(options.branch_from))
     if metadata is None:
         raise ValueError(f"{where}: holds no checkpoint; give a checkpoint, or the --save of a run")
-    begun, size = int(metadata["consumed_samples"]), config.training.global_batch_size
+    begun = int(metadata["consumed_samples"])
     if begun == 0:
         raise ValueError(f"{where}: its run has trained nothing; give a later checkpoint")
-    samples = -(-options.decay_tokens // max(1, config.model.seq_length))
-    samples = samples if not size or size < 0 else -(-samples // size) * size
+    samples = _samples(config, options.decay_tokens)
     factor = _rate(metadata) / (config.optimizer.lr or 1.0)
     text = f"linear 0% to {factor!r}, hold rest, {options.decay_shape} {samples} samples"
+    return _of_branch(config, begun + samples, text)
+
+
+def _samples(config: RunConfig, tokens: int) -> int:
+    """Samples of this many tokens, in whole steps where the batch size is known."""
+    samples, size = -(-tokens // max(1, config.model.seq_length)), config.training.global_batch_size
+    return samples if not size or size < 0 else -(-samples // size) * size
+
+
+def _of_branch(config: RunConfig, train_samples: int, schedule: str | None) -> dict[str, object]:
     values: dict[str, object] = dict.fromkeys(FIELDS)
     values |= {"lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr": config.optimizer.lr}
-    return values | {"train_samples": begun + samples, "lr_schedule": text, "lr_decay_style": STYLE}
+    return values | {"train_samples": train_samples, "lr_schedule": schedule, "lr_decay_style": STYLE}
 
 
 def _rate(metadata: dict[str, Any]) -> float:
@@ -93,18 +134,16 @@ class BranchOrigin(Callback):
         """The state in the checkpoint that was loaded."""
 
     def on_start(self, run: RunView) -> None:
-        folder = PurePath(run.progress.loaded_from or "")
+        folder = located(run.progress.loaded_from or "")
         if folder.parent == self.config.checkpoint.save_root and isinstance(self.before, dict):
             self.origin = self.before
             return
         parent = {} if self.before is None else {"parent": self.before}
         at = {"iteration": run.progress.iteration, "consumed_samples": run.progress.consumed_samples}
-        self.origin = {"from": str(folder), **at, **parent}
-        options = self.config.options(BranchFlags)
-        run.say(
-            f" branch of {folder}: {self.config.options(ScheduleFlags).lr_schedule}; "
-            f"{options.decay_tokens:,} tokens to its end"
-        )
+        self.origin = {"from": str(resolved(folder)), **at, **parent}
+        samples = (self.config.training.train_samples or 0) - run.progress.consumed_samples
+        text = self.config.options(ScheduleFlags).lr_schedule
+        run.say(f" branch of {folder}: {text}; {samples * self.config.model.seq_length:,} tokens to its end")
 
     def state(self) -> dict[str, object]:
         return self.origin

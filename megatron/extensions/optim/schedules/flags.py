@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.optimizers import LR_SCHEDULES
-from megatron.core.dist_checkpointing.file_storage import located
+from megatron.core.dist_checkpointing.file_storage import located, resolved
 from megatron.extensions.optim.schedules.pieces import DECAYS, EXAMPLE, lengths, parse, without_tokens
 from megatron.training.config.batch_size import legal_sizes, samples_of_run
 from megatron.training.config.problem import Problem
@@ -103,6 +103,11 @@ def _length(config: RunConfig) -> int | None:
     return optimizer.lr_decay_samples or samples
 
 
+def is_source(save: str, source: str) -> bool:
+    """Whether --save is the folder of --branch-from."""
+    return resolved(located(save)) in (resolved(located(source)), resolved(located(source)).parent)
+
+
 def rules_of_branch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     own = config.options(BranchFlags)
     source, save = own.branch_from, config.checkpoint.save
@@ -111,7 +116,7 @@ def rules_of_branch(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     if save is None:
         yield Problem("--branch-from", source, "needs --save", "add --save, a folder for the branch")
-    elif located(save) in (located(source), located(source).parent):
+    elif is_source(save, source):
         yield Problem("--save", save, f"is the folder of --branch-from {source}", "give the branch another folder")
     if ramp != OptimizerConfig.weight_decay_incr_style:
         why = "a branch keeps the weight decay of its run only if it is constant"
