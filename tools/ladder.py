@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +56,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     text = "tokens per parameter, one or more for each size (default: those of the target)"
     add("--tokens-per-parameter", type=float, nargs="+", default=[], metavar="R", help=text)
     add("--rates", type=float, nargs="+", default=[], metavar="LR", help="learning rates of each rung (default: --lr)")
-    text = "widths that have all --rates (default: all); the others have --lr"
+    text = "widths that have all --rates, and --lr (default: all widths have --rates alone); the others have --lr"
     add("--sweep-widths", type=int, nargs="+", default=[], metavar="N", help=text)
     add("--evaluations", type=int, default=20, metavar="N", help="validations of each run (default: 20)")
     text = 'starts a rung, in place of this Python; for example "torchrun --nproc-per-node 8"'
@@ -72,7 +74,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 def train(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Sequence[str]) -> int:
     """Trains a rung, or the rest of it. Returns the exit code of the program."""
-    if outcome(ladder, rung, args.output).loss is not None:
+    if outcome(ladder, rung, args.output).done == 1:
         return 0
     folder = args.output / rung.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,9 +90,12 @@ def train(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Sequence[
 
 
 def rung_command(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    extensions = [word for name in args.extension for word in ("--extension", name)]
-    own = ladder.flags(rung, args.output)
-    return [*args.launcher, str(PROGRAM), *extensions, *flags, *own]
+    return [*args.launcher, str(PROGRAM), *extended(args, flags), *ladder.flags(rung, args.output)]
+
+
+def extended(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+    """The flags of the target, with the extensions of this program."""
+    return [*(word for name in args.extension for word in ("--extension", name)), *flags]
 
 
 def train_all(ladder: Ladder, args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
@@ -100,13 +105,26 @@ def train_all(ladder: Ladder, args: argparse.Namespace, flags: Sequence[str]) ->
         print(f"rung {number + 1} of {len(ladder.rungs)}: {rung.name}", flush=True)
         code = train(ladder, rung, args, flags)
         found = outcome(ladder, rung, args.output)
-        if found.loss is None:
+        if found.diverged:
+            print("  diverged", flush=True)
+        elif found.loss is None:
             failed.append(f"rung {rung.name} ended with code {code}: see {args.output / rung.name / 'screen.log'}")
             print(failed[-1], flush=True)
         else:
             print(f"  validation loss {found.loss:.4f}", flush=True)
         write(args.output / TABLE, table(outcomes(ladder, args.output)))
     return failed
+
+
+def no_law(ladder: Ladder) -> list[str]:
+    """What would prevent a fit after all rungs are trained."""
+    problems = []
+    if (sizes := len({rung.size for rung in ladder.rungs})) < 3:
+        rule = f"make runs of {sizes} size{'s' * (sizes > 1)}, and a law needs 3"
+        problems.append(f"--widths, --depths and --tokens-per-parameter {rule}; add more, or train one with --rung")
+    if find_spec("scipy") is None:
+        problems.append("fits of laws need scipy: pip install 'paritrain[ladder]'")
+    return problems
 
 
 def write(path: Path, text: str) -> None:
@@ -129,13 +147,14 @@ def array_script(ladder: Ladder, args: argparse.Namespace, argv: Sequence[str], 
 
 
 def swept_rates(found: Sequence[Outcome]) -> list[BestRate]:
-    """The best rate of each size with finished runs at three rates or more."""
+    """The best rate of each size with finished runs at three rates or more; those that diverged have the worst loss."""
     rates = []
     for size in dict.fromkeys(each.rung.size for each in found):
         runs = [each for each in found if each.rung.size == size]
         curve = {each.rung.rate: each.loss for each in runs if each.loss is not None}
-        if len(curve) >= 3:
-            best = best_rate(curve)
+        all_rates = curve | {each.rung.rate: math.inf for each in runs if each.diverged}
+        if curve and len(all_rates) >= 3:
+            best = best_rate(all_rates)
             rate = min(curve, key=lambda rate: curve[rate]) if best is None else best.rate
             rates.append(BestRate(size.parameters, rate, bracketed=best is not None))
     return rates
@@ -195,6 +214,7 @@ def picture(prediction: dict[str, Any], found: Sequence[Outcome]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> int:
     from megatron.extensions.plan.ladder.rungs import Wanted, build_ladder
+    from megatron.extensions.plan.ladder.same_run import runs_of_other_flags
 
     own, flags = parted(argv)
     args = build_parser(own).parse_args(own)
@@ -207,7 +227,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.rung is not None:
         if args.rung >= len(ladder.rungs):
             raise ValueError(f"--rung {args.rung}: the ladder has {len(ladder.rungs)} rungs; the last one is one less")
-        return train(ladder, ladder.rungs[args.rung], args, flags)
+        rung = ladder.rungs[args.rung]
+        refuse(runs_of_other_flags(ladder, [rung], extended(args, flags), args.output))
+        return train(ladder, rung, args, flags)
     if args.sbatch:
         script = array_script(ladder, args, own, flags)
         if args.print:
@@ -219,6 +241,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.print:
         print("\n".join(shlex.join(rung_command(ladder, rung, args, flags)) for rung in ladder.rungs))
         return 0
+    if not args.fit:
+        refuse(no_law(ladder))
+    refuse(runs_of_other_flags(ladder, ladder.rungs, extended(args, flags), args.output))
     failed = [] if args.fit else train_all(ladder, args, flags)
     report(ladder, outcomes(ladder, args.output), args)
     return 1 if failed else 0

@@ -31,6 +31,7 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.core.fsync import whole_file
+from megatron.extensions.plan.ladder.outcome import loss_of
 from megatron.training.reliability.run_status import ExitCode
 
 from .common import parted, refuse, refuse_unwritable, run_tool, too_small, tool_parser
@@ -124,10 +125,10 @@ class Sweep:
 def _last_loss(metrics: Path, log: Path) -> float | None:
     """The last validation loss; None if it is not finite. Raises ValueError if there is none."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-    losses = [record["valid_loss"] for record in records if "valid_loss" in record]
+    losses = [loss for record in records if (loss := loss_of(record)) is not None]
     if not losses:
         raise ValueError(f"{log}: the run has no validation loss; set --eval-iters and --eval-interval")
-    return losses[-1] if losses[-1] is not None and math.isfinite(losses[-1]) else None
+    return losses[-1] if math.isfinite(losses[-1]) else None
 
 
 def table(curves: Mapping[str, Curve]) -> list[str]:

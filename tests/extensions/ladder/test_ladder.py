@@ -18,7 +18,8 @@ from megatron.extensions.plan.ladder import law as scaling_law
 from megatron.extensions.plan.ladder.best_rate import BestRate, rate_of_target
 from megatron.extensions.plan.ladder.expectation import read_expectation
 from megatron.extensions.plan.ladder.law import Form, Point, drawn, fit, form_of, interval
-from megatron.extensions.plan.ladder.outcome import Outcome, outcomes, table
+from megatron.extensions.plan.ladder.outcome import Outcome, of_law, outcomes, table
+from megatron.extensions.plan.ladder.outcome import loss_of as loss_in
 from megatron.extensions.plan.ladder.prediction import lines, predict
 from megatron.extensions.plan.ladder.rungs import Ladder, Wanted, build_ladder
 from megatron.training.config.arguments import parse_args
@@ -137,6 +138,14 @@ def test_rungs_are_the_target_at_smaller_sizes() -> None:
         (("--lr-schedule", "hold rest, linear 800 samples"), {}, "`linear 800 samples` does not shrink with the run"),
         (("--step-batch-size-schedule", "0:2 1K:4"), {}, "a ladder needs one batch size"),
         (("--lr", "-1"), {}, "--lr"),
+        ((), {"ratios": (20, 0)}, "--tokens-per-parameter 0: must be above 0"),
+        ((), {"ratios": (math.nan,)}, "--tokens-per-parameter nan: must be above 0 and finite"),
+        ((), {"rates": (1e-3, -1)}, "--rates -1: must be above 0"),
+        ((), {"rates": (4e-3,)}, "--rates 0.004: is one rate, and the target has --lr 0.01"),
+        ((), {"widths": (-16, 0)}, "--widths -16: must be above 0 and finite; give another value\n--widths 0: must"),
+        ((), {"widths": (16,), "depths": (0,)}, "--depths 0: must be above 0"),
+        ((), {"rates": (1e-3, 2e-3), "swept": (99,)}, "--sweep-widths 99: is none of --widths"),
+        ((), {"swept": (16,)}, "--sweep-widths 16: has no effect without --rates"),
     ],
 )
 def test_what_is_refused(flags: tuple[str, ...], wanted: dict[str, Any], told: str) -> None:
@@ -179,6 +188,58 @@ def test_a_prediction_has_a_curve_a_rate_and_what_it_does_not_know(tmp_path: Pat
     assert "the best rate, 0.02, is the first or last of the sweep" in told
 
 
+def test_swept_sizes_have_the_rate_of_the_others_too() -> None:
+    ladder = ladder_of(widths=(16, 32, 48), rates=(2e-3, 4e-3), swept=(16, 32))
+    rates = [[rung.rate for rung in ladder.rungs if rung.size.hidden_size == width] for width in (16, 32, 48)]
+    assert rates == [[2e-3, 4e-3, 1e-2], [2e-3, 4e-3, 1e-2], [1e-2]]
+    found = reached(ladder)
+    assert [each.rung.rate for each in of_law(found, 1e-2)] == [1e-2] * 3
+    old = [
+        replace(each, losses={}) if each.rung.rate == 1e-2 and each.rung.size.hidden_size < 48 else each
+        for each in found
+    ]
+    assert [each.rung.size.hidden_size for each in of_law(old, 1e-2)] == [48]
+    with pytest.raises(ValueError, match="no run at the target's learning rate: h16") as error:
+        predict(ladder, old)
+    assert "since they have not finished: h16" in str(error.value)
+    everywhere = reached(ladder_of("--lr", "0.5", widths=(16, 32, 48), rates=(2e-3, 1e-2)))
+    assert [each.rung.rate for each in of_law(everywhere, 0.5)] == [1e-2] * 3
+    told = predict(ladder_of("--lr", "0.5", rates=(2e-3, 1e-2)), everywhere)["unknown"]
+    assert "the law is of runs at learning rates of 0.01, and the target has 0.5: it is not about that one" in told
+
+
+def test_a_rung_that_diverged_is_finished_and_not_in_the_law(tmp_path: Path) -> None:
+    ladder = ladder_of(widths=(16, 32, 48, 32), depths=(2, 2, 2, 1), rates=(5e-3, 1e-2, 2e-2))
+    for each in reached(ladder):
+        (tmp_path / each.rung.name).mkdir()
+        worst = each.rung.rate == 2e-2 or each.rung.size.num_layers == 1
+        losses = {number: math.nan if number == 4 and worst else loss for number, loss in each.losses.items()}
+        records = [
+            {"iteration": number * ladder.interval(each.rung), "valid_loss": loss if loss == loss else "NaN"}
+            for number, loss in losses.items()
+        ]
+        (tmp_path / each.rung.name / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    found = outcomes(ladder, tmp_path)
+    assert sum(each.diverged for each in found) == 6 and all(each.done == 1 for each in found)
+    assert table(found).count(",100%,diverged\n") == 6
+    prediction = predict(ladder, found, rates := swept_rates(found))
+    assert len(prediction["rungs"]) == 3 and "since they diverged: h16-" in prediction["unknown"][0]
+    assert [(rate.rate, rate.bracketed) for rate in rates] == [(1e-2, True)] * 3
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "valid_loss": NaN}')
+    bare = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert math.isnan(loss_in(bare) or 0) and loss_in({"valid_loss": "NaN?"}) is None
+
+
+def test_no_rung_is_trained_for_a_law_that_cannot_be_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ["--output", str(tmp_path / "ladder"), "--evaluations", "4", "--widths", "16", "32"]
+    with pytest.raises(ValueError, match="make runs of 2 sizes, and a law needs 3"):
+        main([*own, "--", *TARGET])
+    monkeypatch.setattr("tools.ladder.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="fits of laws need scipy"):
+        main([*own, "48", "--", *TARGET])
+    assert not (tmp_path / "ladder").exists()
+
+
 def test_the_rate_of_a_larger_model() -> None:
     falling = [BestRate(n, 0.01 * (n / 1e4) ** -0.5, bracketed=True) for n in (1e4, 4e4, 1.6e5)]
     found = rate_of_target(falling, 6.4e5, transfers=False)
@@ -203,6 +264,11 @@ def test_a_rung_is_trained_once_and_resumes(tmp_path: Path, capsys: pytest.Captu
     assert (folder / "screen.log").read_text() == screen
     with pytest.raises(ValueError, match="1 finished runs: a law needs at least 3"):
         main([*own, "--fit", "--", *flags])
+    other = [*flags, "--seed", "77", "--weight-decay", "0.5"]
+    told = r"other flags \(--weight-decay 0.01 there, 0.5 here, --seed 1234 there, 77 here\); choose another --output"
+    for what in (["--fit"], ["--rung", "0"]):
+        with pytest.raises(ValueError, match=told):
+            main([*own, *what, "--", *other])
     with pytest.raises(ValueError, match="--rung 1: the ladder has 1 rungs"):
         main([*own, "--rung", "1", "--", *flags])
 

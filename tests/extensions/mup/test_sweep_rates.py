@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import TINY
-from tools.sweep_rates import best_rate, main, next_rate, table
+from tools.sweep_rates import _last_loss, best_rate, main, next_rate, table
 
 
 def curve(at: float, rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3, 8e-3)) -> dict[float, float]:
@@ -51,6 +51,13 @@ def test_a_sweep_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "seed" not in capsys.readouterr().out
     with pytest.raises(ValueError, match="of a run with other flags"):
         main([*own, "--", *flags, "--weight-decay", "0.5"])
+
+
+def test_a_loss_that_is_text_is_one_that_diverged(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    for text, found in (('"NaN"', None), ('"Infinity"', None), ("NaN", None), ("2.5", 2.5)):
+        metrics.write_text(f'{{"iteration": 1, "valid_loss": 2.0}}\n{{"iteration": 2, "valid_loss": {text}}}\n')
+        assert _last_loss(metrics, tmp_path / "log") == found
 
 
 def test_wrong_flags_are_refused(tmp_path: Path) -> None:

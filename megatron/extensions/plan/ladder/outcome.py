@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron.extensions.plan.ladder.law import Point
 from megatron.extensions.plan.ladder.rungs import Ladder, Rung, Size
 
 TABLE = "rungs.csv"
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 COLUMNS = ("rung", "hidden_size", "num_layers", "parameters", "tokens", "iterations", "lr", "done", "valid_loss")
 
 
@@ -24,19 +26,21 @@ class Outcome:
 
     rung: Rung
     losses: dict[int, float]
-    """Number of the evaluation, from 1 on -> validation loss."""
+    """Number of the evaluation, from 1 on -> validation loss, where that is finite."""
 
     evaluations: int
+    diverged: bool = False
+    """True if the run has finished, and its last validation loss is not finite."""
 
     @property
     def loss(self) -> float | None:
-        """Of a finished run, the last validation loss."""
+        """Of a finished run that has not diverged, the last validation loss."""
         return self.losses.get(self.evaluations)
 
     @property
     def done(self) -> float:
         """Share of the run that is evaluated."""
-        return max(self.losses, default=0) / self.evaluations
+        return 1.0 if self.diverged else max(self.losses, default=0) / self.evaluations
 
     def point(self, evaluation: int | None = None) -> Point:
         """Its point of a law: its size, and the loss of an evaluation, by default the last one."""
@@ -49,10 +53,17 @@ def outcome(ladder: Ladder, rung: Rung, folder: Path) -> Outcome:
     interval, last = ladder.interval(rung), ladder.evaluations
     losses: dict[int, float] = {}
     for record in _records(folder / rung.name / METRICS_FILE):
-        loss, iteration = record.get("valid_loss"), record.get("iteration")
-        if isinstance(loss, float) and isinstance(iteration, int) and iteration % interval == 0:
+        loss, iteration = loss_of(record), record.get("iteration")
+        if loss is not None and isinstance(iteration, int) and iteration % interval == 0:
             losses[iteration // interval] = loss
-    return Outcome(rung, {number: loss for number, loss in losses.items() if 1 <= number <= last}, last)
+    finite = {number: loss for number, loss in losses.items() if 1 <= number <= last and math.isfinite(loss)}
+    return Outcome(rung, finite, last, diverged=last in losses and last not in finite)
+
+
+def loss_of(record: Mapping[str, Any]) -> float | None:
+    """The validation loss of a record, which is text where it is not finite; None without one."""
+    value = record.get("valid_loss")
+    return float(value) if value in NOT_FINITE or isinstance(value, float) else None
 
 
 def outcomes(ladder: Ladder, folder: Path) -> list[Outcome]:
@@ -75,18 +86,26 @@ def _records(path: Path) -> Iterable[dict[str, Any]]:
 
 def of_law(found: Sequence[Outcome], rate: float) -> list[Outcome]:
     """The finished run of each size that counts for the law, smallest compute first: the one with the lowest loss if
-    all sizes have several rates, else the one at the target's `rate`."""
+    all sizes are to have the same rates, else the one at the target's `rate`, so that all are tuned alike."""
     sizes: dict[Size, list[Outcome]] = {}
     for each in found:
-        if each.loss is not None:
-            sizes.setdefault(each.rung.size, []).append(each)
-    swept = all(len(runs) > 1 for runs in sizes.values())
+        sizes.setdefault(each.rung.size, []).append(each)
+    alike = tuned(found)
+    best = []
+    for runs in sizes.values():
+        finished = [(each.loss, each) for each in runs if each.loss is not None and (alike or each.rung.rate == rate)]
+        if finished:
+            best.append(min(finished, key=lambda pair: pair[0])[1])
+    return sorted(best, key=lambda each: each.rung.size.compute)
 
-    def order(each: Outcome) -> tuple[bool, float]:
-        assert each.loss is not None
-        return not swept and each.rung.rate != rate, each.loss
 
-    return sorted((min(runs, key=order) for runs in sizes.values()), key=lambda each: each.rung.size.compute)
+def tuned(found: Sequence[Outcome]) -> bool:
+    """True if all sizes are to have the same rates, two or more."""
+    rates: dict[Size, set[float]] = {}
+    for each in found:
+        rates.setdefault(each.rung.size, set()).add(each.rung.rate)
+    first = next(iter(rates.values()), set())
+    return len(first) > 1 and all(each == first for each in rates.values())
 
 
 def table(found: Sequence[Outcome]) -> str:
@@ -97,7 +116,7 @@ def table(found: Sequence[Outcome]) -> str:
     for each in found:
         size = each.rung.size
         last = max(each.losses, default=0)
-        loss = f"{each.losses[last]:.6f}" if last else ""
+        loss = "diverged" if each.diverged else f"{each.losses[last]:.6f}" if last else ""
         values = (size.hidden_size, size.num_layers, size.parameters, size.tokens, size.iterations)
         writer.writerow([each.rung.name, *values, f"{each.rung.rate:g}", f"{each.done:.0%}", loss])
     return text.getvalue()

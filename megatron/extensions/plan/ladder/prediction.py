@@ -24,6 +24,9 @@ NORMAL = 1.645
 TOO_WIDE = 0.05
 """Width of an interval, as a share of the loss, beyond which it decides little."""
 
+NEAR = 1.05
+"""Times the rungs' ratios of tokens to parameters up to which the target has their ratio."""
+
 FAR = 10
 """Times the compute of the largest rung beyond which intervals are said to be optimistic."""
 
@@ -66,6 +69,9 @@ def predict(ladder: Ladder, found: Sequence[Outcome], rates: Sequence[BestRate] 
     size = ladder.target.size
     target = Point(size.parameters, size.tokens, math.nan)
     points = [each.point() for each in best]
+    if len(points) < 3:
+        few = f"{len(points)} finished runs: a law needs at least 3; run more rungs"
+        raise ValueError("\n".join((few, *_left_out(found, best))))
     final = Fitted.of(points, form_of(points))
     transfers = ladder.config.options(MupFlags).use_mup
     return {
@@ -88,7 +94,7 @@ def predict(ladder: Ladder, found: Sequence[Outcome], rates: Sequence[BestRate] 
         "check": _check(final.points, final.form),
         "curve": _curve(ladder, best, target, final),
         "rate": _rate(rates, ladder, transfers),
-        "unknown": list(unknown(ladder, final, target, rates)),
+        "unknown": [*_left_out(found, best), *_other_rate(ladder, best), *unknown(ladder, final, target, rates)],
     }
 
 
@@ -128,6 +134,26 @@ def _rate(rates: Sequence[BestRate], ladder: Ladder, transfers: bool) -> dict[st
     return None if found is None else dict(zip(("best", "low", "high"), found, strict=True))
 
 
+def _left_out(found: Sequence[Outcome], best: Sequence[Outcome]) -> Iterator[str]:
+    """Runs that are missing in the law."""
+    if diverged := [each.rung.name for each in found if each.diverged]:
+        yield f"not in the law, since they diverged: {', '.join(diverged)}"
+    if unfinished := [each.rung.name for each in found if each.loss is None and not each.diverged]:
+        yield f"not in the law, since they have not finished: {', '.join(unfinished)}"
+    sizes = {each.rung.size for each in best}
+    alone = dict.fromkeys(each.rung.name for each in found if each.loss is not None and each.rung.size not in sizes)
+    if alone:
+        yield f"not in the law, since their sizes have no run at the target's learning rate: {', '.join(alone)}"
+
+
+def _other_rate(ladder: Ladder, best: Sequence[Outcome]) -> Iterator[str]:
+    """Where the rungs were tuned, how far the target's rate is from what they had."""
+    rates, own = [each.rung.rate for each in best], ladder.target.rate
+    if not min(rates) <= own <= max(rates):
+        told = f"{min(rates):g} to {max(rates):g}" if min(rates) < max(rates) else f"{rates[0]:g}"
+        yield f"the law is of runs at learning rates of {told}, and the target has {own:g}: it is not about that one"
+
+
 def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRate]) -> Iterator[str]:
     """What the prediction does not know, a sentence each."""
     points, law = final.points, final.law
@@ -141,7 +167,7 @@ def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRa
         yield "the runs do not tell the effect of parameters from that of tokens: the law is one of compute alone"
         ratios = [point.tokens / point.parameters for point in points]
         ratio = target.tokens / target.parameters
-        if not 0.7 * min(ratios) <= ratio <= 1.4 * max(ratios):
+        if not min(ratios) / NEAR <= ratio <= NEAR * max(ratios):
             told = f"{min(ratios):.3g} to {max(ratios):.3g}"
             yield f"the target has {ratio:.3g} tokens per parameter and the rungs {told}: the law is not about it"
     found = final.at(target)

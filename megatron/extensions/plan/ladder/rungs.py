@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -77,7 +78,7 @@ class Wanted:
     """Learning rates; none: that of the target."""
 
     swept: Sequence[int] = ()
-    """Widths that have all rates; none: all widths. The others have the target's rate."""
+    """Widths that have all rates, and the target's; none: all widths have all rates. The others have the target's."""
 
     evaluations: int = 20
     """Validations of each run."""
@@ -96,12 +97,15 @@ class Ladder:
         """Iterations between evaluations of a rung."""
         return rung.size.iterations // self.evaluations
 
+    def changes(self, rung: Rung) -> list[str]:
+        """Flags in which a rung differs from the target."""
+        return [word for field, value in rung.changes for word in (field_table()[field].name, str(value))]
+
     def flags(self, rung: Rung, folder: Path) -> list[str]:
         """Flags of a rung behind those of the target. It saves at evaluations unless these say otherwise."""
-        words = [word for field, value in rung.changes for word in (field_table()[field].name, str(value))]
         place, interval = str(folder / rung.name), str(self.interval(rung))
         saves = [] if self.config.checkpoint.save_interval is not None else ["--save-interval", interval]
-        return [*words, "--eval-interval", interval, *saves, "--save", place, "--load", place]
+        return [*self.changes(rung), "--eval-interval", interval, *saves, "--save", place, "--load", place]
 
 
 def counted_parameters(model: TransformerConfig) -> int:
@@ -143,6 +147,7 @@ def _iterations(config: RunConfig) -> int:
 def _refused(config: RunConfig, wanted: Wanted) -> Iterator[str]:
     if not wanted.widths and not wanted.depths:
         yield "--widths: give some, or --depths"
+    yield from _wrong_values(config, wanted)
     if wanted.widths and wanted.depths and len(wanted.widths) != len(wanted.depths):
         yield f"--depths: has {len(wanted.depths)} values and --widths {len(wanted.widths)}; give each width its depth"
     if _iterations(config) < wanted.evaluations:
@@ -155,7 +160,27 @@ def _refused(config: RunConfig, wanted: Wanted) -> Iterator[str]:
     if (text := config.options(ScheduleFlags).lr_schedule) is not None and (pieces := list(absolute(text))):
         yield f"--lr-schedule: `{pieces[0]}` does not shrink with the run; give its length in percent"
     for width in wanted.widths:
-        yield from _uneven(config, width)
+        yield from _uneven(config, width) if width > 0 else ()
+
+
+def _wrong_values(config: RunConfig, wanted: Wanted) -> Iterator[str]:
+    for name, values in (
+        ("--widths", wanted.widths),
+        ("--depths", wanted.depths),
+        ("--tokens-per-parameter", wanted.ratios),
+        ("--rates", wanted.rates),
+    ):
+        for value in values:
+            if not 0 < value < math.inf:
+                yield f"{name} {value:g}: must be above 0 and finite; give another value"
+    if len(wanted.rates) == 1 and wanted.rates[0] != config.optimizer.lr:
+        rule = f"is one rate, and the target has --lr {config.optimizer.lr:g}"
+        yield f"--rates {wanted.rates[0]:g}: {rule}; give several rates, or that --lr to the target"
+    if wanted.swept and not wanted.rates:
+        yield f"--sweep-widths {wanted.swept[0]}: has no effect without --rates; add these"
+    for width in wanted.swept:
+        if width not in wanted.widths:
+            yield f"--sweep-widths {width}: is none of --widths; add it there, or remove it"
 
 
 def _uneven(config: RunConfig, width: int) -> Iterator[str]:
@@ -184,14 +209,22 @@ def _rungs(config: RunConfig, target: Rung, wanted: Wanted, step: int) -> Iterat
     for width, layers in zip(widths, wanted.depths or [depth] * len(widths), strict=True):
         sizes = {field: int(value) for field, value in _widths(config, width).items()} | {"num_layers": layers}
         parameters = counted_parameters(with_named(config, sizes).model)
-        rates = wanted.rates if not wanted.swept or width in wanted.swept else ()
+        rates = _rates(target, wanted, width)
         for ratio in ratios:
             pieces = max(1, round(ratio * parameters / step / wanted.evaluations))
             iterations = pieces * wanted.evaluations
             size = Size(width, layers, parameters, iterations, iterations * step)
             lengths = _lengths(config, target.size.iterations, iterations)
-            for rate in rates or [target.rate]:
+            for rate in rates:
                 yield Rung(size, rate, (*sizes.items(), *lengths.items(), ("lr", rate)))
+
+
+def _rates(target: Rung, wanted: Wanted, width: int) -> list[float]:
+    """Where some widths are swept alone, these have the target's rate too, at which the law compares all sizes."""
+    if not wanted.rates or (wanted.swept and width not in wanted.swept):
+        return [target.rate]
+    alone = wanted.swept and {*wanted.swept} != {*wanted.widths}
+    return [*wanted.rates, *([target.rate] if alone and target.rate not in wanted.rates else [])]
 
 
 def _lengths(config: RunConfig, before: int, iterations: int) -> dict[str, int]:
