@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.core.dist_checkpointing.file_storage import located
+from megatron.core.dist_checkpointing.path_kind import kind_of
 from megatron.core.fsync import whole_file
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
@@ -57,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.run = args.runs[0]
     with ExitStack() as stack:
         run, *others = [stack.enter_context(local_run(path)) for path in (*args.runs, *args.against)]
-        return _compare(args, [run, *others]) if len(args.runs) > 1 else _write(args, run, others)
+        if len(args.runs) == 1:
+            return _write(args, run, others)
+        return _compare(args, dict(zip(map(str, args.runs), [run, *others], strict=True)))
 
 
 def _of_one_run(args: argparse.Namespace) -> list[str]:
@@ -70,13 +73,22 @@ def _of_one_run(args: argparse.Namespace) -> list[str]:
     return [f"{name}: {rule.get(name, 'is for the page of one run; leave it out')}" for name in given if given[name]]
 
 
-def _compare(args: argparse.Namespace, paths: Sequence[Path]) -> int:
-    """Writes the page of several runs."""
+def _compare(args: argparse.Namespace, paths: Mapping[str, Path]) -> int:
+    """Writes the page of several runs, those that have died before their first record left out. Raises ValueError if
+    none has one."""
     refuse_unwritable("--output", args.output)
-    runs, by = compared_runs.by_loss([read_run(path) for path in paths])
+    found = []
+    for name, path in paths.items():
+        if kind_of(path) != "empty" and (run := read_run(path)).records:
+            found.append(run)
+        else:
+            print(f"{name}: has no record yet, and is left out")
+    if not found:
+        raise ValueError("none of the runs has a record; the first comes after --log-interval steps")
+    runs, by = compared_runs.by_loss(found)
     names = ", ".join(str(run.path.resolve()) for run in runs)
     text = sections.html.page(
-        f"{len(runs)} runs",
+        f"{len(runs)} run{'s' if len(runs) > 1 else ''}",
         sections.html.paragraph(names, "soft"),
         {
             "Ranking": compared_runs.ranking(runs, by),

@@ -47,9 +47,10 @@ def ranking(runs: Sequence[RunFolder], by: str) -> Markup:
 
 
 def spent(run: RunFolder, axis: str) -> Iterator[tuple[float, float]]:
-    """(iteration, what the run has spent until then) at its log lines. Time is that of steps: pauses, evaluations and
-    saves do not count. Nothing where records have no such value."""
-    before, total = 0.0, 0.0
+    """(iteration, what the run has spent until then) at its log lines. Tokens are those that the model has seen; time
+    and FLOPs are the run's own, without those of a run that it continues. Time is that of steps: pauses, evaluations
+    and saves do not count. Nothing where records have no such value."""
+    before, total = _first_iteration(run), 0.0
     for record in run.records:
         tokens, step = number(record.get("consumed_tokens")), number(record.get("step_time"))
         if "lm_loss" not in record or tokens is None:
@@ -63,9 +64,18 @@ def spent(run: RunFolder, axis: str) -> Iterator[tuple[float, float]]:
             rate = 1 / 3600 if axis == "hours" else _flops_per_second(run, record)
             if rate is None:
                 continue
-            total += rate * step * (iteration - before)
+            total += rate * step * max(0.0, iteration - before)
         before = iteration
         yield iteration, total
+
+
+def _first_iteration(run: RunFolder) -> float:
+    """Iterations before the run: those of its first start; else a distance of log lines before the first of them."""
+    starts = [event.get("iteration") for event in run.events if event.get("event") == "start"]
+    if starts and (first := number(starts[0])) is not None:
+        return first
+    logged = [iteration for iteration, _ in run.values("lm_loss")][:2]
+    return max(0.0, 2 * logged[0] - logged[1]) if len(logged) == 2 else 0.0
 
 
 def _flops_per_second(run: RunFolder, record: Mapping[str, object]) -> float | None:

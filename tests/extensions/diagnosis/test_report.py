@@ -129,7 +129,15 @@ def test_the_difference_from_another_run(run: Path, tmp_path: Path) -> None:
     assert "2 values that differ" in text and "other $x$" in text and "not set" in text
 
 
-def test_several_runs_are_compared_the_best_first(tmp_path: Path) -> None:
+def test_time_and_flops_of_a_branch_are_its_own() -> None:
+    """Two log lines after iteration 100 of another run, each of 10 steps of half a second; also without events."""
+    lines = [{"iteration": at, "lm_loss": 2.0, "consumed_tokens": at, "step_time": 0.5} for at in (110, 120)]
+    for events in ([{"event": "start", "iteration": 100}], []):
+        branch = RunFolder(Path("branch"), lines, events=events)
+        assert list(spent(branch, "hours")) == [(110, pytest.approx(5 / 3600)), (120, pytest.approx(10 / 3600))]
+
+
+def test_several_runs_are_compared_the_best_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Losses over tokens, time and FLOPs, which runs of half the steps have spent at half the iterations."""
     for name, count, loss in (("worse", 8, 2.5), ("best", 4, 2.25)):
         write_metrics(tmp_path / name, count, tflops_per_device=0.25)
@@ -146,6 +154,18 @@ def test_several_runs_are_compared_the_best_first(tmp_path: Path) -> None:
     for said in ("loss over tokens", "loss over hours of training", "loss over FLOPs", "values that differ"):
         assert said in text, said
     best = read_run(tmp_path / "best")
+    (tmp_path / "died").mkdir()
+    (tmp_path / "failed").mkdir()
+    (tmp_path / "failed" / "outcome").write_text("name=FAILED\n")
+    runs = [str(tmp_path / name) for name in ("died", "worse", "failed", "best")]
+    assert main([*runs, "--output", str(output)]) == 0
+    assert output.read_text().count("2 runs") and "failed" not in output.read_text()
+    said = capsys.readouterr().out
+    assert [f"{tmp_path}/{name}: has no record yet, and is left out" in said for name in ("died", "failed")] == [
+        True
+    ] * 2
+    with pytest.raises(ValueError, match="none of the runs has a record"):
+        main([runs[0], runs[2], "--output", str(output)])
     assert [list(spent(best, axis))[-1] for axis in AXES] == [(4, 400), (4, pytest.approx(2 / 3600)), (4, 2e12)]
     assert along(best.values("valid_loss"), list(spent(best, "tokens"))) == [(400, 2.25)]
     with pytest.raises(ValueError, match="--against: is for the page of one run"):
