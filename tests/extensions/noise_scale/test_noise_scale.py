@@ -155,6 +155,8 @@ def test_a_run_logs_an_interval_and_resumes(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     scales = [record["noise_scale"] for record in records if "noise_scale" in record]
     assert len(scales) == 6 and scales[:2] == [None, None]
+    unknown = (tmp_path / "screen").read_text().count("noise scale: not yet known")
+    assert unknown == scales.count(None)
     steps = [Checkpoint(tmp_path / "run" / f"iter_000000{n}").payload["callbacks"]["noise scale"] for n in (3, 6)]
     assert [len(each) for each in steps] == [2, 5] and steps[1][:2] == steps[0]
     resumed = [*flags, "--save", str(tmp_path / "on"), "--load", str(tmp_path / "run" / "iter_0000003")]

@@ -183,6 +183,6 @@ class NoiseScale(Callback, Meter):
 
     def lines(self, record: Record) -> list[str]:
         if record.get("noise_scale") is None:
-            return []
+            return ["     noise scale: not yet known"] if "noise_scale" in record else []
         scale, low, high = (record[f"noise_scale{end}"] for end in ("", "_low", "_high"))
         return [f"     noise scale {scale:.4g} samples, 95% interval {low:.4g} to {high:.4g}"]
