@@ -263,6 +263,9 @@ class Callback:
     place. `megatron.core.optimizer.owned_tensors.with_main_weights` pairs them with the weights that the optimizer
     updates."""
 
+    to_continue = ""
+    """What to do to train more once the run is complete, where the flags of its length are not the user's to raise."""
+
     def __init__(self, config: RunConfig) -> None:
         self.config = config
 

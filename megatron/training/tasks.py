@@ -113,8 +113,9 @@ def why_untrained(run: TrainingRun) -> str:
     """Why a run made no step."""
     if run.config.training.skip_train:
         return "--skip-train is given, as a flag or in the --config file"
-    longer = "to continue, raise --train-iters, --train-samples or --train-tokens"
-    return f"the run is complete, its {run.train_iters} iterations are trained; {longer}"
+    longer = "raise --train-iters, --train-samples or --train-tokens"
+    longer = next((each.to_continue for each in run.callbacks if each.to_continue), longer)
+    return f"the run is complete, its {run.train_iters} iterations are trained; to continue, {longer}"
 
 
 def end_callbacks(run: TrainingRun) -> str:

@@ -19,7 +19,7 @@ from megatron.extensions.optim.schedules.flags import ScheduleFlags
 from megatron.extensions.optim.schedules.pieces import Rates, absolute, parse, rate_at, without_tokens
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.prepare import load_config
-from megatron.training.config.validation import resolve_legal, validate
+from megatron.training.config.validation import findings, resolve, resolve_legal, validate
 from megatron.training.plan import plan_of
 from tests.forked import run_forked
 from tests.tiny import TINY
@@ -142,6 +142,7 @@ REFUSED = (
         "has more than one piece of the length `rest`; give the others a length",
     ),
     ('--lr-schedule "hold 90%, linear 20%"', "its pieces have 17.6 samples, and the schedule has 16; shorten some"),
+    ('--lr-schedule "linear 1K tokens"', "--lr-schedule linear 1K tokens: its pieces have 125 samples, and"),
     ('--lr-schedule "hold 10% to 0.5"', "hold takes no `to`; remove it"),
     ('--lr-schedule "power 10%"', "needs an exponent below 0; for example exponent -0.51"),
     ('--lr-schedule "linear 10% after 5%"', "linear takes no `after`; remove it"),
@@ -153,6 +154,18 @@ REFUSED = (
 def test_what_is_refused(flags: str, told: str) -> None:
     problems = validate(parse_args([*TINY.split(), *words(flags)]), 1)
     assert told in "\n".join(map(str, problems))
+
+
+def test_pieces_that_leave_out_the_rest_are_told() -> None:
+    for text, said in (
+        ("warm-up 10%, linear 30%", True),
+        ("warm-up 10%, hold rest", False),
+        ("hold 127 tokens", False),
+    ):
+        given = parse_args([*TINY.split(), "--lr-schedule", text])
+        found = [str(each) for each in findings(given, 1, resolve(given, 1)) if each.harmless]
+        rule = f"--lr-schedule {text}: its pieces end 9.6 samples before the schedule's 16, and the last rate holds"
+        assert [each.startswith(rule) for each in found] == [True] * said
 
 
 def test_a_phase_with_a_rate_of_its_own_has_the_pieces_again(tmp_path: Path) -> None:
@@ -193,6 +206,8 @@ def test_a_branch_goes_on_from_its_run_and_resumes_to_the_bit(tmp_path: Path) ->
     trained(tmp_path / "killed", f"{branch} --exit-interval 6")
     shutil.rmtree(tmp_path / "stable")
     trained(tmp_path / "killed", branch)
+    trained(tmp_path / "killed", branch)
+    assert "to continue, begin another branch with more --decay-tokens" in (tmp_path / "killed.screen").read_text()
     whole, parts = (Checkpoint(tmp_path / name / "iter_0000008") for name in ("branch", "killed"))
     assert all(torch.equal(whole.read(key), parts.read(key)) for key in whole.tensors)
     origin = {"from": str(source), "iteration": 4, "consumed_samples": 16}

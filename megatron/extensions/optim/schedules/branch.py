@@ -127,6 +127,8 @@ def _rate(metadata: dict[str, Any]) -> float:
 class BranchOrigin(Callback):
     """Keeps in the branch's checkpoints which checkpoint it began from."""
 
+    to_continue = "begin another branch with more --decay-tokens, in a --save of its own"
+
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.origin: dict[str, object] = {}

@@ -22,6 +22,9 @@ STYLE = "pieces"
 REPLACED = (OptimizerConfig.lr_decay_style, "constant", STYLE)
 """Styles that the pieces replace: the default, and that of phases without a rate of their own, as rules judge them."""
 
+NOT_ROUNDED = 0.01
+"""Share of a schedule that its pieces leave out not because lengths are rounded."""
+
 OTHERS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
 """Fields whose warm-up a schedule of pieces replaces."""
 
@@ -64,8 +67,9 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         if optimizer.lr_decay_style == STYLE:
             yield Problem("--lr-decay-style", STYLE, "needs --lr-schedule", f"add it, {EXAMPLE}")
         return
+    text = dict(config.given).get("lr_schedule") or own.lr_schedule  # as it was given, lengths in tokens
     if optimizer.lr_decay_style not in REPLACED:
-        yield Problem.exclusive(name, own.lr_schedule, f"--lr-decay-style {optimizer.lr_decay_style}")
+        yield Problem.exclusive(name, text, f"--lr-decay-style {optimizer.lr_decay_style}")
     for field in OTHERS:
         if getattr(optimizer, field):
             flag_name, why = f"--{field.replace('_', '-')}", "warm-up is a piece of the schedule"
@@ -73,10 +77,13 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         pieces = parse(without_tokens(own.lr_schedule, max(1, config.model.seq_length)))
         if (total := _length(config)) is not None:
-            lengths(pieces, total)
+            left = total - sum(lengths(pieces, total))
+            if left > NOT_ROUNDED * total:
+                rule = f"its pieces end {left:g} samples before the schedule's {total:g}, and the last rate holds on"
+                yield Problem(name, text, rule, "make one longer, or add `hold rest`", harmless=True)
     except ValueError as error:
         rule, _, remedy = str(error).partition("; ")
-        yield Problem(name, own.lr_schedule, rule, remedy)
+        yield Problem(name, text, rule, remedy)
 
 
 @extension_flags("schedules of pieces", may_change=True, reads=reads, resolve=resolve, rules=rules, always=True)
