@@ -31,6 +31,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.fsync import whole_file
 from megatron.extensions.plan.ladder.best_rate import BestRate
+from megatron.extensions.plan.ladder.expectation import PREDICTION
 from megatron.extensions.plan.ladder.job_script import RUNG, SCRIPT, job_script
 from megatron.extensions.plan.ladder.outcome import TABLE, Outcome, outcome, outcomes, table
 
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
     from megatron.extensions.plan.ladder.rungs import Ladder, Rung
 
-PREDICTION = "ladder.json"
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 
 

@@ -31,7 +31,7 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.core.fsync import whole_file
-from megatron.extensions.plan.ladder.outcome import loss_of
+from megatron.extensions.plan.ladder.valid_loss import valid_loss
 from megatron.training.reliability.run_status import ExitCode
 
 from .common import parted, refuse, refuse_unwritable, run_tool, too_small, tool_parser
@@ -125,7 +125,7 @@ class Sweep:
 def _last_loss(metrics: Path, log: Path) -> float | None:
     """The last validation loss; None if it is not finite. Raises ValueError if there is none."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-    losses = [loss for record in records if (loss := loss_of(record)) is not None]
+    losses = [loss for record in records if (loss := valid_loss(record)) is not None]
     if not losses:
         raise ValueError(f"{log}: the run has no validation loss; set --eval-iters and --eval-interval")
     return losses[-1] if math.isfinite(losses[-1]) else None

@@ -19,10 +19,11 @@ from megatron.extensions.plan.ladder.best_rate import BestRate, rate_of_target
 from megatron.extensions.plan.ladder.expectation import read_expectation
 from megatron.extensions.plan.ladder.law import Form, Point, drawn, fit, form_of, interval
 from megatron.extensions.plan.ladder.outcome import Outcome, of_law, outcomes, table
-from megatron.extensions.plan.ladder.outcome import loss_of as loss_in
 from megatron.extensions.plan.ladder.prediction import lines, predict
-from megatron.extensions.plan.ladder.rungs import Ladder, Wanted, build_ladder
+from megatron.extensions.plan.ladder.rungs import Ladder, Wanted, build_ladder, counted_parameters
+from megatron.extensions.plan.ladder.valid_loss import valid_loss
 from megatron.training.config.arguments import parse_args
+from megatron.training.config.prepare import load_config
 from megatron.training.config.validation import findings, validate
 from tests.forked import run_forked
 from tests.tiny import TINY
@@ -75,6 +76,22 @@ def test_four_runs_have_predicted_a_fifth() -> None:
     assert fit(points)(target) == pytest.approx(found["predicted"]["loss"], rel=1e-6)
     assert found["predicted"]["loss"] == pytest.approx(found["measured"]["loss"], rel=0.01)
     assert found["predicted_at"] < found["measured"]["began_at"]
+
+
+def test_the_curve_of_the_fifth_run() -> None:
+    """Where it lay at each evaluation, as the documentation says."""
+    found = json.loads(MEASURED.read_text())
+    runs, curve, target = found["points"], found["curve"], found["target"]
+    form = Form(1, (fit([Point(each["parameters"], each["tokens"], each["loss"]) for each in runs]).exponents))
+    for number in (1, 6):
+        law = fit([Point(each["parameters"], each["tokens"], each["evaluations"][number]) for each in runs], form)
+        assert law(Point(target["parameters"], target["tokens"], math.nan)) == pytest.approx(
+            curve[number]["loss"], 1e-4
+        )
+    below = [1 - each["measured"] / each["loss"] for each in curve[:9]]
+    assert 0.003 < min(below) < 0.0035 and 0.058 < max(below) < 0.0585
+    outside = [1 - each["measured"] / each["low"] for each in curve if each["measured"] < each["low"]]
+    assert len(curve) == 10 and len(outside) == 2 and max(outside) < 0.007
 
 
 MUTANTS = (
@@ -182,6 +199,11 @@ def test_a_prediction_has_a_curve_a_rate_and_what_it_does_not_know(tmp_path: Pat
     middle = expected.at(expected.tokens * 0.6)
     assert middle is not None and expected.curve[2].loss < middle.loss < expected.curve[1].loss
     assert expected.at(1) is None and expected.at(expected.tokens * 1.1) is None
+    assert prediction["target"]["batch_size"] == 4 and prediction["target"]["lr"] == 1e-2
+    size = ladder.target.size
+    longer = replace(ladder, target=replace(ladder.target, size=replace(size, tokens=round(1.2 * size.tokens))))
+    assert "tokens per parameter and the rungs" in "\n".join(lines(predict(longer, found)))
+    assert "tokens per parameter and the rungs" not in told
     far = replace(ladder, target=replace(ladder.target, size=replace(ladder.target.size, tokens=10**9)))
     told = "\n".join(lines(predict(far, reached(ladder, noise=0.02), [BestRate(1e4, 2e-2, bracketed=False)])))
     assert "times the compute of the largest rung" in told and "tokens per parameter and the rungs" in told
@@ -227,7 +249,7 @@ def test_a_rung_that_diverged_is_finished_and_not_in_the_law(tmp_path: Path) -> 
     assert [(rate.rate, rate.bracketed) for rate in rates] == [(1e-2, True)] * 3
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "valid_loss": NaN}')
     bare = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert math.isnan(loss_in(bare) or 0) and loss_in({"valid_loss": "NaN?"}) is None
+    assert math.isnan(valid_loss(bare) or 0) and valid_loss({"valid_loss": "NaN?"}) is None
 
 
 def test_no_rung_is_trained_for_a_law_that_cannot_be_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +313,8 @@ def test_an_array_has_a_task_for_each_rung(tmp_path: Path, capsys: pytest.Captur
 def expectation(path: Path, low: float) -> str:
     """A prediction of the target of `RUN`: 128 tokens, evaluated at 64 and 128."""
     curve = [{"tokens": tokens, "loss": 3.9, "low": low, "high": 4.2} for tokens in (64, 128)]
-    target = {"hidden_size": 16, "num_layers": 2, "tokens": 128}
+    parameters = counted_parameters(load_config(RUN.split())[0].model)
+    target = {"hidden_size": 16, "num_layers": 2, "parameters": parameters, "tokens": 128, "batch_size": 4, "lr": 1e-2}
     path.write_text(json.dumps({"schema": 1, "target": target, "curve": curve}))
     return str(path)
 
@@ -319,10 +342,14 @@ def test_a_prediction_of_another_run_is_refused(tmp_path: Path) -> None:
     for flags, told in (
         ("--hidden-size 32", "predicts a model of --hidden-size 16, and this one has 32"),
         ("--num-layers 3", "predicts a model of --num-layers 2, and this one has 3"),
+        ("--ffn-hidden-size 256", "parameters, and this one has "),
+        ("--lr 2e-2", "predicts a run of --lr 0.01, and this one has 0.02"),
+        ("--global-batch-size 8 --train-iters 2", "predicts a run of --global-batch-size 4, and this one has 8"),
         ("--train-iters 5", "predicts a run of 128 tokens, and this one has 160"),
         ("--eval-iters 0", "has no effect without an evaluation"),
     ):
         problems = findings(parse_args(f"{RUN} --expect {path} {flags}".split()), 1)
         assert told in "\n".join(map(str, problems))
+    assert validate(parse_args(f"{RUN} --expect {tmp_path}".split()), 1) == []
     Path(path).write_text("{}")
     assert "holds no prediction of a ladder" in str(validate(parse_args(f"{RUN} --expect {path}".split()), 1))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
+PREDICTION = "ladder.json"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,12 @@ class Expectation:
 
     hidden_size: int
     num_layers: int
+    parameters: int
     tokens: int
+    batch_size: int | None
+    """Samples; None where the file does not say it, and so for the rate."""
+
+    rate: float | None
     curve: Sequence[Expected]
 
     def at(self, tokens: float) -> Expected | None:
@@ -48,15 +54,20 @@ class Expectation:
 
 
 def read_expectation(path: str | Path) -> Expectation:
-    """Reads ladder.json. Raises ValueError if it is another file, OSError if there is none."""
+    """Reads ladder.json, or that of a ladder's folder. Raises ValueError if it is another file, OSError if there is
+    none."""
+    file = Path(path) / PREDICTION if Path(path).is_dir() else Path(path)
     try:
-        found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        found: Any = json.loads(file.read_text(encoding="utf-8"))
         target = found["target"]
         curve = [
             Expected(*(float(point[name]) for name in ("tokens", "loss", "low", "high"))) for point in found["curve"]
         ]
         if found["schema"] != SCHEMA or not curve or not all(point.tokens > 0 for point in curve):
             raise ValueError
-        return Expectation(int(target["hidden_size"]), int(target["num_layers"]), int(target["tokens"]), curve)
+        hidden_size, num_layers = int(target["hidden_size"]), int(target["num_layers"])
+        parameters, tokens = int(target["parameters"]), int(target["tokens"])
+        batch, rate = target.get("batch_size"), target.get("lr")
+        return Expectation(hidden_size, num_layers, parameters, tokens, batch, rate, curve)
     except (ValueError, LookupError, TypeError):
         raise ValueError("holds no prediction of a ladder") from None

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 from megatron.core.dist_checkpointing.path_kind import METRICS_FILE
 from megatron.extensions.plan.ladder.law import Point
 from megatron.extensions.plan.ladder.rungs import Ladder, Rung, Size
+from megatron.extensions.plan.ladder.valid_loss import valid_loss
 
 TABLE = "rungs.csv"
-NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 COLUMNS = ("rung", "hidden_size", "num_layers", "parameters", "tokens", "iterations", "lr", "done", "valid_loss")
 
 
@@ -53,17 +53,11 @@ def outcome(ladder: Ladder, rung: Rung, folder: Path) -> Outcome:
     interval, last = ladder.interval(rung), ladder.evaluations
     losses: dict[int, float] = {}
     for record in _records(folder / rung.name / METRICS_FILE):
-        loss, iteration = loss_of(record), record.get("iteration")
+        loss, iteration = valid_loss(record), record.get("iteration")
         if loss is not None and isinstance(iteration, int) and iteration % interval == 0:
             losses[iteration // interval] = loss
     finite = {number: loss for number, loss in losses.items() if 1 <= number <= last and math.isfinite(loss)}
     return Outcome(rung, finite, last, diverged=last in losses and last not in finite)
-
-
-def loss_of(record: Mapping[str, Any]) -> float | None:
-    """The validation loss of a record, which is text where it is not finite; None without one."""
-    value = record.get("valid_loss")
-    return float(value) if value in NOT_FINITE or isinstance(value, float) else None
 
 
 def outcomes(ladder: Ladder, folder: Path) -> list[Outcome]:

@@ -83,6 +83,8 @@ def predict(ladder: Ladder, found: Sequence[Outcome], rates: Sequence[BestRate] 
             "parameters": size.parameters,
             "iterations": size.iterations,
             "tokens": size.tokens,
+            "batch_size": ladder.config.training.global_batch_size,
+            "lr": ladder.target.rate,
         },
         "law": {
             "form": "E + A C^-a" if len(final.law.scales) == 1 else "E + A N^-a + B D^-b",

@@ -1,0 +1,66 @@
+"""What a run must share with the prediction of --expect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.extensions.plan.ladder.expectation import Expectation, read_expectation
+from megatron.extensions.plan.ladder.flags import ExpectFlags
+from megatron.training.config.batch_size import legal_sizes, samples_of_run
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+
+
+def problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    path = config.options(ExpectFlags).expect
+    if path is None:
+        return
+    name, training = "--expect", config.training
+    try:
+        expected = read_expectation(path)
+    except (OSError, ValueError) as error:
+        rule = getattr(error, "strerror", None) or str(error)
+        yield Problem(name, path, rule, "give the ladder.json of tools/ladder.py --output")
+        return
+    for field, planned in (("hidden_size", expected.hidden_size), ("num_layers", expected.num_layers)):
+        if (here := getattr(config.model, field)) != planned:
+            rule = f"predicts a model of --{field.replace('_', '-')} {planned}, and this one has {here}"
+            yield Problem(name, path, rule, "give the prediction of this model")
+    yield from _other_parameters(config, path, expected)
+    yield from _other_batch_or_rate(config, path, expected)
+    samples = samples_of_run(config)
+    if training.train_iters is not None:
+        samples = legal_sizes(config).samples(training.train_iters)
+    tokens = (samples or 0) * config.model.seq_length
+    if samples and not 0.99 < tokens / expected.tokens < 1.01:
+        rule = f"predicts a run of {expected.tokens:,} tokens, and this one has {tokens:,}"
+        yield Problem(name, path, rule, "give the prediction of a run of this length")
+    if not training.eval_iters and not training.full_validation:
+        yield Problem.no_effect(name, path, "an evaluation (--eval-iters above 0)")
+
+
+def _other_parameters(config: RunConfig, path: str, expected: Expectation) -> Iterator[Problem]:
+    """A problem if the model has as many layers and channels as the expected one, and other parameters."""
+    model = config.model
+    if (model.hidden_size, model.num_layers) != (expected.hidden_size, expected.num_layers) or not model.vocab_size:
+        return
+    from megatron.extensions.plan.ladder.rungs import counted_parameters  # imports torch, which other runs need not
+
+    try:
+        here = counted_parameters(model)
+    except (ArithmeticError, AssertionError, ValueError):
+        return  # sizes that do not fit: other rules say which
+    if not 0.99 < here / expected.parameters < 1.01:
+        rule = f"predicts a model of {expected.parameters:,} parameters, and this one has {here:,}"
+        yield Problem("--expect", path, rule, "give the prediction of this model")
+
+
+def _other_batch_or_rate(config: RunConfig, path: str, expected: Expectation) -> Iterator[Problem]:
+    batch, rate = config.training.global_batch_size, config.optimizer.lr
+    for name, planned, here in (
+        ("--global-batch-size", expected.batch_size, batch),
+        ("--lr", expected.rate, rate),
+    ):
+        if planned is not None and planned != here:
+            rule = f"predicts a run of {name} {planned:g}, and this one has {here}: the loss may differ for that"
+            yield Problem("--expect", path, rule, "use that value for a like comparison", harmless=True)

@@ -1,0 +1,14 @@
+"""The validation loss of a record of metrics.jsonl. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
+
+def valid_loss(record: Mapping[str, Any]) -> float | None:
+    """The validation loss of a record, which is text where it is not finite; None without one."""
+    value = record.get("valid_loss")
+    return float(value) if value in NOT_FINITE or isinstance(value, float) else None
