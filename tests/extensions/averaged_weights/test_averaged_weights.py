@@ -210,6 +210,10 @@ def test_names_and_rules() -> None:
     assert averages_of(config_of("", 1)) == ()
     for flags, rule in (
         ("--eval-weights ema", "--eval-weights ema: needs averaged weights"),
+        (
+            f"{AVERAGES} --pipeline-schedule 2bw",
+            "--ema-decay 0.5 0.9: needs the weights after each step, which --pipeline-schedule 2bw",
+        ),
         ("--ema-decay 1", "--ema-decay"),
         ("--ema-half-life-tokens 0", "--ema-half-life-tokens"),
     ):

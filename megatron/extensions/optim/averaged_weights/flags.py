@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, Stored, extension_flags
@@ -21,6 +22,11 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if own.eval_weights == "ema" and not averages_of(config):
         rule = "needs averaged weights"
         yield Problem("--eval-weights", "ema", rule, "add --ema-decay or --ema-half-life-tokens")
+    schedule = config.parallel.schedule
+    if averages_of(config) and not PIPELINE_SCHEDULES.facts(schedule).flushes:
+        given = "--ema-decay" if own.ema_decay else "--ema-half-life-tokens"
+        rule = f"needs the weights after each step, which --pipeline-schedule {schedule} updates during the next"
+        yield Problem(given, own.ema_decay or own.ema_half_life_tokens, rule, "use --pipeline-schedule 1f1b")
 
 
 @extension_flags("moving averages of the weights", may_change=True, rules=rules)

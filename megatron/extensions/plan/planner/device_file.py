@@ -193,6 +193,10 @@ class DeviceFile:
         most = self.ranks_per_node
         return most if world_size <= most else next(size for size in range(most, 0, -1) if world_size % size == 0)
 
+    def fixed_ms(self, world_size: int) -> float:
+        """Time of a step that depends on no shape."""
+        return self.step_overhead_ms + (self.ranks_overhead_ms if world_size > 1 else 0.0)
+
     def memory_us(self, size: float) -> float:
         """Time of a kernel that reads and writes `size` bytes."""
         return max(self.kernel_floor_us, size / self.copy_tb_per_second / 1e6)

@@ -90,7 +90,7 @@ class LayoutCosts:
 
     def family_bound(self, family: Family) -> float:
         """Seconds of a step below which no layout of the family can go: its products, attention and element-wise bytes
-        at the device's best, shared evenly, and the collectives of layers that nothing hides."""
+        at the device's best, shared evenly, the collectives of layers that nothing hides, and the time of any step."""
         seconds = self._ideal(1, family.recompute, family.split)
         tp, ep = family.tp, family.ep
         if family.cp > 1:  # rings of more ranks do no less than one of two
@@ -99,13 +99,18 @@ class LayoutCosts:
             seconds += tp * 2 * (tp - 1) / tp * self._exposed("tp_communication", 2, 1)
         if ep > 1 and not runs_passes_in_turns(self.run.given):
             seconds += (ep - 1) / ep * self._exposed("ep_communication", 1, 2)
-        bound = self.run.space.global_batch_size / self.run.world_size * seconds
+        bound = self.run.space.global_batch_size / self.run.world_size * seconds + self._fixed
         plain = family._replace(recompute=RECOMPUTATION[0], split=False)
         if plain not in self._times or plain == family:
             return bound
         more = self._ideal(1, family.recompute, family.split) - self._ideal(1, plain.recompute, plain.split)
         more *= self.run.space.global_batch_size / self.run.world_size
-        return max(bound, SAME_LAYERS * (self._mean_work(plain) + max(0.0, more)))
+        return max(bound, self._fixed + SAME_LAYERS * (self._mean_work(plain) + max(0.0, more)))
+
+    @property
+    def _fixed(self) -> float:
+        """Seconds of a step that depend on no layout."""
+        return self.device.fixed_ms(self.run.world_size) / 1e3
 
     def _mean_work(self, family: Family) -> float:
         """Seconds that the layers of a family take of a step of each rank."""
@@ -177,7 +182,7 @@ class LayoutCosts:
         return self._times[family]
 
     def time_bound(self, layout: Layout) -> float:
-        """Seconds below which a layout's step cannot go, by the times of its layers."""
+        """Seconds below which a layout's step cannot go, by the times of its layers and that of any step."""
         hidden = "ep_communication" if runs_passes_in_turns(self.run.given) else ""
         parts = np.array(
             [
@@ -194,7 +199,7 @@ class LayoutCosts:
         more = self._exchanged(layout, stages if self._passes_alone else np.full_like(stages, inf))
         if late_update(self.run.given) is not None:  # steps overlap
             stages = np.array([[0.0, 0.0, total] for total in stages.sum(1)])
-        return step_bound(stages, layout.place, self.microbatches(layout), more)
+        return step_bound(stages, layout.place, self.microbatches(layout), more) + self._fixed
 
     def _exchanged(self, layout: Layout, stages: np.ndarray) -> list[float]:
         """Seconds by pipeline rank that gradients and parameters add at least to the passes of its `stages`."""

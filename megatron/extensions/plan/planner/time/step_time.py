@@ -343,7 +343,7 @@ class Step:
     def _overhead(self) -> float:
         """Fixed time, and the sums over all ranks of a number or two: loss, tokens and gradient norm."""
         world = Placement(self.dims.world_size, self.network.ranks_per_node)
-        fixed = self.device.step_overhead_ms + (self.device.ranks_overhead_ms if self.dims.world_size > 1 else 0.0)
+        fixed = self.device.fixed_ms(self.dims.world_size)
         return 1e-3 * fixed + 3 * self.network.seconds("all_reduce", 8, world)
 
     def _behind(self, times: Sequence[float], compute: float) -> float:
