@@ -101,10 +101,12 @@ def own_step(flags: Sequence[str]) -> Callable[[], None]:
     choose_allocators(os.environ)
     import torch
 
+    from megatron.extensions import load
     from megatron.training.config.arguments import parse_args
     from megatron.training.config.validation import resolve_legal
     from megatron.training.train_step import train_step
 
+    load()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     run = own_run(resolve_legal(parse_args(list(flags)), int(os.environ["WORLD_SIZE"])))
     for callback in run.callbacks:
