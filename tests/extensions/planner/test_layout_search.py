@@ -187,7 +187,9 @@ def test_a_search_that_is_asked_to_end_gives_what_it_has_predicted(tried: Tried)
     search = LayoutSearch(tried.costs, limit, progress=end)
     found = search.best(10)
     assert 0 < len(found) <= 4 <= search.effort.predicted and search.effort.interrupted
-    assert search.effort.bound is not None and search.effort.bound <= fastest[0].step.seconds
+    assert search.effort.bound is not None
+    left_out = [each for each in fastest if each.layout.shape not in {every.layout.shape for every in found}]
+    assert left_out and search.effort.bound <= left_out[0].step.seconds
 
 
 def test_a_search_that_may_leave_layouts_out_finds_some_that_fit(tried: Tried) -> None:
