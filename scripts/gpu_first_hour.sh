@@ -301,18 +301,18 @@ features() {
     rm -rf "$OUT/checkpoints" "$OUT/traced"
     limited 90 "$PYTHON" "${train[@]}" --log-layer-stats 2 --log-params-norm --save "$OUT/checkpoints"
     limited 50 "$PYTHON" tools/generate_text.py --load "$OUT/checkpoints" --prompt "a" "some words" --max-new-tokens 8
-    limited 55 "$PYTHON" "${train[@]}" --optimizer-cpu-offload --optimizer-offload-fraction 0.6
-    limited 55 "$PYTHON" "${train[@]}" --optimizer-cpu-offload --offload-weights
-    limited 55 "$PYTHON" "${train[@]}" --cpu-offloading --cpu-offloading-num-layers 1 --min-offloaded-tensor-size 1024
-    limited 55 "$PYTHON" "${train[@]}" --optimizer muon
-    limited 55 "$PYTHON" "${ranks[@]}" --dp 2 --data-parallel-sharding-strategy optim_grads
-    limited 55 "$PYTHON" "${ranks[@]}" --dp 2 --data-parallel-sharding-strategy optim_grads_params
-    limited 55 "$PYTHON" "${ranks[@]}" --pp 2 --untie-embeddings-and-output-weights --pipeline-schedule zb-h2 \
+    limited 47 "$PYTHON" "${train[@]}" --optimizer-cpu-offload --optimizer-offload-fraction 0.6
+    limited 47 "$PYTHON" "${train[@]}" --optimizer-cpu-offload --offload-weights
+    limited 47 "$PYTHON" "${train[@]}" --cpu-offloading --cpu-offloading-num-layers 1 --min-offloaded-tensor-size 1024
+    limited 47 "$PYTHON" "${train[@]}" --optimizer muon
+    limited 47 "$PYTHON" "${ranks[@]}" --dp 2 --data-parallel-sharding-strategy optim_grads
+    limited 47 "$PYTHON" "${ranks[@]}" --dp 2 --data-parallel-sharding-strategy optim_grads_params
+    limited 47 "$PYTHON" "${ranks[@]}" --pp 2 --untie-embeddings-and-output-weights --pipeline-schedule zb-h2 \
         --optimizer-post-validation --log-interval 5 --trace --trace-step-start 2 --trace-step-end 4 --save "$OUT/traced"
     if "$PYTHON" -c "import matplotlib" 2>/dev/null; then  # a GPU machine may lack it; the folder can be drawn elsewhere
         limited 45 "$PYTHON" tools/report.py "$OUT/traced" --output "$OUT/traced.html"
     fi
-    limited 55 "$PYTHON" "${train[@]}" --deterministic-mode --attention-dropout 0.1
+    limited 47 "$PYTHON" "${train[@]}" --deterministic-mode --attention-dropout 0.1
     rm -rf "$OUT/checkpoints" "$OUT"/traced/iter_*
 }
 

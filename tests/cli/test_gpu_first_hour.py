@@ -170,8 +170,8 @@ def test_a_command_that_is_killed_is_named_and_the_others_run(tmp_path: Path) ->
     assert [call["code"] for call in calls].count(137) == 1 and len(calls) == 11
     assert calls[1]["command"].endswith("--prompt a some words --max-new-tokens 8")
     text = "\n".join(page(read_folder(out), ()))
-    assert re.search(r"\| features \| \*\*137\*\* \| \d+ of 55 \| `.* muon` \|", text)
-    assert text.count("| features | 0 |") == 9
+    assert re.search(r"\| features \| \*\*137\*\* \| \d+ of 47 \| `.* muon` \|", text)
+    assert text.count("| features | 0 |") == 10
 
 
 RUNS_FOR_EVER = """
