@@ -8,7 +8,9 @@ import re
 import shutil
 import sys
 import sysconfig
+import tomllib
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,9 +23,10 @@ import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
-import megatron_tools
+import paritrain
+import megatron
 
-assert Path(megatron_tools.__file__).is_relative_to(sys.prefix)
+assert paritrain.SOURCE.is_relative_to(sys.prefix) and Path(megatron.__file__).is_relative_to(paritrain.SOURCE)
 for entry in distribution("paritrain").entry_points:
     sys.argv = [entry.name, "--help"]
     try:
@@ -41,7 +44,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()  # a copy, as building leaves files behind
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "pretrain_gpt.py"):
         shutil.copy(ROOT / name, source)
-    for name in ("megatron", "tools"):
+    for name in ("megatron", "paritrain", "tools"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     venv.create(home, symlinks=True)
     (site_of(home) / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
@@ -64,17 +67,20 @@ def run(environment: Path, folder: Path, *command: str | Path) -> str:
 
 
 def test_every_module_and_data_file_is_installed(environment: Path) -> None:
-    here = {path.relative_to(ROOT) for path in [*ROOT.glob("megatron/**/*.py"), ROOT / "pretrain_gpt.py"]}
+    site, inside = site_of(environment), Path("paritrain/_src")
+    here = {inside / path.relative_to(ROOT) for path in [*ROOT.glob("megatron/**/*.py"), ROOT / "pretrain_gpt.py"]}
     tools = [*ROOT.glob("tools/*.py"), *ROOT.glob("tools/common/*.py"), *ROOT.glob("tools/pictures/*.py")]
-    here |= {Path("megatron_tools") / path.relative_to(ROOT / "tools") for path in tools}
-    there = {path.relative_to(site_of(environment)) for path in site_of(environment).rglob("*.py")}
+    here |= {inside / "megatron_tools" / path.relative_to(ROOT / "tools") for path in tools}
+    here |= {path.relative_to(ROOT) for path in ROOT.glob("paritrain/*.py")}
+    there = {path.relative_to(site) for path in site.rglob("*.py")}
     assert len(here) > 100
     assert here - there == set()
-    assert {path.parts[0] for path in there} == {"megatron", "megatron_tools", "pretrain_gpt.py"}
+    assert {path.parts[0] for path in there} == {"paritrain"}
 
-    here = {path.relative_to(ROOT) for kind in ("toml", "json", "yaml") for path in ROOT.glob(f"megatron/**/*.{kind}")}
-    assert len(here) >= 4
-    assert [path for path in here if not (site_of(environment) / path).exists()] == []
+    kinds = ("toml", "json", "yaml", "typed", "txt")
+    here = {path.relative_to(ROOT) for kind in kinds for path in ROOT.glob(f"megatron/**/*.{kind}")}
+    assert len(here) >= 6
+    assert [path for path in here if not (site / inside / path).exists()] == []
 
 
 def test_each_command_says_how_it_is_used(environment: Path, tmp_path: Path) -> None:
@@ -86,25 +92,73 @@ def test_each_command_says_how_it_is_used(environment: Path, tmp_path: Path) -> 
         assert f"\n{command} 0\n" in out, command
 
 
+BOTH = """
+import megatron.core
+print(megatron.core.__file__)
+try:
+    import paritrain
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def other_megatron(environment: Path) -> Iterator[Path]:
+    """The `megatron.core` of another distribution, in the same environment: a namespace package, as megatron-core's."""
+    other = site_of(environment) / "megatron"
+    (other / "core").mkdir(parents=True)
+    (other / "core/__init__.py").write_text("__version__ = 'of the other'\n")
+    yield other
+    shutil.rmtree(other)
+
+
+def test_two_distributions_with_a_megatron(environment: Path, other_megatron: Path, tmp_path: Path) -> None:
+    """Each is imported whole, and a process that mixes them is told so."""
+    mixed = run(environment, tmp_path, "python", "-c", BOTH)
+    assert mixed.startswith(f"{other_megatron / 'core/__init__.py'}\n")
+    assert "import paritrain first, or use the other one in a process of its own" in mixed
+    ours = run(environment, tmp_path, "python", "-c", "import paritrain, megatron.core; print(megatron.core.__file__)")
+    assert ours == f"{site_of(environment) / 'paritrain/_src/megatron/core/__init__.py'}\n"
+    assert run(environment, tmp_path, "pretrain_gpt", "--version").startswith("pretrain_gpt ")
+    assert [path.name for path in other_megatron.rglob("*.py")] == ["__init__.py"]
+
+
+def test_torchrun_starts_the_package(environment: Path, other_megatron: Path, tmp_path: Path) -> None:
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paritrain"]
+    run(environment, tmp_path, "python", *ranks, *TINY.split(), "--mock-data", "--tp", "2", "--save", "saved")
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert "iter_0000002" in run(environment, tmp_path, "megatron-inspect-checkpoint", "saved")
+
+
+TINY = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --cpu --tokenizer-type ByteTokenizer "
+    "--train-iters 2 --lr 1e-3 --eval-iters 0 --log-interval 1 --num-workers 0 --metrics-file metrics.jsonl"
+)
+
+
 def test_installed_commands_prepare_data_and_train(environment: Path, tmp_path: Path) -> None:
     documents = "".join(json.dumps({"text": f"{n} " * 40}) + "\n" for n in range(30))
     (tmp_path / "text.jsonl").write_text(documents)
     data = "--input text.jsonl --output-prefix data --tokenizer-type ByteTokenizer --append-eod --workers 2"
     run(environment, tmp_path, "megatron-preprocess-data", *data.split())
-    flags = (
-        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --data-path data_text_document --cpu "
-        "--tokenizer-type ByteTokenizer --train-iters 2 --lr 1e-3 --eval-iters 0 --log-interval 1 --num-workers 0 "
-        "--metrics-file metrics.jsonl"
-    )
-    run(environment, tmp_path, "pretrain_gpt", *flags.split())
+    run(environment, tmp_path, "pretrain_gpt", *TINY.split(), "--data-path", "data_text_document")
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_pinned_versions_cover_what_setup_asks_for() -> None:
+def test_commands_are_the_programs_of_the_tools() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    programs = [path for pattern in ("tools/*.py", "tools/pictures/*.py") for path in ROOT.glob(pattern)]
+    names = {path.stem.replace("_", "-") for path in programs if "run_tool(main)" in path.read_text()}
+    assert len(names) > 20
+    assert set(project["scripts"]) == {"pretrain_gpt", "megatron-lm-eval", *(f"megatron-{name}" for name in names)}
+
+
+def test_pinned_versions_cover_what_the_package_asks_for() -> None:
     files = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
     pinned = set(re.findall(r"^([\w.-]+)==", "".join(file.read_text() for file in files), re.MULTILINE))
-    asked = set(re.findall(r'"([\w.-]+)>=', (ROOT / "setup.py").read_text()))
-    assert asked <= pinned
+    asked = set(re.findall(r'"([\w.-]+)>=', (ROOT / "pyproject.toml").read_text()))
+    assert asked - {"setuptools"} <= pinned
     assert "\ntorch==2.13.0\n" in (ROOT / "requirements.txt").read_text()
 
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -313,11 +312,3 @@ def _exit_code(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
         return 130
-
-
-def run_command() -> NoReturn:
-    """Entry point of each installed command: megatron-NAME runs tools/NAME.py or tools/pictures/NAME.py."""
-    name = Path(sys.argv[0]).stem.removeprefix("megatron-").replace("-", "_")
-    tools = __package__.rpartition(".")[0]
-    here = find_spec(f"{tools}.{name}") is not None
-    run_tool(import_module(f"{tools}.{name}" if here else f"{tools}.pictures.{name}").main)

@@ -1,0 +1,39 @@
+"""The distribution's own package: it makes the library `megatron` importable.
+
+`pip install` puts the library into `paritrain/_src`, where it replaces no file of another distribution that is imported
+as `megatron`, such as megatron-core. Importing `paritrain` puts that folder first on the path. A program that uses the
+library therefore begins with `import paritrain`. In a clone the library is in the folder above this one.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+__all__ = ["SOURCE", "__version__"]
+
+
+def _source() -> Path:
+    here = Path(__file__).resolve().parent
+    installed = here / "_src"
+    return installed if installed.is_dir() else here.parent
+
+
+SOURCE = _source()
+"""The folder that holds `megatron`, `pretrain_gpt.py` and the tools."""
+
+
+def _put_first(folder: Path) -> None:
+    """Puts a folder first on the path. Raises ImportError if this process has imported another `megatron`."""
+    sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
+    loaded = sys.modules.get("megatron")
+    if loaded is not None and str(folder / "megatron") not in map(str, loaded.__path__):
+        raise ImportError(
+            f"paritrain needs its own package megatron, but this process has imported the one in {[*loaded.__path__]}: "
+            "import paritrain first, or use the other one in a process of its own"
+        )
+
+
+_put_first(SOURCE)
+
+from megatron import __version__  # noqa: E402

@@ -1,0 +1,43 @@
+"""Entry points of the installed commands, which pyproject.toml lists."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from paritrain import SOURCE
+
+
+def _prepare() -> None:
+    """Lets the programs that this command starts find the library, too."""
+    others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", str(SOURCE))]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(SOURCE), *others])
+
+
+def pretrain() -> int:
+    """`pretrain_gpt`: trains, and returns the exit code."""
+    _prepare()
+    from pretrain_gpt import main
+
+    return main()
+
+
+def lm_eval() -> None:
+    """`megatron-lm-eval`: the command of lm-evaluation-harness with `--model megatron`."""
+    _prepare()
+    from megatron.lm_eval_model.__main__ import main
+
+    main()
+
+
+def tool() -> None:
+    """`megatron-NAME`: runs tools/NAME.py or tools/pictures/NAME.py."""
+    _prepare()
+    tools = "megatron_tools" if find_spec("megatron_tools") else "tools"  # in a clone the folder has its own name
+    name = Path(sys.argv[0]).stem.removeprefix("megatron-").replace("-", "_")
+    here = find_spec(f"{tools}.{name}") is not None
+    run_tool = import_module(f"{tools}.common").run_tool
+    run_tool(import_module(f"{tools}.{name}" if here else f"{tools}.pictures.{name}").main)
