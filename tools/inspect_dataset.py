@@ -75,24 +75,30 @@ def describe(dataset: IndexedDataset, eod: int | None) -> Iterator[str]:
     empty = int((np.diff(dataset.document_boundaries) == 0).sum())
     yield f"  documents without tokens: {empty:,}"
     if dataset.num_tokens:
-        low, high = token_range(dataset.tokens)
+        low, high = token_range(dataset)
         yield f"  token ids: {low} to {high}"
     if eod is not None:
         yield f"  sequences that do not end with EOD ({eod}): {count_without_end(dataset, eod):,}"
 
 
-def token_range(tokens: NDArray) -> tuple[int, int]:
-    blocks = [tokens[start : start + BLOCK] for start in range(0, len(tokens), BLOCK)]
-    return min(int(block.min()) for block in blocks), max(int(block.max()) for block in blocks)
+def token_blocks(dataset: IndexedDataset) -> Iterator[tuple[int, NDArray]]:
+    """(position of its first token, tokens) of each block of the dataset, in order."""
+    for start in range(0, dataset.num_tokens, BLOCK):
+        yield start, dataset.read(start, min(BLOCK, dataset.num_tokens - start))
+
+
+def token_range(dataset: IndexedDataset) -> tuple[int, int]:
+    ranges = [(int(block.min()), int(block.max())) for _, block in token_blocks(dataset)]
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 
 def count_without_end(dataset: IndexedDataset, eod: int) -> int:
-    found = 0
-    for start in range(0, len(dataset), BLOCK):
-        lengths = dataset.lengths[start : start + BLOCK].astype(np.int64)
-        firsts = dataset.offsets[start : start + BLOCK] // dataset.dtype.itemsize
-        lasts = (firsts + lengths - 1)[lengths > 0]
-        found += int((dataset.tokens[lasts] != eod).sum()) + int((lengths == 0).sum())
+    ends = np.cumsum(dataset.lengths, dtype=np.int64)
+    lasts = (ends - 1)[dataset.lengths > 0]
+    found = len(ends) - len(lasts)
+    for start, block in token_blocks(dataset):
+        first, stop = np.searchsorted(lasts, (start, start + len(block)))
+        found += int((block[lasts[first:stop] - start] != eod).sum())
     return found
 
 
@@ -183,7 +189,7 @@ def inspect(prefixes: Sequence[str], args: argparse.Namespace, tokenizer: Tokeni
                 for line in show_document(dataset, number, tokenizer):
                     print(line)
         if tokenizer is not None and not problems and dataset.num_tokens:
-            high = token_range(dataset.tokens)[1]
+            high = token_range(dataset)[1]
             if high >= tokenizer.vocab_size:
                 problems.append(f"token id {high} is outside the tokenizer's vocabulary of {tokenizer.vocab_size}")
         for problem in problems:

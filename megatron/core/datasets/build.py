@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import ceil
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -23,6 +22,7 @@ from megatron.core.datasets.indices import parse_split, split_documents
 from megatron.core.datasets.mock import SPLITS, MockGPTDataset
 from megatron.core.datasets.sample_format import SampleFormat
 from megatron.core.datasets.source_order import SourceOrder, split_tokens
+from megatron.core.dist_checkpointing.file_storage import located, storage_of
 
 # Datasets of a weighted blend get this much more than their share, because greedy draws may run ahead.
 SURPLUS = 0.005
@@ -301,7 +301,7 @@ class _Builder:
         return parts
 
     def _cache(self, prefix: str) -> IndexCache:
-        beside = Path(prefix).parent / "cache" / "GPTDataset_indices"
+        beside = storage_of(path := located(prefix)).cache_folder(path) / "GPTDataset_indices"
         return IndexCache(self.config.data_cache_path, str(beside))
 
 

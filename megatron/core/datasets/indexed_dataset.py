@@ -19,7 +19,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.index_cache import array_digest
+from megatron.core.dist_checkpointing.file_storage import UrlPath, located, storage_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -45,7 +47,7 @@ def strip_suffix(prefix: str) -> str:
 
 
 class IndexedDataset:
-    """A `.bin/.idx` pair. The index is memory-mapped; sequences are read on request.
+    """A `.bin/.idx` pair, also under a URL of a storage. The index is memory-mapped; sequences are read on request.
 
     `.bin` is read and not mapped, because training reads documents in random order. A map reads ahead in vain
     (measured: at least 10 times slower if the file is not in memory), holds the interpreter's lock while it waits,
@@ -65,8 +67,7 @@ class IndexedDataset:
         self.offsets: NDArray[np.int64] = np.frombuffer(self._index, "<i8", sequences, at)
         at += 8 * sequences
         self.document_boundaries: NDArray[np.int64] = np.frombuffer(self._index, "<i8", boundaries, at)
-        self._data = _open(self.prefix + ".bin", prefix)
-        size = os.fstat(self._data.fileno()).st_size
+        self._pread, size = _reader(self.prefix + ".bin", prefix)
         self._check_data_size(size)
         self.num_tokens = size // self.dtype.itemsize
 
@@ -103,9 +104,9 @@ class IndexedDataset:
     def read(self, first: int, count: int) -> NDArray:
         """Reads `count` token ids of the file from position `first`. Raises OSError if the file is too short."""
         size = count * self.dtype.itemsize
-        data = os.pread(self._data.fileno(), size, first * self.dtype.itemsize)
+        data = self._pread(first * self.dtype.itemsize, size)
         while len(data) < size:  # one read returns at most 2 GB
-            more = os.pread(self._data.fileno(), size - len(data), first * self.dtype.itemsize + len(data))
+            more = self._pread(first * self.dtype.itemsize + len(data), size - len(data))
             if not more:
                 raise OSError(
                     f"{self.prefix}.bin ends at token {first + len(data) // self.dtype.itemsize}; it was truncated"
@@ -196,7 +197,25 @@ def _cut(size: int, expected: int) -> str:
     return "truncated" if size < expected else "too long"
 
 
+def _reader(path: str, given: str) -> tuple[Callable[[int, int], bytes], int]:
+    """What reads (start, length) of a file, thread-safe, and the file's size."""
+    if isinstance(stored := located(path), UrlPath):
+        storage = storage_of(stored)
+        return partial(storage.read_shared, stored), _found(storage.size(stored), path, given)
+    stream = _open(path, given)
+    return lambda start, length: os.pread(stream.fileno(), length, start), os.fstat(stream.fileno()).st_size
+
+
+def _found(size: int | None, path: str, given: str) -> int:
+    if size is None:
+        raise ValueError(f"dataset {given}: there is no {path}; use the prefix of the dataset, without .bin or .idx")
+    return size
+
+
 def _map(path: str, given: str) -> memoryview:
+    if isinstance(stored := located(path), UrlPath):
+        storage = storage_of(stored)
+        return storage.mapped(stored) if _found(storage.size(stored), path, given) else memoryview(b"")
     with _open(path, given) as stream:
         if os.fstat(stream.fileno()).st_size == 0:
             return memoryview(b"")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import tempfile
 from abc import abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
@@ -100,6 +101,19 @@ class Storage(Protocol):
         if self.content(path) != expected:
             raise FileExistsError(f"{path} was changed by another writer")
         self.write(path, data)
+
+    def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
+        """As `read`, of a file that never changes and that all processes of the host read. Unless overridden, nothing
+        is kept for the next read."""
+        return self.read(path, start, length)
+
+    def mapped(self, path: PurePath) -> memoryview:
+        """A whole file that never changes, for random access. Unless overridden, it is in memory."""
+        return memoryview(self.read(path))
+
+    def cache_folder(self, path: PurePath) -> Path:
+        """A local folder for files that are computed from a stored one."""
+        return Path(tempfile.gettempdir()) / f"megatron-{self.scheme}-{os.getuid()}"
 
     def exists(self, path: PurePath) -> bool:
         """Whether there is a file or folder."""
@@ -208,6 +222,9 @@ class LocalStorage(Storage):
             shutil.rmtree(path)
         else:
             os.unlink(path)
+
+    def cache_folder(self, path: PurePath) -> Path:
+        return Path(path.parent) / "cache"
 
     def exists(self, path: PurePath) -> bool:
         return os.path.exists(path)

@@ -112,7 +112,7 @@ def kind_of(path: str | PurePath) -> str:
 
 def _is_dataset(path: str) -> bool:
     ends = path.endswith((".bin", ".idx"))
-    return os.path.exists(f"{path}.idx") or (ends and os.path.exists(f"{path[:-4]}.idx"))
+    return _is_file(f"{path}.idx") or (ends and _is_file(f"{path[:-4]}.idx"))
 
 
 def _is_checkpoint(path: str) -> bool:
@@ -170,12 +170,12 @@ for _order, (_name, _holds, _about, _loaded_as) in enumerate(
 
 def data_kind_of(path: str | PurePath) -> DataKind | None:
     """The kind of a path from which an indexed dataset is made; None if it is one, or if nothing makes one."""
-    is_url = "://" in str(path)  # of any scheme: data is not read through storages
+    is_url = "://" in str(path)  # of any scheme
     kind = "url" if is_url else kind_of(path)
     for name in PATH_KINDS:
         found = PATH_KINDS[name]
         if isinstance(found, DataKind) and (name == kind or (is_url and found.urls)):
-            return found
+            return None if is_url and not found(str(path)) and _is_dataset(str(path)) else found
     return None
 
 

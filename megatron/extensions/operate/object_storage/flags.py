@@ -25,18 +25,41 @@ class ObjectStorageFlags:
     storage_bandwidth_megabytes: float | None = flag(None, above=0)
     """Limit of each rank's uploads and downloads together, in MB/s."""
 
+    storage_cache: str | None = flag(None, path="local", writes="folder")
+    """Folder of the local disk that keeps data read from object storage, for all ranks of a host; default: the variable
+    MEGATRON_STORAGE_CACHE, or a folder of the user under TMPDIR."""
+
+    storage_cache_gigabytes: float = flag(32.0, above=0)
+    """Size to which that folder grows, in GB. Indices of data sets are kept beyond it."""
+
+    storage_read_ahead_megabytes: int = flag(256, at_least=0)
+    """Data that a rank fetches from object storage ahead of the step, in MB; 0 fetches them when they are needed."""
+
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "ossfs", "hdfs", "webhdfs", "r2")
 """Schemes of fsspec's stores that hold files for several hosts."""
 
 
 def is_remote(config: RunConfig) -> bool:
-    """Return whether a run saves to object storage or loads from it."""
-    named = (config.checkpoint.save, config.checkpoint.load)
-    return any(path is not None and path.partition("://")[0] in SCHEMES for path in named)
+    """Return whether a run saves to object storage, or loads or reads data from it."""
+    return any(map(is_url, (config.checkpoint.save, config.checkpoint.load))) or reads_data(config)
+
+
+def reads_data(config: RunConfig) -> bool:
+    """Return whether a run reads data sets from object storage."""
+    data = config.data
+    words = [*(data.data_path or ()), *(data.train_data_path or ()), *(data.valid_data_path or ())]
+    words += [*(data.test_data_path or ()), *(word.partition("=")[2] for word in data.valid or ())]
+    return any(map(is_url, words))
+
+
+def is_url(path: str | None) -> bool:
+    """Return whether a path is in object storage."""
+    return path is not None and path.partition("://")[0] in SCHEMES
 
 
 for _scheme in SCHEMES:
     STORAGES.register(_scheme, f"{__package__}.fsspec_storage:FsspecStorage")
 
 CALLBACKS.register("object storage", f"{__package__}.hooks:StorageTraffic", when=is_remote)
+CALLBACKS.register("read-ahead", f"{__package__}.read_ahead:ReadAhead", when=reads_data)

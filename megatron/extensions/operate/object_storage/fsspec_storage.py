@@ -17,10 +17,11 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 from megatron.core.dist_checkpointing.file_storage import Storage
+from megatron.extensions.operate.object_storage.block_cache import CACHE, Stored
 from megatron.extensions.operate.object_storage.limits import LIMITS
 from megatron.extensions.operate.object_storage.s3_requests import S3, Parts, is_precondition
 from megatron.training.reliability.visible_text import visible
@@ -45,6 +46,7 @@ class FsspecStorage(Storage):
         super().__init__(scheme)
         self._process, self._opened = 0, cast("AbstractFileSystem | None", None)
         self._told = False
+        self._known: dict[PurePath, Stored] = {}
 
     def names(self, folder: PurePath) -> list[str]:
         place = self._place(folder)
@@ -88,6 +90,29 @@ class FsspecStorage(Storage):
             if start and start >= (self.size(path) or 0):  # stores refuse a range after the end
                 return b""
             raise
+
+    def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
+        """Through the cache of the host. A file that is read so must not be replaced while the process runs."""
+        return CACHE.read(self.unchanging(path), start, length)
+
+    def mapped(self, path: PurePath) -> memoryview:
+        return CACHE.whole(self.unchanging(path))
+
+    def cache_folder(self, path: PurePath) -> Path:
+        return CACHE.folder
+
+    def unchanging(self, path: PurePath) -> Stored:
+        if (known := self._known.get(path)) is None:
+            size = self._known_size(path)
+            identity = LIMITS.tried(path, lambda attempt: str(self._fs.ukey(self._place(path))))
+            known = self._known[path] = Stored(str(path), identity, size, partial(self._exactly, path))
+        return known
+
+    def _exactly(self, path: PurePath, start: int, length: int) -> bytes:
+        data = self.read(path, start, length)
+        if len(data) != length:
+            raise OSError(f"{path}: bytes {start} to {start + length} were asked for, and {len(data)} came")
+        return data
 
     def write(self, path: PurePath, data: bytes) -> None:
         if len(data) > LIMITS.part_bytes:

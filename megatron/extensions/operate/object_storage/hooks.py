@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict
 from math import inf
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
+from megatron.extensions.operate.object_storage.block_cache import CACHE, default_folder
 from megatron.extensions.operate.object_storage.flags import ObjectStorageFlags
 from megatron.extensions.operate.object_storage.limits import LIMITS
+from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback
-from megatron.training.initialize import Runtime
 from megatron.training.reliability.run_status import record_event
 
 
@@ -18,12 +19,15 @@ class StorageTraffic(Callback):
     """Records the event `storage` after each save: bytes that rank 0 has read and written since the run started, the
     requests that it repeated, their seconds, and the most bytes of its uploads in parts that were in memory at once."""
 
-    def on_setup(self, runtime: Runtime) -> None:
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
         options = self.config.options(ObjectStorageFlags)
         LIMITS.retry_seconds, LIMITS.timeout_seconds = options.storage_retry_seconds, options.storage_timeout_seconds
         LIMITS.part_bytes = options.storage_part_megabytes << 20
         limit = options.storage_bandwidth_megabytes
         LIMITS.bytes_per_second = inf if limit is None else limit * 1e6
+        CACHE.folder = default_folder() if options.storage_cache is None else Path(options.storage_cache)
+        CACHE.limit = int(options.storage_cache_gigabytes * 1e9)
 
     def clean_checkpoints(self, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
         traffic = asdict(LIMITS.traffic)

@@ -1,0 +1,217 @@
+"""Parts of stored files, kept on the local disk for all processes of a host. No torch.
+
+A file of the cache has one block of a stored file, with its checksum, so that a block that a power cut or the disk has
+damaged is fetched again. Its folder is named by what identifies the stored file's content. The processes of a host
+share the folder: a lock for each block lets one of them fetch it. Another lock guards the count of all bytes, and the
+blocks used longest ago are deleted before it exceeds the limit. If the disk is full, blocks are not kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.core.fsync import whole_file
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "MEGATRON_STORAGE_CACHE"
+"""Variable of the environment with the folder of a process that no flag tells."""
+
+SMALLEST_BLOCK, USUAL_BLOCK = 64 << 10, 256 << 10
+MOST_BLOCKS = 1 << 18
+LONG_READ = 4
+"""Blocks from which a read goes past the cache: it is one of many in order, which nobody repeats soon."""
+
+PIECE = 16 << 20
+CHECKSUM = 4
+
+
+class Stored(NamedTuple):
+    """A stored file whose content does not change."""
+
+    name: str
+    identity: str
+    """Equal for equal content."""
+
+    size: int
+    fetch: Callable[[int, int], bytes]
+    """(start, length) -> bytes. Raises OSError."""
+
+    @property
+    def key(self) -> str:
+        return blake2b(f"{self.name}\n{self.identity}\n{self.size}".encode(), digest_size=12).hexdigest()
+
+
+def default_folder() -> Path:
+    """The folder of the environment, or one for this user under the folder of temporary files."""
+    return Path(os.environ.get(VARIABLE) or Path(tempfile.gettempdir()) / f"megatron-storage-{os.getuid()}")
+
+
+@dataclass
+class BlockCache:
+    """At most `limit` bytes of blocks in a folder. All methods may be called from several threads and processes."""
+
+    folder: Path = field(default_factory=default_folder)
+    limit: int = 32 << 30
+
+    def block_bytes(self, stored: Stored) -> int:
+        """Size of the blocks of a file: small ones if the file does not fit into the cache, as then most of a block is
+        deleted before it is used."""
+        fewest = 1 << (max(1, self.limit // MOST_BLOCKS) - 1).bit_length()
+        return max(fewest, USUAL_BLOCK if stored.size <= self.limit // 2 else SMALLEST_BLOCK)
+
+    def read(self, stored: Stored, start: int, length: int) -> bytes:
+        """Bytes `start` to `start + length`, fewer at the end of the file. Raises OSError."""
+        end, size = min(start + length, stored.size), self.block_bytes(stored)
+        if end <= start:
+            return b""
+        if end - start > LONG_READ * size:
+            return stored.fetch(start, end - start)
+        numbers = range(start // size, -(-end // size))
+        blocks = (self.block(stored, number)[max(0, start - number * size) : end - number * size] for number in numbers)
+        return b"".join(blocks)
+
+    def block(self, stored: Stored, number: int) -> bytes:
+        """A block, kept from now on."""
+        size = self.block_bytes(stored)
+        path = self.folder / f"{stored.key}-{size >> 10}" / f"{number % 256:02x}" / f"{number:x}"
+        if (found := _intact(path)) is not None:
+            return found
+        with self._locked(f"block-{(int(stored.key[:4], 16) + number) % 64}"):
+            if (found := _intact(path)) is None:
+                found = stored.fetch(number * size, min(size, stored.size - number * size))
+                self._keep(path, found)
+        return found
+
+    def whole(self, stored: Stored) -> memoryview:
+        """A whole file, which is kept until someone deletes it, and does not count for the limit."""
+        path = self.folder / "whole" / stored.key
+        with self._locked(f"whole-{stored.key}"):
+            if not path.exists() or path.stat().st_size != stored.size:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with whole_file(path, synced=True) as temporary:
+                    _download(stored, temporary)
+        if not stored.size:
+            return memoryview(b"")
+        with open(path, "rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+
+    def bytes_kept(self) -> int:
+        """Bytes of all blocks, by looking at each."""
+        return sum(size for _, size, _ in self._blocks())
+
+    def _keep(self, path: Path, data: bytes) -> None:
+        try:
+            self._reserve(len(data) + CHECKSUM)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+            try:
+                temporary.write_bytes(data + zlib.crc32(data).to_bytes(CHECKSUM, "little"))
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            _warn_once(self.folder, str(error))
+
+    def _reserve(self, nbytes: int) -> None:
+        """Counts bytes that are to be written, and deletes others where there are too many."""
+        with self._locked("count"):
+            counter = self.folder / "count"
+            try:
+                kept = int(counter.read_bytes())
+            except (FileNotFoundError, ValueError):
+                kept = self.bytes_kept()
+            if kept + nbytes > self.limit:
+                kept = self._evict(self.limit - max(nbytes, self.limit // 16))
+            counter.write_bytes(b"%d" % (kept + nbytes))
+
+    def _evict(self, allowed: int) -> int:
+        """Deletes the blocks used longest ago. Returns the bytes that are left."""
+        blocks = sorted(self._blocks())
+        kept = sum(size for _, size, _ in blocks)
+        for _, size, path in blocks:
+            if kept <= allowed:
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            kept -= size
+        return kept
+
+    def _blocks(self) -> Iterator[tuple[int, int, str]]:
+        """(time of the last use, bytes, path) of each block, also of those that a killed process has left half."""
+        for folder in self.folder.glob("*-*/*"):
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):
+                        about = entry.stat()
+                        yield about.st_mtime_ns, about.st_size, entry.path
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """Holds a lock of the folder, if its file system has locks. It ends with the process at the latest."""
+        folder = self.folder / "locks"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise OSError(
+                f"the cache of object storage in {self.folder} cannot be written ({error.strerror}); choose another "
+                f"folder with --storage-cache, or {VARIABLE} for tools"
+            ) from None
+        try:
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+
+def _intact(path: Path) -> bytes | None:
+    """A block; None if it is not there or damaged."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+            with suppress(OSError):
+                os.utime(file.fileno())
+    except OSError:
+        return None
+    content = data[:-CHECKSUM]
+    return content if zlib.crc32(content).to_bytes(CHECKSUM, "little") == data[-CHECKSUM:] else None
+
+
+def _download(stored: Stored, path: Path) -> None:
+    """Fetches a file in pieces, several at once."""
+    with open(path, "wb") as file, ThreadPoolExecutor(4, "download") as pool:
+        file.truncate(stored.size)
+
+        def piece(at: int) -> None:
+            os.pwrite(file.fileno(), stored.fetch(at, min(PIECE, stored.size - at)), at)
+
+        _all(pool.map(piece, range(0, stored.size, PIECE)))
+
+
+def _all(results: Iterable[object]) -> None:
+    for _ in results:
+        pass
+
+
+@cache
+def _warn_once(folder: Path, why: str) -> None:
+    logger.warning("blocks of object storage cannot be kept in %s (%s): they are fetched at each read", folder, why)
+
+
+CACHE = BlockCache()
+"""That of this process, which the flags of a run set."""

@@ -1,0 +1,190 @@
+"""Fetches the samples of the next steps from object storage before the step asks for them, and reports its wait.
+
+The order of samples is known, so that a thread looks up which blocks of which files the next steps of this rank take,
+and a pool fetches those into the cache of the host (`block_cache`). What a step reads then is on the local disk.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.datasets.dataset import Dataset
+from megatron.core.datasets.sample_order import SampleOrder
+from megatron.core.datasets.samplers import DataIterator
+from megatron.core.dist_checkpointing.file_storage import located, storage_of
+from megatron.extensions.operate.object_storage.block_cache import CACHE, Stored
+from megatron.extensions.operate.object_storage.flags import ObjectStorageFlags, is_url
+from megatron.extensions.operate.object_storage.fsspec_storage import FsspecStorage
+from megatron.extensions.operate.object_storage.limits import LIMITS
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback, Meter, RunView
+from megatron.training.metrics.sinks import Record
+from megatron.training.progress import Interval, Step
+from megatron.training.run import TrainingRun
+
+REQUESTS = 16
+"""Blocks of a rank that are on their way at once."""
+
+MOST_STEPS = 256
+
+
+class Block(NamedTuple):
+    """A block of a stored file."""
+
+    stored: Stored
+    number: int
+
+
+def blocks_of(dataset: Dataset, index: int) -> Iterator[Block]:
+    """The blocks in object storage that a sample is read from; none if a data set does not know its documents."""
+    while isinstance(dataset, SampleOrder):
+        dataset, index = dataset.place(index)
+    indexed = getattr(dataset, "indexed", None)
+    if indexed is None or not is_url(indexed.prefix):
+        return
+    path = located(f"{indexed.prefix}.bin")
+    storage = storage_of(path)
+    assert isinstance(storage, FsspecStorage)
+    stored, width = storage.unchanging(path), indexed.dtype.itemsize
+    size = CACHE.block_bytes(stored)
+    for document, start, count in dataset.documents_of(index):  # type: ignore[attr-defined]
+        first = int(indexed.offsets[document]) + start * width
+        for number in range(first // size, -(-(first + count * width) // size)):
+            yield Block(stored, number)
+
+
+class Window:
+    """The steps whose samples are fetched: at most `limit` bytes of blocks beyond the step in progress."""
+
+    def __init__(self, train: DataIterator, limit: int) -> None:
+        self.train, self.limit = train, limit
+        self._pool = ThreadPoolExecutor(REQUESTS, "read-ahead")
+        self._steps = deque[tuple[int, int]]()
+        """(end, bytes) of each step, in order."""
+
+        self._seen: dict[Block, Future[bytes]] = {}
+        self._next = -1
+
+    def move(self, step: range) -> list[Future[bytes]]:
+        """Fetches what follows the start of `step`, as if all steps were of its size. Returns what is on its way."""
+        while self._steps and self._steps[0][0] <= step.start:
+            self._steps.popleft()
+        if self._next < step.start or not self._steps:
+            self._steps.clear()
+            self._next = step.start
+        size, ahead = len(step), sum(nbytes for _, nbytes in self._steps)
+        while ahead < self.limit and len(self._steps) < MOST_STEPS and self._next + size <= self.train.end:
+            nbytes = self._fetch(range(self._next, self._next + size))
+            self._next += size
+            self._steps.append((self._next, nbytes))
+            ahead += nbytes
+        return list(self._seen.values())
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _fetch(self, samples: range) -> int:
+        train, nbytes = self.train, 0
+        mine = train.deal(train.dataset, samples, train.dp_size, train.micro_batch_size)[:, train.dp_rank]
+        for index in mine.reshape(-1).tolist():
+            for block in blocks_of(train.dataset, index):
+                if block not in self._seen:
+                    self._seen[block] = self._pool.submit(_fetched, block)
+                    nbytes += CACHE.block_bytes(block.stored)
+        for block in [block for block, fetch in self._seen.items() if fetch.done()]:
+            del self._seen[block]
+        return nbytes
+
+
+def _fetched(block: Block) -> bytes:
+    CACHE.block(*block)
+    return b""
+
+
+class ReadAhead(Callback, Meter):
+    """Keeps the window ahead of the step, and logs `data_wait_ms`: the mean time for which a rank has waited for the
+    samples of a step."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.limit = config.options(ObjectStorageFlags).storage_read_ahead_megabytes * 1_000_000
+        self.waited, self.steps = 0.0, 0
+        self.window: Window | None = None
+        self._wake, self._step = threading.Condition(), range(0)
+        self._closed = False
+
+    def meters(self, run: TrainingRun) -> list[Meter]:
+        self.device, self.world = run.runtime.device, run.runtime.state.world.size
+        run.timers.watchers.append(self._timed)
+        if self.limit:
+            self.window = Window(run.data.train, self.limit)
+        self._size = lambda: run.batch_sizes.at(run.progress.consumed_samples)
+        return [self]
+
+    def on_start(self, run: RunView) -> None:
+        """Fetches the samples of the first steps, and says how fast they come."""
+        if self.window is None:
+            return
+        before, began = LIMITS.traffic.read, time.monotonic()
+        first = run.progress.consumed_samples
+        for fetch in self.window.move(range(first, first + self._size())):
+            fetch.exception()  # a read says what is wrong
+        seconds, moved = time.monotonic() - began, (LIMITS.traffic.read - before) / 1e6
+        rate = f" in {seconds:.1f} s, {moved / max(seconds, 1e-9):.0f} MB/s" if moved else ", all of it in the cache"
+        run.say(f" data: {moved:.1f} MB read ahead of step {run.progress.iteration + 1}{rate}; cache {CACHE.folder}")
+        threading.Thread(target=self._follow, name="read-ahead", daemon=True).start()
+
+    def begin_step(self, step: Step) -> None:
+        with self._wake:
+            self._step = range(step.first_sample, step.first_sample + step.samples)
+            self._wake.notify()
+
+    def on_end(self, run: RunView) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+
+    def take(self) -> Tensor:
+        """[seconds, steps] float64."""
+        taken = torch.tensor([self.waited, self.steps], dtype=torch.float64, device=self.device)
+        self.waited, self.steps = 0.0, 0
+        return taken
+
+    def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
+        seconds, steps = summed.tolist()
+        return {"data_wait_ms": round(1000 * seconds / steps, 3)} if steps else {}
+
+    def lines(self, record: Record) -> list[str]:
+        wait = record.get("data_wait_ms")
+        return [f" data wait {wait:.1f} ms a step"] if isinstance(wait, float) else []
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if part == "data":
+            self.waited += time.perf_counter() - began
+            self.steps += 1
+
+    def _follow(self) -> None:
+        """Moves the window with the step, on a thread of its own."""
+        assert self.window is not None
+        step = range(0)
+        while True:
+            with self._wake:
+                while self._step == step and not self._closed:
+                    self._wake.wait()
+                step = self._step
+                if self._closed:
+                    self.window.close()
+                    return
+            self.window.move(step)

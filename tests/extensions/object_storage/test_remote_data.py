@@ -1,0 +1,178 @@
+"""Indexed datasets on a server that speaks S3: samples as from the local disk, each byte fetched once a host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.config.data import DatasetConfig
+from megatron.core.datasets.build import build_datasets
+from megatron.core.datasets.dataset import Datasets
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.dist_checkpointing.path_kind import data_kind_of
+from megatron.extensions import load
+from megatron.extensions.operate.object_storage.block_cache import CACHE, BlockCache, Stored
+from megatron.extensions.operate.object_storage.limits import LIMITS, Traffic
+from tests.apart import losses_in
+from tests.corpus import write_documents
+from tests.extensions.object_storage.server import (
+    BUCKET,
+    Faults,
+    credentials,
+    environment,
+    faulty_proxy,
+    file_system,
+    s3_server,
+)
+from tests.forked import run_forked, run_program
+from tests.tiny import TINY
+
+pytest.importorskip("s3fs")
+URL = f"s3://{BUCKET}/data"
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    load()
+    with s3_server() as port, environment(credentials(port)):
+        yield port
+
+
+@pytest.fixture
+def corpora(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Two corpora on the disk, and the same under `URL`; a cache of its own."""
+    monkeypatch.setattr(CACHE, "folder", tmp_path / "blocks")
+    monkeypatch.setattr(LIMITS, "traffic", Traffic())
+    random, found = np.random.default_rng(1), []
+    for name, documents in (("a", 3000), ("b", 500)):
+        texts = (random.integers(0, 49, length) for length in random.integers(1, 400, documents))
+        found.append(Path(write_documents(tmp_path / name, texts)))
+        for kind in (".bin", ".idx"):
+            file_system().put_file(str(tmp_path / name) + kind, f"{BUCKET}/data/{tmp_path.name}/{name}{kind}")
+    return found
+
+
+def under_url(path: Path) -> str:
+    return f"{URL}/{path.parent.name}/{path.name}"
+
+
+def built(paths: list[str], cache: Path) -> Datasets:
+    values = ("0.7", paths[0], "0.3", paths[1])
+    config = DatasetConfig(data_path=values, split="90,10,0", data_cache_path=str(cache))
+    return build_datasets(config, seq_length=64, seed=3, sizes=(900, 50, 0), vocab_size=50)
+
+
+def test_samples_are_those_of_the_local_disk(corpora: list[Path], tmp_path: Path) -> None:
+    local = built([str(path) for path in corpora], tmp_path / "local")
+    urls = [under_url(path) for path in corpora]
+    assert data_kind_of(urls[0]) is None
+    stored = built(urls, tmp_path / "stored")
+    for here, there in zip(local, stored, strict=True):
+        if here is None or there is None:
+            assert here is there
+            continue
+        assert here.fingerprint == there.fingerprint and len(here) == len(there)
+        for index in range(len(here)):
+            assert (here.text(index) == there.text(index)).all()
+            assert here.origin(index) == there.origin(index)
+    sizes = sum(path.with_suffix(kind).stat().st_size for path in corpora for kind in (".bin", ".idx"))
+    assert LIMITS.traffic.read <= sizes, "each byte once"
+    again = LIMITS.traffic.read
+    built(urls, tmp_path / "stored")
+    assert LIMITS.traffic.read == again
+
+
+def test_errors_name_the_data_set(corpora: list[Path], port: int) -> None:
+    url = under_url(corpora[0])
+    file_system().rm(f"{url}.bin")
+    with pytest.raises(ValueError, match=f"dataset {url}: there is no {url}.bin"):
+        IndexedDataset(url)
+    with pytest.raises(ValueError, match=r"there is no s3://bucket/data/none\.idx"):
+        IndexedDataset(f"{URL}/none")
+
+
+def test_cut_connections_change_no_token(corpora: list[Path], port: int) -> None:
+    faults = Faults(seed=5, cut=0.3)
+    here = IndexedDataset(str(corpora[0]))
+    with faulty_proxy(port, faults) as proxy, environment(credentials(proxy)):
+        from megatron.core.dist_checkpointing.file_storage import _built
+
+        _built.cache_clear()
+        try:
+            there = IndexedDataset(under_url(corpora[0]))
+            for number in np.random.default_rng(2).integers(0, len(here), 200):
+                assert (here[number] == there[number]).all()
+        finally:
+            _built.cache_clear()
+    assert faults.cuts
+
+
+def test_a_run_has_the_losses_of_the_local_disk(corpora: list[Path], tmp_path: Path) -> None:
+    """Two ranks share the cache, and a resumed run goes on."""
+    flags = [*TINY.replace("--mock-data ", "").split(), "--train-iters", "6", "--log-interval", "1"]
+    flags += ["--split", "90,10,0", "--num-workers", "2", "--storage-cache", str(tmp_path / "shared")]
+    losses, screens = [], []
+    for name, paths in (("local", [str(path) for path in corpora]), ("stored", [under_url(path) for path in corpora])):
+        save = ["--data-path", "0.7", paths[0], "0.3", paths[1], "--save", str(tmp_path / name)]
+        first = run_forked(2, [*flags, *save, "--exit-interval", "3"], tmp_path / "screen")
+        second = run_forked(1, [*flags, *save, "--load", str(tmp_path / name)], tmp_path / "screen")
+        losses.append(losses_in(tmp_path / name / "metrics.jsonl"))
+        screens.append(first + second)
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    assert "read ahead of step 1, all of it in the cache" in screens[1], "opening has read samples everywhere"
+    assert "data wait" in screens[1] and "data wait" not in screens[0]
+    inspected = run_program("tools/inspect_dataset.py", under_url(corpora[0]), "--show", "1", code=0).stdout
+    same = run_program("tools/inspect_dataset.py", corpora[0], "--show", "1", code=0).stdout
+    assert inspected.splitlines()[1:] == same.splitlines()[1:]
+
+
+def source(data: bytes, fetched: list[int]) -> Stored:
+    def fetch(start: int, length: int) -> bytes:
+        fetched.append(length)
+        return data[start : start + length]
+
+    return Stored("file", "1", len(data), fetch)
+
+
+def test_the_cache_keeps_its_limit_and_repairs_damage(tmp_path: Path) -> None:
+    data = np.random.default_rng(0).bytes(5 << 20)
+    fetched = list[int]()
+    stored = source(data, fetched)
+    cache = BlockCache(tmp_path, limit=2 << 20)
+    assert cache.block_bytes(stored) == 64 << 10
+    for start in np.random.default_rng(1).integers(0, len(data), 300).tolist():
+        assert cache.read(stored, start, 5000) == data[start : start + 5000]
+        assert cache.bytes_kept() <= cache.limit
+    cache.limit, fetched[:] = 32 << 20, []
+    assert cache.read(stored, 10, 100) == data[10:110] and cache.read(stored, 200, 100) == data[200:300]
+    assert len(fetched) == 1
+    (path,) = tmp_path.glob("*-256/00/0")
+    path.write_bytes(path.read_bytes()[:-100])
+    assert cache.read(stored, 10, 100) == data[10:110] and len(fetched) == 2
+    assert bytes(cache.whole(stored)) == data == bytes(cache.whole(stored)) and fetched[2:] == [len(data)]
+
+
+def test_readers_of_one_block_fetch_it_once(tmp_path: Path) -> None:
+    fetched = list[int]()
+    stored, cache = source(bytes(1 << 20), fetched), BlockCache(tmp_path)
+    threads = [threading.Thread(target=cache.read, args=(stored, 0, 600_000)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert fetched == 3 * [256 << 10]
+
+
+def test_a_full_disk_only_costs_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    fetched = list[int]()
+    stored, cache = source(bytes(1 << 20), fetched), BlockCache(tmp_path)
+    cache._reserve(0)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert cache.read(stored, 0, 10) == cache.read(stored, 0, 10) == bytes(10) and len(fetched) == 2
