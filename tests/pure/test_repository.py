@@ -1,0 +1,59 @@
+"""Files for people who join: workflows, hooks and templates say what the tree says."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+from tests.apart import ROOT
+
+
+def read_yaml(path: str) -> dict[str, object]:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def test_the_workflow_runs_the_checks() -> None:
+    job = read_yaml(".github/workflows/checks.yml")["jobs"]["checks"]
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run"]
+    versions = [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
+    least = re.search(r'requires-python = ">=(.+)"', (ROOT / "pyproject.toml").read_text())
+    assert least is not None and versions == [least[1]]
+
+
+def test_hooks_are_the_checks_without_the_tests() -> None:
+    (repository,) = read_yaml(".pre-commit-config.yaml")["repos"]
+    checks = re.findall(r'^ *check "?([\w -]+?)"? "', (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert [hook["name"] for hook in repository["hooks"]] == checks and len(checks) == 4
+    script = (ROOT / ".ci/run").read_text().replace('"$PYTHON" ', "")
+    for hook in repository["hooks"]:
+        words = hook["entry"].removeprefix(".venv/bin/").removeprefix("python ")
+        assert re.search(rf'check .*[ /"]{re.escape(words)}"?$', script, re.MULTILINE), hook["id"]
+
+
+def test_templates_name_what_exists() -> None:
+    for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
+        if path.name == "config.yml":
+            continue
+        form = yaml.safe_load(path.read_text())
+        assert form["name"] and form["description"] and form["body"], path
+        for item in form["body"]:
+            assert item["type"] in ("textarea", "checkboxes", "input", "dropdown", "markdown"), path
+            assert item["attributes"]["label"], path
+    texts = [path.read_text() for path in (ROOT / ".github").rglob("*.*")]
+    named = [name for text in texts for name in re.findall(r"\b(?:docs|scripts|tests|tools)/[\w/]+\.\w+", text)]
+    assert named and [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_placeholders_say_that_they_are() -> None:
+    for path in (".github/CODEOWNERS", "CITATION.cff"):
+        assert "# Placeholder: whoever publishes" in (ROOT / path).read_text()
+    assert "names no private address for reports yet" in (ROOT / "SECURITY.md").read_text()
+
+
+def test_first_changes_begin_at_files_that_exist() -> None:
+    text = (ROOT / "docs/first_changes.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 6
+    named = [name for row in rows for name in re.findall(r"`((?:tools|megatron|scripts|tests)/[\w/.]+)`", row)]
+    assert len(named) > len(rows) and [name for name in named if not (ROOT / name).exists()] == []
