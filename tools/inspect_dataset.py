@@ -41,6 +41,7 @@ from megatron.core.datasets.indices import parse_split
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, data_kind_of, refusal
 from megatron.core.fsync import whole_file
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.extensions.data.datasets.indexed_writer import SUMS, damages_of
 from megatron.training.config.flags import field_table
 from megatron.training.extensions import load_extensions
 from megatron.training.metrics.data_sources import SourceNames
@@ -179,12 +180,15 @@ def inspect(prefixes: Sequence[str], args: argparse.Namespace, tokenizer: Tokeni
     found = 0
     for prefix in prefixes:
         dataset = dataset_at(prefix_of(prefix, args))
-        problems = dataset.verify()
+        damages = damages_of(dataset.prefix)
+        problems = dataset.verify() + (damages or [])
         if problems:
             print(f"{prefix}: damaged")
         else:
             for line in (*describe(dataset, eod), *show(dataset, args.show, args.show_tokens, tokenizer)):
                 print(line)
+            if damages is not None:
+                print(f"  checksums: those of {dataset.prefix}{SUMS}")
             for number in args.document or ():
                 for line in show_document(dataset, number, tokenizer):
                     print(line)

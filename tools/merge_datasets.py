@@ -2,8 +2,8 @@
 
     python tools/merge_datasets.py --input data/a_text_document data/b_text_document --output-prefix data/all
 
-An input is a prefix or a folder, which stands for all datasets in it, sorted by name. Memory use does not depend on the
-size of the data.
+An input is a prefix or a folder, which stands for all datasets in it, sorted by name. Prefixes may be URLs, such as
+s3://bucket/a_text_document. Memory use does not depend on the size of the data.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, strip_suffix
+from megatron.core.dist_checkpointing.file_storage import located, resolved
 from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuilder
 
 from .common import dataset_at, refuse, refuse_output, run_tool, tool_parser
@@ -70,11 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     output = strip_suffix(args.output_prefix)
     prefixes = find_prefixes(args.input)
-    if Path(output).resolve() in [Path(prefix).resolve() for prefix in prefixes]:
+    if resolved(located(output)) in [resolved(located(prefix)) for prefix in prefixes]:
         raise ValueError(f"--output-prefix {output} is one of the inputs; write elsewhere")
-    refuse_output([Path(output + ".bin"), Path(output + ".idx")], args.overwrite)
+    refuse_output([located(output + ".bin"), located(output + ".idx")], args.overwrite)
     datasets = open_all(prefixes)
-    with IndexedDatasetBuilder(output, datasets[0].dtype) as builder:
+    with IndexedDatasetBuilder(output, datasets[0].dtype, described={}) as builder:
         for dataset in datasets:
             builder.add_dataset(dataset)
             print(f"{dataset.prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens")

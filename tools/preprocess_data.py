@@ -7,7 +7,12 @@ Writes data/corpus_text_document.bin and .idx, and the same for each of --json-k
 and URLs such as s3://bucket/folder: .jsonl, .json (lines or an array), .txt, .csv, .tsv, .parquet and .arrow, of which
 those of text may be compressed (.gz, .bz2, .xz, .zst). Another name means JSON lines. Documents keep their order for
 any number of workers. Memory use depends on the longest document, not on the size of the input. The output gets its
-name when it is complete. It replaces existing files only with --overwrite.
+name when it is complete. It replaces existing files only with --overwrite. The prefix may be a URL, such as
+s3://bucket/corpus. PREFIX_KEY_document.sums.json has checksums, which tools/inspect_dataset.py verifies.
+
+On eight machines, give them --shard 1/8 to --shard 8/8 and the same other flags, with a prefix that all of them reach.
+The last to finish joins their datasets to the one that a single machine would have written, and deletes them. Files of
+JSON lines that are not compressed are divided; of other formats there should be several files for each machine.
 
 A bad line or row (not UTF-8, not JSON, a missing key, not text) is reported with file and number and skipped. The other
 documents are written, but the exit code is 1 if there are more of them than --max-bad-lines. A file that cannot be read
@@ -24,20 +29,23 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
+import numpy as np
 from tqdm import tqdm
 
 from megatron.core.config.data import TokenizerConfig
+from megatron.core.dist_checkpointing.file_storage import located, storage_of
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuilder, best_dtype
 from megatron.extensions.data.text_data.encoding import CHUNK_BYTES, Encoded, Job, encode_all, peak_memory
 from megatron.extensions.data.text_data.fast_tokenizer import DifferentIds, stand_in_for
 from megatron.extensions.data.text_data.formats import Chunk, Reading, read_chunks
+from megatron.extensions.data.text_data.identity import identity_of
 from megatron.extensions.data.text_data.inputs import TextFile, find_inputs
 from megatron.extensions.data.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron.training.extensions import load_extensions
@@ -53,6 +61,7 @@ from .common import (
     too_small,
     tool_parser,
 )
+from .common.shards import Shard, chunks_of_shard, corpus_digest, join_shards, missing_shards, of_shard
 
 REPORTED_BAD_LINES = 100
 
@@ -143,21 +152,27 @@ class Progress:
 
 
 def preprocess(
-    job: Job, tokenizer: Tokenizer, inputs: Sequence[TextFile], prefixes: Sequence[str], workers: int, interval: int
+    job: Job, tokenizer: Tokenizer, inputs: Sequence[TextFile], prefixes: Sequence[str], args: argparse.Namespace
 ) -> Summary:
-    """Writes one dataset for each key. Raises ValueError if no document could be read; nothing is left then."""
-    summary = Summary()
-    progress = Progress(inputs, interval)
+    """Writes one dataset for each key, or that of a shard. Raises ValueError if no document could be read; nothing is
+    left then. A shard may have none."""
+    summary, shard = Summary(), args.shard
+    progress = Progress(inputs if shard is None else [file for file, _ in of_shard(inputs, shard)], args.log_interval)
     with ExitStack() as stack:
         stack.callback(progress.bar.close)
         dtype = best_dtype(tokenizer.vocab_size)
-        builders = [stack.enter_context(IndexedDatasetBuilder(prefix, dtype)) for prefix in prefixes]
-        for chunk, encoded in encode_all(job, read_chunks(inputs, job.reading, CHUNK_BYTES), workers):
+        described, chunks = dict[str, object](), read_chunks(inputs, job.reading, CHUNK_BYTES)
+        if shard is not None:
+            prefixes = [shard.prefix(prefix) for prefix in prefixes]
+            described = {"corpus": corpus_of(job, inputs)}
+            chunks = chunks_of_shard(inputs, job.reading, CHUNK_BYTES, shard)
+        builders = [stack.enter_context(IndexedDatasetBuilder(prefix, dtype, described)) for prefix in prefixes]
+        for chunk, encoded in encode_all(job, chunks, args.workers):
             for builder, tokens, lengths in zip(builders, encoded.tokens, encoded.lengths, strict=True):
                 builder.add_documents(tokens, lengths)
             summary.add(chunk, encoded)
             progress.update(chunk, summary)
-        if not summary.tokens:
+        if not summary.tokens and shard is None:
             more = f" and {len(inputs) - 1} further files" if len(inputs) > 1 else ""
             raise ValueError(
                 f"--input: no document with text in {inputs[0].path}{more} ({summary.num_bad} bad lines, "
@@ -166,6 +181,21 @@ def preprocess(
     summary.seconds = time.monotonic() - progress.start
     summary.main_peak_memory = peak_memory()
     return summary
+
+
+def corpus_of(job: Job, inputs: Sequence[TextFile]) -> str:
+    """What must be equal for the shards of a corpus."""
+    return corpus_digest(inputs, (identity_of(job.tokenizer, job.vocab_size), asdict(job.reading), job.append_eod))
+
+
+def join(job: Job, inputs: Sequence[TextFile], args: argparse.Namespace, dtype: np.dtype) -> None:
+    """Joins the shards once all are there. Says which are not."""
+    for prefix in prefixes_of(args):
+        if missing := missing_shards(prefix, args.shard, corpus_of(job, inputs)):
+            count = f"{len(missing)} of {args.shard.count} shards"
+            print(f"{prefix}: written by the last shard to finish; {count} are not complete: {missing[:20]}")
+        elif join_shards(prefix, args.shard, dtype):
+            print(f"{prefix}: joined of {args.shard.count} shards")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -186,6 +216,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="unit of a document in a plain text file (default: file)",
     )
     group.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
+    group.add_argument("--shard", help="NUMBER/COUNT: tokenize this part of the input, and join what all parts give")
     group.add_argument("--overwrite", action="store_true", help="replace output files that exist")
     group.add_argument("--append-eod", action="store_true", help="end each document with the EOD token")
     group.add_argument("--max-bad-lines", type=int, default=0, help="bad lines that still give exit code 0")
@@ -225,6 +256,7 @@ MEANINGLESS = {
 
 def check(args: argparse.Namespace) -> list[TextFile]:
     """The input files. Raises ValueError with every problem of the flags."""
+    args.shard = args.shard and Shard.of_text(args.shard)
     problems, inputs = too_small(args, workers=1, log_interval=1, max_bad_lines=0), list[TextFile]()
     if args.split_sentences:
         problems.append("--split-sentences is not built: GPT data take whole documents; leave it out")
@@ -263,8 +295,9 @@ def prefixes_of(args: argparse.Namespace) -> list[str]:
     return [f"{args.output_prefix}_{key}_document" for key in args.json_keys]
 
 
-def outputs(args: argparse.Namespace) -> list[Path]:
-    return [Path(prefix + suffix) for prefix in prefixes_of(args) for suffix in (".bin", ".idx")]
+def outputs(args: argparse.Namespace) -> list[PurePath]:
+    prefixes = [prefix if args.shard is None else args.shard.prefix(prefix) for prefix in prefixes_of(args)]
+    return [located(prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -276,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if job.append_eod and tokenizer.eod is None:
         raise ValueError(f"--append-eod: this {args.tokenizer_type} has no end-of-document token; use one that has")
     job = replace(job, stand_in=wants_stand_in(args.bpe_backend, tokenizer))
-    rest = (tokenizer, inputs, prefixes_of(args), args.workers, args.log_interval)
+    rest = (tokenizer, inputs, prefixes_of(args), args)
     try:
         summary = preprocess(job, *rest)
     except DifferentIds as error:
@@ -285,8 +318,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{error}: starting again with tokenizers", file=sys.stderr)
         summary = preprocess(replace(job, stand_in=False), *rest)
     for path in outputs(args):
-        print(f"{path}: {path.stat().st_size:,} bytes")
+        print(f"{path}: {storage_of(path).size(path):,} bytes")
     print(summary.text())
+    if args.shard is not None:
+        join(job, inputs, args, best_dtype(tokenizer.vocab_size))
     if args.summary_file:
         rates = {"documents_per_second": summary.documents_per_second, "mb_per_second": summary.megabytes_per_second}
         Path(args.summary_file).write_text(json.dumps(asdict(summary) | rates, indent=1) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import signal
 import sys
@@ -10,12 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dist_checkpointing.file_storage import located
+from megatron.core.dist_checkpointing.file_storage import located, storage_of
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, data_kind_of, refusal
 from megatron.extensions import load
 from megatron.training.config.flags import field_table, sections
@@ -226,18 +227,31 @@ def config_of(cls: type[Config], args: argparse.Namespace) -> Config:
     return cls(**values)
 
 
+def why_unreachable(folder: PurePath) -> str | None:
+    """Reason why no file can be written under a URL; None if one can. Leaves no files."""
+    probe = folder / f".written-{os.urandom(16).hex()}"
+    try:
+        storage_of(folder).write(probe, b"")
+        storage_of(folder).remove(probe)
+    except OSError as error:
+        return f"{folder} cannot be written: {error}"
+    return None
+
+
 def refuse_unwritable(flag: str, path: Path) -> None:
     """Raises ValueError if a file could not be written, before any work is done for it."""
     if (why := why_not_written(path)) is not None:
         raise ValueError(f"{flag} {path}: {why}; name a file in a folder that can be written")
 
 
-def refuse_output(paths: list[Path], overwrite: bool) -> None:
-    """Raises ValueError if output of one folder could not be written, before any work is done for it, or would replace
-    a file, unless that was asked for."""
-    if why := why_unwritable(paths[0].parent):
+def refuse_output(paths: Sequence[PurePath], overwrite: bool) -> None:
+    """Raises ValueError if output of one folder, or under one URL, could not be written, before any work is done for
+    it, or would replace a file, unless that was asked for."""
+    folder = paths[0].parent
+    why = why_unwritable(folder) if isinstance(folder, Path) else why_unreachable(folder)
+    if why:
         raise ValueError(f"--output-prefix: {why}; choose another prefix")
-    present = [str(path) for path in paths if path.exists()]
+    present = [str(path) for path in paths if storage_of(path).exists(path)]
     if present and not overwrite:
         raise ValueError(
             f"--output-prefix: {', '.join(present)} {'is' if len(present) == 1 else 'are'} there already; "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,8 @@ from megatron.core.datasets.dataset import Datasets
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.dist_checkpointing.path_kind import data_kind_of
 from megatron.extensions import load
+from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuilder
+from megatron.extensions.data.text_data.inputs import TextFile
 from megatron.extensions.operate.object_storage.block_cache import CACHE, BlockCache, Stored
 from megatron.extensions.operate.object_storage.limits import LIMITS, Traffic
 from tests.apart import losses_in
@@ -30,6 +34,7 @@ from tests.extensions.object_storage.server import (
 )
 from tests.forked import run_forked, run_program
 from tests.tiny import TINY
+from tools.common.shards import Shard, of_shard
 
 pytest.importorskip("s3fs")
 URL = f"s3://{BUCKET}/data"
@@ -176,3 +181,66 @@ def test_a_full_disk_only_costs_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
     cache._reserve(0)
     monkeypatch.setattr(Path, "write_bytes", full)
     assert cache.read(stored, 0, 10) == cache.read(stored, 0, 10) == bytes(10) and len(fetched) == 2
+
+
+def test_shards_give_the_dataset_of_one_machine(port: int, tmp_path: Path) -> None:
+    """Of JSON lines that are divided and of a file that is not; written to a URL, and read there."""
+    random = np.random.default_rng(4)
+    letters = np.array(list("abcdefgh "))
+    lines = [json.dumps({"text": "".join(random.choice(letters, int(random.integers(1, 900))))}) for _ in range(3000)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:2000]))
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write("\n".join(lines[2000:]))
+    flags = ["--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz", "--tokenizer-type", "ByteTokenizer"]
+    flags += ["--append-eod", "--log-interval", "100000"]
+    tool, url = "tools/preprocess_data.py", f"s3://{BUCKET}/data/shards"
+    run_program(tool, *flags, "--output-prefix", tmp_path / "one", code=0)
+    for shard in ("2/3", "1/3", "3/3"):
+        said = run_program(tool, *flags, "--output-prefix", url, "--shard", shard, code=0).stdout
+        assert ("not complete" in said) == (shard != "3/3") and ("joined of 3 shards" in said) == (shard == "3/3")
+    for kind in (".bin", ".idx"):
+        whole = (tmp_path / f"one_text_document{kind}").read_bytes()
+        assert file_system().cat_file(f"{url}_text_document{kind}") == whole
+    names = [name.rpartition("/")[2] for name in file_system().ls(f"{BUCKET}/data", detail=False)]
+    assert [name for name in names if name.startswith("shards")] == [
+        f"shards_text_document{kind}" for kind in (".bin", ".idx", ".sums.json")
+    ]
+    inspect = ("tools/inspect_dataset.py", f"{url}_text_document")
+    assert "checksums: those of s3://bucket" in run_program(*inspect, code=0).stdout
+    data = bytearray(file_system().cat_file(f"{url}_text_document.bin"))
+    data[1000] ^= 1
+    file_system().pipe_file(f"{url}_text_document.bin", bytes(data))
+    assert "shards_text_document.bin has checksum" in run_program(*inspect, code=1).stderr
+    run_program("tools/merge_datasets.py", "--input", f"{tmp_path}/one_text_document", inspect[1],
+                "--output-prefix", f"{url}_merged", code=0)  # fmt: skip
+    merged = IndexedDataset(f"{url}_merged")
+    assert len(merged) == 6000 and (merged[5999] == merged[2999]).all()
+
+
+def test_each_byte_is_of_one_shard() -> None:
+    files = [TextFile(str(n), form, kind, size, "") for n, (form, kind, size) in enumerate(
+        [("jsonl", "", 1000), ("jsonl", ".gz", 700), ("parquet", "", 1), (None, "", 0), ("jsonl", "", 5000)]
+    )]  # fmt: skip
+    total = sum(file.size for file in files)
+    for count in (1, 2, 3, 7, 50):
+        shards = Shard(0, count).all
+        assert {file.path for shard in shards for file, _ in of_shard(files, shard)} == set("01234")
+        for position in range(0, total, 50):
+            assert sum(shard.holds(position, total) for shard in shards) == 1
+    for wrong in ("0/3", "4/3", "3", "a/b"):
+        with pytest.raises(ValueError, match=f"--shard {wrong}: must be NUMBER/COUNT"):
+            Shard.of_text(wrong)
+
+
+def test_nothing_is_left_of_a_failed_upload(port: int) -> None:
+    prefix = f"s3://{BUCKET}/data/failed"
+
+    def fail() -> None:
+        with IndexedDatasetBuilder(prefix, np.dtype("<u2")) as builder:
+            builder.add_document(np.zeros(20 << 20, np.uint16))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert not file_system().exists(f"{prefix}.bin") and not file_system().exists(f"{prefix}.idx")
+    assert not file_system().call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads")

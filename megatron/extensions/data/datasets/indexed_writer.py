@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
-from collections.abc import Sequence
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.indexed_dataset import BLOCK, DTYPES, HEADER, MAGIC, VERSION, IndexedDataset
+from megatron.core.dist_checkpointing.file_storage import UrlPath, located, storage_of
+from megatron.core.dist_checkpointing.integrity import Sums, damages
 from megatron.core.fsync import name_full_file, sync_folder
+
+SUMS = ".sums.json"
+"""Suffix of the file with the checksums of a dataset, {"files": {name: {"bytes": size, "crc32": checksum}}}."""
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -21,22 +28,56 @@ def best_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
+def read_sums(prefix: str) -> dict[str, object] | None:
+    """The content of a dataset's file of checksums; None without one. Raises ValueError if it is damaged."""
+    path = located(prefix + SUMS)
+    if (content := storage_of(path).content(path)) is None:
+        return None
+    try:
+        found = json.loads(content)
+        if not all(set(entry) == {"bytes", "crc32"} for entry in found["files"].values()):
+            raise ValueError("an entry is none")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(f"{path}: damaged; delete it, or write the dataset again") from None
+    return cast("dict[str, object]", found)
+
+
+def damages_of(prefix: str) -> list[str] | None:
+    """A message for each file of a dataset that differs from its checksum; None if it has none. Reads both whole."""
+    try:
+        found = read_sums(prefix)
+    except ValueError as error:
+        return [str(error)]
+    if found is None:
+        return None
+    sums = cast("Sums", found["files"])
+    return damages(located(prefix).parent, sums, sorted(sums))
+
+
 class IndexedDatasetBuilder:
     """Writes a `.bin/.idx` pair as a stream, in constant memory.
 
     Files have temporary names until `finalize` syncs them to disk and renames them, the index last. A dataset is
     therefore complete or absent. As a context manager it finalizes on success and deletes its files on an exception.
+
+    If `prefix` is a URL of a storage, `.bin` is uploaded while it is written, and there once `finalize` ends it; then
+    the index follows. With `described` a file `PREFIX.sums.json` is written last, with the checksums and the
+    description.
     """
 
-    def __init__(self, prefix: str, dtype: np.dtype) -> None:
+    def __init__(self, prefix: str, dtype: np.dtype, described: Mapping[str, object] | None = None) -> None:
         self.prefix = prefix
+        self.described = described
+        self._sums = {kind: {"bytes": 0, "crc32": 0} for kind in ("bin", "idx")}
+        self._stored = isinstance(located(prefix), UrlPath)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.num_sequences = 0
         self.num_documents = 0
         self.num_tokens = 0
         self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
         self._temporary: dict[str, str] = {}
-        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        if not self._stored:
+            Path(prefix).parent.mkdir(parents=True, exist_ok=True)
         try:
             self._data = self._open("bin")
             self._lengths = self._open("lengths")
@@ -72,7 +113,7 @@ class IndexedDatasetBuilder:
             )
         first = self.num_sequences
         for start in range(0, dataset.num_tokens, BLOCK):
-            self._data.write(dataset.read(start, min(BLOCK, dataset.num_tokens - start)).tobytes())
+            self._write_data(dataset.read(start, min(BLOCK, dataset.num_tokens - start)).tobytes())
         for start in range(0, len(dataset), BLOCK):
             self._lengths.write(dataset.lengths[start : start + BLOCK].tobytes())
         bounds = dataset.document_boundaries
@@ -86,26 +127,34 @@ class IndexedDatasetBuilder:
         """Completes both files and renames them to their final names."""
         for stream in (self._data, self._lengths, self._boundaries):
             stream.flush()
-        with self._open("idx") as index:
-            header = (MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1)
-            index.write(HEADER.pack(*header))
-            _append(index, self._temporary["lengths"])
-            self._write_offsets(index)
-            _append(index, self._temporary["boundaries"])
-            _sync(index)
-        _sync(self._data)
-        self._close()
-        Path(self.prefix + ".idx").unlink(missing_ok=True)  # an old index must never be beside new data
-        for kind in ("bin", "idx"):
-            os.replace(self._temporary.pop(kind), f"{self.prefix}.{kind}")
-        sync_folder(Path(self.prefix).parent)
+        if self._stored:
+            self._remove_old()
+            self._data.close()
+            self._write_index(index := self._open("idx"))
+            index.close()
+            self._close()
+        else:
+            with self._open("idx") as index:
+                self._write_index(index)
+                _sync(index)
+            _sync(self._data)
+            self._close()
+            self._remove_old()
+            for kind in ("bin", "idx"):
+                os.replace(self._temporary.pop(kind), f"{self.prefix}.{kind}")
+            sync_folder(Path(self.prefix).parent)
         self._remove()
+        if self.described is not None:
+            files = {located(f"{self.prefix}.{kind}").name: sums for kind, sums in self._sums.items()}
+            text = json.dumps({"files": files, **self.described}, indent=1) + "\n"
+            path = located(self.prefix + SUMS)
+            storage_of(path).write(path, text.encode())
 
     def abort(self) -> None:
         """Deletes everything written so far."""
         for stream in (self._data, self._lengths, self._boundaries):
             with suppress(OSError):  # what was not written yet may have no room
-                stream.close()
+                getattr(stream, "discard", stream.close)()  # an upload is complete once closed
         self._remove()
 
     def __enter__(self) -> IndexedDatasetBuilder:
@@ -123,25 +172,60 @@ class IndexedDatasetBuilder:
                 name_full_file(error, self.prefix)
                 self.abort()
 
+    def _write_data(self, data: bytes) -> None:
+        self._data.write(data)
+        self._count("bin", data)
+
+    def _count(self, kind: str, data: bytes) -> None:
+        sums = self._sums[kind]
+        sums["bytes"] += len(data)
+        sums["crc32"] = zlib.crc32(data, sums["crc32"])
+
+    def _write_index(self, index: BinaryIO) -> None:
+        def write(data: bytes) -> None:
+            index.write(data)
+            self._count("idx", data)
+
+        header = (MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1)
+        write(HEADER.pack(*header))
+        self._copy("lengths", write)
+        self._write_offsets(write)
+        self._copy("boundaries", write)
+
+    def _copy(self, kind: str, write: Callable[[bytes], None]) -> None:
+        with open(self._temporary[kind], "rb") as source:
+            while block := source.read(8 * BLOCK):
+                write(block)
+
+    def _remove_old(self) -> None:
+        """An old index, or old checksums, must never be beside new data."""
+        for suffix in (SUMS, ".idx"):
+            path = located(self.prefix + suffix)
+            with suppress(FileNotFoundError):
+                storage_of(path).remove(path)
+
     def _write(self, values: NDArray, lengths: NDArray, boundaries: NDArray) -> None:
-        self._data.write(values.tobytes())
+        self._write_data(values.tobytes())
         self._lengths.write(lengths.tobytes())
         self._boundaries.write(boundaries.tobytes())
         self.num_tokens += len(values)
         self.num_sequences += len(lengths)
         self.num_documents += len(boundaries)
 
-    def _write_offsets(self, index: BinaryIO) -> None:
+    def _write_offsets(self, write: Callable[[bytes], None]) -> None:
         end = 0
         with open(self._temporary["lengths"], "rb") as lengths:
             while block := lengths.read(4 * BLOCK):
                 sizes = np.frombuffer(block, "<i4").astype("<i8") * self.dtype.itemsize
                 ends = end + np.cumsum(sizes)
-                index.write((ends - sizes).astype("<i8").tobytes())
+                write((ends - sizes).astype("<i8").tobytes())
                 end = int(ends[-1])
 
     def _open(self, kind: str) -> BinaryIO:
-        path = Path(self.prefix)
+        if self._stored and kind in self._sums:
+            stored = located(f"{self.prefix}.{kind}")
+            return cast("BinaryIO", storage_of(stored).create(stored))
+        path = Path(tempfile.gettempdir(), f"{os.urandom(8).hex()}") if self._stored else Path(self.prefix)
         self._temporary[kind] = str(path.with_name(f".{path.name}.{kind}.{os.getpid()}.tmp"))
         return open(self._temporary[kind], "wb")
 
@@ -166,11 +250,6 @@ def _checked(tokens: Sequence[int] | NDArray, dtype: np.dtype) -> NDArray:
             "the tokenizer returned ids outside its vocabulary"
         )
     return values.astype(dtype)
-
-
-def _append(out: BinaryIO, path: str) -> None:
-    with open(path, "rb") as source:
-        shutil.copyfileobj(source, out, 8 * BLOCK)
 
 
 def _sync(stream: BinaryIO) -> None:

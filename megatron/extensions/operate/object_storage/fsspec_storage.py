@@ -261,8 +261,10 @@ class _Spooled(io.FileIO):
         finally:
             os.unlink(self._path)
 
-    def __del__(self) -> None:
-        """Nothing comes of a file that was not closed."""
+    def discard(self) -> None:
+        """Closes the file without uploading it. Nothing comes of a file that was not closed."""
         super().close()
         with suppress(FileNotFoundError):
             os.unlink(self._path)
+
+    __del__ = discard

@@ -134,6 +134,16 @@ class Parts(io.RawIOBase):
             self._drop()
             super().close()
 
+    def discard(self) -> None:
+        """Closes the file without making the object."""
+        if self.closed:
+            return
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._s3.abort(self._path, self._upload)
+        self._drop()
+        super().close()
+
     def __del__(self) -> None:
         """Nothing comes of a file that was not closed."""
         if self._pool is not None:

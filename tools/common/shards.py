@@ -1,0 +1,124 @@
+"""A corpus that several machines tokenize: which documents each takes, and how their datasets become one.
+
+Shard i of n takes documents that follow one another, so that the datasets of all shards, one after the other, are the
+dataset that one machine would have written. A file of JSON lines that is not compressed may be divided; any other file
+is of one shard.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import PurePath
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.dist_checkpointing.file_storage import located, storage_of
+from megatron.extensions.data.datasets.indexed_writer import SUMS, IndexedDatasetBuilder, read_sums
+from megatron.extensions.data.text_data.formats import Chunk, Reading, read_chunks
+from megatron.extensions.data.text_data.inputs import TextFile
+
+
+class Shard(NamedTuple):
+    """One of `count` parts of a corpus; `number` counts from 0."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def of_text(cls, text: str) -> Shard:
+        """Of `1/8` to `8/8`. Raises ValueError."""
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise ValueError(f"--shard {text}: must be NUMBER/COUNT with NUMBER from 1 to COUNT, such as 1/8")
+        return cls(int(found[1]) - 1, int(found[2]))
+
+    def prefix(self, prefix: str) -> str:
+        """Prefix of its dataset."""
+        return f"{prefix}.shard-{self.number + 1:05d}-of-{self.count:05d}"
+
+    @property
+    def all(self) -> list[Shard]:
+        return [Shard(number, self.count) for number in range(self.count)]
+
+    def holds(self, position: int, total: int) -> bool:
+        """Return whether a byte of the corpus is of it."""
+        return self.owner(position, total) == self.number
+
+    def owner(self, position: int, total: int) -> int:
+        """Number of the shard that a byte of the corpus is of."""
+        return min(position * self.count // max(1, total), self.count - 1)
+
+
+def is_divided(file: TextFile) -> bool:
+    """Return whether a file may be of several shards."""
+    return file.compression == "" and file.format in (None, "jsonl")
+
+
+def of_shard(files: Sequence[TextFile], shard: Shard) -> list[tuple[TextFile, int]]:
+    """(file, bytes of the files before it) of each file of which a shard has a part."""
+    total, begin = sum(file.size for file in files), 0
+    found = []
+    for file in files:
+        last = begin + max(0, file.size - 1) if is_divided(file) else begin
+        if shard.owner(begin, total) <= shard.number <= shard.owner(last, total):
+            found.append((file, begin))
+        begin += file.size
+    return found
+
+
+def chunks_of_shard(files: Sequence[TextFile], reading: Reading, chunk_bytes: int, shard: Shard) -> Iterator[Chunk]:
+    """The chunks of a shard. Of a file that is divided, what comes before its part is read and dropped."""
+    total = sum(file.size for file in files)
+    for file, begin in of_shard(files, shard):
+        position = 0
+        for chunk in read_chunks([file], reading, chunk_bytes):
+            owner = shard.owner(begin + (min(position, max(0, file.size - 1)) if is_divided(file) else 0), total)
+            if owner > shard.number:
+                break
+            if owner == shard.number:
+                yield chunk
+            position += chunk.size
+
+
+def corpus_digest(files: Iterable[TextFile], settings: object) -> str:
+    """Equal for shards of the same files, by name and size, and the same settings."""
+    listed = [(PurePath(file.path).name, file.size) for file in files]
+    return blake2b(repr((listed, settings)).encode(), digest_size=16).hexdigest()
+
+
+def missing_shards(prefix: str, shard: Shard, corpus: str) -> list[int]:
+    """Numbers, from 1, of the shards whose dataset is not complete. Raises ValueError if one is of another corpus."""
+    missing = []
+    for each in shard.all:
+        found = read_sums(each.prefix(prefix))
+        if found is None:
+            missing.append(each.number + 1)
+        elif found.get("corpus") != corpus:
+            raise ValueError(
+                f"{each.prefix(prefix)}: made of other files, or with other flags; delete it, and start that shard "
+                "again"
+            )
+    return missing
+
+
+def join_shards(prefix: str, shard: Shard, dtype: np.dtype) -> bool:
+    """Makes the dataset of all shards, and deletes theirs. Returns False if another machine has done so meanwhile."""
+    try:
+        with IndexedDatasetBuilder(prefix, dtype, described={}) as builder:
+            for each in shard.all:
+                builder.add_dataset(IndexedDataset(each.prefix(prefix)))
+    except (OSError, ValueError):
+        if read_sums(prefix) is None:
+            raise
+        return False
+    for each in shard.all:
+        for suffix in (SUMS, ".idx", ".bin"):
+            path = located(each.prefix(prefix) + suffix)
+            with suppress(FileNotFoundError):
+                storage_of(path).remove(path)
+    return True
