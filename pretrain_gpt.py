@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
     with lossy_output():
         try:
-            return start(config, launch, lambda: code_for_launcher(pretrain(config, launch)))
+            return start(config, launch, lambda *world: code_for_launcher(pretrain(*world)))
         finally:
             end_daemons()
 

@@ -116,6 +116,11 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         needs=("planner",),
     ),
     BuiltIn(
+        "operate/job_restarts",
+        "Ranks that have failed are started again within the processes of the launcher; spare ranks.",
+        needs=("peer_copies",),
+    ),
+    BuiltIn(
         "speed/fusions", "Kernels and layers that compute in one pass what the trunk does in several.", needs=("fp8",)
     ),
     BuiltIn("speed/fp8", "Products of linear layers in 8-bit floating point."),

@@ -42,6 +42,7 @@ from megatron.training.config.validation import names_data, resolve, validate
 from megatron.training.config.yaml_text import compose, plain, texts_of
 from megatron.training.extensions import ExtensionError, load_extensions, loaded_extensions, may_load
 from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.starts import spare_ranks
 
 __all__ = ["CommandLine", "command_line", "parse_args", "print_problems", "save_config", "with_flags"]
 
@@ -99,7 +100,10 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         config = replace(config, data=replace(config.data, mock_data=True))
         reader.notes.append("no data are named: planned with synthetic data, as by --mock-data")
     json_file = json_file_of({name: texts[-1] for name, texts in reader.options.items()})
-    if world_size is not None and command is None and world_size != launch.world_size:
+    trained = max(1, launch.world_size - (spare_ranks(config) if command is None else 0))
+    if world_size is None and trained < launch.world_size:
+        world_size = trained
+    if world_size is not None and command is None and world_size != trained:
         others = "".join(f", or add {' or '.join(names)}" for names in [switches()] if names)
         rule = f"the launcher started {launch.world_size} process{'es' if launch.world_size > 1 else ''}"
         remedy = f"start {world_size} processes with torchrun or srun{others}"

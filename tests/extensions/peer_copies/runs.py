@@ -33,6 +33,8 @@ class Planned:
 
     kind: str
     rank: int
+    """The process of the launcher: a spare may have another rank later."""
+
     step: int
     start: int = 0
     """The start in the job in which it strikes."""
@@ -42,22 +44,29 @@ class Planned:
         """Whether this is its start."""
         return int(os.environ.get(START, "0")) == self.start
 
+    @property
+    def strikes_in_step(self) -> bool:
+        """Whether it strikes at the beginning of a step."""
+        return self.kind.partition(" ")[0] in ("error", "kill", "stop", "copied", "workers", "host")
+
 
 class InjectedError(RuntimeError):
     """A rank's own error."""
 
 
-def breaks(kind: str) -> None:
-    """What a fault does to its rank."""
-    if kind == "error":
-        raise InjectedError("injected")
-    os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+def await_copies(run: TrainingRun) -> None:
+    """Returns once the copies of the last step are complete."""
+    for callback in run.callbacks:
+        if isinstance(callback, PeerCopies) and callback._copies is not None:
+            callback._copies.wait()
 
 
-def faulty_main(faults: Sequence[Planned]) -> Callable[[list[str]], int]:
-    """`pretrain_gpt.main` in which faults strike. Kinds: error, kill, stop; copy (killed while its copies are sent);
+def faulty_main(faults: Sequence[Planned], breaks: Callable[[str], None]) -> Callable[[list[str]], int]:
+    """`pretrain_gpt.main` in which faults strike. Kinds: error, kill, stop; copied
+    (killed once the copies of the last step are complete); copy (killed while its copies are sent);
     agreed (killed once its own copies are stored); end (killed before the last save, with its copies complete); start
-    (killed while it resumes)."""
+    (killed while it resumes); "workers 2 3" (these processes of the launcher are killed); "host 1" (all of that host,
+    and its memory is gone). "start workers 2": these, while its rank resumes."""
 
     def main(argv: list[str]) -> int:
         rank, made = int(os.environ["RANK"]), training.train_step
@@ -65,7 +74,9 @@ def faulty_main(faults: Sequence[Planned]) -> Callable[[list[str]], int]:
 
         def step(run: TrainingRun) -> None:
             for fault in mine:
-                if fault.now and fault.step == run.progress.iteration and fault.kind in ("error", "kill", "stop"):
+                if fault.now and fault.step == run.progress.iteration and fault.strikes_in_step:
+                    if fault.kind == "copied":
+                        await_copies(run)
                     breaks(fault.kind)
             made(run)
 
@@ -83,9 +94,7 @@ def faulty_main(faults: Sequence[Planned]) -> Callable[[list[str]], int]:
 
         def finish(run: TrainingRun) -> None:
             if any(fault.now and fault.kind == "end" for fault in mine):
-                for callback in run.callbacks:
-                    if isinstance(callback, PeerCopies) and callback._copies is not None:
-                        callback._copies.wait()
+                await_copies(run)
                 breaks("kill")
             whole_end(run)
 
@@ -95,14 +104,23 @@ def faulty_main(faults: Sequence[Planned]) -> Callable[[list[str]], int]:
         built = training.build_run
 
         def build(*parts: Any) -> TrainingRun:
-            if any(fault.now and fault.kind == "start" for fault in mine):
-                breaks("kill")
+            for fault in mine:
+                if fault.now and fault.kind.startswith("start"):
+                    breaks(fault.kind.removeprefix("start").strip() or "kill")
             return built(*parts)
 
         training.build_run = build  # type: ignore[assignment]
         return pretrain_gpt.main(argv)
 
     return main
+
+
+def lost_workers(kind: str, per_host: int) -> list[int]:
+    """The processes of the launcher that a fault ends for good."""
+    words = kind.removeprefix("start ").split()
+    if words[0] == "host":
+        return list(range(int(words[1]) * per_host, (int(words[1]) + 1) * per_host))
+    return [int(word) for word in words[1:]] if words[0] == "workers" else []
 
 
 class Run:
@@ -118,13 +136,28 @@ class Run:
 
     def _prepare(self, rank: int) -> None:
         os.environ[HOST] = f"host{rank // self.per_host}"
+        (self.folder / f"pid{rank}").write_text(str(os.getpid()))
+
+    def _breaks(self, kind: str) -> None:
+        """What a fault does, in the process that it hits."""
+        if kind == "error":
+            raise InjectedError("injected")
+        if kind.startswith("host"):
+            self.lose(int(kind.split()[1]))
+        for worker in lost_workers(kind, self.per_host):
+            os.kill(int((self.folder / f"pid{worker}").read_text()), signal.SIGKILL)
+        if kind in ("kill", "stop", "copied"):
+            os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
     def start(self, *faults: Planned, ranks: int | None = None, flags: Sequence[str] = ()) -> str:
         """Starts the ranks, and returns what they printed once they have ended: by the faults, if there are any."""
         world = ranks or self.ranks
-        with forked_ranks(world, [*self.flags, *flags], self.screen, self._prepare, faulty_main(faults)) as processes:
+        main = faulty_main(faults, self._breaks)
+        with forked_ranks(world, [*self.flags, *flags], self.screen, self._prepare, main) as processes:
             codes = join(processes)
         text = self.screen.read_text()
+        lost = {worker for fault in faults for worker in lost_workers(fault.kind, self.per_host)}
+        codes = [code for worker, code in enumerate(codes) if worker not in lost]
         again = "--restarts-in-job" in (*self.flags, *flags)
         assert all(codes) if faults and not again else not any(codes), f"{codes}\n{text[-6000:]}"
         return text

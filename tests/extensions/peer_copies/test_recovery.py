@@ -53,10 +53,10 @@ def test_a_lost_host_and_damaged_memory(begin: Callable[..., Run], undisturbed: 
     run.start(Planned("error", 0, 3))
     run.lose(1)
     damage(run.held_by(0), iteration=3, part="1-own")
-    said = run.start(Planned("kill", 0, 1))
+    said = run.start(Planned("copied", 0, 1))
     assert "copies in memory are not used: " in said and "part 1-own at iteration 3 are damaged" in said
     assert "loaded checkpoint" not in said
-    said = run.start(Planned("kill", 1, 2))
+    said = run.start(Planned("copied", 1, 2))
     assert "loaded checkpoint of iteration 1 from copies" in said
     damage(run.held_by(0), iteration=2, part="0-own")
     run.lose(1)

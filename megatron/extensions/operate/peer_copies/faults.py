@@ -12,6 +12,12 @@ from megatron.extensions.operate.peer_copies.holder import write_whole
 
 NOTE = "fault.json"
 
+RUNG = "RUNG_IN_JOB"
+"""Variable of a start in the job with its rung: how its processes were found."""
+
+SAME_RANKS, SPARES = "restart in the job", "spare ranks in the job"
+BY_LAUNCHER = "restart by the launcher"
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -62,7 +68,7 @@ class Recovery:
 
     fault: Fault
     rung: str
-    """Who has started the ranks again: `restart in the job`, or `restart by the launcher`."""
+    """Who has started the ranks again, and how: one of the rungs above."""
 
     source: str
     """Where the state came from: `copies in memory`, or `checkpoint on disk`."""

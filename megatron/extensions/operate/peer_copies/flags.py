@@ -48,23 +48,4 @@ def keeps_copies(config: RunConfig) -> bool:
     return config.options(PeerCopyConfig).peer_copies > 0 and not config.training.skip_train
 
 
-@extension_flags("restarts", may_change=True)
-@dataclass(frozen=True)
-class RestartConfig:
-    restarts_in_job: int = flag(0, at_least=0)
-    """Starts in a row, without a further step, by which the processes of the launcher replace ranks that have failed
-    before the launcher sees the failure. 0: the launcher sees it at once."""
-
-    @property
-    def starter(self) -> str | None:
-        """Forks the ranks, and replaces those that fail."""
-        return f"{__package__}.restarts:start_again" if self.restarts_in_job else None
-
-
-def restarts(config: RunConfig) -> bool:
-    """Return whether failed ranks are started again in the job."""
-    return config.options(RestartConfig).restarts_in_job > 0
-
-
-CALLBACKS.register("progress for the parent", f"{__package__}.restarts:ReportsProgress", when=restarts)
 CALLBACKS.register("peer copies", f"{__package__}.hooks:PeerCopies", when=keeps_copies)

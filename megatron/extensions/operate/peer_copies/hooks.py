@@ -31,6 +31,8 @@ from megatron.extensions.operate.peer_copies.client import (
 )
 from megatron.extensions.operate.peer_copies.copies import Copies, Duty, Place
 from megatron.extensions.operate.peer_copies.faults import (
+    BY_LAUNCHER,
+    RUNG,
     Fault,
     Recovery,
     drop_fault,
@@ -58,7 +60,6 @@ from megatron.training.hooks import Callback, Log, RunView, Task
 from megatron.training.initialize import Runtime
 from megatron.training.progress import BegunRun, Progress
 from megatron.training.reliability.failure_report import LateRanksError
-from megatron.training.reliability.launch import START
 from megatron.training.reliability.run_status import record_event
 from megatron.training.reliability.watchdog import Watch, Watchdog
 from megatron.training.run import TrainingRun
@@ -131,8 +132,7 @@ class PeerCopies(Callback):
             drop_others(self._folder, kept)
         if self._fault is not None:
             source = "copies in memory" if progress is not None else "checkpoint on disk"
-            again = int(os.environ.get(START, "0")) > 0
-            rung = "restart in the job" if again else "restart by the launcher"
+            rung = os.environ.get(RUNG) or BY_LAUNCHER
             self._recovery = Recovery(self._fault, rung, source, why)
         return progress
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.extensions.operate.peer_copies import restarts
+from megatron.extensions.operate.job_restarts import parents, restarts
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import START, Launch
@@ -32,7 +32,7 @@ def config(limit: int = 2) -> RunConfig:
 def parent(rank: int, world: int, port: int, attempt: Attempt) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     launch = Launch(rank, world, rank)
-    os._exit(restarts.start_again(config(), launch, lambda: attempt(rank, int(os.environ[START]))))
+    os._exit(restarts.start_again(config(), launch, lambda *world: attempt(rank, int(os.environ[START]))))
 
 
 def codes_of(world: int, attempt: Attempt) -> list[int]:
@@ -93,7 +93,7 @@ def test_a_rank_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_all_parents_the_launcher_decides(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(restarts, "ROLL", 0.5)
+    monkeypatch.setattr(parents, "ROLL", 0.5)
 
     def attempt(rank: int, number: int) -> int:
         if rank == 1:

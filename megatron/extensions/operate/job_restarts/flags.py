@@ -1,0 +1,34 @@
+"""Flags of restarts within the processes of the launcher. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS, extension_flags
+
+
+@extension_flags("restarts", may_change=True)
+@dataclass(frozen=True)
+class RestartConfig:
+    restarts_in_job: int = flag(0, at_least=0)
+    """Starts in a row, without a further step, by which the processes of the launcher replace ranks that have failed
+    before the launcher sees the failure. 0: the launcher sees it at once."""
+
+    spare_ranks: int = flag(0, at_least=0, no_effect_without="--restarts-in-job above 0")
+    """Processes of the launcher, the last ones, that have no rank at first. They wait with all modules imported, and
+    replace ranks whose processes or hosts are lost."""
+
+    @property
+    def starter(self) -> str | None:
+        """Forks the ranks, and replaces those that fail."""
+        return f"{__package__}.restarts:start_again" if self.restarts_in_job else None
+
+
+def restarts(config: RunConfig) -> bool:
+    """Return whether failed ranks are started again in the job."""
+    return config.options(RestartConfig).restarts_in_job > 0
+
+
+CALLBACKS.register("progress for the parent", f"{__package__}.restarts:ReportsProgress", when=restarts)

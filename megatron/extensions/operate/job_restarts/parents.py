@@ -1,0 +1,216 @@
+"""What the parents of all ranks tell each other through the store, and how they agree on the next start.
+
+A parent is a process of the launcher; the numbers that the launcher gives them are workers (`roster`).
+
+Keys of the store: parent/W, who worker W is; beat/W, changes while it lives; again/N, asks for start N; here/N/W, it
+has come to start N; start/N, how that is made, which the first parent that knows decides for all; over, the exit code
+of a parent that has ended for good; left/W, W has read that. The store is that of the launcher, or else of worker 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron.extensions.operate.job_restarts.roster import Roster
+from megatron.extensions.operate.peer_copies.client import host_name
+from megatron.training.config.run_config import RunConfig
+from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.rank_store import Peer, launcher_has_store, meet
+
+LOOK = 0.05
+"""Seconds between two looks at a child, or at the other parents."""
+
+ANSWER = 8.0
+"""Seconds in which a store that can be reached answers."""
+
+ROLL = 15.0
+"""Seconds in which all parents that live come to a start."""
+
+PARTING = 5.0
+"""Seconds that the holder of the store stays for others at the end."""
+
+SILENT = 2.5
+"""Seconds without a sign of life after which a parent on another machine counts as gone."""
+
+T = TypeVar("T")
+
+
+class LostStoreError(ConnectionError):
+    """The store of the parents does not answer."""
+
+
+def answered(call: Callable[[], T], seconds: float = ANSWER) -> T:
+    """The result of a call to the store. Raises LostStoreError if it fails, or does not return in time."""
+    results = list[T]()
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except RuntimeError:
+            return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not results:
+        raise LostStoreError("the store of the ranks does not answer")
+    return results[0]
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a start is made."""
+
+    roster: Roster
+    """The worker of each rank."""
+
+    living: tuple[int, ...]
+    """All workers that take part, spares included."""
+
+    rung: str = ""
+    """The rung of the recovery that it is, for events and the log."""
+
+    why: tuple[str, ...] = ()
+    """Why it is not a rung above, one line each."""
+
+    layout: tuple[object, ...] | None = None
+    """Another layout of the run, as the planner's `Layout`; None for that of its flags."""
+
+    ends: str = ""
+    """Why there is none; empty if there is."""
+
+    @classmethod
+    def from_json(cls, text: str) -> Start:
+        """What `to_json` has written."""
+        record = json.loads(text)
+        layout = record["layout"]
+        lists = {name: tuple(record[name]) for name in ("roster", "living", "why")}
+        return cls(**{**record, **lists, "layout": None if layout is None else tuple(layout)})
+
+    def to_json(self) -> str:
+        """It as a value of the store."""
+        return json.dumps(asdict(self))
+
+
+Decide = Callable[[Collection[int], "dict[int, str]"], Start]
+"""(workers that have come, worker -> its host) -> how the next start is made."""
+
+
+@dataclass
+class Parents:
+    """A parent's view of the others."""
+
+    store: dist.Store
+    worker: int
+    world: int
+    peers: dict[int, tuple[str, Peer]] = field(default_factory=dict)
+    """Worker -> its host for copies, and its process."""
+
+    _beats: int = 0
+
+    @classmethod
+    def of(cls, config: RunConfig, launch: Launch) -> Parents:
+        """Connects to the parents of the other ranks. Worker 0 opens a store if the launcher has none, which the
+        children then use too."""
+        launch.export(os.environ)
+        store = meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "parents")
+        if launch.world_size > 1 and not launcher_has_store():
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        store.set(f"parent/{launch.rank}", json.dumps([host_name(), asdict(Peer.here())]))
+        return cls(store, launch.rank, launch.world_size)
+
+    def beat(self) -> None:
+        """A sign of life."""
+        self._beats += 1
+        answered(lambda: self.store.set(f"beat/{self.worker}", str(self._beats)))
+
+    def ask(self, number: int) -> None:
+        """Asks for a start."""
+        answered(lambda: self.store.set(f"again/{number}", "1"))
+
+    def asked(self, number: int) -> bool:
+        """Return whether a parent has asked for a start."""
+        return answered(lambda: self.store.check([f"again/{number}"]))
+
+    def leave(self, code: int, living: Collection[int]) -> None:
+        """Says that this parent makes no other start, and with which exit code it ends. Worker 0, which may hold the
+        store, stays until spares have read that."""
+        answered(lambda: self.store.set("over", str(code)))
+        self.left()
+        limit = time.monotonic() + PARTING
+        keys = [f"left/{worker}" for worker in living]
+        while self.worker == 0 and time.monotonic() < limit and not answered(lambda: self.store.check(keys)):
+            time.sleep(LOOK)
+
+    def left(self) -> None:
+        """Says that this parent needs the store no more."""
+        answered(lambda: self.store.set(f"left/{self.worker}", "1"))
+
+    def over(self) -> int | None:
+        """The exit code of a parent that has ended for good; None if none has."""
+        return answered(lambda: int(self.store.get("over")) if self.store.check(["over"]) else None)
+
+    def gather(self, number: int, before: Start, decide: Decide) -> Start:
+        """Waits until all parents that live have come to a start, and returns how it is made. A worker that is not in
+        its `living` does not take part. `before`: the last start."""
+        answered(lambda: self.store.set(f"here/{number}/{self.worker}", "1"))
+        limit, silence = time.monotonic() + ROLL, dict[int, tuple[int, float]]()
+        while True:
+            if (found := self._decided(number)) is not None:
+                return found
+            if self.over() is not None:
+                return Start((), (), ends="a rank has ended for good")
+            missing = self._missing(number, before.living)
+            if time.monotonic() > limit or all(self._is_gone(worker, silence) for worker in missing):
+                came = [worker for worker in before.living if worker not in missing]
+                start = decide(came, {worker: self._peer(worker)[0] for worker in before.living})
+                self._propose(number, start)
+            self.beat()
+            time.sleep(LOOK)
+
+    def _propose(self, number: int, start: Start) -> None:
+        answered(lambda: self.store.compare_set(f"start/{number}", "", start.to_json()))
+
+    def _there(self, key: str) -> bool:
+        return answered(lambda: self.store.check([key]))
+
+    def _decided(self, number: int) -> Start | None:
+        key = f"start/{number}"
+        return answered(lambda: Start.from_json(self.store.get(key).decode()) if self.store.check([key]) else None)
+
+    def _missing(self, number: int, living: Collection[int]) -> list[int]:
+        """The workers of the last start that have not come."""
+        keys = {worker: f"here/{number}/{worker}" for worker in living}
+        if answered(lambda: self.store.check(list(keys.values()))):
+            return []
+        return [worker for worker, key in keys.items() if not self._there(key)]
+
+    def _peer(self, worker: int) -> tuple[str, Peer]:
+        if worker not in self.peers:
+            key = f"parent/{worker}"
+            if not self._there(key):
+                return "", Peer("", 0, "", "")
+            host, peer = json.loads(answered(lambda: self.store.get(key)))
+            self.peers[worker] = host, Peer(**peer)
+        return self.peers[worker]
+
+    def _is_gone(self, worker: int, silence: dict[int, tuple[int, float]]) -> bool:
+        """Return whether a worker has ended: known at once on this machine, else by its silence. `silence`: worker ->
+        its last sign of life, and when that was seen first."""
+        peer, now = self._peer(worker)[1], time.monotonic()
+        if peer.namespace and peer.namespace == Peer.here().namespace:
+            return not peer.state()
+        key = f"beat/{worker}"
+        beat = answered(lambda: int(self.store.get(key)) if self.store.check([key]) else -1)
+        if silence.get(worker, (None,))[0] != beat:
+            silence[worker] = beat, now
+        return now - silence[worker][1] > SILENT

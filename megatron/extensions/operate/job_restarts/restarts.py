@@ -1,0 +1,261 @@
+"""--restarts-in-job: starts ranks that have failed again, within the processes of the launcher.
+
+The process that the launcher has started imports torch and forks a child for each start of its rank, so that it does
+not end with the rank, and the launcher sees no failure. A new child has all modules imported. When a child of any rank
+fails, all children end, and all parents meet at the store before they fork again: no process of the start before is
+left then. The last --spare-ranks parents have no rank, and wait with all modules imported until one is lost whose
+parent is gone too, as on a lost host. Where spares are missing as well, all end, and the launcher starts the ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from types import FrameType
+
+from megatron.extensions.operate.job_restarts.flags import RestartConfig
+from megatron.extensions.operate.job_restarts.parents import LOOK, LostStoreError, Parents, Start
+from megatron.extensions.operate.job_restarts.roster import replaced
+from megatron.extensions.operate.peer_copies.faults import RUNG, SAME_RANKS, SPARES
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback, Log, Task
+from megatron.training.reliability.launch import SIGNALS, START, Launch, write_error_file
+from megatron.training.reliability.lossy_output import flush_output
+from megatron.training.reliability.run_status import ExitCode
+from megatron.training.reliability.starts import Attempt
+from megatron.training.run import TrainingRun
+
+ASK = 0.4
+"""Seconds between two looks at the store."""
+
+GRACE = 8.0
+"""Seconds in which a child ends by itself after another rank has failed."""
+
+STOPPED = 6.0
+"""Seconds for which a child may be stopped (SIGSTOP) while its parent runs."""
+
+PR_SET_PDEATHSIG = 1
+
+IMPORTED_LATE = ("torch._dynamo", "megatron.training.training")
+"""Modules that take seconds to import, which torch and this program import on first use."""
+
+_progress: mmap.mmap | None = None
+"""The last complete iteration of the child, in memory that the parent shares."""
+
+
+class ReportsProgress(Callback):
+    """Tells the parent of a rank how far the rank is."""
+
+    def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
+        def report() -> None:
+            if _progress is not None:
+                _progress[:8] = run.progress.iteration.to_bytes(8, "little")
+
+        return (Task("progress for the parent", 1, report, counts=True, reads_result=False),)
+
+
+class Kept:
+    """The child of a rank's parent."""
+
+    def __init__(self, attempt: Callable[[], int], environ: Mapping[str, str]) -> None:
+        flush_output()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            code = 1
+            try:
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != parent:
+                    os._exit(1)
+                os.environ |= environ
+                code = attempt()
+            except SystemExit as ended:
+                code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                flush_output()
+                os._exit(code)
+
+    def ended(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+    def is_stopped(self) -> bool:
+        """Return whether a signal has stopped it."""
+        with suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal; it may have ended."""
+        os.kill(self.pid, number)
+
+
+def is_failure(code: int) -> bool:
+    """Return whether a start has failed in a way that another one may not."""
+    return code == ExitCode.FAILED or code < 0
+
+
+def start_again(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
+    """Makes the attempts of this process of the launcher, as long as all agree on another start. Returns the exit code
+    of the last."""
+    global _progress
+    _progress = mmap.mmap(-1, 8)
+    spares = config.options(RestartConfig).spare_ranks
+    if spares >= launch.world_size:
+        if launch.rank == 0:
+            rule = f"must be below {launch.world_size}, the processes that the launcher has started"
+            print(Problem("--spare-ranks", spares, rule, "start more processes, or give fewer spares"), file=sys.stderr)
+        return ExitCode.BAD_CONFIGURATION
+    for name in IMPORTED_LATE:
+        import_module(name)  # once here, instead of by each start
+    return Parent(config, launch, attempt, Parents.of(config, launch)).run()
+
+
+class Parent:
+    """A process of the launcher: the parent of a rank, or a spare."""
+
+    def __init__(self, config: RunConfig, launch: Launch, attempt: Attempt, parents: Parents) -> None:
+        self.config, self.launch = config, launch
+        self._attempt, self._parents = attempt, parents
+        options = config.options(RestartConfig)
+        self._limit = options.restarts_in_job
+        workers = tuple(range(launch.world_size))
+        self._start = Start(workers[: launch.world_size - options.spare_ranks], workers)
+        self._best, self._fruitless = -1, 0
+
+    def run(self) -> int:
+        """Starts and waits, until there is no other start. Returns the exit code of this process."""
+        code, why = int(ExitCode.FAILED), ""
+        before = self._start
+        try:
+            for number in count():
+                code, why = self._one_start(number)
+                if why or not is_failure(code):
+                    self._parents.leave(code if code >= 0 else ExitCode.FAILED, self._start.living)
+                    break
+                before, self._start = self._start, self._parents.gather(number + 1, self._start, self._decide)
+                self._tell(before)
+                if why := self._start.ends:
+                    break
+                if self.launch.rank not in self._start.living:
+                    why = "the others have gone on without it"
+                    break
+        except LostStoreError as error:
+            why = str(error)
+        if why and is_failure(code) and self.launch.rank in before.roster:
+            print(
+                f"rank {before.roster.index(self.launch.rank)} is not started again in the job: {why}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return code if code >= 0 else ExitCode.FAILED
+
+    def _one_start(self, number: int) -> tuple[int, str]:
+        """Makes a start, or waits as a spare while others do. Returns the exit code, and why there can be no other
+        start; a failure where another one is asked for."""
+        roster, worker = self._start.roster, self.launch.rank
+        if worker not in roster:
+            return self._wait(number)
+        rank = roster.index(worker)
+        launch = replace(self.launch, rank=rank, world_size=len(roster))
+        environ = {START: str(number), RUNG: self._start.rung, "RANK": str(rank), "WORLD_SIZE": str(len(roster))}
+        child = Kept(partial(self._attempt, self.config, launch), environ)
+        code = self._watch(child, number)
+        assert _progress is not None
+        made = int.from_bytes(_progress[:8], "little")
+        self._fruitless = 1 if made > self._best else self._fruitless + 1
+        self._best = max(self._best, made)
+        if not is_failure(code):
+            return code, ""
+        if self._fruitless > self._limit:
+            return code, f"{self._limit} starts in a row made no further step"
+        self._parents.ask(number + 1)
+        return code, ""
+
+    def _wait(self, number: int) -> tuple[int, str]:
+        """As `_one_start`, of a spare. Signals are for the ranks, which save: it ends with them."""
+        with handled(lambda received, frame: None):
+            while not self._parents.asked(number + 1):
+                if (code := self._parents.over()) is not None:
+                    self._parents.left()
+                    if code:
+                        write_error_file("a spare rank, which ended with the others", time.time() + 1)
+                    return code, "the run has ended"
+                self._parents.beat()
+                time.sleep(ASK)
+        return ExitCode.FAILED, ""
+
+    def _watch(self, child: Kept, number: int) -> int:
+        """Waits for the end of a child, passes signals on to it, and ends it after another rank has failed. Returns its
+        exit code."""
+        with handled(lambda received, frame: child.signal(received)):
+            ask_at, end_at = time.monotonic(), float("inf")
+            ran_at = ask_at
+            while (code := child.ended()) is None:
+                now = time.monotonic()
+                ran_at = ran_at if child.is_stopped() else now
+                if now > min(end_at, ran_at + STOPPED):
+                    child.signal(signal.SIGKILL)
+                    end_at = ran_at = float("inf")
+                if now > ask_at:
+                    ask_at = now + ASK
+                    try:
+                        self._parents.beat()
+                        end_at = now + GRACE if end_at == float("inf") and self._parents.asked(number + 1) else end_at
+                    except LostStoreError:
+                        ask_at = float("inf")  # the child finds out
+                time.sleep(LOOK)
+            return code
+
+    def _decide(self, came: Collection[int], host_of: dict[int, str]) -> Start:
+        """How the next start is made by the workers that have come: the highest rung that is possible."""
+        before = self._start
+        living = tuple(sorted(came))
+        gone = [worker for worker in before.roster if worker not in living]
+        if not gone:
+            return replace(before, living=living, rung=SAME_RANKS, why=())
+        ranks = ", ".join(str(before.roster.index(worker)) for worker in gone)
+        why = f"no start of the same ranks: the processes of {ranks} are gone, with those that could fork them again"
+        if (found := replaced(before.roster, living, host_of)) is not None:
+            return replace(before, roster=found, living=living, rung=SPARES, why=(why,))
+        waiting = len(living) - (len(before.roster) - len(gone))
+        spare = f"no spares take their place: {len(gone)} are needed, and {waiting} wait"
+        return Start((), living, why=(why, spare), ends=f"{len(gone)} of {len(before.roster)} ranks did not come back")
+
+    def _tell(self, before: Start) -> None:
+        """Prints what a start lacks and does instead, on one worker."""
+        start = self._start
+        if self.launch.rank not in start.living[:1]:
+            return
+        for line in start.why:
+            print(f" {line}", file=sys.stderr, flush=True)
+        for rank, worker in enumerate(start.roster):
+            if start.rung == SPARES and worker != before.roster[rank]:
+                print(f" rank {rank} is now process {worker} of the launcher, a spare", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handles the signals that end a run by `handler`, but for those that the launcher has this process ignore."""
+    before = {each: signal.signal(each, handler) for each in SIGNALS if signal.getsignal(each) != signal.SIG_IGN}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        for each, former in before.items():
+            signal.signal(each, former)

@@ -1,0 +1,70 @@
+"""Which process of the launcher plays which rank: a pure function of the processes that live, and of their hosts. No
+torch.
+
+A process of the launcher is called a worker, by the number that the launcher has given it. The roster of a start lists
+the worker of each rank; workers that live and are not in it are spares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+Roster = tuple[int, ...]
+"""Rank -> worker."""
+
+
+def spares_of(roster: Roster, living: Collection[int]) -> list[int]:
+    """The workers that live and have no rank."""
+    return sorted(set(living) - set(roster))
+
+
+def lost_ranks(roster: Roster, living: Collection[int], host_of: Mapping[int, str]) -> dict[str, list[int]]:
+    """Host -> the ranks whose workers there are gone."""
+    found: dict[str, list[int]] = {}
+    for rank, worker in enumerate(roster):
+        if worker not in living:
+            found.setdefault(host_of[worker], []).append(rank)
+    return found
+
+
+def replaced(roster: Roster, living: Collection[int], host_of: Mapping[int, str]) -> Roster | None:
+    """The roster with a spare in place of each worker that is gone; None if there are too few.
+
+    Ranks keep their workers where these live. The ranks that a host has lost go to spares of one host where one has
+    enough: to their own host, else to the host with the fewest that suffice, so that ranks that share a host still do.
+    """
+    free: dict[str, list[int]] = {}
+    for worker in spares_of(roster, living):
+        free.setdefault(host_of[worker], []).append(worker)
+    lost = lost_ranks(roster, living, host_of)
+    if sum(map(len, lost.values())) > sum(map(len, free.values())):
+        return None
+    found = list(roster)
+    for host, ranks in sorted(lost.items(), key=lambda each: -len(each[1])):
+        waiting = list(ranks)
+        while waiting:
+            taken = free[_best_host(free, host, len(waiting))]
+            while waiting and taken:
+                found[waiting.pop(0)] = taken.pop(0)
+    return tuple(found)
+
+
+def _best_host(free: Mapping[str, Sequence[int]], own: str, needed: int) -> str:
+    """The host from which `needed` spares are taken next, or as many of them as possible."""
+    suits = [host for host, workers in free.items() if len(workers) >= needed]
+    if own in suits:
+        return own
+    if suits:
+        return min(suits, key=lambda host: len(free[host]))
+    return max(free, key=lambda host: len(free[host]))
+
+
+def fewer(roster: Roster, living: Collection[int], host_of: Mapping[int, str], size: int) -> Roster:
+    """A roster of `size` living workers: those that have ranks before spares, with the workers of a host together, and
+    hosts that have more workers first."""
+    order = [worker for worker in roster if worker in living] + spares_of(roster, living)
+    by_host: dict[str, list[int]] = {}
+    for worker in order:
+        by_host.setdefault(host_of[worker], []).append(worker)
+    hosts = sorted(by_host, key=lambda host: -len(by_host[host]))
+    return tuple(worker for host in hosts for worker in by_host[host])[:size]
