@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.attention.tiles import Documents, document_starts, rank_spans
+from megatron.core.attention.tiles import DividesSequences, Documents, Shards, document_starts, even_shards
 from megatron.core.config.layers import Rotation, Span
 from megatron.core.host_to_device import copied_to
 from megatron.core.parallel_state import Axis
@@ -47,6 +47,9 @@ class Batch:
 
     documents: Documents | None = None
     """Where the documents of the whole samples begin: `document_ids` of all context-parallel ranks, on the host."""
+
+    shards: Shards | None = None
+    """The positions that the context-parallel ranks hold; None for the usual ones."""
 
     places: Tensor | None = None
     """[s/cp] int64: index of these tokens in their samples; None for 0 .. s-1. Dropout masks follow from it, and so do
@@ -114,19 +117,23 @@ class Batch:
             future_position_ids=torch.stack([_later(positions, k) for k in shifts], dim=-1),
         )
 
-    def local_to(self, cp: Axis) -> Batch:
-        """The shard of a context-parallel rank: [b, s] -> [b, s/cp]. Reads `document_ids` on the host."""
+    def local_to(self, cp: Axis, divide: DividesSequences | None = None) -> Batch:
+        """The shard of a context-parallel rank: [b, s] -> [b, s/cp], by default the usual one. Reads `document_ids` on
+        the host."""
         documents = self.documents
         if documents is None and self.document_ids is not None:
             documents = document_starts(self.document_ids.tolist())
         if cp.size == 1:
             return replace(self, documents=documents)
         assert self.places is None, "the batch is sharded already"
-        spans = rank_spans(self.tokens.shape[1], cp.rank, cp.size)
+        length, shards = self.tokens.shape[1], None
+        if divide is not None and documents is not None:
+            shards = divide(documents, length, cp.size)
+        spans = (shards or even_shards(length, cp.size)).held[cp.rank]
         places = torch.cat([torch.arange(span.start, span.stop, device=self.tokens.device) for span in spans])
         sequences = ("tokens", "labels", "loss_mask", "position_ids", "document_ids", *FUTURE)
-        shards = {name: value[:, places] for name in sequences if (value := getattr(self, name)) is not None}
-        return replace(self, **shards, documents=documents, places=places)
+        local = {name: value[:, places] for name in sequences if (value := getattr(self, name)) is not None}
+        return replace(self, **local, documents=documents, shards=shards, places=places)
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on `device`. Copies to a GPU do not block."""
@@ -196,6 +203,9 @@ class BatchContext:
     documents: Documents | None = None
     """Where the documents of the whole samples begin; None for one document a sample."""
 
+    shards: Shards | None = None
+    """As in `Batch`."""
+
     places: Tensor | None = None
     """[s/cp] index of the tokens in their samples; None for 0 .. s-1."""
 
@@ -229,7 +239,7 @@ class BatchContext:
             documents = document_starts(batch.document_ids.tolist())
         if cache is not None and batch.position_ids is None:
             batch = replace(batch, position_ids=cache.positions)
-        shared = ("tokens", "sample_index", "position_ids", "places", "aux_scale", "number")
+        shared = ("tokens", "sample_index", "position_ids", "shards", "places", "aux_scale", "number")
         return cls(**{name: getattr(batch, name) for name in shared}, documents=documents, cache=cache)
 
     def places_of(self, x: Tensor, tp_rank: int) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from megatron.core.attention.tiles import DividesSequences
 from megatron.core.batch import Batch
 from megatron.core.config.data import DatasetConfig
 from megatron.core.config.losses import LOSSES
@@ -70,7 +71,7 @@ class TrainingData:
         taken = self.train.next_step(step.first_sample, step.samples)
         for watch in self.watchers if watched else ():
             watch(step, taken)
-        return put_on_device(taken, self.model, self.runtime)
+        return put_on_device(taken, self.model, self.runtime, self.divide)
 
     def evaluated(self, split: str) -> dict[str, DataIterator]:
         """The data sets of "valid" or "test" of the current phase, by name."""
@@ -92,7 +93,7 @@ class TrainingData:
     def enter(self, phase: Phase) -> None:
         """Evaluates on the data of a phase from now on, and makes batches for its model."""
         self.model, number = phase.config.model, self.plan.phases.index(phase)
-        self.train.deal = dealer_of(phase.config)
+        self.train.deal, self.divide = dealer_of(phase.config), divider_of(phase.config)
         for each in self._iterators()[1:]:
             each.close()
         self.valid, self.test = {}, None
@@ -139,6 +140,20 @@ def dealer_of(config: RunConfig) -> Dealer:
     return next((deal for deal in asked if deal is not None), in_order)
 
 
+@runtime_checkable
+class DividesSamples(Protocol):
+    """Flags of an extension that may divide training samples over context-parallel ranks in another way."""
+
+    def divider(self, config: RunConfig) -> DividesSequences | None:
+        """What divides them; None if the flags do not ask for it."""
+
+
+def divider_of(config: RunConfig) -> DividesSequences | None:
+    """What divides training samples over context-parallel ranks; None for the usual way."""
+    asked = (each.divider(config) for each in config.extension_options if isinstance(each, DividesSamples))
+    return next((divide for divide in asked if divide is not None), None)
+
+
 def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
     """The data, and the plan with the length of the run: known only now where it is one epoch long.
 
@@ -159,7 +174,8 @@ def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
         data, length = with_tokens(phase.config), phase.config.model.seq_length
         batch, step = phase.config.training.global_batch_size, None
         if batch is not None:
-            step = StepShape(batch, runtime.state.dp.size, phase.config.training.micro_batch_size)
+            ranks = phase.config.parallel.ranks_by_queries
+            step = StepShape(batch, runtime.state.dp.size, phase.config.training.micro_batch_size, ranks)
         for line in (*plan.lines(phase), *source_lines(data, phase.samples, length, step)):
             runtime.say(f"data: {line}")
     dataset = plan.training_set([each.train for each in splits])
@@ -317,10 +333,12 @@ def _build_set(config: RunConfig, prefix: str, samples: int | None) -> Dataset |
     return _wrapped(config, _build(config, (0, samples, 0))).valid
 
 
-def put_on_device(batches: list[MicroBatch], config: TransformerConfig, runtime: Runtime) -> list[Batch]:
+def put_on_device(
+    batches: list[MicroBatch], config: TransformerConfig, runtime: Runtime, divide: DividesSequences | None = None
+) -> list[Batch]:
     """A step's micro-batches as the model takes them: with the labels and masks that the loss makes of whole samples,
     this rank's part of each."""
     fields: list[dict[str, Any]] = [dict(batch) for batch in batches]
     prepare = LOSSES[config.loss_func].prepare
     whole = [prepare(config, Batch(**values)).with_future(config.mtp_depths) for values in fields]
-    return [batch.local_to(runtime.state.cp).to(runtime.device) for batch in whole]
+    return [batch.local_to(runtime.state.cp, divide).to(runtime.device) for batch in whole]

@@ -9,13 +9,14 @@ only this rank's queries, keys, values, outputs and log-sum-exps. Attention with
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.attention.tile_kernels import Causal, Rows, key_rows, query_rows
-from megatron.core.attention.tiles import Spans, Tile, causal_tiles, joined, rank_spans, short_spans
+from megatron.core.attention.tiles import Spans, Tile, causal_tiles, joined, rows_of, short_spans
 from megatron.core.attention.varlen import add_sinks_, packed_attention, sinks_grad
 from megatron.core.collectives import RingExchange
 from megatron.core.parallel_state import Axis
@@ -23,10 +24,10 @@ from megatron.core.torch_private import AutogradContext
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None) -> Tensor:
-    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans`, sinks [heads] ->
+    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv] of `causal.shards`, sinks [heads] ->
     [s/cp, b, heads, dv]"""
-    spans = tuple(rank_spans(q.shape[0] * cp.size, rank, cp.size) for rank in range(cp.size))
-    return RingAttention.apply(q, k, v, sinks, Ring(cp, spans[cp.rank], spans, causal))
+    shards = causal.shards_of(q.shape[0], cp.size)
+    return RingAttention.apply(q, k, v, sinks, Ring(cp, shards.held[cp.rank], shards.held, causal, shards.sent))
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,39 @@ class Ring:
     keys: tuple[Spans, ...]
     """Positions of each rank's keys."""
     causal: Causal
+    sent: tuple[Spans, ...] = ()
+    """Positions of each rank's keys that travel, equally many of each rank."""
+
+    @property
+    def steps(self) -> int:
+        """Ranks whose keys this rank receives, itself included."""
+        return self.cp.size if any(self.sent) else 1
+
+    @cached_property
+    def rows_sent(self) -> Spans | None:
+        """Rows of this rank's keys that travel; None for all."""
+        if self.steps == 1 or self.sent[self.cp.rank] == self.keys[self.cp.rank]:
+            return None
+        return rows_of(self.keys[self.cp.rank], self.sent[self.cp.rank])
+
+    def sent_of(self, x: Tensor) -> Tensor:
+        """x [m, ...] of this rank -> [sent, ...]: the rows that travel"""
+        return x if self.rows_sent is None else torch.cat([x[rows.start : rows.stop] for rows in self.rows_sent])
+
+    def with_sent(self, x: Tensor, sent: Tensor) -> Tensor:
+        """x [m, ...] with the rows `sent` [sent, ...] in place of its own; may change x."""
+        if self.rows_sent is None:
+            return sent
+        for rows, part in zip(self.rows_sent, sent.split([len(rows) for rows in self.rows_sent]), strict=True):
+            x[rows.start : rows.stop] = part
+        return x
 
     def tiles(self, step: int) -> tuple[Tile, ...]:
         """The tiles of this rank's queries with the keys that it has in a step."""
         source, kernel = (self.cp.rank - step) % self.cp.size, self.causal.kernel
         queries = self.queries if kernel.most_queries is None else short_spans(self.queries, kernel.most_queries)
-        found = causal_tiles(queries, self.keys[source], self.causal.documents, self.causal.window)
+        keys = self.sent[source] if step else self.keys[source]
+        found = causal_tiles(queries, keys, self.causal.documents, self.causal.window)
         return found if kernel.needs_places else joined(found)
 
 
@@ -62,14 +90,15 @@ class RingAttention(torch.autograd.Function):
         out = torch.empty((*q.shape[:3], v.shape[-1]), dtype=wide, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
         keys, values = k, v
-        for step in range(ring.cp.size):
+        passed = ring.sent_of(k), ring.sent_of(v)
+        for step in range(ring.steps):
             arriving = None
-            if step + 1 < ring.cp.size:
-                arriving = RingExchange(_joined(keys, values), ring.cp, tag=0)
+            if step + 1 < ring.steps:
+                arriving = RingExchange(_joined(*passed), ring.cp, tag=0)
             for tile, (part, part_lse) in ring.causal.kernel.forward(q, keys, values, ring.tiles(step)):
                 _merge_(query_rows(out, tile), query_rows(lse, tile), part, part_lse, tile.diagonal)
             if arriving is not None:
-                keys, values = _parted(arriving.wait(), k, v)
+                keys, values = passed = _parted(arriving.wait(), *passed)
         if sinks is not None:
             add_sinks_(out, lse, sinks)
         out = out.to(q.dtype)
@@ -85,23 +114,29 @@ class RingAttention(torch.autograd.Function):
         ring, rows = ctx.ring, Rows(grad, out, lse)
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         coming: RingExchange | None = None
-        for step in range(ring.cp.size):
+        passed = ring.sent_of(k), ring.sent_of(v)
+        for step in range(ring.steps):
             arriving = None
-            if step + 1 < ring.cp.size:
-                arriving = RingExchange(_joined(keys, values), ring.cp, tag=0)
-            dkv = torch.zeros(k.numel() + v.numel(), dtype=lse.dtype, device=q.device)
-            dk, dv = _parted(dkv, k, v)
+            if step + 1 < ring.steps:
+                arriving = RingExchange(_joined(*passed), ring.cp, tag=0)
+            dkv = torch.zeros(keys.numel() + values.numel(), dtype=lse.dtype, device=q.device)
+            dk, dv = _parted(dkv, keys, values)
             for tile, parts in ring.causal.kernel.backward(rows, q, keys, values, ring.tiles(step)):
                 query_rows(dq, tile).add_(parts[0])
                 key_rows(dk, tile).add_(parts[1])
                 key_rows(dv, tile).add_(parts[2])
+            if not step:
+                own = dk, dv
+                dkv = dkv if ring.rows_sent is None else _joined(ring.sent_of(dk), ring.sent_of(dv))
             if coming is not None:
                 dkv += coming.wait()
-            if ring.cp.size > 1:
+            if ring.steps > 1:
                 coming = RingExchange(dkv, ring.cp, tag=1)
             if arriving is not None:
-                keys, values = _parted(arriving.wait(), k, v)
-        dk, dv = _parted(dkv if coming is None else coming.wait(), k, v)
+                keys, values = passed = _parted(arriving.wait(), *passed)
+        dk, dv = own
+        if coming is not None:
+            dk, dv = map(ring.with_sent, own, _parted(coming.wait(), ring.sent_of(k), ring.sent_of(v)))
         of_sinks = None if sinks is None else sinks_grad(grad, out, lse, sinks)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), of_sinks, None
 

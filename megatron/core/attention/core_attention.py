@@ -194,4 +194,4 @@ class CoreAttention(nn.Module):
                 kernel = self.backend.dropout(masks)
             else:
                 kernel = TorchKernel(self.scale, masks, self.slopes, self.cap, self.note)
-        return Causal(kernel, documents, self.window)
+        return Causal(kernel, documents, self.window, context.shards)

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.attention.tiles import Documents, Tile
+from megatron.core.attention.tiles import Documents, Shards, Tile, even_shards
 from megatron.core.attention.varlen import PackedKernel
 from megatron.core.dropout import attention_dropout
 
@@ -83,6 +83,12 @@ class Causal:
     """Where documents begin in each sample; None for one document a sample."""
     window: int | None = None
     """Keys that a query sees, its own included; None for all up to its own."""
+    shards: Shards | None = None
+    """The positions that context-parallel ranks hold; None for the usual ones."""
+
+    def shards_of(self, rows: int, ranks: int) -> Shards:
+        """The positions that the ranks hold, `rows` each."""
+        return self.shards or even_shards(rows * ranks, ranks)
 
 
 def samples_of(tile: Tile) -> slice:

@@ -12,11 +12,13 @@ mask. No [s, s] mask is built, and pairs that the mask hides are not computed.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise, starmap
+from itertools import pairwise
 from math import lcm
+from typing import NamedTuple, Protocol
 
 Spans = tuple[range, ...]
 """Positions in the whole sequence of a rank's rows, range after range."""
@@ -29,6 +31,42 @@ def rank_spans(seq_length: int, rank: int, size: int) -> Spans:
     assert seq_length % (2 * size) == 0, f"{seq_length} tokens do not divide into 2 * {size} chunks"
     chunk = seq_length // (2 * size)
     return tuple(range(c * chunk, (c + 1) * chunk) for c in (rank, 2 * size - 1 - rank))
+
+
+class Shards(NamedTuple):
+    """The positions of a micro-batch that each context-parallel rank holds."""
+
+    held: tuple[Spans, ...]
+    """Of each rank, in ascending order. All ranks hold equally many."""
+
+    sent: tuple[Spans, ...]
+    """Those of each rank whose keys other ranks may see, equally many of each rank."""
+
+
+@lru_cache(maxsize=64)
+def even_shards(seq_length: int, size: int) -> Shards:
+    """The usual division into chunks in zig-zag order."""
+    spans = tuple(rank_spans(seq_length, rank, size) for rank in range(size))
+    return Shards(spans, spans)
+
+
+def merged(spans: Spans) -> Spans:
+    """Ascending spans with those joined that follow each other."""
+    found: list[range] = []
+    for span in spans:
+        if found and found[-1].stop == span.start:
+            found[-1] = range(found[-1].start, span.stop)
+        else:
+            found.append(span)
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def rows_of(spans: Spans, some: Spans) -> Spans:
+    """The rows of the positions `some`, each of them within one of `spans`."""
+    return tuple(
+        _rows(common, shift) for part in some for shift, span in _with_rows(spans) if (common := _common(part, span))
+    )
 
 
 def short_spans(spans: Spans, longest: int) -> Spans:
@@ -51,6 +89,12 @@ def sequence_divisor(context_parallel: int, tensor_parallel: int, sequence_paral
 
 Documents = tuple[tuple[int, ...], ...]
 """For each sample, the positions at which its documents begin; the first is 0."""
+
+
+class DividesSequences(Protocol):
+    """Divides the tokens of a micro-batch over context-parallel ranks: a pure function, the same on every rank."""
+
+    def __call__(self, documents: Documents, seq_length: int, ranks: int) -> Shards: ...
 
 
 def document_starts(document_ids: Sequence[Sequence[int]]) -> Documents:
@@ -114,13 +158,20 @@ def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, windo
 def _unwindowed_tiles(queries: Spans, keys: Spans, documents: Documents | None) -> Iterator[Tile]:
     """The tiles of each sample and each pair of spans, document by document."""
     for sample, starts in _samples(documents):
+        of_keys = [(row, span, _documents_in(span, starts)) for row, span in _with_rows(keys)]
         for q_row, q_span in _with_rows(queries):
-            bounds = pairwise((*starts, max(q_span.stop, starts[-1])))
-            documents_of_sample = list(starmap(range, bounds))
-            for k_row, k_span in _with_rows(keys):
-                for document in documents_of_sample:
-                    of_queries, of_keys = _common(q_span, document), _common(k_span, document)
-                    yield from _document_tiles(sample, q_row, of_queries, k_row, of_keys)
+            of_queries = _documents_in(q_span, starts)
+            for k_row, k_span, numbers in of_keys:
+                end = max(q_span.stop, k_span.stop)
+                for number in _common(of_queries, numbers):
+                    document = range(starts[number], starts[number + 1] if number + 1 < len(starts) else end)
+                    places = _common(q_span, document), _common(k_span, document)
+                    yield from _document_tiles(sample, q_row, places[0], k_row, places[1])
+
+
+def _documents_in(span: range, starts: tuple[int, ...]) -> range:
+    """The numbers of the documents that have tokens in a span."""
+    return range(bisect_right(starts, span.start) - 1, bisect_left(starts, span.stop))
 
 
 @lru_cache(maxsize=256)

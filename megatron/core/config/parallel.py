@@ -273,6 +273,11 @@ class ModelParallelConfig(PrecisionConfig, Section):
         return None if name is None else STAGE_SPLITS[name]
 
     @property
+    def ranks_by_queries(self) -> int:
+        """Context-parallel ranks among which attention divides the queries of a sample, rather than its heads."""
+        return 1 if CONTEXT_PARALLEL.facts(self.cp_comm_type).by_heads else self.context_parallel_size
+
+    @property
     def model_parallel_size(self) -> int:
         """Ranks that hold one model replica, context ranks included."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size

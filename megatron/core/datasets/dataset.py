@@ -43,6 +43,8 @@ class StepShape(NamedTuple):
     samples: int
     replicas: int
     micro_batch_size: int
+    context_ranks: int = 1
+    """Ranks that divide the queries of each sample."""
 
 
 class Dealer(Protocol):

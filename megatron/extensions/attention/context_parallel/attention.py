@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.attention.context_parallel import local_attention
+from megatron.core.attention.context_parallel import Ring, RingAttention, local_attention
 from megatron.core.attention.tile_kernels import Causal
-from megatron.core.attention.tiles import chunk_order, rank_spans
+from megatron.core.attention.tiles import Shards, Spans, chunk_order, merged, rank_spans, rows_of
 from megatron.core.collectives import all_gather_sequence, swap_blocks
 from megatron.core.parallel_state import Axis
 
@@ -23,11 +23,40 @@ from megatron.core.parallel_state import Axis
 def gathered_attention(
     q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None
 ) -> Tensor:
-    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans`, sinks [heads] ->
+    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv] of `causal.shards`, sinks [heads] ->
     [s/cp, b, heads, dv]"""
+    if causal.shards is not None:
+        return _gathered(q, torch.cat((k, v), dim=-1), k.shape[-1], cp, causal, causal.shards, sinks)
     kv = from_rank_order(all_gather_sequence(torch.cat((k, v), dim=-1), cp), cp.size)
     k, v = kv.split((k.shape[-1], v.shape[-1]), dim=-1)
     return local_attention(q, k, v, causal, rank_spans(kv.shape[0], cp.rank, cp.size), sinks)
+
+
+def _gathered(
+    q: Tensor, kv: Tensor, width: int, cp: Axis, causal: Causal, shards: Shards, sinks: Tensor | None
+) -> Tensor:
+    """Attention of the rows of any shards, to keys of `width` channels and values `kv` [s/cp, b, groups, d + dv]. Keys
+    that no other rank sees are not gathered."""
+    held, sent = shards.held[cp.rank], shards.sent[cp.rank]
+    spans, parts = list(held), list(kv.split([len(span) for span in held]))
+    if sent:
+        rows = kv if sent == held else _rows(kv, rows_of(held, sent))
+        of_ranks = all_gather_sequence(rows, cp).split([len(span) for rank in shards.sent for span in rank])
+        sources = [rank for rank, each in enumerate(shards.sent) for _ in each]
+        others = [place for place, rank in enumerate(sources) if rank != cp.rank]
+        every = [span for each in shards.sent for span in each]
+        spans += [every[place] for place in others]
+        parts += [of_ranks[place] for place in others]
+    order = sorted(range(len(spans)), key=lambda place: spans[place].start)
+    k, v = torch.cat([parts[place] for place in order]).split((width, kv.shape[-1] - width), dim=-1)
+    keys = merged(tuple(spans[place] for place in order))
+    out: Tensor = RingAttention.apply(q, k, v, sinks, Ring(Axis(), held, (keys,), causal))
+    return out
+
+
+def _rows(x: Tensor, rows: Spans) -> Tensor:
+    """x [m, ...] -> [n, ...]: some rows"""
+    return torch.cat([x[each.start : each.stop] for each in rows])
 
 
 def from_rank_order(x: Tensor, size: int) -> Tensor:

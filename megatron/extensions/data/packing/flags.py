@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.core.config.flag_spec import flag
+from megatron.core.config.mixers import MIXERS
 from megatron.core.registry import imported
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -16,13 +17,42 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from megatron.core.attention.tiles import DividesSequences
     from megatron.core.datasets.dataset import Dealer, StepShape
     from megatron.core.datasets.gpt_dataset import SampleMaker
 
 WINDOW = 1 << 17
 
 
+def divides_by_documents(config: RunConfig) -> bool:
+    """Whether all layers that see the tokens of other context-parallel ranks take any division of them."""
+    kinds = (*config.model.layers, *config.model.mtp_layers)
+    mixers = {kind.linear for kind in kinds if kind.linear is not None}
+    return config.parallel.ranks_by_queries > 1 and not any(MIXERS.facts(name).whole_sequences for name in mixers)
+
+
+def hybrid_rules(config: RunConfig) -> Iterator[Problem]:
+    """Check the rules of --hybrid-context-parallel."""
+    own, parallel = config.options(PackingConfig), config.parallel
+    if not own.hybrid_context_parallel or parallel.context_parallel_size == 1:
+        return
+    name = "--hybrid-context-parallel"
+    if not own.packs and not config.data.reset_attention_mask:
+        rule = "keeps documents apart, and attention crosses their boundaries"
+        yield Problem(name, None, rule, "add --sequence-packing best-fit or --reset-attention-mask")
+    if config.training.micro_batch_size != 1:
+        rule = f"must be 1 with {name}: each sample is divided by its own documents"
+        yield Problem("--micro-batch-size", config.training.micro_batch_size, rule, "set it to 1")
+    if parallel.cp_comm_type not in ("p2p", "all_gather"):
+        rule = f"cannot be combined with {name}: all-to-all sends every token"
+        yield Problem("--cp-comm-type", parallel.cp_comm_type, rule, "use p2p or all_gather")
+    elif not divides_by_documents(config):
+        rule = "cannot be combined with layers that mix tokens other than by the model's attention"
+        yield Problem(name, None, rule, "remove one of them")
+
+
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    yield from hybrid_rules(config)
     own = config.options(PackingConfig)
     if not own.packs:
         if own.packing_window != WINDOW:
@@ -58,8 +88,19 @@ class PackingConfig:
     balance_packed_samples: bool = flag(
         False, no_effect_without=("--sequence-packing best-fit", "--reset-attention-mask")
     )
-    """Deal the samples of a step to data-parallel replicas and micro-batches so that all have about as many pairs of
-    tokens that attend to each other. The samples of a step stay the same."""
+    """Deal the samples of a step to data-parallel replicas and micro-batches, and the tokens of each micro-batch to
+    context-parallel ranks, so that all have about as many pairs of tokens that attend to each other. The samples of a
+    step stay the same."""
+
+    hybrid_context_parallel: bool = flag(
+        False, "--dynamic-context-parallel", no_effect_without="--context-parallel-size above 1"
+    )
+    """Keep short documents on one context-parallel rank each and divide long ones over all ranks, with equal work.
+    Keys and values of short documents are not communicated."""
+
+    max_seqlen_per_dp_cp_rank: int | None = flag(None, above=0, no_effect_without="--hybrid-context-parallel")
+    """Longest documents, in tokens, that stay on one context-parallel rank; default: chosen for each sample by the
+    estimated cost."""
 
     @property
     def packs(self) -> bool:
@@ -80,6 +121,15 @@ class PackingConfig:
         told: str = imported(f"{__package__}.survey:survey_line")(self, lengths, seq_length, step)
         return told
 
+    def divider(self, config: RunConfig) -> DividesSequences | None:
+        """What divides training samples over context-parallel ranks; None for the usual way."""
+        asked = self.hybrid_context_parallel or (self.balance_packed_samples and divides_by_documents(config))
+        if not asked or config.parallel.context_parallel_size == 1:
+            return None
+        divider = imported(f"{__package__}.dividing:Divider")
+        made: DividesSequences = divider(self.hybrid_context_parallel, self.max_seqlen_per_dp_cp_rank)
+        return made
+
     def dealer(self, seq_length: int) -> Dealer | None:
         """What deals samples of this length; None if the flags do not ask for it."""
         if not self.balance_packed_samples:
@@ -92,4 +142,9 @@ CALLBACKS.register(
     "work of replicas",
     f"{__package__}.hooks:WorkOfReplicas",
     when=lambda config: config.options(PackingConfig).balance_packed_samples,
+)
+CALLBACKS.register(
+    "work of context ranks",
+    f"{__package__}.hooks:WorkOfContextRanks",
+    when=lambda config: config.options(PackingConfig).divider(config) is not None,
 )

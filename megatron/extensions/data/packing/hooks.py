@@ -1,4 +1,4 @@
-"""Logs how equal the attention work of data-parallel replicas is, in order and as samples are dealt."""
+"""Logs how equal the attention work of data-parallel replicas and of context-parallel ranks is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron.extensions.data.packing.dealing import WorkDealer
-from megatron.extensions.data.packing.survey import imbalances, work_line
+from megatron.extensions.data.packing.dividing import Divider, mean_imbalances
+from megatron.extensions.data.packing.survey import context_line, imbalances, work_line
 from megatron.training.hooks import Callback, Meter
 from megatron.training.metrics.sinks import Record
 from megatron.training.progress import Interval, Step
@@ -51,3 +52,39 @@ class WorkOfReplicas(Callback, Meter):
         if not isinstance(before, float) or not isinstance(after, float):
             return []
         return [f" {work_line(before, after)}"]
+
+
+class WorkOfContextRanks(Callback, Meter):
+    """--balance-packed-samples and --hybrid-context-parallel: the work of the context-parallel rank that has most, as a
+    multiple of the mean, and the share of keys that travel. Each replica counts its own micro-batches."""
+
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        self.data, self.device = run.data, run.runtime.device
+        state = run.runtime.state
+        self.ranks = state.cp.size
+        self.counts = state.tp.first and state.cp.first and state.pp.first
+        return (self,)
+
+    def take(self) -> Tensor:
+        """[sum of the usual division, sum of this one, sum of shares, micro-batches] float64, of each replica."""
+        divider, sums = self.data.divide, [0.0] * 4
+        if isinstance(divider, Divider):
+            scores, divider.scores = divider.scores, []
+            if self.counts and scores:
+                held = self.data.model.seq_length // self.ranks
+                sums = [*(len(scores) * each for each in mean_imbalances(scores))]
+                sums += [sum(score.travelling for _, score in scores) / held, float(len(scores))]
+        return torch.tensor(sums, dtype=torch.float64, device=self.device)
+
+    def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
+        before, after, share, count = summed.tolist()
+        if not count:
+            return {}
+        names = "context_imbalance_in_order", "context_imbalance", "context_keys_sent"
+        return dict(zip(names, (before / count, after / count, share / count), strict=True))
+
+    def lines(self, record: Record) -> list[str]:
+        before, after = record.get("context_imbalance_in_order"), record.get("context_imbalance")
+        if not isinstance(before, float) or not isinstance(after, float):
+            return []
+        return [f" {context_line(before, after)}"]

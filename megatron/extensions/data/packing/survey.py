@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.dataset import StepShape
+from megatron.extensions.data.packing.context_shards import Score
 from megatron.extensions.data.packing.dealing import deal, imbalance, pairs_of
+from megatron.extensions.data.packing.dividing import Divider, mean_imbalances, scores_of
 from megatron.extensions.data.packing.flags import PackingConfig
 from megatron.extensions.data.packing.order import Packed, Rounds, Waste, round_of
+
+MICRO_BATCHES = 32
+"""Micro-batches, at most, whose division over context-parallel ranks stands for that of all."""
 
 SURVEYED = 1 << 17
 """Documents at the beginning of a data set whose packing stands for that of all."""
@@ -28,11 +34,43 @@ def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int
     rounds = Rounds.of(some, range(len(some)), seq_length, options.packing_window)
     packed = round_of(some, rounds, seq_length, seed=0, number=1)
     line = f"best-fit packing: {Waste.of(packed, seq_length)}"
-    if step is None or step.replicas == 1 or (found := balance(packed, seq_length, step, STEPS)) is None:
+    if step is None:
         return line
-    before, after = found
     how = "as dealt" if options.balance_packed_samples else "with --balance-packed-samples"
-    return f"{line}; {work_line(before, after, how)}"
+    if step.replicas > 1 and (found := balance(packed, seq_length, step, STEPS)) is not None:
+        line += f"; {work_line(*found, how)}"
+    if step.context_ranks > 1:
+        divider = Divider(options.hybrid_context_parallel, options.max_seqlen_per_dp_cp_rank)
+        divided = options.hybrid_context_parallel or options.balance_packed_samples
+        before, after = mean_imbalances(context_scores(packed, seq_length, step, divider, MICRO_BATCHES))
+        line += f"; {context_line(before, after, 'as divided' if divided else how)}"
+    return line
+
+
+def context_scores(
+    packed: Packed, seq_length: int, step: StepShape, divider: Divider, most: int
+) -> list[tuple[Score, Score]]:
+    """The cost of at most `most` micro-batches as samples are usually divided, and by `divider`."""
+    size = step.micro_batch_size
+    bounds = list(pairwise([0, *packed.ends[: most * size].tolist()]))
+    starts = [starts_of(packed.lengths[a:b].tolist(), seq_length) for a, b in bounds]
+    found = []
+    for first in range(0, len(starts) - size + 1, size):
+        documents = tuple(starts[first : first + size])
+        shards = divider.divided(documents, seq_length, step.context_ranks)
+        found.append(scores_of(shards, documents, seq_length))
+    return found
+
+
+def starts_of(counts: Sequence[int], seq_length: int) -> tuple[int, ...]:
+    """Where the documents of `counts` tokens begin in a sample, and its padding. Its last token is only a label."""
+    return tuple(start for start in accumulate(counts, initial=0) if start < seq_length)
+
+
+def context_line(before: float, after: float, how: str = "as divided") -> str:
+    """Text about the work of the context-parallel rank that has most, as multiples of the mean."""
+    chunks = f"{before:.4g} times the mean in chunks of samples"
+    return f"attention work of the busiest context rank: {chunks}, {after:.4g} {how}"
 
 
 def work_line(before: float, after: float, how: str = "as dealt") -> str:

@@ -326,7 +326,7 @@ def data_lines(plan: RunPlan, phase: Phase, dims: ParallelDims) -> Iterator[str]
         samples = end - phase.first_sample
     batch, step = config.training.global_batch_size, None
     if batch is not None:
-        step = StepShape(batch, dims.dp, config.training.micro_batch_size)
+        step = StepShape(batch, dims.dp, config.training.micro_batch_size, config.parallel.ranks_by_queries)
     yield from source_lines(data, samples, config.model.seq_length, step, _other_line)
 
 

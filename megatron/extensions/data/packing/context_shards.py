@@ -1,0 +1,270 @@
+"""Divides the tokens of packed documents over context-parallel ranks, with equal pairs of a query and a key. Pure.
+
+The usual shards, an early and a late chunk of the sample, have equal work only if the sample is one document. Here each
+rank holds as many tokens as before, so that shapes and padding stay the same, but other tokens. Several divisions are
+tried on the lengths of the documents, and the one with the lowest `Score` is used:
+
+- pairs of chunks of the sample, the usual division;
+- pairs of chunks of each document (zig-zag per document): equal by construction, but short documents become crumbs;
+- equal chunks of the sample, dealt by their work (number partitioning), more of them until the work is equal;
+- whole documents, dealt by their work. Only documents longer than some length, and those that fit no rank, are cut.
+
+Keys travel between ranks only if their document is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.attention.tiles import Documents, Shards, Spans, rank_spans
+from megatron.extensions.data.packing.dealing import equal_groups
+
+TILE = 64 * 64
+"""Pairs of a query and a key that a kernel computes in the time that one more tile costs."""
+
+EQUAL = 1.02
+"""Divisions whose time is within this factor of the lowest count as equal: the one whose keys travel least is used."""
+
+CHUNKS = (1, 2, 4, 8)
+"""Pairs of chunks that a rank holds where equal chunks of the sample are dealt."""
+
+WHOLE = (1.0, 0.5, 0.25, 0.125)
+"""Longest whole documents, as shares of the tokens of a rank, where whole documents are dealt."""
+
+Owners = NDArray[np.int64]
+"""[seq_length]: the rank that holds each position."""
+
+
+class Score(NamedTuple):
+    """The cost of a division."""
+
+    time: float
+    """Pairs of the busiest rank, and `TILE` for each of its tiles."""
+
+    work: float
+    """Pairs of the busiest rank, as a multiple of the mean."""
+
+    travelling: int
+    """Keys that each rank sends to the others."""
+
+
+def score(owners: Owners, documents: Documents, ranks: int) -> Score:
+    """The cost of a division of the samples of a micro-batch."""
+    works = np.bincount(owners, seen_keys(documents, len(owners)), ranks)
+    changes = np.flatnonzero(np.diff(owners, prepend=-1))
+    tiles = np.zeros(ranks)
+    for starts in documents:
+        begins = np.asarray(starts, np.int64)
+        pieces = np.union1d(begins, changes)
+        firsts = np.searchsorted(pieces, begins)[np.searchsorted(begins, pieces, "right") - 1]
+        tiles += np.bincount(owners[pieces], np.arange(len(pieces)) - firsts + 1, ranks)
+    sent = int(np.bincount(owners[_in_cut_documents(owners, documents)], minlength=ranks).max())
+    return Score(float((works + TILE * tiles).max()), float(works.max() / works.mean()), sent)
+
+
+def seen_keys(documents: Documents, seq_length: int) -> NDArray[np.int64]:
+    """[seq_length]: keys that the query at each position sees, summed over samples."""
+    places = np.arange(seq_length)
+    counts = np.zeros(seq_length, np.int64)
+    for starts in documents:
+        begins = np.asarray(starts, np.int64)
+        counts += places - begins[np.searchsorted(begins, places, "right") - 1] + 1
+    return counts
+
+
+@lru_cache(maxsize=64)
+def balanced_shards(documents: Documents, seq_length: int, ranks: int) -> Shards:
+    """The division with the lowest cost. The samples of a micro-batch, which may be several, are divided alike."""
+    alike = tuple(dict.fromkeys(documents))
+    found = [even_chunks(seq_length, ranks), *dealt_chunks(alike, seq_length, ranks)]
+    if len(alike) == 1:
+        lengths = np.diff([*alike[0], seq_length])
+        found += [chunks_of_documents(lengths, ranks), *(whole_documents(lengths, ranks, share) for share in WHOLE)]
+    return shards_of(_best(found, documents, ranks), documents, ranks)
+
+
+@lru_cache(maxsize=64)
+def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: int | None) -> Shards:
+    """The cheapest division of one sample that keeps documents of at most `longest` tokens (None: the cost decides) on
+    one rank each, if they fit."""
+    assert len(documents) == 1, "a rule allows one sample per micro-batch"
+    lengths = np.diff([*documents[0], seq_length])
+    shares = WHOLE if longest is None else (longest * ranks / seq_length,)
+    return shards_of(
+        _best([whole_documents(lengths, ranks, share) for share in shares], documents, ranks), documents, ranks
+    )
+
+
+def _best(found: list[Owners], documents: Documents, ranks: int) -> Owners:
+    """The division with the lowest time. Of those about equal, the one whose keys travel least, then the first one."""
+    scores = [score(owners, documents, ranks) for owners in found]
+    least = min(each.time for each in scores)
+    fair = [place for place, each in enumerate(scores) if each.time <= EQUAL * least]
+    return found[min(fair, key=lambda place: scores[place].travelling)]
+
+
+def even_chunks(seq_length: int, ranks: int) -> Owners:
+    """The usual division, `megatron.core.attention.tiles.rank_spans`."""
+    owners = np.empty(seq_length, np.int64)
+    for rank in range(ranks):
+        for span in rank_spans(seq_length, rank, ranks):
+            owners[span.start : span.stop] = rank
+    return owners
+
+
+def dealt_chunks(documents: Documents, seq_length: int, ranks: int) -> Iterator[Owners]:
+    """Equal chunks of the sample dealt by work, more and more of them."""
+    seen = seen_keys(documents, seq_length)
+    for pairs in CHUNKS:
+        chunks = 2 * ranks * pairs
+        if seq_length % chunks:
+            return
+        groups = equal_groups(seen.reshape(chunks, -1).sum(1), ranks)
+        of_chunk = np.empty(chunks, np.int64)
+        of_chunk[groups] = np.arange(ranks)[:, None]
+        yield np.repeat(of_chunk, seq_length // chunks)
+
+
+def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
+    """Each document in 2 * ranks chunks, of which a rank holds an early and a late one.
+
+    Chunks of a document differ by at most a token. Ranks receive the longer ones in turn, so that all hold as many."""
+    order = np.array([*range(ranks), *range(ranks - 1, -1, -1)])
+    parts, turn = [], 0
+    for length in lengths.tolist():
+        least, more = divmod(length, 2 * ranks)
+        sizes = np.full(2 * ranks, least)
+        late = 0
+        for extra in range(more):
+            rank = (turn + extra) % ranks
+            late = extra // ranks  # a rank's second extra token goes to its other chunk
+            sizes[2 * ranks - 1 - rank if late else rank] += 1
+        turn = (turn + more) % ranks
+        parts.append(np.repeat(order, sizes))
+    return np.concatenate(parts)
+
+
+def whole_documents(lengths: NDArray[np.int64], ranks: int, share: float) -> Owners:
+    """Documents of at most `share` of the tokens of a rank stay whole, as far as they fit; longer ones are cut.
+
+    The piece with the most pairs per token comes first, and goes to the rank whose missing work per missing token is
+    highest, of those that have room for it. Then chunks of the busiest rank are exchanged for lighter ones."""
+    length = int(lengths.sum())
+    deal = _Deal(lengths, ranks, max(1, length // (32 * ranks)), share * length / ranks)
+    deal.run()
+    deal.exchange()
+    return deal.owners
+
+
+class _Deal:
+    """Pieces of documents, and the ranks that hold them."""
+
+    def __init__(self, lengths: NDArray[np.int64], ranks: int, chunk: int, longest: float) -> None:
+        length = int(lengths.sum())
+        self.chunk = chunk
+        self.owners = np.full(length, -1)
+        starts = np.cumsum(lengths) - lengths
+        self.before = np.concatenate([[0], np.cumsum(np.arange(length) - np.repeat(starts, lengths) + 1)])
+        """[length + 1]: pairs of all positions before each."""
+
+        self.room = np.full(ranks, length // ranks)
+        """Tokens that each rank still takes."""
+
+        self.missing = np.full(ranks, self.before[-1] / ranks)
+        """Pairs that each rank lacks."""
+
+        self.pieces: list[tuple[int, int]] = []
+        for start, size in zip(starts.tolist(), lengths.tolist(), strict=True):
+            step = size if size <= longest else chunk
+            self.pieces += [(place, min(start + size, place + step)) for place in range(start, start + size, step)]
+
+    def work(self, start: int, stop: int) -> int:
+        return int(self.before[stop] - self.before[start])
+
+    def run(self) -> None:
+        """Gives each piece to a rank. A piece that fits none is cut."""
+        waiting = sorted(self.pieces, key=lambda piece: self.work(*piece) / (piece[1] - piece[0]))
+        self.pieces = []
+        while waiting:
+            start, stop = waiting.pop()
+            wanted = np.where(self.room > 0, self.missing / np.maximum(self.room, 1), -np.inf)
+            fits = np.where(self.room >= stop - start, wanted, -np.inf)
+            rank = int(fits.argmax())
+            if self.room[rank] < stop - start:
+                rank = int(wanted.argmax())
+                cut = start + int(self.room[rank])
+                waiting.append((cut, stop))
+                stop = cut
+            self.owners[start:stop] = rank
+            self.room[rank] -= stop - start
+            self.missing[rank] -= self.work(start, stop)
+            self.pieces.append((start, stop))
+
+    def exchange(self) -> None:
+        """Exchanges chunks of equal size between the busiest rank and the idlest one while that helps."""
+        chunks = np.array([start for start, stop in self.pieces if stop - start == self.chunk], np.int64)
+        works = self.before[chunks + self.chunk] - self.before[chunks] if len(chunks) else chunks
+        for _ in range(4 * len(self.room)):
+            busy, idle = int(self.missing.argmin()), int(self.missing.argmax())
+            gap = self.missing[idle] - self.missing[busy]
+            mine, others = (np.flatnonzero(self.owners[chunks] == rank) for rank in (busy, idle))
+            if not len(mine) or not len(others):
+                return
+            moved = works[mine][:, None] - works[others]
+            left = np.maximum(moved, gap - moved)  # the larger of both ranks' excess over the idlest
+            give, take = np.unravel_index(int(left.argmin()), left.shape)
+            if left[give, take] >= gap:
+                return
+            for chunk, rank in ((mine[give], idle), (others[take], busy)):
+                self.owners[chunks[chunk] : chunks[chunk] + self.chunk] = rank
+            self.missing[busy] += moved[give, take]
+            self.missing[idle] -= moved[give, take]
+
+
+def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]:
+    """[seq_length]: whether other ranks hold tokens of the document of a position, in any sample."""
+    found = np.zeros(len(owners), bool)
+    for starts in documents:
+        begins = np.asarray(starts, np.int64)
+        cut = np.minimum.reduceat(owners, begins) != np.maximum.reduceat(owners, begins)
+        found |= np.repeat(cut, np.diff([*starts, len(owners)]))
+    return found
+
+
+def shards_of(owners: Owners, documents: Documents, ranks: int) -> Shards:
+    """The division, and the keys that travel: equally many of each rank, so some may be of whole documents."""
+    held = [np.flatnonzero(owners == rank) for rank in range(ranks)]
+    shared = _in_cut_documents(owners, documents)
+    most = max(int(shared[places].sum()) for places in held)
+    spans = tuple(_spans(places) for places in held)
+    if 4 * most > 3 * len(held[0]):  # copying them apart is not worth it
+        return Shards(spans, spans)
+    sent = []
+    for places in held:
+        order = np.argsort(~shared[places], kind="stable")[:most]
+        sent.append(_spans(np.sort(places[order])))
+    return Shards(spans, tuple(sent))
+
+
+def owners_of(shards: Shards, seq_length: int) -> Owners:
+    """The rank that holds each position."""
+    owners = np.empty(seq_length, np.int64)
+    for rank, spans in enumerate(shards.held):
+        for span in spans:
+            owners[span.start : span.stop] = rank
+    return owners
+
+
+def _spans(places: NDArray[np.int64]) -> Spans:
+    """Ascending positions as ranges."""
+    if not len(places):
+        return ()
+    breaks = np.flatnonzero(np.diff(places) != 1) + 1
+    bounds = [0, *breaks.tolist(), len(places)]
+    return tuple(range(int(places[a]), int(places[b - 1]) + 1) for a, b in pairwise(bounds))
