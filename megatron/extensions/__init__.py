@@ -121,6 +121,11 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         needs=("peer_copies",),
     ),
     BuiltIn(
+        "operate/rollback",
+        "Going back at a spike to the state of some steps before, past the batches since then.",
+        needs=("peer_copies", "planner"),
+    ),
+    BuiltIn(
         "speed/fusions", "Kernels and layers that compute in one pass what the trunk does in several.", needs=("fp8",)
     ),
     BuiltIn("speed/fp8", "Products of linear layers in 8-bit floating point."),

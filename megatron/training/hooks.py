@@ -132,6 +132,9 @@ class Log(Protocol):
     def say(self, line: str) -> None:
         """Prints a line, above the progress bar if there is one."""
 
+    def go_back(self, iteration: int) -> None:
+        """Drops the records after an iteration, as the log of a run that resumes there does."""
+
 
 class Exporter(Protocol):
     """Work on complete checkpoints while training continues. On one rank, apart from `poll` and `abandon`."""
@@ -330,6 +333,10 @@ class Callback:
         """What finds spikes, built with the `Judge.state` of the checkpoint, empty at the start; None to leave it to
         others. The first callback that has one decides."""
         return None
+
+    def on_verdict(self, verdict: Verdict) -> None:
+        """The outcome of a step, read after it or while the next one runs, before anything follows from it. May raise
+        `StepsTakenBackError` if the run was asked to read it before the next step begins, in `on_step_end`."""
 
     def search(self, verdict: Verdict) -> StepFinding | None:
         """Looks for the origin of a step whose loss or gradient was not finite. Called on every rank, before the next

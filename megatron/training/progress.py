@@ -111,6 +111,15 @@ class BegunRun(Protocol):
         """Loads an open checkpoint, which the log calls `source`. Collective."""
 
 
+class StepsTakenBackError(Exception):
+    """Raised by a callback's `on_verdict`, on every rank, to undo steps: the loop calls `restore`, which brings the run
+    back to an earlier step, and continues there."""
+
+    def __init__(self, restore: Callable[[], None]) -> None:
+        super().__init__("steps are taken back")
+        self.restore = restore
+
+
 class StepTimers:
     """The parts of a step as contexts, `with timers("forward"):`, and each batch of an `EVALUATION` and each `SAVE`.
 

@@ -56,6 +56,9 @@ class TrainingRun(RunView):
     step: RunStep = field(init=False)
     """A `megatron.training.train_step.TrainStep`."""
 
+    passed_over: set[int]
+    """Iterations whose samples are skipped without training: --iterations-to-skip, and what extensions add."""
+
     first_iteration: int
     """Iteration at which this process started."""
 

@@ -228,6 +228,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         saver=saver,
         lines=lines,
         guard=build_guard(config, progress, optimizer, parts.callbacks, runtime),
+        passed_over=set(config.checks.iterations_to_skip or ()),
         first_iteration=progress.iteration,
         callbacks=parts.callbacks,
         meters=meters,

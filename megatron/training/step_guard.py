@@ -67,6 +67,8 @@ class StepGuard:
             return False
         (step, result), self._pending = self._pending, None
         verdict = self._verdict(step, result)
+        for callback in self._callbacks:
+            callback.on_verdict(verdict)
         if verdict.ends_run:
             self._end_run(verdict)
         self._count(verdict)

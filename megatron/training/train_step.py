@@ -17,7 +17,7 @@ from megatron.training.run import TrainingRun
 def train_step(run: TrainingRun) -> None:
     """Makes the next step. Raises BadStepError, on every rank, if the step before ends the run."""
     progress, step = run.progress, run.progress.next_step(run.batch_sizes)
-    if step.iteration in (run.config.checks.iterations_to_skip or ()):
+    if step.iteration in run.passed_over:
         run.interval.passed_over += 1
         progress.skipped_iterations += 1
     else:

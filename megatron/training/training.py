@@ -15,6 +15,7 @@ from megatron.training.config.code_record import record_named_code
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Parts, Task, add_watches, tell_of_failure
 from megatron.training.initialize import StartupPhases, connect, initialize, shut_down, start_watchdog
+from megatron.training.progress import StepsTakenBackError
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.run_status import ExitCode
 from megatron.training.reliability.watchdog import Watchdog
@@ -62,12 +63,22 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
 
 def train(run: TrainingRun) -> ExitCode:
     """Trains until the end of the run, an exit condition, or an error. `run` has been started (`start_run`)."""
-    while next_step(run):
-        train_step(run)
-        if exits(run, after=perform_due(run)):
-            break
+    while goes_on(run):
+        pass
     finish(run)
     return run.runtime.watchdog.code
+
+
+def goes_on(run: TrainingRun) -> bool:
+    """Makes the next step, and what is due after it. Returns whether another one may follow."""
+    try:
+        if not next_step(run):
+            return False
+        train_step(run)
+        return not exits(run, after=perform_due(run))
+    except StepsTakenBackError as back:
+        back.restore()
+        return True
 
 
 def next_step(run: TrainingRun) -> bool:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG, saved_folders
@@ -51,15 +52,27 @@ class RunLog:
                     self._config_file.append((config, save / RUN_CONFIG))
                     resources.callback(self._restore_config)
             record_event(config.checkpoint.save, "start", iteration=iteration, world_size=runtime.launch.world_size)
-        self._sinks = open_sinks(config, iteration, runtime.watchdog.check_save_folder)
-        for sink in self._sinks:
-            resources.callback(sink.close)
-            runtime.watchdog.failures.at_exit.append(sink.close)
+        self._open = partial(open_sinks, config, check=runtime.watchdog.check_save_folder)
+        self._sinks = self._open(iteration)
+        resources.callback(self._close_sinks)
+        runtime.watchdog.failures.at_exit.append(self._close_sinks)
         if sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
             from tqdm import tqdm
 
             self._bar = tqdm(total=run.train_iters, initial=iteration, unit="it", dynamic_ncols=True)
             resources.callback(self._bar.close)
+
+    def _close_sinks(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def go_back(self, iteration: int) -> None:
+        """Drops the records after an iteration, as the log of a run that resumes there does."""
+        if self._sinks:
+            self._close_sinks()
+            self._sinks = self._open(iteration)
+        if self._bar is not None:
+            self._bar.n = iteration
 
     def write(self, record: Record) -> None:
         """Writes a record to every sink, with the time and the version of the schema."""

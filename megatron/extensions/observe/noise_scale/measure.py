@@ -94,6 +94,7 @@ class NoiseScale(Callback, Meter):
         return [list(row) for row in self.window.rows]
 
     def load_state(self, state: object) -> None:
+        self.window.rows.clear()
         self.window.add(state if isinstance(state, list) else ())
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:

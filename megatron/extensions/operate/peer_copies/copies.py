@@ -3,8 +3,9 @@
 A copy counts when all ranks have theirs of the step, on which they agree through the store. Until then the copies of
 the step before stay, in the other slot of each part.
 
-Keys of the store: copied/ITERATION, the number of ranks that have stored and sent theirs; failed/ITERATION, why one
-could not; copied-by/RANK, the last iteration of a rank; holder/HOST, the address of a holder that was started again.
+Keys of the store, which count the copies of this start, as a run may go back to an iteration and copy it again:
+copied/COPY, the number of ranks that have stored and sent theirs; failed/COPY, why one could not; copied-by/RANK, the
+last copy of a rank; holder/HOST, the address of a holder that was started again.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Copies:
 
         self._store, self._world = store, world
         self._pace = pace
-        self._slot, self._begun = 0, 0
+        self._slot, self._number = 0, 0
         self._slots = dict[tuple[str, int], Slot]()
         self._entries = dict[str, tuple[list[Entry], str]]()
         self._thread: threading.Thread | None = None
@@ -94,7 +95,7 @@ class Copies:
             if self._thread.is_alive():
                 keys = {rank: f"copied-by/{rank}" for rank in range(self._world)}
                 now = {rank: self._store.check([key]) and int(self._store.get(key)) for rank, key in keys.items()}
-                return [rank for rank, iteration in now.items() if iteration < self._begun]
+                return [rank for rank, number in now.items() if number < self._number]
             self._thread = None
         return []
 
@@ -102,7 +103,7 @@ class Copies:
         """Begins the copies of a step, after those before have ended. `tensors` may change once this returns, on the
         current stream."""
         self.wait()
-        self._begun = iteration
+        self._number += 1
         staged = [(duty, self._stage(duty.stored, tensors)) for duty in self.duties]
         devices = {data.device for tensor in tensors.values() for _, data in tensor.boxes if data.is_cuda}
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
@@ -142,25 +143,25 @@ class Copies:
                 write_whole(header_of(slot.path), header)
                 for host in duty.to:
                     self._put(host, slot, header)
-            self._store.set(f"copied-by/{self.place.rank}", str(iteration))
-            self._store.add(f"copied/{iteration}", 1)
+            self._store.set(f"copied-by/{self.place.rank}", str(self._number))
+            self._store.add(f"copied/{self._number}", 1)
         except Exception as error:
             with suppress(RuntimeError):  # the store is gone, and the run with it
-                self._store.set(f"failed/{iteration}", f"{type(error).__name__}: {error}")
+                self._store.set(f"failed/{self._number}", f"{type(error).__name__}: {error}")
         with suppress(RuntimeError):
             self._agree(iteration)
 
     def _agree(self, iteration: int) -> None:
         """Waits for the other ranks."""
         pause, longest = 0.001, min(0.1, 0.01 + 1e-4 * self._world)
-        while self._store.add(f"copied/{iteration}", 0) < self._world:
-            if self._store.check([f"failed/{iteration}"]):
-                self.failure = self._store.get(f"failed/{iteration}").decode()
+        while self._store.add(f"copied/{self._number}", 0) < self._world:
+            if self._store.check([failed := f"failed/{self._number}"]):
+                self.failure = self._store.get(failed).decode()
                 return
             time.sleep(pause)
             pause = min(2 * pause, longest)
         if self.place.rank == 0 and self.complete is not None:  # all ranks have read it
-            self._store.delete_key(f"copied/{self.complete}")
+            self._store.delete_key(f"copied/{self._number - 1}")
         self.complete, self.failure = iteration, ""
         self._slot = 1 - self._slot
         if self._first is not None:

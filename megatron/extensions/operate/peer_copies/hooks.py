@@ -164,6 +164,20 @@ class PeerCopies(Callback):
         mine = damaged(self._folder, here[ranks.index(world.rank) :: len(ranks)])
         return found.without([copy for each in gather_objects(mine, world) for copy in each])
 
+    def checkpoint_of(self, iteration: int) -> MemoryCheckpoint | None:
+        """The copies that this start has made of a step; None if they are no longer there. Collective."""
+        run, copies = self._run, self._copies
+        assert run is not None and copies is not None
+        copies.wait()
+        world = run.runtime.state.world
+        held = gather_objects(inventory(self._folder, host_name()) if self._leads else Inventory(), world)
+        for each in complete_sets(held):
+            if (each.generation, each.iteration) == (self._generation, iteration):
+                found = self._verified(each, world)
+                readers = Readers(self._folder, host_name(), self._holders)
+                return None if found.lost else MemoryCheckpoint(found, readers, self._leads, world)
+        return None
+
     def _load(
         self,
         found: CompleteSet,

@@ -130,7 +130,7 @@ class ContinuedStep(TrainStep):
         """Inputs of the next step; None if there is none with the same model, or meters look at it as a whole."""
         run = self.run
         number, sample = step.iteration + 1, step.first_sample + step.samples
-        if number in (run.config.checks.iterations_to_skip or ()):
+        if number in run.passed_over:
             return None
         if run.plan.at(sample) is not run.plan.at(step.first_sample):
             return None

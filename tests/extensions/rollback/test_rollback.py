@@ -1,0 +1,113 @@
+"""A run that goes back at a spike is bitwise the run that was told to skip these batches, from any source of states."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.extensions.operate.peer_copies.client import HOST
+from tests.extensions.rollback.runs import Run, poisoned
+from tests.forked import run_forked
+from tests.parity.matrix.combination import Combination
+from tests.parity.mutants import Mutant, planted
+
+SPIKE = 14
+BACK = "--rollback-on-spike --rollback-steps 2"
+SHARDED = "--bf16 --data-parallel-sharding-strategy"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return poisoned(tmp_path_factory.mktemp("data"))
+
+
+LAYOUTS = [
+    (1, "--log-noise-scale --micro-batch-size 1"),
+    (2, f"{SHARDED} optim --overlap-grad-reduce --overlap-param-gather"),
+    (2, f"{SHARDED} optim_grads_params"),
+    (4, "--tp 2 --pp 2 --fp16 --initial-loss-scale 256 --loss-scale-window 4"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "flags"), LAYOUTS)
+def test_a_spike_is_passed_over(ranks: int, flags: str, data: str, tmp_path: Path) -> None:
+    told, run = (Run(tmp_path / name, data, flags, ranks) for name in ("told", "run"))
+    told.start("--iterations-to-skip 13 14")
+    said = run.start(BACK)
+    assert "going back to iteration 12 from memory; the samples of iterations 13 to 14 are passed over" in said
+    run.assert_equal(told)
+    (event,) = run.events("rollback")
+    assert (event["iteration"], event["to"], event["passed_over"]) == (SPIKE, 12, [13, 14])
+
+
+def test_copies_in_the_memory_of_peers(data: str, tmp_path: Path) -> None:
+    flags = f"{SHARDED} optim"
+    told, run = (Run(tmp_path / name, data, flags, 2) for name in ("told", "run"))
+    told.start("--iterations-to-skip 13 14")
+    (tmp_path / "memory").mkdir()
+    copies = f"--peer-copies 1 --peer-copy-path {tmp_path / 'memory'}"
+    words = [*run.flags, *BACK.split(), *copies.split()]
+    said = run_forked(2, words, run.screen, prepare=lambda rank: os.environ.update({HOST: f"host{rank}"}))
+    assert "going back to iteration 12 from copies in memory of hosts" in said and "incomplete" not in said
+    run.assert_equal(told)
+
+
+def resumes_before_the_spike(folder: Path, data: str) -> None:
+    """Asserts that a run that has lost its memory goes back to the disk, and computes the state of iteration 12."""
+    told, run = Run(folder / "told", data), Run(folder / "run", data, f"{BACK} --save-interval 5")
+    told.start("--iterations-to-skip 13 14")
+    run.start("--exit-interval 13")
+    said = run.start()
+    assert f"going back to iteration 10 from {run.save}/iter_0000010" in said
+    run.assert_equal(told)
+
+
+def test_a_run_that_lost_its_memory_goes_back_to_the_disk(data: str, tmp_path: Path) -> None:
+    resumes_before_the_spike(tmp_path, data)
+
+
+def resumes_after_the_rollback(folder: Path, data: str) -> None:
+    """Asserts that a checkpoint in the middle of what is passed over says so, at another layout."""
+    told, run = Run(folder / "told", data), Run(folder / "run", data, f"{BACK} --rollback-batches 4")
+    told.start("--iterations-to-skip 13 14 15 16")
+    run.start("--exit-interval 15")
+    run.start("--tp 2", ranks=2)
+    assert run.losses().keys() == told.losses().keys()
+    for iteration, values in told.losses().items():
+        expected = values if None in values else pytest.approx(values, rel=1e-4)
+        assert run.losses()[iteration] == expected, iteration
+
+
+def test_a_checkpoint_after_a_rollback_at_another_layout(data: str, tmp_path: Path) -> None:
+    resumes_after_the_rollback(tmp_path, data)
+
+
+MUTANTS = {
+    "position not restored": (
+        "hooks.Rollback._set_position",
+        "setattr(run.progress, each.name, getattr(position, each.name))",
+        "each.name != 'consumed_samples' and setattr(run.progress, each.name, getattr(position, each.name))",
+        resumes_before_the_spike,
+    ),
+    "batches not recorded": (
+        "hooks.Rollback.state",
+        "for each in self.passed_over",
+        "for each in self.passed_over[:0]",
+        resumes_after_the_rollback,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name: str, data: str, tmp_path: Path) -> None:
+    place, old, new, check = MUTANTS[name]
+    mutant = Mutant({f"extensions.operate.rollback.{place}": [(old, new)]}, Combination.of())
+    with planted(mutant), pytest.raises(AssertionError):
+        check(tmp_path, data)
+
+
+def test_the_last_rollback(data: str, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", data, f"{BACK} --spiky-loss-factor 1.001 --max-rollbacks 1 --lr 0.9")
+    assert "after 1 rollbacks, as many as --max-rollbacks allows" in run.start(code=1)
