@@ -14,9 +14,11 @@ from megatron.core.attention.core_attention import FusedAttention
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.attention.tiles import rank_spans
 from megatron.core.dropout import attention_dropout
+from megatron.extensions.speed.fp8.casts import FIRST_CAPABILITY
 from megatron.extensions.speed.fusions.attention.backends import MODULE, CudnnKernel, Flash3Attention
 from megatron.extensions.speed.fusions.attention.flash_dropout import FlashDropoutKernel
 from megatron.extensions.speed.fusions.attention.flash_kernels import FlashCUDAKernel
+from megatron.extensions.speed.fusions.attention.fp8_attention import KERNEL_ERROR, Fp8Attention, error_beside_twin
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -87,6 +89,18 @@ def test_whole_samples_by_flash3() -> None:
     pairs = [(one, other), *zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (one, other)), strict=True)]
     for found, expected in pairs:
         assert ((found - expected).norm() / expected.norm()).item() < 0.02
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("name", ["fp8_triton", pytest.param("fp8_flash3", marks=needs_flash3)])
+def test_kernels_in_fp8(name: str, width: int) -> None:
+    if torch.cuda.get_device_capability() < FIRST_CAPABILITY:
+        pytest.skip("this GPU does not multiply in fp8")
+    operands = AttentionOperands(0.125, torch.bfloat16, torch.device("cuda", 0), width, width)
+    attention = ATTENTION_BACKENDS.build(name, operands).causal()
+    assert isinstance(attention, Fp8Attention)
+    q, k, v = (torch.randn(LENGTH, 2, n, width, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2))
+    assert error_beside_twin(attention.kernels, (q, k, v), 0.125) < KERNEL_ERROR
 
 
 def compare(

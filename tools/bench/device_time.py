@@ -243,6 +243,7 @@ OWN: dict[str, str] = {
     "attention_forward": "attention",
     "attention_dkdv": "attention",
     "attention_dq": "attention",
+    "fp8_attention_kernel": "attention",
     "norm_cast_rows": "fp8 casts",
     "norm_gradient_chunks": "norm",
     "add_parts": "norm",

@@ -143,6 +143,7 @@ def attention(config: RunConfig) -> Iterator[Part]:
     pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
     work = 3.5e-12 * 2 * pairs * (model.head_dim + model.value_head_dim)
     kernels: dict[str, dict[str, Any]] = {f"{name}, whole samples": {} for name in ("flash", "flash3", "cudnn")}
+    kernels |= {f"{name}, whole samples": {} for name in ("fp8_flash3", "fp8_triton")}
     kernels |= {f"{name}, tiles of one of two ranks": {"ranks": 2} for name in ("flash", "flash3", "cudnn")}
     kernels |= {f"{name}, as documents": {"documents": True} for name in ("flash", "flash3")}
     # The backward of triton does seven products instead of five, not counted here.

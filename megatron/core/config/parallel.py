@@ -218,7 +218,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
     attention_backend: str = flag("auto", choices=ATTENTION_BACKENDS)
     """GPUs: the attention kernel. auto: the fastest, by timing them when the run starts. flash: torch's
     FlashAttention-2. flash3: the package of FlashAttention-3. cudnn: cuDNN. triton: the only fused kernel with
-    attention dropout, and only for that. unfused: plain torch, also on CPU."""
+    attention dropout, and only for that. fp8: the fastest whose forward is in fp8 (see docs/precision.md), fp8_flash3
+    and fp8_triton: one of these. unfused: plain torch, also on CPU."""
 
     distributed_backend: str | None = flag(None, choices=("nccl", "gloo"))
     """torch.distributed backend; default: nccl on GPUs, gloo on CPU."""

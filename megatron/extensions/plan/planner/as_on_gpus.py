@@ -46,6 +46,7 @@ from megatron.extensions.speed.fp8 import casts
 from megatron.extensions.speed.fp8.casts import Scaled
 from megatron.extensions.speed.fusions.attention.flash_dropout import FlashDropoutKernel, fits
 from megatron.extensions.speed.fusions.attention.flash_kernels import FlashCUDAKernel, fits_flash
+from megatron.extensions.speed.fusions.attention.fp8_attention import Fp8Attention
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel
 
 T = TypeVar("T")
@@ -55,10 +56,19 @@ class Launches(Protocol):
     """Told what planned kernels compute, where torch's own operators do not show it."""
 
     def attention(
-        self, pairs: float, width: int, value_width: int, length: int, backward: bool, dropout: bool = False
+        self,
+        pairs: float,
+        width: int,
+        value_width: int,
+        length: int,
+        backward: bool,
+        dropout: bool = False,
+        *,
+        backend: str | None = None,
     ) -> None:
         """A launch of an attention kernel for this number of query-key pairs, of all heads, with values of
-        `value_width`, over `length` keys. With `dropout` both passes of the backward are one launch."""
+        `value_width`, over `length` keys. With `dropout` both passes of the backward are one launch. `backend` is that
+        of the plan if it is not given."""
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None:
         """A product by a kernel that torch does not have on tensors without values. The name ends with _ where it is
@@ -81,9 +91,7 @@ class Launches(Protocol):
 class Unrecorded:
     """`Launches` that records nothing, and runs loops whole."""
 
-    def attention(
-        self, pairs: float, width: int, value_width: int, length: int, backward: bool, dropout: bool = False
-    ) -> None:
+    def attention(self, *sizes: float, dropout: bool = False, backend: str | None = None) -> None:
         pass
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None:
@@ -246,7 +254,8 @@ class PlannedBackend:
         self.always_tiles = self.own.always_tiles
 
     def causal(self) -> nn.Module:
-        return self.own.causal()
+        own = self.own.causal()
+        return own.planned(self.hardware.launches) if isinstance(own, Fp8Attention) else own
 
     def tiles(self) -> tuple[Kernel, Kernel]:
         of = self.operands

@@ -113,7 +113,8 @@ class DeviceFile:
     """By precision: bf16, fp8, fp32."""
 
     attention: Mapping[str, Mapping[int, AttentionSpeed]]
-    """By kernel (cudnn, flash for FlashAttention-2, flash3) and head size."""
+    """By kernel and head size: cudnn, flash for FlashAttention-2, flash3; fp8_flash3 and fp8_triton, whose backward is
+    in 16 bits."""
 
     copy_tb_per_second: Positive
     """Bytes read and written per second of a large copy, in TB/s."""
@@ -230,6 +231,8 @@ class DeviceFile:
         if kernel == "triton" and kernel not in self.attention:
             kernel = "flash" if "flash" in self.attention else "auto"  # assumed: its matrix products are as fast
             return self.attention_us(kernel, width, flops, length, backward)
+        if kernel == "fp8" and (in_fp8 := [name for name in self.attention if name.startswith("fp8_")]):
+            return min(self.attention_us(name, width, flops, length, backward) for name in in_fp8)
         if kernel not in self.attention:
             raise DeviceError(f"{self.name}: no speed of {kernel} attention; known are {', '.join(self.attention)}")
         of_widths = self.attention[kernel]

@@ -403,7 +403,8 @@ def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
     """Stages of the first rank of a layout, on fake tensors, or on meta ones. The process' own groups stay as they
     are."""
     on_gpus, backend = batch.device == "cuda", batch.parallel.attention_backend
-    live = Recorder(on_gpus and not batch.bf16_sums, "auto" if backend == "triton" else backend)
+    of_others = "auto" if backend == "triton" or backend.startswith("fp8") else backend
+    live = Recorder(on_gpus and not batch.bf16_sums, of_others)
     hardware: Hardware = PlannedHardware(launches=live)
     functions: list[AbstractContextManager[object]] = [torch.device("meta")] if meta else []
     if on_gpus:

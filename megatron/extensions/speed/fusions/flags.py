@@ -22,6 +22,13 @@ _HERE = "megatron.extensions.speed.fusions"
 OWN_BACKENDS = "flash3", "cudnn", "triton"
 """Choices of --attention-backend beside those of torch."""
 
+FP8_BACKENDS = {"fp8": "Fp8Backend", "fp8_flash3": "Fp8Flash3Backend", "fp8_triton": "Fp8TritonBackend"}
+"""Those with a forward in fp8, and their classes: they change results, so that nothing takes them by itself."""
+
+
+FP8_CHANNELS, WIDEST_FP8 = 16, 256
+"""Channels of heads in fp8: a multiple of the first number, up to the second."""
+
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Kernels of attention of GPUs, which compute neither everything nor in every precision: other kernels do that
@@ -29,11 +36,13 @@ def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
     own = c.options(Fusions)
     m, p = c.model, c.parallel
     backend, cap = p.attention_backend, m.attn_logit_softcapping
-    if backend not in ("flash", *OWN_BACKENDS):
-        return
-    if not own.fusions and backend in OWN_BACKENDS:
+    if backend in FP8_BACKENDS:
+        yield from _fp8_rules(c)
+    if not own.fusions and backend in (*OWN_BACKENDS, *FP8_BACKENDS):
         rule = "has no effect beside --no-fusions: kernels of torch compute attention"
         yield Problem("--attention-backend", backend, rule, "remove one of them", harmless=True)
+    if backend not in ("flash", *OWN_BACKENDS):
+        return
     widths = m.window_size, m.attention_chunk_size
     some_local = any(width is not None and width < m.seq_length for width in widths)
     local = "--window-size" if m.window_size is not None else "--attention-chunk-size"
@@ -60,6 +69,37 @@ def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
         if given:
             rule = f"has no effect beside {beside}: {why}"
             yield Problem("--attention-backend", backend, rule, "remove one of them", harmless=True)
+
+
+def _fp8_rules(c: RunConfig) -> Iterator[Problem]:
+    """Attention that kernels in fp8 do not compute."""
+    m, p = c.model, c.parallel
+    in_all = m.window_attn_skip_freq is None
+    local = (m.window_size is not None or m.attention_chunk_size is not None) and in_all
+    cap, width = m.attn_logit_softcapping, m.head_dim
+    for given, beside, remedy in (
+        (not (p.bf16 or p.fp16), "operands of 32 or 64 bits", "add --bf16, or use auto"),
+        (m.attention_dropout > 0, f"--attention-dropout {m.attention_dropout}", "use --attention-dropout 0, or auto"),
+        (m.alibi, "--position-embedding-type alibi", "use auto"),
+        (cap is not None, f"--attn-logit-softcapping {cap}", "use auto"),
+        (m.softmax_type != "vanilla", f"--softmax-type {m.softmax_type}", "use auto"),
+        (p.context_parallel_size > 1, f"--context-parallel-size {p.context_parallel_size}", "use auto"),
+        (c.data.reset_attention_mask, "--reset-attention-mask", "use auto"),
+        (local, "a window or chunks in all layers", "use auto"),
+        (m.value_head_dim != width, f"values of {m.value_head_dim} channels beside keys of {width}", "use auto"),
+        (
+            width % FP8_CHANNELS > 0 or width > WIDEST_FP8,
+            f"heads of {width} channels",
+            f"use a multiple of {FP8_CHANNELS} up to {WIDEST_FP8} for --kv-channels, or auto",
+        ),
+        (
+            p.attention_backend == "fp8" and c.training.deterministic and not p.cpu,
+            "--deterministic-mode, where nothing may depend on timings",
+            "use fp8_flash3 or fp8_triton",
+        ),
+    ):
+        if given:
+            yield Problem("--attention-backend", p.attention_backend, f"does not compute {beside}", remedy)
 
 
 @extension_flags("fusions", may_change=True, rules=rules, always=True)
@@ -133,6 +173,8 @@ for _backend in ("auto", "flash"):
     ATTENTION_BACKENDS.substitute(_backend, f"{_HERE}.attention.backends:FlashBackend", when=lambda operands: True)
 for _backend in OWN_BACKENDS:
     ATTENTION_BACKENDS.register(_backend, f"{_HERE}.attention.backends:{_backend.title()}Backend")
+for _backend, _name in FP8_BACKENDS.items():
+    ATTENTION_BACKENDS.register(_backend, f"{_HERE}.attention.fp8_attention:{_name}")
 
 CALLBACKS.register(
     "kernel choice",

@@ -43,7 +43,8 @@ class Attention:
     """One launch of a fused attention kernel."""
 
     backend: str
-    """cudnn, flash, flash3, triton (with dropout), or auto: the device's fastest without dropout."""
+    """cudnn, flash, flash3, triton (with dropout), or auto: the device's fastest without dropout. With a forward in fp8
+    fp8_flash3, fp8_triton, or fp8: the fastest of these."""
 
     width: int
     """Channels of a head."""

@@ -225,14 +225,22 @@ class Recorder(LiveMemory):
         self.attention(batch * heads * length * k.shape[2] / 2, width, v.shape[3], k.shape[2], backward)
 
     def attention(
-        self, pairs: float, width: int, value_width: int, length: int, backward: bool, dropout: bool = False
+        self,
+        pairs: float,
+        width: int,
+        value_width: int,
+        length: int,
+        backward: bool,
+        dropout: bool = False,
+        *,
+        backend: str | None = None,
     ) -> None:
         """A launch of a fused kernel for this number of query-key pairs, of all heads. With `dropout` both passes of
         the backward: each computes the scores and their gradients again, and hashes the masks."""
         passes = 1 + dropout
         of_pair = (2 + passes) * width + (1 + passes) * value_width if backward else width + value_width
         hashes = float(pairs * (passes if backward else 1) * dropout)
-        backend, flops = "triton" if dropout else self.backend, 2 * pairs * of_pair
+        backend, flops = "triton" if dropout else backend or self.backend, 2 * pairs * of_pair
         self.add(Attention(backend, max(width, value_width), flops, length, backward, hashes))
 
     def gathered(self, flops: float, read: float, added: float = 0.0) -> None:

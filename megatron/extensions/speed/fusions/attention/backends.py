@@ -30,6 +30,9 @@ MODULE = "flash_attn_interface"
 
 CAUSAL: Window = (-1, 0)
 
+SCALES = "q_descale", "k_descale", "v_descale"
+"""Parameters of FlashAttention-3 for scales [b, groups]."""
+
 
 class Flash3:
     """Forward and backward of the package. Raises ImportError where it is not installed, or has other functions.
@@ -47,8 +50,22 @@ class Flash3:
         self.scale = scale
         self._forward_names, self._backward_names = _parameters(self._forward), _parameters(self._backward)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, window: Window) -> tuple[Tensor, ...]:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Lengths | None,
+        window: Window,
+        scales: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """`scales` [3, b, groups]: of q, k and v in e4m3, with which the output is bf16. Raises ImportError if the
+        package takes none."""
         settings = _mask(window, self._forward_names) | _lengths(lengths)
+        if scales is not None:
+            if SCALES[0] not in self._forward_names:
+                raise ImportError(f"{MODULE} is of a version whose operands in fp8 have no scales for each head")
+            settings |= dict(zip(SCALES, scales, strict=True))
         out, lse, *_ = self._forward(q, k, v, softmax_scale=self.scale, **settings)
         return out, lse
 

@@ -9,6 +9,7 @@ compare the slowest time of each kernel, and all use the same one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.tile_kernels import Causal, Dropout
 from megatron.core.attention.tiles import Spans, rank_spans
 from megatron.core.parallel_state import Axis
+from megatron.extensions.speed.fusions.attention.fp8_attention import KERNEL_ERROR, Fp8Attention, error_beside_twin
 from megatron.extensions.speed.fusions.kernel_choice import Choice, compare, device_clock
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
@@ -31,6 +33,12 @@ BACKENDS = ("flash", "flash3", "cudnn")
 
 WITH_DROPOUT = "triton"
 """The kernel with dropout, which the others have not."""
+
+IN_FP8 = {"fp8": ("fp8_flash3", "fp8_triton"), "fp8_flash3": ("fp8_flash3",), "fp8_triton": ("fp8_triton",)}
+"""Choices of --attention-backend whose forward is in fp8 -> their kernels."""
+
+COMPARED_LENGTH = 512
+"""Tokens at which kernels in fp8 are compared with their definition, which keeps scores in memory."""
 
 OF_TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 """Those that scaled_dot_product_attention has."""
@@ -75,10 +83,18 @@ class AttentionShape:
 def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixed: str | None = None) -> Choice:
     """Times the kernels, or the `fixed` one alone, and makes torch use the fastest. Collective over the world.
 
-    Raises ValueError if the fixed one does not run on some rank.
+    With "fp8" those of 16 bits are timed too: one that is faster than all in fp8 is used. Raises ValueError if the
+    fixed one does not run on some rank.
     """
     names = shape.backends if fixed is None else (fixed,)
+    if fixed in IN_FP8:
+        names = IN_FP8[fixed] + (shape.backends if fixed == "fp8" else ())
     choice = compare({name: _lazily(shape, device, name) for name in names}, device_clock, device, world)
+    if fixed in IN_FP8 and all(math.isinf(choice.seconds[name]) for name in IN_FP8[fixed]):
+        raise ValueError(
+            f"--attention-backend {fixed}: on some rank no kernel in fp8 runs ({choice.times}). Kernels need a GPU of "
+            "compute capability 8.9 or above, and fp8_flash3 one of 9.0 and FlashAttention-3; use auto"
+        )
     if fixed is not None and choice.winner is None:
         raise ValueError(
             f"--attention-backend {fixed}: on some rank this kernel is not installed, or does not support the GPU or "
@@ -118,6 +134,10 @@ def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> 
         numbers = torch.arange(shape.samples, device=device)
         kernel = kernels.dropout(Dropout(shape.dropout, 0, 0, numbers))
     causal = Causal(kernel, None, shape.window)
+    if isinstance(fused, Fp8Attention):
+        parts = q[:COMPARED_LENGTH, :1], k[:COMPARED_LENGTH, :1], v[:COMPARED_LENGTH, :1]
+        if not (error := error_beside_twin(fused.kernels, parts, scale)) <= KERNEL_ERROR:
+            raise RuntimeError(f"differs by {error:.1e}, and may by {KERNEL_ERROR:.1e}")
 
     def run() -> object:
         if shape.tiles or shape.dropout:
@@ -181,13 +201,13 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     and does not run here.
     """
     asked = config.parallel.attention_backend
-    if asked not in ("auto", "unfused", WITH_DROPOUT, *BACKENDS):
+    if asked not in ("auto", "unfused", WITH_DROPOUT, *BACKENDS, *IN_FP8):
         return asked
     chooses = runtime.device.type == "cuda" and asked != "unfused"
     shape = attention_shape(config, runtime.state.cp.rank) if chooses else None
     if shape is None:
-        return asked if asked in ("flash", "unfused") else "auto"
-    asked = asked if asked in shape.backends else "auto"
+        return asked if asked in ("flash", "unfused", *IN_FP8) else "auto"
+    asked = asked if asked in (*shape.backends, *IN_FP8) else "auto"
     choice = choose_kernel(shape, runtime.device, runtime.state.world, None if asked == "auto" else asked)
     kernel = f"attention kernel: {choice.winner or 'torch default'} (forward and backward of a layer: {choice.times})"
     runtime.say(f" {kernel}{'' if asked == 'auto' else ', as --attention-backend says'}")
