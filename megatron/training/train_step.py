@@ -33,14 +33,17 @@ class TrainStep:
 
     An extension's subclass may make a part of it in another way (`megatron.training.step_parts`)."""
 
+    sums: Sums
+    """Of the current step, for meters that correct it before the update."""
+
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
 
     def __call__(self, step: Step) -> None:
         run, given = self.run, self.inputs(step)
-        sums = self.gradients(given)
+        sums = self.sums = self.gradients(given)
         if run.guard.settle():
-            sums = self.gradients(self.prepared(step, given.batches))
+            sums = self.sums = self.gradients(self.prepared(step, given.batches))
         with run.timers(GRAD_SYNC):
             factor = reduce_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
         for meter in run.meters:

@@ -37,6 +37,9 @@ class Bucket:
     on_host = False
     """True if what a rank keeps of it is in host memory, and on the device only while a pass uses it."""
 
+    before_sync: Callable[[Bucket], None] | None = None
+    """Called before each reduction, when `grads` are those of this rank alone, for diagnosis."""
+
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
         self.layout = layout
         self.axis = buffer.axis
@@ -90,6 +93,8 @@ class Bucket:
         assert self._grad_sync is None, "the last reduction of this bucket has not been waited for"
         if self.axis.size == 1:
             return
+        if self.before_sync is not None:
+            self.before_sync(self)
         whole, shard = self.grads, self.grad_shard
         if self.reduce_dtype != self.grads.dtype:
             whole = self.grads.to(self.reduce_dtype)

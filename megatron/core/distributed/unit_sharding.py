@@ -139,6 +139,8 @@ class UnitBucket(Bucket):
         self.finish_grad_sync()
         if self.whole_grads:
             self.zero_stale_grads()
+            if self.before_sync is not None:
+                self.before_sync(self)
             whole = self.grads if self.reduce_dtype == self.grads.dtype else self.grads.to(self.reduce_dtype)
             self._reduced = start_reduce_scatter(whole, self.axis)
 

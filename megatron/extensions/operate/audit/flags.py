@@ -1,0 +1,65 @@
+"""Flags of audits of a live run. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
+from megatron.extensions.operate.audit.verdict import shift_of_replicas
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import CALLBACKS, extension_flags
+from megatron.training.step_parts import late_update, runs_passes_in_turns
+
+MEANS = ("peer",)
+GRAPHS = "--cuda-graph-impl local: a graph repeats its kernels alone, and what it computes is not seen"
+
+
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(AuditFlags)
+    if not audits(config):
+        return
+    if not PIPELINE_SCHEDULES.facts(config.parallel.schedule).flushes:
+        rule = "computes a step a second time with its own weights, which --pipeline-schedule 2bw does not keep"
+        yield Problem("--audit-interval", own.audit_interval, rule, "choose another schedule, or 0")
+    if (late := late_update(config)) is not None:
+        rule = f"needs the update of a step before the next one, and {late} makes it later"
+        yield Problem("--audit-interval", own.audit_interval, rule, "remove one of the two")
+    if runs_passes_in_turns(config):
+        rule = "compares passes in their order, and --overlap-moe-expert-parallel-comm runs two in turns"
+        yield Problem("--audit-interval", own.audit_interval, rule, "remove one of the two")
+    if own.audit_by == "peer" and shift(config, world_size) is None:
+        rule = "needs another rank with the same weights, at least two data-parallel replicas with all experts each"
+        yield Problem("--audit-by", own.audit_by, f"{rule}; {world_size} ranks have one", "use more ranks")
+
+
+@extension_flags("audit", may_change=True, rules=rules)
+@dataclass(frozen=True)
+class AuditFlags:
+    audit_interval: int = flag(0, at_least=0, excludes=(GRAPHS,))
+    """Compute each K-th step a second time by other means, and compare losses and gradients. A rank that disagrees
+    twice is named and ends as a failed one. 0: no audits."""
+
+    audit_by: str = flag("peer", choices=MEANS, no_effect_without="--audit-interval above 0")
+    """Means of the second computation. peer: each rank computes the part of a rank in another data-parallel replica,
+    bit by bit the same with --deterministic-mode."""
+
+
+def audits(config: RunConfig) -> bool:
+    """Return whether steps of a run are computed a second time."""
+    return config.options(AuditFlags).audit_interval > 0 and not config.training.skip_train
+
+
+def shift(config: RunConfig, world_size: int) -> int | None:
+    """By how many data-parallel ranks the parts of a step move; None if there is one replica."""
+    try:
+        dims = ParallelDims.from_config(config.parallel, world_size)
+    except ValueError:
+        return 1  # another rule names these sizes
+    return shift_of_replicas(dims.groups("dp"), dims.groups("ep", "expt_tp"))
+
+
+CALLBACKS.register("audit by peers", f"{__package__}.peer:PeerAudit", when=audits)

@@ -1,0 +1,64 @@
+"""What a run makes of audits: events, a line, numbers in records, and the end of a rank that has disagreed twice."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from megatron.extensions.operate.audit.verdict import Finding
+from megatron.training.config.run_config import RunConfig
+from megatron.training.reliability.run_status import record_event
+from megatron.training.run import TrainingRun
+
+TWICE = 2
+"""Disagreements after which a rank counts as failed."""
+
+
+class AuditError(RuntimeError):
+    """A rank has disagreed with others too often."""
+
+
+class Outcome:
+    """The audits of this start of a run, equal on all ranks."""
+
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        self._save, self._rank = config.checkpoint.save, rank
+        self._counts: Counter[int] = Counter()
+        self._audits = self._disagreements = 0
+
+    def add(self, run: TrainingRun, iteration: int, finding: Finding | None) -> None:
+        """Counts an audit, and tells of a disagreement, before the update of the step."""
+        self._audits += 1
+        if finding is None:
+            return
+        self._disagreements += 1
+        self._counts.update(finding.ranks)
+        run.say(f" {finding.line(iteration)}")
+        if run.runtime.is_main:
+            record_event(
+                self._save,
+                "audit",
+                iteration=iteration,
+                ranks=list(finding.ranks),
+                hosts=list(finding.hosts),
+                first=f"{finding.kind} {finding.tensor}",
+                relative_difference=finding.relative,
+                cause=finding.cause,
+                disagreements=max(self._counts[rank] for rank in finding.ranks),
+            )
+        self._end_if_due(iteration, finding)
+
+    def _end_if_due(self, iteration: int, finding: Finding) -> None:
+        """Raises AuditError, on every rank and first on the one that is named, once a rank has disagreed twice, and at
+        once if its weights are wrong."""
+        due = [rank for rank in finding.ranks if self._counts[rank] >= TWICE]
+        if not due and not finding.damages_state:
+            return
+        if self._rank not in finding.ranks:
+            time.sleep(1.0)  # the rank that is named reports
+        why = f"it has disagreed {TWICE} times" if due else "its state is damaged"
+        raise AuditError(f"{finding.line(iteration)}; {why}: replace its device, or leave its host out, and resume")
+
+    def values(self) -> dict[str, object]:
+        """For records."""
+        return {"audits": self._audits, "audit_disagreements": self._disagreements}

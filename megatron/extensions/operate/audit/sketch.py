@@ -1,0 +1,81 @@
+"""Sketches: a few numbers of a tensor that tell whether two tensors are equal bit by bit, and how far apart they are.
+
+A sketch has a hash of the bits, the norm, and sums of the elements with random signs. Such a sum of a difference d has
+the expected square |d|^2, so the distance between two tensors on different ranks, or of different layouts, follows
+from their sketches alone: no tensor is sent (AMS sketches, Alon, Matias and Szegedy, STOC 1996).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SIGNS = 4
+"""Sums with random signs."""
+
+COLUMNS = 2 + SIGNS
+"""int64 numbers of a sketch: hash, norm, sums; all but the first are float64 with their bits as they are."""
+
+_CHUNK = 1 << 22
+_GOLDEN = -7046029254386353131
+_MIXER = -4417276706812531889
+
+
+@torch.no_grad()
+def sketch_of(x: Tensor) -> Tensor:
+    """[COLUMNS] int64 on the device of `x`, which has any shape. Does not wait for the device."""
+    flat = x.detach().contiguous().view(-1)
+    bits, values = _bits(flat), flat if flat.is_floating_point() else None
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    squares = torch.zeros((), dtype=torch.float64, device=x.device)
+    sums = torch.zeros(SIGNS, dtype=torch.float64, device=x.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].long()
+        mixed = _mixed(start, part.numel(), x.device)
+        total += (part * (mixed | 1)).sum()
+        if values is not None:
+            numbers = values[start : start + _CHUNK].double()
+            squares += numbers.square().sum()
+            signs = ((mixed[:, None] >> torch.arange(40, 40 + SIGNS, device=x.device)) & 1).double()
+            sums += numbers @ (2 * signs - 1)
+    return torch.cat([total[None], torch.cat([squares.sqrt()[None], sums]).view(torch.int64)])
+
+
+def _mixed(start: int, count: int, device: torch.device) -> Tensor:
+    """[count] pseudo-random int64 of the places from `start` on: two rounds of a multiplicative hash."""
+    mixed = torch.arange(start, start + count, device=device) * _GOLDEN
+    mixed = (mixed ^ (mixed >> 29)) * _MIXER
+    return mixed ^ (mixed >> 32)
+
+
+def _bits(flat: Tensor) -> Tensor:
+    """[n] integers of the same size and bits as the elements."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return flat.view(integers[flat.element_size()])
+
+
+def norm_of(row: Sequence[int]) -> float:
+    """The norm in a sketch."""
+    return _floats(row)[0]
+
+
+def distance(one: Sequence[int], other: Sequence[int]) -> float:
+    """Estimate of the norm of the difference over the larger norm, from two sketches: 0 for equal bits, infinite for
+    values that are not finite on one side alone."""
+    if one[0] == other[0]:
+        return 0.0
+    (norm, *sums), (other_norm, *other_sums) = _floats(one), _floats(other)
+    finite = [all(map(math.isfinite, each)) for each in ((norm, *sums), (other_norm, *other_sums))]
+    if not all(finite):
+        return math.inf if any(finite) else 0.0
+    gap = math.sqrt(sum((a - b) ** 2 for a, b in zip(sums, other_sums, strict=True)) / SIGNS)
+    scale = max(norm, other_norm)
+    return gap / scale if scale else 0.0
+
+
+def _floats(row: Sequence[int]) -> list[float]:
+    found: list[float] = torch.tensor(list(row[1:]), dtype=torch.int64).view(torch.float64).tolist()
+    return found

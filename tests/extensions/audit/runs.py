@@ -1,0 +1,182 @@
+"""Audited runs of local worlds, in which bits flip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.distributed.param_and_grad_buffer import Bucket
+from megatron.core.tensor_parallel import linear_gemms
+from megatron.extensions.operate.audit.outcome import AuditError
+from megatron.extensions.operate.audit.verdict import Finding
+from megatron.testing.local_run import local_run
+from megatron.training import training
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve_legal
+from megatron.training.run import TrainingRun
+from megatron.training.tasks import start_run
+from tests.harness import run_world
+from tests.tiny import TINY
+
+AUDITED = f"{TINY} --audit-interval 2 --deterministic-mode --hidden-dropout 0.1 --log-interval 1"
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A bit that flips on a rank: of a weight, a bucket of gradients, a message, or the output of a product."""
+
+    kind: str
+    rank: int
+    steps: tuple[int, ...] = (2,)
+    bit: int = 30
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What the audits of a run have told."""
+
+    findings: list[tuple[int, Finding]]
+    audits: int
+    ended: str
+    """The error that ended it; empty if none did."""
+
+    losses: list[tuple[float, float]]
+    """Loss and gradient norm of each step."""
+
+
+def flip(x: Tensor, bit: int, place: int = 0) -> None:
+    """Flips a bit of an element."""
+    size = x.element_size()
+    with torch.no_grad():
+        flat = x.detach().view(-1)
+        bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+        bits[place] ^= 1 << (bit - (16 if size == 2 else 0))
+
+
+def audited(flags: str, world_size: int, flips: Sequence[Flip] = ()) -> Audited:
+    """Trains, with faults, and returns what all ranks have been told."""
+    config = resolve_legal(parse_args(f"{AUDITED} {flags}".split()), world_size)
+    found = run_world(world_size, _train, config, tuple(flips))
+    assert all(each.findings == found[0].findings for each in found)
+    return found[0]
+
+
+def _train(rank: int, world_size: int, config: RunConfig, flips: Sequence[Flip]) -> Audited:
+    with local_run(config, rank, world_size) as run, ExitStack() as resources:
+        (callback,) = [each for each in run.callbacks if each.name.startswith("audit")]
+        start_run(run, resources)
+        findings: list[tuple[int, Finding]] = []
+        outcome = callback.outcome  # type: ignore[attr-defined]
+        add = outcome.add
+
+        def note(run: TrainingRun, iteration: int, finding: Finding | None) -> None:
+            if finding is not None:
+                findings.append((iteration, finding))
+            add(run, iteration, finding)
+
+        outcome.add = note
+        losses: list[tuple[float, float]] = []
+        callback.on_log = lambda run, record: losses.append((record["lm_loss"], record["grad_norm"]))  # type: ignore[method-assign]
+        for each in flips:
+            if each.rank == rank:
+                plant(each, run, callback)
+        ended = ""
+        try:
+            training.train(run)
+        except AuditError as error:
+            ended = str(error)
+        return Audited(findings, outcome.values()["audits"], ended, losses)
+
+
+def plant(fault: Flip, run: TrainingRun, callback: Any) -> None:
+    """Makes a bit flip in the audited computation of some steps, after the one that it is compared with."""
+    begin = callback._begin
+    state = {"left": 0}
+
+    def begun() -> None:
+        begin()
+        if callback._step.iteration in fault.steps:
+            state["left"] = 1
+            if fault.kind == "weight":
+                params = dict(run.ddp.modules[0].named_parameters())
+                flip(params["decoder.layers.0.mlp.linear_fc1.weight"], fault.bit)
+
+    def hit() -> bool:
+        now = state["left"] > 0
+        state["left"] = 0
+        return now
+
+    for task in run.tasks:
+        if task.name == "audit":
+            object.__setattr__(task, "run", begun)
+    if fault.kind in PLANTS:
+        PLANTS[fault.kind](fault, hit)
+
+
+def _bucket(fault: Flip, hit: Callable[[], bool]) -> None:
+    whole = Bucket.start_grad_sync
+
+    def broken(bucket: Bucket) -> None:
+        if hit():
+            flip(bucket.grads, fault.bit)
+        whole(bucket)
+
+    Bucket.start_grad_sync = broken  # type: ignore[method-assign]
+
+
+def _reduced(fault: Flip, hit: Callable[[], bool]) -> None:
+    whole = Bucket.finish_grad_sync
+
+    def broken(bucket: Bucket) -> None:
+        whole(bucket)
+        if hit():
+            flip(bucket.owned_grads, fault.bit)
+
+    Bucket.finish_grad_sync = broken  # type: ignore[method-assign]
+
+
+def _message(fault: Flip, hit: Callable[[], bool]) -> None:
+    """Messages of tensor parallelism, of four dims, and of pipelines, of three."""
+    wait, coming = dist.Work.wait, dict[int, tuple[object, Tensor]]()
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(result: Tensor, *args: Any, **kwargs: Any) -> Any:
+            work = function(result, *args, **kwargs)
+            if result.dim() >= 3:
+                coming[id(work)] = work, result
+            return work
+
+        return noted
+
+    def broken(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
+        done = wait(work, *args, **kwargs)
+        found = coming.pop(id(work), None)
+        if found is not None and hit():
+            flip(found[1], fault.bit)
+        return done
+
+    for name in ("all_to_all_single", "irecv"):
+        setattr(dist, name, noting(getattr(dist, name)))
+    dist.Work.wait = broken  # type: ignore[method-assign]
+
+
+def _product(fault: Flip, hit: Callable[[], bool]) -> None:
+    whole = linear_gemms.LinearGemms.forward
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        out = whole(*args, **kwargs)
+        if hit():
+            flip(out, fault.bit)
+        return out
+
+    linear_gemms.LinearGemms.forward = broken  # type: ignore[method-assign]
+
+
+PLANTS = {"bucket": _bucket, "reduced": _reduced, "message": _message, "product": _product}
