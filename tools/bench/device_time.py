@@ -264,6 +264,8 @@ OWN: dict[str, str] = {
     "selected_backward": "attention",
     "selected_sum": "attention",
     "selected_weights": "loss",
+    "divergence_of_row": "loss",
+    "divergence_of_keys": "loss",
     "score_keys": "attention",
     "select_largest": "attention",
     "loss_and_gradient": "loss",

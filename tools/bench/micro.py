@@ -178,7 +178,7 @@ def attention_call(
 # Selected keys
 
 
-SELECTION = ("scores_of_keys", "largest_scores", "attended_weights")
+SELECTION = ("scores_of_keys", "largest_scores", "attended_weights", "divergence")
 """Operations of layers with selected keys beside attention."""
 
 

@@ -12,7 +12,7 @@ import torch
 from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.core.pipeline_parallel.stages import whole_model
 from megatron.core.transformer.mlp import MLP
-from megatron.extensions.attention.sparse_attention import sparse_attention
+from megatron.extensions.attention.sparse_attention import selection, sparse_attention
 from megatron.extensions.plan.planner import fake_stage
 from megatron.extensions.plan.planner.activations import ActivationPlan
 from megatron.extensions.plan.planner.fake_stage import Part, PlannerCache, StageParts, Unit
@@ -102,6 +102,7 @@ def totals(events: Iterable[Event]) -> Counter[str]:
 @pytest.mark.parametrize("case", LOOPS)
 def test_some_parts_of_a_loop_stand_for_all_of_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_attention, "CHUNK", 2**18)
+    monkeypatch.setattr(selection, "MERGED_ROWS", 64)
     batch, run = batch_of(LOOPS[case]), Counter[str]()
 
     def counted(name: str, goes: Callable[[Recorder, Sequence[Any]], Iterable[Any]]) -> PassEvents:

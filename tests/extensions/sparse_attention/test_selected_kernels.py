@@ -205,7 +205,7 @@ def with_edit(edited: str, old: str, new: str) -> Iterator[None]:
     """Loads the modules of kernels anew, one with an edit. Triton reads their sources when they first run."""
     package = import_module("megatron.extensions.attention.sparse_attention.kernels")
     with tempfile.TemporaryDirectory() as folder:
-        for part in ("rows", "key_sums", "attention", "selection"):
+        for part in ("rows", "key_sums", "attention", "selection", "divergence"):
             text = Path(package.__path__[0], f"{part}_triton.py").read_text(encoding="utf-8")
             assert part != edited or text.count(old) == 1, old
             path = Path(folder) / f"{part}_triton.py"

@@ -371,5 +371,7 @@ for _operation, _kernel in {
     "attended_weights": "attention:WEIGHTS",
     "scores_of_keys": "selection:SCORES",
     "largest_scores": "selection:LARGEST",
+    "keys_of_chunks": "selection:KEYS",
+    "divergence": "divergence:DIVERGENCE",
 }.items():
     KERNELS.register(_operation, f"{__package__}.kernels.{_kernel}")

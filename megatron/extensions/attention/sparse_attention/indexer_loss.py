@@ -1,4 +1,4 @@
-"""The indexer's loss, in chunks of queries.
+"""The indexer's loss, in chunks of queries. Over selected keys GPUs compute it by kernels (`kernels/divergence.py`).
 
 DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The loss of a token is KL(p, softmax(scores)), p being the mean over
 heads of attention's weights, over the selected keys or over all that the query could see (equations 3 and 4). Where
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import all_reduce_
+from megatron.core.compiled_regions import torch_function
+from megatron.core.kernels import operation
 from megatron.core.parallel_state import Axis
 from megatron.core.torch_private import AutogradContext
 from megatron.core.transformer.recompute import again
@@ -41,7 +43,8 @@ class Loss(NamedTuple):
     """[n, b, h]: those of all that is attended to, if that is `picked` and what is beside."""
 
 
-@torch.no_grad()
+@operation
+@torch_function
 def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
     """The sum over this rank's queries of KL(p, softmax(scores)), and its gradients: with G = softmax(scores) - p those
     of weights are G ReLU(q · k), and those of q · k are G w where it is above 0."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.core.attention.tiles import Spans
 from megatron.core.compiled_regions import torch_function
-from megatron.core.kernels import kernel_for, operation
+from megatron.core.kernels import operation
 from megatron.core.tensor_parallel.layers import Hardware
 
 CHUNK = 2**27
@@ -90,7 +90,7 @@ def merged(chunks: Sequence[Chunk], samples: int) -> tuple[Chunk, ...]:
         if found:
             last = found[-1]
             rows, more = chunk.rows.stop - last.rows.start, chunk.rows.stop - chunk.rows.start
-            adjacent = chunk.rows.start == last.rows.stop and chunk.keys == last.keys + more
+            adjacent = chunk.rows.start == last.rows.stop and 0 <= chunk.keys - last.keys <= more
             if adjacent and rows <= MERGED_ROWS and rows * samples * chunk.keys <= MERGED:
                 found[-1] = last._replace(rows=slice(last.rows.start, chunk.rows.stop), keys=chunk.keys)
                 continue
@@ -143,13 +143,17 @@ def largest_scores(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Te
     return largest(scores.masked_fill(hidden, -torch.inf), topk)
 
 
-@torch.no_grad()
-def selected(index: Index, queries: Queries, topk: int) -> Tensor:
-    """[n, b, topk] int32: the keys that each query sees, in ascending order, but for -1 where it could see fewer."""
+@operation
+@torch_function
+def keys_of_chunks(index: Index, queries: Queries, topk: int) -> Tensor:
+    """`selected`, in the chunks of the queries."""
+    return selected_in(queries.chunks, index, queries, topk)
+
+
+def selected_in(chunks: Sequence[Chunk], index: Index, queries: Queries, topk: int) -> Tensor:
+    """`selected`, in these chunks."""
     n, b = index.q.shape[:2]
     picked = torch.full((n, b, topk), -1, dtype=torch.int32, device=index.q.device)
-    fused = kernel_for("scores_of_keys", index.q, index.k, index.weights) is not None
-    chunks = merged(queries.chunks, b) if fused else queries.chunks
     for chunk in queries.hardware.each(chunks):
         if chunk.keys > topk:
             scores = scores_of_keys(index.q[chunk.rows], index.k[: chunk.keys], index.weights[chunk.rows])
@@ -161,3 +165,9 @@ def selected(index: Index, queries: Queries, topk: int) -> Tensor:
                 queries.hidden(chunk), -1
             )
     return picked
+
+
+@torch.no_grad()
+def selected(index: Index, queries: Queries, topk: int) -> Tensor:
+    """[n, b, topk] int32: the keys that each query sees, in ascending order, but for -1 where it could see fewer."""
+    return keys_of_chunks(index, queries, topk)

@@ -127,10 +127,13 @@ def gradients(
 def weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> Tensor:
     """`attended_weights` of selected keys."""
     assert rows.picked is not None and lse is not None
+    return listed_weights(q, rows.all_keys.contiguous(), rows.picked.to(torch.int32).contiguous(), lse, scale)
+
+
+def listed_weights(q: Tensor, k: Tensor, places: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """Weights [n, b, count] of the listed keys, summed over heads: q [n, b, h, w], k [s, b, w], lse [n, b, h]."""
     # Channels of values and others are alike here.
-    values = min(q.shape[-1], WIDEST_VALUES)
-    places = rows.picked.to(torch.int32).contiguous()
-    return _weights(_dense(q), rows.all_keys.contiguous(), places, lse.contiguous(), scale, values)
+    return _weights(_dense(q), k, places, lse.contiguous(), scale, min(q.shape[-1], WIDEST_VALUES))
 
 
 def weights_suit(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> bool:
@@ -252,10 +255,14 @@ def planned_weights(
     """The tensor that `weights` makes, for a plan."""
     if rows.picked is None or lse is None or not fits(q, min(q.shape[-1], WIDEST_VALUES)):
         return unwrap(attended_weights)(q, rows, scale, beside, lse)
-    pairs, (heads, width) = rows.picked.numel(), q.shape[2:]
-    read = pairs * -(-heads // HEADS) * width * q.element_size()
-    launches.gathered(2.0 * pairs * heads * width, read)
-    return lse.new_empty(rows.picked.shape)
+    return planned_listed_weights(launches, q, rows.picked, rows.picked.numel())
+
+
+def planned_listed_weights(launches: Gathers, q: Tensor, places: Tensor, pairs: float) -> Tensor:
+    """The tensor that `listed_weights` makes, for a plan, with so many pairs of a query and a key."""
+    heads, width = q.shape[2:]
+    launches.gathered(2.0 * pairs * heads * width, pairs * -(-heads // HEADS) * width * q.element_size())
+    return torch.zeros(places.shape, dtype=torch.float32, device=q.device)
 
 
 WeightsOperands = tuple[Tensor, Rows, float, Tensor | None, Tensor]

@@ -184,21 +184,24 @@ def selected_delta(grad, out, delta, samples, heads, values, HELD: tl.constexpr,
 
 
 @triton.jit
-def selected_weights(q, k, picked, lse, out, sizes, to_log2, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr):
-    """out [n, b, count]: weights of the listed keys, summed over heads; 0 for places without a key."""
+def selected_weights(
+    q, k, picked, lse, out, sizes, to_log2, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr, SCAN: tl.constexpr
+):
+    """out [n, b, count], of zeros: weights of the listed keys, summed over heads."""
     samples, heads, count = sizes
     HEADS: tl.constexpr = BLOCKS[0]
     KEYS: tl.constexpr = BLOCKS[1]
     row = tl.program_id(0).to(tl.int64) * samples + tl.program_id(1)
     at_row = tl.program_id(0).to(tl.int64) * q.row + tl.program_id(1) * q.sample
     lists, j = picked + row * count, tl.arange(0, KEYS)
+    end = end_of_list(lists, count, SCAN)
     for h0 in range(0, heads, HEADS):
         h = h0 + tl.arange(0, HEADS)
         in_h = h < heads
         queries = load_values(q.data, at_row + h * q.head, in_h, WIDTHS)
         of_queries = load_rest(q.data, at_row + h * q.head, in_h, queries, WIDTHS)
         sums = tl.load(lse + row * heads + h, mask=in_h, other=0.0) * 1.4426950408889634
-        for start in range(0, count, KEYS):
+        for start in range(0, end, KEYS):
             key = tl.load(lists + start + j, mask=start + j < count, other=-1)
             at = (key.to(tl.int64) * samples + tl.program_id(1)) * (WIDTHS[0] + WIDTHS[1])
             keys = load_values(k, at, key >= 0, WIDTHS)
@@ -277,10 +280,10 @@ def attend_selected(
 def weights_of_selected(q: Tensor, k: Tensor, picked: Tensor, lse: Tensor, scale: float, values: int) -> Tensor:
     """See `attention.py`."""
     (n, b, heads, width), count = q.shape, picked.shape[-1]
-    out = torch.empty(n, b, count, dtype=torch.float32, device=q.device)
+    out = torch.zeros(n, b, count, dtype=torch.float32, device=q.device)
     blocks, widths = tiling(q.device).forward, tuple(Widths.of(width, values))
     given = Rows.of(q), k, picked, lse, out, (b, heads, count), scale * LOG2_E, widths, (blocks.heads, blocks.keys)
-    selected_weights[(n, b)](*given, num_warps=blocks.warps, num_stages=blocks.stages)
+    selected_weights[(n, b)](*given, _scan(count), num_warps=blocks.warps, num_stages=blocks.stages)
     return out
 
 

@@ -14,8 +14,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.kernels import kernel_for
 from megatron.extensions.attention.sparse_attention.flags import SparseAttentionFlags, sparse_shapes
-from megatron.extensions.attention.sparse_attention.selection import largest_scores, scores_of_keys
+from megatron.extensions.attention.sparse_attention.selection import (
+    Index,
+    Queries,
+    keys_of_chunks,
+    largest_scores,
+    merged,
+    scores_of_keys,
+    selected_in,
+)
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 WIDEST, SAMPLED = 128, 64
@@ -36,6 +45,11 @@ def largest(found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
     """`largest_scores`."""
     begin, end = torch.broadcast_tensors(first, last)
     return _largest(found.contiguous(), begin.contiguous(), end.contiguous(), topk)
+
+
+def keys(index: Index, queries: Queries, topk: int) -> Tensor:
+    """`keys_of_chunks`, of chunks that are joined: kernels keep the scores of keys alone in memory."""
+    return selected_in(merged(queries.chunks, index.q.shape[1]), index, queries, topk)
 
 
 def _fake_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
@@ -85,6 +99,11 @@ def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Te
     return torch.full((*found.shape[:2], topk), -1, dtype=torch.int32)
 
 
+def planned_keys(launches: Multiplies, index: Index, queries: Queries, topk: int) -> Tensor:
+    """The tensors that `keys` makes, for a plan."""
+    return keys(index, queries, topk) if fits(index.q) else unwrap(keys_of_chunks)(index, queries, topk)
+
+
 def _score_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Queries of one sample and all keys, of each kind of layer that selects."""
     if shapes.config is None:
@@ -116,4 +135,12 @@ LARGEST = FusedKernel(
     _largest_samples,
     0.0,
     planned_largest,
+)
+KEYS = FusedKernel(
+    keys,
+    keys_of_chunks,
+    lambda index, *_: kernel_for("scores_of_keys", *index) is not None,
+    lambda shapes: (),  # its parts are compared by themselves
+    0.0,
+    planned_keys,
 )

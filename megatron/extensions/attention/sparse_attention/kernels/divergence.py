@@ -1,0 +1,182 @@
+"""The gradients of the indexer's loss over selected keys by Triton's kernels, in place of `divergence`.
+
+Every query is computed with the keys that it has selected alone. In plain torch a chunk of queries has products of all
+heads of the indexer with all keys in memory.
+
+Gradients of keys are added in fp32 where they are computed, in any order, or summed by a second kernel, in one order. A
+chunk of queries then has the gradients of its scores in memory, [rows, b, keys] in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from inspect import unwrap
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_reduce_
+from megatron.core.parallel_state import Axis
+from megatron.core.transformer.recompute import again
+from megatron.extensions.attention.sparse_attention.flags import SparseAttentionFlags
+from megatron.extensions.attention.sparse_attention.indexer_loss import Loss, divergence
+from megatron.extensions.attention.sparse_attention.kernels import attention
+from megatron.extensions.attention.sparse_attention.kernels.selection import WIDEST
+from megatron.extensions.attention.sparse_attention.selected_attention import Keys, Rows
+from megatron.extensions.attention.sparse_attention.selection import Chunk, Index, merged
+from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
+
+KEYS, PARTS = 128, 4
+"""Keys that a program of the second pass holds, and programs that share the queries of these, as planned."""
+
+MOST_HEADS = 64
+"""Heads of the indexer that a program holds at most."""
+
+SLOW_ADDITIONS = 150
+"""FLOPs of products that an H200 does while it adds a byte of fp32 to rows, by the assumed rates of
+`plan/planner/devices/h200.yaml`, which nobody has timed."""
+
+
+def fits(index: Index, loss: Loss) -> bool:
+    """Return whether kernels of GPUs compute this loss: of selected keys, with known log-sum-exps of attention."""
+    listed = loss.picked is not None and loss.lse is not None
+    narrow = index.q.shape[-1] <= WIDEST and index.q.shape[2] <= MOST_HEADS
+    half = index.q.dtype in (torch.float16, torch.bfloat16) and index.q.dtype == index.weights.dtype
+    return listed and narrow and half and attention.fits(loss.q, min(loss.q.shape[-1], attention.WIDEST_VALUES))
+
+
+def sums_later(keys: int, count: int, heads: int) -> bool:
+    """Return whether a second pass over all pairs of a query and a key takes less time than additions: it does 4 FLOPs
+    for each channel of a head, where a selected key has 4 bytes added to each channel."""
+    return count * SLOW_ADDITIONS >= keys * heads
+
+
+def loss_chunks(loss: Loss, samples: int) -> tuple[Chunk, ...]:
+    """The chunks of the loss joined, those of the queries of each rank's index by themselves."""
+    size = len(loss.own)
+    shards = (loss.queries.chunks[0].rows.start, len(loss.q))
+    found = list[Chunk]()
+    for start in range(*shards, size):
+        own = [chunk for chunk in loss.queries.chunks if start <= chunk.rows.start < start + size]
+        found += merged(own, samples)
+    return tuple(found)
+
+
+def by_kernels(index: Index, loss: Loss) -> tuple[Tensor, Index]:
+    """`divergence`."""
+    assert loss.picked is not None and loss.lse is not None
+    q, k, weights = (x.contiguous() for x in index)
+    keys_of_attention, count = loss.k.contiguous(), loss.picked.shape[-1]
+    adds = attention.adds_gradients(q.device, len(k), 0) and not sums_later(len(k), count, q.shape[2])
+    total, found = _results(Index(q, k, weights))
+    for chunk in loss.queries.hardware.each(loss_chunks(loss, q.shape[1])):
+        picked = loss.picked[chunk.rows].contiguous()
+        with again():
+            attended = attention.listed_weights(
+                loss.q[chunk.rows], keys_of_attention, picked, loss.lse[chunk.rows], loss.scale
+            )
+        attended = all_reduce_(attended, loss.heads)
+        if chunk.rows.start not in loss.own:
+            continue
+        mine = chunk.moved(loss.own.start).rows
+        of_rows = _gradients(q[mine], k, weights[mine], picked, attended, chunk.keys, adds)
+        sums, found.q[mine], found.weights[mine], of_keys = of_rows
+        total += sums.sum(dtype=torch.float64)
+        found.k[: chunk.keys] += of_keys
+    return total, found._replace(k=found.k.to(k.dtype))
+
+
+def _results(index: Index) -> tuple[Tensor, Index]:
+    """The sum of divergences, zero, and gradients, that of keys zero and in fp32."""
+    of_keys = torch.zeros(index.k.shape, dtype=torch.float32, device=index.k.device)
+    found = Index(torch.empty_like(index.q), of_keys, torch.empty_like(index.weights))
+    return torch.zeros((), dtype=torch.float64, device=index.k.device), found
+
+
+def _fake_gradients(
+    q: Tensor, k: Tensor, weights: Tensor, picked: Tensor, attended: Tensor, keys: int, adds: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sums, of_keys = (q.new_empty(shape, dtype=torch.float32) for shape in (q.shape[:2], (keys, *k.shape[1:])))
+    return sums, torch.empty_like(q), torch.empty_like(weights), of_keys
+
+
+_gradients = gpu_operator(
+    "divergence_triton:gradients_of_listed",
+    "(Tensor q, Tensor k, Tensor weights, Tensor picked, Tensor attended, int keys, bool adds) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_gradients,
+    __package__,
+)
+"""Divergences [n, b] of queries, and gradients of q, weights, and of the first `keys` of k in fp32, from the weights of
+attention of listed keys [n, b, count], summed over heads. With `adds` the gradients of keys are added in any order."""
+
+
+def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tensor, Index]:
+    """The tensors that `by_kernels` makes, for a plan for GPUs that add."""
+    if not fits(index, loss):
+        return unwrap(divergence)(index, loss)
+    assert loss.picked is not None
+    b, count = index.q.shape[1], loss.picked.shape[-1]
+    adds = not sums_later(len(index.k), count, index.q.shape[2])
+    total, found = _results(index)
+    for chunk in loss.queries.hardware.each(loss_chunks(loss, b)):
+        rows = chunk.rows.stop - chunk.rows.start
+        pairs = float(rows * b * min(count, max(chunk.keys // 2, chunk.keys - rows // 2)))
+        attended = attention.planned_listed_weights(launches, loss.q[chunk.rows], loss.picked[chunk.rows], pairs)
+        attended = all_reduce_(attended, loss.heads)
+        if chunk.rows.start in loss.own:
+            mine = chunk.moved(loss.own.start).rows
+            found.k[: chunk.keys] += _planned_gradients(launches, index, mine, chunk.keys, pairs, adds)
+    return total, found._replace(k=found.k.to(index.k.dtype))
+
+
+def _planned_gradients(
+    launches: attention.Gathers, index: Index, rows: slice, keys: int, pairs: float, adds: bool
+) -> Tensor:
+    """The gradients of keys, by one kernel or two."""
+    q, k = index.q[rows], index.k
+    heads, width = q.shape[2:]
+    channels, read = float(heads * width), 2 * pairs * width * q.element_size()
+    if adds:
+        launches.gathered(8 * pairs * channels, read, 4 * pairs * width)
+        return torch.zeros(keys, *k.shape[1:], dtype=torch.float32, device=k.device)
+    dense = torch.zeros(*q.shape[:2], keys, dtype=torch.float32, device=k.device)
+    launches.gathered(6 * pairs * channels, read)
+    of_queries = channels * q.element_size() / KEYS
+    launches.gathered(4 * dense.numel() * channels, dense.numel() * (4 + of_queries))
+    return torch.empty(PARTS, keys, *k.shape[1:], dtype=torch.float32, device=k.device).sum(0)
+
+
+def samples(shapes: RunShapes) -> Iterator[tuple[Index, Loss]]:
+    """The last queries of a sequence, as `attention.samples` has them, with keys of the indexer."""
+    if shapes.config is None:
+        return
+    own = shapes.config.options(SparseAttentionFlags)
+    heads, width = own.dsa_indexer_n_heads, own.dsa_indexer_head_dim
+    for q, _, seen, k, scale, _, _ in attention.samples(shapes):
+        queries, picked = seen[-1]
+        if picked is None:
+            continue
+        (n, b), sets = q.shape[:2], zip(seen, k, strict=True)
+        lse = reduce(torch.logaddexp, (_log_sums(q, each, keys, scale) for each, keys in sets))
+        beside = None if len(seen) == 1 else _log_sums(q, seen[0], k[0], scale)
+        of_heads = shapes.random(n, b, heads) * (heads * width) ** -0.5
+        index = Index(shapes.random(n, b, heads, width), shapes.random(len(k[-1]), b, width), of_heads)
+        yield index, Loss(q, k[-1], picked, queries, scale, Axis(), range(n), beside, lse)
+
+
+def _log_sums(q: Tensor, seen: Keys, k: Tensor, scale: float) -> Tensor:
+    """[n, b, h]: log-sum-exps of the scores of a set of keys."""
+    chunks = seen.queries.chunks
+    return torch.cat([Rows(q, k, seen.queries, chunk, seen.picked).scores(scale).logsumexp(-1) for chunk in chunks])
+
+
+DIVERGENCE = FusedKernel(
+    by_kernels,
+    divergence,
+    lambda index, loss: runs_triton(index.q) and fits(index, loss),
+    samples,
+    attention.TOLERANCE,
+    planned,
+)
