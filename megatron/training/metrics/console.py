@@ -20,6 +20,9 @@ class LogLines:
     metrics: Sequence[str] = ()
     """Names of the metrics of callbacks and of the program."""
 
+    place: str | None = None
+    """Folder of checkpoints, if it is not --save."""
+
     def __init__(self, config: RunConfig, train_iters: int) -> None:
         self.config, self.train_iters = config, train_iters
 
@@ -42,7 +45,8 @@ class LogLines:
 
     def saved(self, iteration: int, seconds: float) -> str:
         """The line of a save that succeeded after `seconds`."""
-        return f" saved checkpoint at iteration {iteration} to {self.config.checkpoint.save} in {seconds:.2f} s"
+        folder = self.place or self.config.checkpoint.save
+        return f" saved checkpoint at iteration {iteration} to {folder} in {seconds:.2f} s"
 
 
 def perplexity(loss: float) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.dist_checkpointing.file_storage import STORAGES
+from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 
@@ -36,6 +38,27 @@ class ObjectStorageFlags:
     """Data that a rank fetches from object storage ahead of the step, in MB; 0 fetches them when they are needed."""
 
 
+def local_rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = config.options(LocalSaveFlags)
+    if own.save_local is not None and own.save_local_interval is None and not config.checkpoint.save_interval:
+        rule, remedy = "has no interval", "add --save-local-interval, or --save-interval"
+        yield Problem("--save-local", own.save_local, rule, remedy)
+
+
+@extension_flags("local checkpoints", may_change=True, rules=local_rules)
+@dataclass(frozen=True)
+class LocalSaveFlags:
+    save_local: str | None = flag(None, path="local", writes="folder", no_effect_without="--save")
+    """Folder of a fast file system that all ranks reach: checkpoints are saved there, and those of --save-interval are
+    uploaded to --save behind the training. --load with the same URL takes the newest complete one of either."""
+
+    save_local_interval: int | None = flag(None, above=0, no_effect_without="--save-local")
+    """Iterations between checkpoints in --save-local; default: --save-interval."""
+
+    save_local_keep: int = flag(2, above=0, no_effect_without="--save-local")
+    """Number of newest checkpoints that stay in --save-local."""
+
+
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "ossfs", "hdfs", "webhdfs", "r2")
 """Schemes of fsspec's stores that hold files for several hosts."""
 
@@ -63,3 +86,8 @@ for _scheme in SCHEMES:
 
 CALLBACKS.register("object storage", f"{__package__}.hooks:StorageTraffic", when=is_remote)
 CALLBACKS.register("read-ahead", f"{__package__}.read_ahead:ReadAhead", when=reads_data)
+CALLBACKS.register(
+    "local checkpoints",
+    f"{__package__}.two_tiers:TwoTiers",
+    when=lambda config: config.options(LocalSaveFlags).save_local is not None and config.checkpoint.save is not None,
+)
