@@ -1,0 +1,227 @@
+"""Finds what made a spike: branches of the run in which the document, the batch or the rate is another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron.core.dist_checkpointing.path_kind import METRICS_FILE, saved_folders
+from megatron.extensions.operate.rollback.branches import Change, Outcome, Part
+from megatron.training.metrics.sinks import records_until
+from megatron.training.reliability.run_status import recorded_events
+
+EARLIER = 100
+"""Records before a step with which it is compared."""
+
+FEWEST = 5
+"""Records that are needed for that."""
+
+GONE = 0.5
+"""Share of the rise of the loss below which a spike is gone."""
+
+TYPICAL = 10
+"""Losses before the spike of which the median counts."""
+
+LARGE_NORM = 3.0
+"""A gradient norm this many times the median of those before makes an earlier step the suspect."""
+
+ROSE = 1.05
+"""A rate this many times that of the checkpoint has risen since."""
+
+LOWER = 0.1
+"""Factor of the rate of a branch if the rate has not risen."""
+
+BranchOf = Callable[[int, Change], Outcome]
+"""Last iteration and change -> the steps of the branch."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run's records, and the checkpoints before a spike."""
+
+    folder: Path
+    records: tuple[dict[str, Any], ...]
+    spike: int
+    checkpoint: int
+
+    @classmethod
+    def read(cls, folder: Path, spike: int | None, checkpoint: int | None) -> RunFiles:
+        """Finds the spike, that of the last rollback or else the largest rise of the loss, and the newest checkpoint
+        before. Raises ValueError if there is none."""
+        lines, _ = records_until((folder / METRICS_FILE).read_text(encoding="utf-8"), 2**62)
+        records = tuple(each for each in map(json.loads, lines) if each.get("lm_loss") is not None)
+        back = [event for event in recorded_events(folder) if event.get("event") == "rollback"]
+        back = [event for event in back if spike in (None, event["iteration"])]
+        found = spike or (int(str(back[-1]["iteration"])) if back else largest_rise(records))
+        before = min([found, *(int(first) for event in back for first in [event["passed_over"][0]])])  # type: ignore[index]
+        saved = [number for number in saved_folders(folder) if number < before]
+        if checkpoint is None and not saved:
+            raise ValueError(f"{folder} has no checkpoint before iteration {before}; give a run that has one")
+        if checkpoint is not None and checkpoint not in saved:
+            there = ", ".join(map(str, sorted(saved))) or "none"
+            raise ValueError(f"--from {checkpoint}: the checkpoints before iteration {before} are {there}")
+        return cls(folder, records, found, max(saved) if checkpoint is None else checkpoint)
+
+    @property
+    def loaded(self) -> Path:
+        """The folder of the checkpoint."""
+        return saved_folders(self.folder)[self.checkpoint]
+
+    def losses_before(self, iteration: int) -> dict[int, float]:
+        """Iteration -> loss of the records up to an iteration."""
+        return {each["iteration"]: float(each["lm_loss"]) for each in self.records if each["iteration"] <= iteration}
+
+    def difference(self, base: Outcome, suspect: int) -> float | None:
+        """The largest difference of the branch without a change from the run, as a share, before the suspect."""
+        own = self.losses_before(suspect - 1)
+        shares = [abs(loss / own[at] - 1.0) for at, loss in base.losses.items() if own.get(at)]
+        return max(shares, default=None)
+
+    def loss_of_spike(self, otherwise: float) -> float:
+        """The loss of the spike in the run, by its event or record."""
+        known = {each["iteration"]: float(each["lm_loss"]) for each in self.records}
+        for event in recorded_events(self.folder):
+            if event.get("event") == "rollback":
+                known[int(str(event["iteration"]))] = float(str(event["lm_loss"]))
+        return known.get(self.spike, otherwise)
+
+    def value(self, name: str, iteration: int) -> float | None:
+        """A value of the last record up to an iteration."""
+        found = [each[name] for each in self.records if each["iteration"] <= iteration and each.get(name) is not None]
+        return float(found[-1]) if found else None
+
+
+def largest_rise(records: Sequence[Mapping[str, Any]]) -> int:
+    """The iteration whose loss is highest beside the mean of those before it. Raises ValueError without enough
+    records."""
+    losses = [float(each["lm_loss"]) for each in records]
+    if len(losses) <= FEWEST:
+        rule = f"{METRICS_FILE} has {len(losses)} losses, too few to find a spike"
+        raise ValueError(f"{rule}; give --iteration, or a run with --log-interval 1")
+
+    def rise(place: int) -> float:
+        before = losses[max(0, place - EARLIER) : place]
+        return losses[place] / (sum(before) / len(before))
+
+    return int(records[max(range(FEWEST, len(losses)), key=rise)]["iteration"])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A branch beside the run."""
+
+    name: str
+    loss: float | None
+    """Of the iteration of the spike."""
+
+    highest: float
+    spikes: bool
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What the branches have shown."""
+
+    spike: int
+    suspect: int
+    """The iteration whose batch is looked at."""
+
+    before: float
+    """The loss before the spike."""
+
+    rows: tuple[Row, ...]
+    worst: Part
+    rate: float
+    difference: float | None
+    """Largest difference of the losses before from those of the run, as a share; None where none are known."""
+
+    cause: str
+    """"document", "batch", "rate", "none" or "gone"."""
+
+
+def suspect_of(base: Outcome, spike: int) -> int:
+    """The iteration whose batch may have made a spike: that of the spike, or an earlier one with a large gradient."""
+    norms = list(base.norms.items())
+    for place, (iteration, norm) in enumerate(norms):
+        if place >= 2 and iteration < spike and norm > LARGE_NORM * median(each for _, each in norms[:place]):
+            return iteration
+    return spike
+
+
+def held_rate(base: Outcome, files: RunFiles, spike: int) -> float:
+    """The rate of the branch that holds it: that of the checkpoint, or less if it has not risen since."""
+    highest = max(rate for iteration, rate in base.rates.items() if iteration <= spike)
+    before = files.value("learning_rate", files.checkpoint)
+    return before if before and highest > ROSE * before else LOWER * highest
+
+
+def bisect(files: RunFiles, branch_of: BranchOf, after: int) -> Iterator[str | Bisection]:
+    """Runs the branches. Yields a line before each, and at last the finding."""
+    spike, last = files.spike, files.spike + after
+    yield f"branches from the checkpoint of iteration {files.checkpoint} to iteration {last}"
+    base = branch_of(last, Change(looks_at=spike))
+    suspect = suspect_of(base, spike)
+    if suspect != spike:
+        base = branch_of(last, Change(looks_at=suspect))
+    earlier = files.losses_before(files.checkpoint) | {at: loss for at, loss in base.losses.items() if at < suspect}
+    if not earlier:
+        raise ValueError(f"{files.folder} has no loss before iteration {suspect}; --from an earlier checkpoint")
+    before = median(list(earlier.values())[-TYPICAL:])
+    rise = _highest(base, suspect) - before
+    rows = [_row("as it was", base, spike, suspect, True)]
+    worst, rate = max(base.parts, key=lambda part: part.loss), held_rate(base, files, spike)
+    found = Bisection(spike, suspect, before, tuple(rows), worst, rate, files.difference(base, suspect), "gone")
+    if rise < GONE * (files.loss_of_spike(base.losses[spike]) - before) or rise <= 0:
+        yield found
+        return
+    end = max(samples.stop for samples in base.samples.values())
+    batch = {sample: end + place for place, sample in enumerate(base.samples[suspect])}
+    changes = {
+        "document": ("document replaced", Change({worst.sample: batch[worst.sample]})),
+        "batch": (f"batch of iteration {suspect} replaced", Change(batch)),
+        "rate": (f"rate held at {rate:.3g}", Change(rate=rate)),
+    }
+    gone = list[str]()
+    for cause, (name, change) in changes.items():
+        yield f"branch: {name}"
+        other = branch_of(last, change)
+        spikes = _highest(other, suspect) - before >= GONE * rise
+        rows.append(_row(name, other, spike, suspect, spikes))
+        gone += [] if spikes else [cause]
+    yield replace(found, rows=tuple(rows), cause=gone[0] if gone else "none")
+
+
+def _highest(found: Outcome, since: int) -> float:
+    return max(loss for iteration, loss in found.losses.items() if iteration >= since)
+
+
+def _row(name: str, found: Outcome, spike: int, suspect: int, spikes: bool) -> Row:
+    return Row(name, found.losses.get(spike), _highest(found, suspect), spikes)
+
+
+def lines_of(found: Bisection, decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
+    """The table and the verdict."""
+    yield f"spike at iteration {found.spike}; loss {found.before:.4g} before"
+    if found.difference is not None:
+        yield f"before it, the losses of the branch differ from those of the run by {found.difference:.1e} at most"
+    yield f"{'branch':<40}{f'loss at {found.spike}':>14}{'highest since':>15}{'spike':>7}"
+    for row in found.rows:
+        loss = "-" if row.loss is None else f"{row.loss:.4g}"
+        yield f"{row.name:<40}{loss:>14}{row.highest:>15.4g}{'yes' if row.spikes else 'no':>7}"
+    worst = found.worst
+    document = worst.origin.rpartition("+")[0].rpartition(":")
+    about = {
+        "document": f"document {document[2]} of {document[0]}",
+        "batch": f"the batch of iteration {found.suspect}, and no single document of it",
+        "rate": f"the learning rate: held at {found.rate:.3g} there is no spike",
+        "none": "none of these alone; begin at an earlier checkpoint with --from",
+        "gone": "nothing that a branch repeats: the same steps have no spike here; suspect a device of the run",
+    }
+    yield f"verdict: {about[found.cause]}"
+    if found.cause in ("document", "batch"):
+        yield f"highest loss of iteration {found.suspect}: sample {worst.sample}, {worst.origin}, {worst.loss:.4g}"
+        yield f"text: {decode(worst.tokens)}"
