@@ -21,8 +21,6 @@ SECTIONS = ("model", "optimizer", "tokenizer")
 """Sections that are taken as a whole."""
 
 WITHOUT_EQUAL = {
-    "multi_latent_attention": "multi-latent attention",
-    "mtp_num_layers": "multi-token prediction",
     "apply_residual_connection_post_layernorm": "residual connections after the norm",
     "heterogeneous_layers_config_path": "layers of different shapes",
     "heterogeneous_layers_config_encoded_json": "layers of different shapes",
@@ -54,9 +52,11 @@ LACKING = (
     *("embedding_multiplier", "residual_multiplier", "logits_scaling", "scale_word_embeddings", "value_channels"),
     *("attention_value_scale", "final_logit_softcapping", "attn_logit_softcapping", "window_rotary_base"),
     *("window_rotary_percent", "window_softmax_type", "window_num_attention_heads", "window_num_query_groups"),
+    *("mla_scale_latents", "latent_norm_epsilon", "mtp_layer_kind"),
 )
 """Fields of the model which Megatron-LM has not: with another value than the default it cannot be expressed."""
 
+ATTENTION = ("self_attention", "multi_latent_attention")
 POSITIONS = ("learned_absolute", "rope", "none")
 
 
@@ -103,9 +103,6 @@ def _with_value(config: RunConfig, name: str) -> str:
 def refuse_inexpressible(config: RunConfig) -> None:
     """Raises ValueError for a model of ours that Megatron-LM has not."""
     model = config.model
-    if model.mtp_depths:
-        flag = f"--mtp-num-layers {model.mtp_depths}"
-        raise ValueError(f"--to megatron: modules of multi-token prediction ({flag}) cannot be converted; use --to hf")
     lacking = (flag for flag in flags_of("model") if flag.field in LACKING)
     problems = {flag.name: value_of(config, flag) != flag.default for flag in lacking} | {
         "--qk-l2-norm in some layers": model.qk_l2_norm and not all(model.rope_pattern),
@@ -121,8 +118,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
     if found := [_with_value(config, flag) for flag, used in problems.items() if used]:
         raise ValueError(f"--to megatron: Megatron-LM has no {', '.join(found)}")
     unwritten = {
-        "--multi-latent-attention": model.attention == "multi_latent_attention",
-        "--rope-type yarn": model.yarn,
+        "--rope-type yarn": model.yarn and model.attention == "self_attention",
         "--head-wise-attn-gate": model.head_wise_attn_gate,
         "--moe-latent-size": model.moe_latent_size,
         "--ffn-hidden-size-pattern": model.ffn_hidden_size_pattern,
@@ -145,7 +141,7 @@ def _unwritten_parts(model: TransformerConfig) -> dict[str, bool]:
     routers = {router_of(model, number, in_training=False) for number, kind in enumerate(kinds) if kind.experts}
     return {
         f"--normalization {model.normalization}": not NORMALIZATIONS.facts(model.normalization).standard,
-        f"--attention-module {model.attention}": model.attention != "self_attention",
+        f"--attention-module {model.attention}": model.attention not in ATTENTION,
         f"residual stream {model.residual}": model.residual is not None,
         **{f"router {name}": name != "top_k" for name in routers},
     }

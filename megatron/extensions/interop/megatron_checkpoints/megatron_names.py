@@ -1,15 +1,19 @@
 """Names of parameters in Megatron-LM's checkpoints, and the place of each of ours in those of torch_dist.
 
 Layers of equal kind are stacked along a new first dim under one name, or each has its own. Each tensor of theirs is one
-of ours in another shape: query groups, heads and channels are one dim there, and so are gate and up.
+of ours in another shape: query groups, heads and channels are one dim there, and so are gate and up. `names.json` has
+the names that differ: `renamed` in a layer, by their beginnings, where the layer also has a parameter that begins with
+`beside`; under all of `theirs` they are written, and under any they are read. `older` are those from before the core.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 from megatron.core.param_meta import ParamMeta
 from megatron.extensions.interop.conversion.formats import few
@@ -19,11 +23,12 @@ EXTRA_STATE = "_extra_state"
 
 LAYERS = "decoder.layers."
 
-FUSED_NORMS = {
-    "input_layernorm": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm_",
-}
-"""A norm of ours -> the beginning of its names where it is fused with the linear layer behind it."""
+IN_LAYER = re.compile(
+    r"(?P<front>decoder\.layers\.(?P<number>\d+)\."
+    r"|mtp\.layers\.\d+\.transformer_layer\.)(?P<inside>.+)"
+)
+
+TABLES = json.loads(Path(__file__).with_name("names.json").read_text())
 
 
 @dataclass(frozen=True)
@@ -95,47 +100,59 @@ def their_shape(meta: ParamMeta) -> tuple[int, ...]:
     return (prod(shape[:-1]), shape[-1])
 
 
-def names_in(name: str, stacked: bool, moe_layers: Sequence[int]) -> tuple[list[str], int | None]:
-    """The names under which megatron-core looks for a parameter of ours, and its place in the stack if there is one.
+def _in_layer(name: str) -> tuple[str, int | None, str]:
+    """(what is in front of the names of a layer, the layer's number in the decoder, name in the layer)."""
+    match = IN_LAYER.fullmatch(name)
+    if match is None:
+        return "", None, name
+    return match["front"], None if match["number"] is None else int(match["number"]), match["inside"]
+
+
+def _renamed(inside: str) -> Iterator[tuple[str, list[str]]]:
+    """(beginning of a name that the layer must have, their names of a parameter) by each rule for the parameter."""
+    for rule in TABLES["renamed"]:
+        if inside.startswith(rule["ours"]):
+            rest = inside.removeprefix(rule["ours"])
+            yield rule.get("beside", ""), [front + rest for front in rule["theirs"]]
+
+
+class WrittenNames:
+    """The names under which megatron-core looks for the parameters of a model.
 
     A norm is fused with the linear layer behind it. In front of experts it has two names: with Transformer Engine its
     own, and without it that of a fused one.
     """
-    if not name.startswith(LAYERS):
-        return [name], None
-    number, inside = name.removeprefix(LAYERS).split(".", 1)
-    both = inside.startswith("pre_mlp_layernorm.") and int(number) in moe_layers
-    suffixes = list(_suffixes(inside))[: 2 if both else 1]
-    front = LAYERS if stacked else f"{LAYERS}{number}."
-    return [front + suffix for suffix in suffixes], int(number) if stacked else None
+
+    def __init__(self, names: Iterable[str], stacked: bool) -> None:
+        self.stacked = stacked
+        self.layers: dict[str, list[str]] = {}
+        for front, _, inside in map(_in_layer, names):
+            self.layers.setdefault(front, []).append(inside)
+
+    def of(self, name: str) -> tuple[list[str], int | None]:
+        """The names of one parameter, and its place in the stack if there is one."""
+        front, number, inside = _in_layer(name)
+        found = (
+            theirs
+            for beside, theirs in _renamed(inside)
+            if any(sibling.startswith(beside) for sibling in self.layers.get(front, ()))
+        )
+        layer = number if self.stacked else None
+        return [(front if layer is None else LAYERS) + each for each in next(found, [inside])], layer
 
 
 def names_inside(name: str) -> Iterator[str]:
     """Every name, with the number of the layer, that a dense parameter of ours may have in one rank's module."""
-    if not name.startswith(LAYERS):
-        yield name
-        return
-    number, inside = name.removeprefix(LAYERS).split(".", 1)
-    yield from (f"{LAYERS}{number}.{suffix}" for suffix in _suffixes(inside))
+    front, _, inside = _in_layer(name)
+    yield from (front + each for each in _suffixes(inside))
 
 
-OLD_NAMES = tuple(
-    (re.compile(old), new)
-    for old, new in (
-        (r"^(module\.)+", ""),
-        (r"^(language_model\.embedding|embedding)\.", "embedding."),
-        (r"^language_model\.(encoder|transformer|decoder)\.", "decoder."),
-        (r"^(language_model\.output_layer|word_embeddings_for_head)\.", "output_layer."),
-        (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
-        (r"^(decoder\.layers\.\d+\.)attention\.", r"\1self_attention."),
-        (r"^(decoder\.layers\.\d+\.)input_norm\.", r"\1input_layernorm."),
-        (r"^(decoder\.layers\.\d+\.)post_attention_(layer)?norm\.", r"\1pre_mlp_layernorm."),
-        (r"\.self_attention\.query_key_value\.", ".self_attention.linear_qkv."),
-        (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
-        (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
-        (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
-    )
-)
+def _suffixes(inside: str) -> Iterator[str]:
+    """Names of a layer's parameter in their layer: `mlp.router.weight` of `decoder.layers.3.mlp.router.weight`."""
+    yield from dict.fromkeys([*(each for _, theirs in _renamed(inside) for each in theirs), inside])
+
+
+OLD_NAMES = tuple((re.compile(old), new) for old, new in TABLES["older"])
 """Names of Megatron-LM before its core -> those of its core."""
 
 
@@ -148,13 +165,11 @@ def current_name(name: str) -> str:
 
 def stacked_ways(meta: ParamMeta) -> Iterator[Way]:
     """Every way in which torch_dist may store a parameter."""
-    if not meta.name.startswith(LAYERS):
-        yield Way((meta.name,))
-        return
-    number, inside = meta.name.removeprefix(LAYERS).split(".", 1)
+    front, number, inside = _in_layer(meta.name)
     for suffix in _suffixes(inside):
-        yield Way((f"{LAYERS}{suffix}",), layer=int(number))
-        own = f"{LAYERS}{number}.{suffix}"
+        if number is not None:
+            yield Way((f"{LAYERS}{suffix}",), layer=number)
+        own = front + suffix
         yield Way((own,))
         yield Way((f"{own}_w", f"{own}_v"))
         if meta.expert:  # under names of their own, whole or with gate (w) and up (v) apart
@@ -162,15 +177,3 @@ def stacked_ways(meta: ParamMeta) -> Iterator[Way]:
             each = [own.replace(".experts.experts.", f".experts.experts.{expert}.") for expert in experts]
             yield Way(tuple(each))
             yield Way(tuple(f"{expert}_{half}" for expert in each for half in "wv"))
-
-
-def _suffixes(inside: str) -> Iterator[str]:
-    """Names of a layer's parameter in their layer: `mlp.router.weight` of `decoder.layers.3.mlp.router.weight`."""
-    module, _, kind = inside.rpartition(".")
-    if module in FUSED_NORMS:
-        yield FUSED_NORMS[module] + kind
-    if module == "self_attention.core":
-        inside = f"self_attention.core_attention.{kind}"
-    if module.startswith("mlp.experts."):
-        inside = inside.replace("mlp.experts.", "mlp.experts.experts.", 1)
-    yield inside

@@ -23,7 +23,7 @@ from megatron.extensions.interop.megatron_checkpoints.common_state import scaler
 from megatron.extensions.interop.megatron_checkpoints.flags import COMMON
 from megatron.extensions.interop.megatron_checkpoints.legacy_states import BUFFER_KINDS
 from megatron.extensions.interop.megatron_checkpoints.megatron_args import refuse_inexpressible
-from megatron.extensions.interop.megatron_checkpoints.megatron_names import EXTRA_STATE, LAYERS, names_in, their_shape
+from megatron.extensions.interop.megatron_checkpoints.megatron_names import EXTRA_STATE, WrittenNames, their_shape
 from megatron.training.config.batch_size import legal_sizes
 from megatron.training.config.flags import flat_values, named_value
 from megatron.training.config.run_config import RunConfig
@@ -53,6 +53,8 @@ class TorchDistTarget(Target):
             )
         model = self.config.model
         self.stacked = len(model.moe_layers) in (0, model.num_layers)
+        states = (meta.name for meta, _ in model_states(model))
+        self.names = WrittenNames((*source.metas, *states), self.stacked)
         self.tensors = dict(self._tensors())
         if self.training is not None and self.config.optimizer.decoupled_lr is not None:
             self.notes = (
@@ -88,7 +90,7 @@ class TorchDistTarget(Target):
         tensors: dict[str, Any] = {}
         for (prefix, name), made in share(self.tensors, world):
             make, shape = made.counted(written), made.shape
-            keys, layer = names_in(name, self.stacked, self.config.model.moe_layers)
+            keys, layer = self.names.of(name)
             for key in keys:
                 if layer is None:
                     tensors[prefix + key] = StreamedTensor(shape, made.dtype, make)
@@ -107,15 +109,14 @@ class TorchDistTarget(Target):
 
     def _extra_states(self) -> list[str]:
         """Names of the empty states that Megatron-LM keeps of each linear layer, and looks for."""
-        model, keys = self.config.model, ["output_layer._extra_state/shard_0_1", "decoder.final_layernorm._extra_state"]
-        keys[1] += "/shard_0_1"
-        for name in self.source.metas:
-            if not name.startswith(LAYERS) or not name.endswith(".weight"):
+        model, keys = self.config.model, ["output_layer._extra_state/shard_0_1"]
+        for name, meta in self.source.metas.items():
+            if name.startswith("embedding.") or not name.endswith(".weight"):
                 continue
-            (key, *_), layer = names_in(name, self.stacked, model.moe_layers)
+            (key, *_), layer = self.names.of(name)
             module = key.rpartition(".")[0]
             places = [f"{layer}_{model.num_layers}"] if layer is not None else ["0_1"]
-            if self.source.metas[name].expert:
+            if meta.expert:
                 count = model.num_experts or 0
                 front, total = (f"{layer}.", f"{model.num_layers}.") if layer is not None else ("", "")
                 places = [f"{front}{expert}_{total}{count}" for expert in range(count)]
@@ -193,7 +194,7 @@ class TorchDistTarget(Target):
         return flat_values(self.config) | {
             "padded_vocab_size": model.padded_vocab_size,
             "ffn_hidden_size": model.ffn_size,
-            "kv_channels": model.head_dim,
+            "kv_channels": model.kv_channels or model.hidden_size // model.num_attention_heads,
             "num_query_groups": model.query_groups,
             "max_position_embeddings": model.max_positions,
             "moe_ffn_hidden_size": model.moe_ffn_size if model.moe_layers else None,
