@@ -119,7 +119,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn(
         "operate/job_restarts",
         "Ranks that have failed are started again within the processes of the launcher; spare ranks.",
-        needs=("peer_copies",),
+        needs=("peer_copies", "planner"),
     ),
     BuiltIn(
         "operate/rollback",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from megatron.extensions.operate.job_restarts import restarts
+from megatron.extensions.operate.job_restarts.layouts import Choice
+from megatron.extensions.plan.planner.suggest.space import Family, Layout, Pipeline
 from tests.extensions.peer_copies.runs import Planned, Run
 
-FLAGS = ["--bf16", "--data-parallel-sharding-strategy", "optim", "--global-batch-size", "4", "--train-iters", "5"]
+SHARDED = ["--data-parallel-sharding-strategy", "optim", "--train-iters", "5"]
+FLAGS = ["--bf16", *SHARDED, "--global-batch-size", "4"]
+WIDE = ["--fp64", *SHARDED, "--tp", "2", "--global-batch-size", "12"]
 IN_JOB = ["--restarts-in-job", "2"]
 
 
@@ -25,8 +30,8 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Makes a run with spares."""
     runs = list[Run]()
 
-    def made(processes: int, spares: int, *flags: str, per_host: int = 1) -> Run:
-        again = [*FLAGS, *IN_JOB, "--spare-ranks", str(spares), *flags]
+    def made(processes: int, spares: int, flags: Sequence[str] = FLAGS, per_host: int = 1) -> Run:
+        again = [*flags, *IN_JOB, "--spare-ranks", str(spares)]
         runs.append(Run(tmp_path / f"run{len(runs)}", processes, again, per_host))
         return runs[-1]
 
@@ -58,16 +63,27 @@ def test_a_host_of_several_ranks_is_replaced_by_a_host_of_spares(begin: Callable
     flags = [*FLAGS, "--tp", "2"]
     whole = Run(tmp_path / "whole", 4, flags, per_host=2)
     whole.start()
-    run = begin(6, 2, "--tp", "2", per_host=2)
+    run = begin(6, 2, flags, per_host=2)
     said = run.start(Planned("host 1", 0, 3))
     assert "rank 2 is now process 4" in said and "rank 3 is now process 5" in said
     run.assert_equal(whole)
 
 
-def test_without_a_spare_left_the_launcher_decides(begin: Callable[..., Run]) -> None:
-    run = begin(3, 1)
-    with pytest.raises(AssertionError, match="no spares take their place: 1 are needed, and 0 wait"):
-        run.start(Planned("workers 2", 0, 1), Planned("workers 1", 0, 2))
+def test_without_a_spare_left_fewer_ranks_take_another_layout(
+    begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_stages = Layout(Family(), Pipeline(ranks=2))
+    monkeypatch.setattr(restarts, "smaller_layout", lambda config, ranks, device: Choice(1.0, 2, two_stages))
+    whole = Run(tmp_path / "whole", 4, WIDE)
+    whole.start()
+    run = begin(5, 1, WIDE)
+    said = run.start(Planned("workers 4", 0, 1), Planned("host 3", 0, 2))
+    assert "no spares take their place: 1 are needed, and 0 wait" in said
+    assert " 2 ranks continue with --tensor-model-parallel-size 1" in said
+    run.assert_close(whole, 1e-9)
+    (event,) = run.events("recovery")
+    assert (event["rung"], event["source"]) == ("another layout in the job", "copies in memory")  # of the idle host too
+    assert event["steps_lost"] <= 1
 
 
 def test_more_spares_than_processes_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import pretrain_gpt
 from megatron.core.parallel_state import Axis
 from megatron.extensions.operate.peer_copies.client import HOST, folder_of
@@ -198,6 +200,13 @@ class Run:
             assert one.read(key).equal(two.read(key)), key
         for name in ("iteration", "consumed_samples", "scheduled_samples", "optimizer"):
             assert one.payload[name] == two.payload[name], name
+
+    def assert_close(self, other: Run, tolerance: float) -> None:
+        """Asserts that losses and gradient norms of every step are those of another run, but for rounding."""
+        mine, others = self.metrics(), other.metrics()
+        assert [each[0] for each in mine] == [each[0] for each in others]
+        for here, there in zip(mine, others, strict=True):
+            assert here == pytest.approx(there, rel=tolerance), f"{here} is not {there}"
 
     def metrics(self) -> list[tuple[int, float, float]]:
         """Iteration, loss and gradient norm of each step."""

@@ -3,8 +3,10 @@
 A parent is a process of the launcher; the numbers that the launcher gives them are workers (`roster`).
 
 Keys of the store: parent/W, who worker W is; beat/W, changes while it lives; again/N, asks for start N; here/N/W, it
-has come to start N; start/N, how that is made, which the first parent that knows decides for all; over, the exit code
-of a parent that has ended for good; left/W, W has read that. The store is that of the launcher, or else of worker 0.
+has come to start N; decides/N, the parent that decides how that is made; start/N, what it has decided; over, the exit
+code of a parent that has ended for good; left/W, W has read that; offer/N/W, the copies on the host of W, which has no
+rank in start N. The store is that of the launcher, or else of worker
+0.
 """
 
 from __future__ import annotations
@@ -37,6 +39,12 @@ ROLL = 15.0
 
 PARTING = 5.0
 """Seconds that the holder of the store stays for others at the end."""
+
+OFFERS = 5.0
+"""Seconds in which workers without ranks tell what their hosts offer."""
+
+DECIDES = 30.0
+"""Seconds in which a parent decides how a start is made, with a search for another layout."""
 
 SILENT = 2.5
 """Seconds without a sign of life after which a parent on another machine counts as gone."""
@@ -82,8 +90,8 @@ class Start:
     why: tuple[str, ...] = ()
     """Why it is not a rung above, one line each."""
 
-    layout: tuple[object, ...] | None = None
-    """Another layout of the run, as the planner's `Layout`; None for that of its flags."""
+    layout: str = ""
+    """Another layout of the run, as `layouts.layout_text` writes it; empty for that of its flags."""
 
     ends: str = ""
     """Why there is none; empty if there is."""
@@ -92,9 +100,8 @@ class Start:
     def from_json(cls, text: str) -> Start:
         """What `to_json` has written."""
         record = json.loads(text)
-        layout = record["layout"]
         lists = {name: tuple(record[name]) for name in ("roster", "living", "why")}
-        return cls(**{**record, **lists, "layout": None if layout is None else tuple(layout)})
+        return cls(**{**record, **lists})
 
     def to_json(self) -> str:
         """It as a value of the store."""
@@ -170,15 +177,39 @@ class Parents:
             if self.over() is not None:
                 return Start((), (), ends="a rank has ended for good")
             missing = self._missing(number, before.living)
-            if time.monotonic() > limit or all(self._is_gone(worker, silence) for worker in missing):
+            complete = time.monotonic() > limit or all(self._is_gone(worker, silence) for worker in missing)
+            if complete and self._decides(number):
                 came = [worker for worker in before.living if worker not in missing]
                 start = decide(came, {worker: self._peer(worker)[0] for worker in before.living})
                 self._propose(number, start)
             self.beat()
             time.sleep(LOOK)
 
+    def offer(self, number: int, offer: str) -> None:
+        """Tells what this host, which may have no ranks, offers to a start."""
+        answered(lambda: self.store.set(f"offer/{number}/{self.worker}", offer))
+
+    def offers(self, number: int, workers: Collection[int]) -> list[str]:
+        """What the hosts of these workers offer, of those that tell it in time."""
+        limit, keys = time.monotonic() + OFFERS, [f"offer/{number}/{worker}" for worker in workers]
+        while keys and time.monotonic() < limit and not answered(lambda: self.store.check(keys)):
+            time.sleep(LOOK)
+        return [self._get(each) for each in keys if self._there(each)]
+
+    def _decides(self, number: int) -> bool:
+        """Return whether this parent decides: the first that could, or any once that one is late, or gone."""
+        key, own = f"decides/{number}", f"{self.worker} {time.time()}"
+        claim = answered(lambda: self.store.compare_set(key, "", own).decode())
+        worker, at = claim.split()
+        peer = self._peer(int(worker))[1]
+        is_here = peer.namespace == Peer.here().namespace and bool(peer.namespace)
+        return claim == own or abs(time.time() - float(at)) > DECIDES or (is_here and not peer.state())
+
     def _propose(self, number: int, start: Start) -> None:
         answered(lambda: self.store.compare_set(f"start/{number}", "", start.to_json()))
+
+    def _get(self, key: str) -> str:
+        return answered(lambda: self.store.get(key).decode())
 
     def _there(self, key: str) -> bool:
         return answered(lambda: self.store.check([key]))
@@ -199,7 +230,7 @@ class Parents:
             key = f"parent/{worker}"
             if not self._there(key):
                 return "", Peer("", 0, "", "")
-            host, peer = json.loads(answered(lambda: self.store.get(key)))
+            host, peer = json.loads(self._get(key))
             self.peers[worker] = host, Peer(**peer)
         return self.peers[worker]
 

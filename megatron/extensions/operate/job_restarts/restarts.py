@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -25,9 +25,18 @@ from pathlib import Path
 from types import FrameType
 
 from megatron.extensions.operate.job_restarts.flags import RestartConfig
+from megatron.extensions.operate.job_restarts.layouts import (
+    config_in,
+    device_here,
+    flags_of,
+    layout_from,
+    layout_text,
+    smaller_layout,
+)
 from megatron.extensions.operate.job_restarts.parents import LOOK, LostStoreError, Parents, Start
-from megatron.extensions.operate.job_restarts.roster import replaced
-from megatron.extensions.operate.peer_copies.faults import RUNG, SAME_RANKS, SPARES
+from megatron.extensions.operate.job_restarts.roster import fewer, replaced, spares_of
+from megatron.extensions.operate.peer_copies.faults import FEWER_RANKS, RUNG, SAME_RANKS, SPARES
+from megatron.extensions.operate.peer_copies.idle_hosts import leave_note, offered
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Log, Task
@@ -174,7 +183,13 @@ class Parent:
         rank = roster.index(worker)
         launch = replace(self.launch, rank=rank, world_size=len(roster))
         environ = {START: str(number), RUNG: self._start.rung, "RANK": str(rank), "WORLD_SIZE": str(len(roster))}
-        child = Kept(partial(self._attempt, self.config, launch), environ)
+        config = self.config
+        if self._start.layout:
+            config = config_in(config, len(roster), layout_from(self._start.layout))
+        spares = spares_of(roster, self._start.living)
+        if rank == 0 and spares:
+            leave_note(self.config, self._parents.offers(number, spares))
+        child = Kept(partial(self._attempt, config, launch), environ)
         code = self._watch(child, number)
         assert _progress is not None
         made = int.from_bytes(_progress[:8], "little")
@@ -189,7 +204,9 @@ class Parent:
 
     def _wait(self, number: int) -> tuple[int, str]:
         """As `_one_start`, of a spare. Signals are for the ranks, which save: it ends with them."""
-        with handled(lambda received, frame: None):
+        offer, lease = offered(self.config)
+        self._parents.offer(number, offer)
+        with handled(lambda received, frame: None), closing(lease) if lease is not None else nullcontext():
             while not self._parents.asked(number + 1):
                 if (code := self._parents.over()) is not None:
                     self._parents.left()
@@ -235,6 +252,10 @@ class Parent:
             return replace(before, roster=found, living=living, rung=SPARES, why=(why,))
         waiting = len(living) - (len(before.roster) - len(gone))
         spare = f"no spares take their place: {len(gone)} are needed, and {waiting} wait"
+        if living and (choice := smaller_layout(self.config, len(living), device_here())) is not None:
+            roster = fewer(before.roster, living, host_of, choice.ranks)
+            return Start(roster, living, FEWER_RANKS, (why, spare), layout_text(choice.layout))
+        spare += f"; no layout for the same batch is legal on {len(living)} ranks"
         return Start((), living, why=(why, spare), ends=f"{len(gone)} of {len(before.roster)} ranks did not come back")
 
     def _tell(self, before: Start) -> None:
@@ -244,6 +265,9 @@ class Parent:
             return
         for line in start.why:
             print(f" {line}", file=sys.stderr, flush=True)
+        if start.layout and start.layout != before.layout:
+            flags = flags_of(self.config, len(start.roster), layout_from(start.layout))
+            print(f" {len(start.roster)} ranks continue with {flags}", file=sys.stderr, flush=True)
         for rank, worker in enumerate(start.roster):
             if start.rung == SPARES and worker != before.roster[rank]:
                 print(f" rank {rank} is now process {worker} of the launcher, a spare", file=sys.stderr, flush=True)

@@ -5,5 +5,6 @@ Flags: --peer-copies, --peer-copy-interval, --peer-copy-bandwidth, --peer-copy-p
 
 Read `placement` first: which hosts hold a copy of which part. `shards` divides the state into parts, and `copies`
 stores and sends them. `holder` is the process of a host that outlives its ranks and serves the copies. `sets` finds the
-newest complete step, and `memory_checkpoint` loads it. `hooks` has the events of a run.
+newest complete step, `idle_hosts` copies on hosts without ranks, and `memory_checkpoint` loads it. `hooks` has the
+events of a run.
 """

@@ -127,6 +127,14 @@ class Link:
         read_exactly(self._stream, into)
         self._answer()
 
+    def header(self, generation: str, name: str) -> bytes:
+        """Reads the content of a part's header."""
+        self._ask(op="header", generation=generation, name=name)
+        content = bytearray(int(self._answer()["length"]))
+        read_exactly(self._stream, memoryview(content))
+        self._answer()
+        return bytes(content)
+
     def lease(self) -> None:
         """Counts as a rank of the holder's host from now on, until this connection or its process ends."""
         self._ask(op="lease")

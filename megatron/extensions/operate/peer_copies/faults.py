@@ -16,6 +16,7 @@ RUNG = "RUNG_IN_JOB"
 """Variable of a start in the job with its rung: how its processes were found."""
 
 SAME_RANKS, SPARES = "restart in the job", "spare ranks in the job"
+FEWER_RANKS = "another layout in the job"
 BY_LAUNCHER = "restart by the launcher"
 
 

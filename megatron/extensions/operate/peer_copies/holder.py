@@ -64,13 +64,20 @@ def sealed(header: bytes) -> bytes:
     return b"%08x\n" % zlib.crc32(header) + header
 
 
+def unsealed(sealed: bytes) -> dict[str, Any]:
+    """The header in the content of its file. Raises ValueError if it is damaged."""
+    crc, _, text = sealed.partition(b"\n")
+    if int(crc, 16) != zlib.crc32(text):
+        raise ValueError("a header is damaged")
+    return cast("dict[str, Any]", json.loads(text))
+
+
 def read_header(data: Path) -> dict[str, Any]:
     """The header of a file of bytes. Raises OSError or ValueError if it is damaged, or is not of these bytes."""
-    crc, _, text = header_of(data).read_bytes().partition(b"\n")
-    header = json.loads(text)
-    if int(crc, 16) != zlib.crc32(text) or data.stat().st_size != header["nbytes"]:
-        raise ValueError(f"the header of {data} is damaged, or of other bytes")
-    return cast("dict[str, Any]", header)
+    header = unsealed(header_of(data).read_bytes())
+    if data.stat().st_size != header["nbytes"]:
+        raise ValueError(f"the header of {data} is of other bytes")
+    return header
 
 
 def headers_in(generation: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -159,6 +166,12 @@ class Connection(socketserver.StreamRequestHandler):
         with open(self.server.path(request), "rb") as file:
             self._answer(length=length)
             self.connection.sendfile(file, start, length) if length else None
+
+    def do_header(self, request: Mapping[str, Any]) -> None:
+        """Sends the content of a part's header, after a line with its length."""
+        content = header_of(self.server.path(request)).read_bytes()
+        self._answer(length=len(content))
+        self.wfile.write(content)
 
     def do_lease(self, request: Mapping[str, Any]) -> None:
         """Counts as a rank of this host until the connection ends."""

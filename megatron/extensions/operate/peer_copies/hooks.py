@@ -42,6 +42,7 @@ from megatron.extensions.operate.peer_copies.faults import (
 )
 from megatron.extensions.operate.peer_copies.flags import PeerCopyConfig
 from megatron.extensions.operate.peer_copies.holder import WORLD, write_whole
+from megatron.extensions.operate.peer_copies.idle_hosts import IdleHost, read_note
 from megatron.extensions.operate.peer_copies.memory_checkpoint import CopyError, MemoryCheckpoint, Readers, damaged
 from megatron.extensions.operate.peer_copies.placement import duties, place, stored_bytes
 from megatron.extensions.operate.peer_copies.sets import (
@@ -75,6 +76,8 @@ class Host:
 
     held: Inventory
     fault: Fault | None
+    idle: tuple[IdleHost, ...] = ()
+    """Hosts without ranks of which a process of the launcher has told this host."""
 
 
 class PeerCopies(Callback):
@@ -107,7 +110,8 @@ class PeerCopies(Callback):
         if self._leads:
             holder = open_holder(self._folder, 60 * self._options.peer_copy_keep_minutes)
             self._leases.append(leased(holder))
-            mine = Host(own, holder, inventory(self._folder, own), read_fault(self._folder))
+            held, fault = inventory(self._folder, own), read_fault(self._folder)
+            mine = Host(own, holder, held, fault, read_note(self._folder))
             drop_fault(self._folder)
         hosts = gather_objects(mine, world)
         self._host_of = [host.name for host in hosts]
@@ -115,6 +119,9 @@ class PeerCopies(Callback):
         if not self._leads:
             self._leases.append(leased(self._holders[own]))
         self._held = [host.held for host in hosts]
+        self._idle = {each.name: each for host in hosts for each in host.idle if each.name not in names}
+        self._holders |= {name: each.holder for name, each in self._idle.items()}
+        self._held += [each.held for each in self._idle.values()]
         self._fault = first_fault([host.fault for host in hosts])
         generations = [number_of(name) for held in self._held for name in held.parts or {}]
         token = gather_objects(secrets.token_hex(4), world)[0]
@@ -174,7 +181,7 @@ class PeerCopies(Callback):
         for each in complete_sets(held):
             if (each.generation, each.iteration) == (self._generation, iteration):
                 found = self._verified(each, world)
-                readers = Readers(self._folder, host_name(), self._holders)
+                readers = Readers(self._folder, host_name(), self._holders, self._idle)
                 return None if found.lost else MemoryCheckpoint(found, readers, self._leads, world)
         return None
 
@@ -188,7 +195,7 @@ class PeerCopies(Callback):
     ) -> tuple[CompleteSet | None, Progress | None, str]:
         """As `_resume`. Raises CopyError if copies are lost as they are read, and there is nothing else to load."""
         try:
-            readers = Readers(self._folder, host_name(), self._holders)
+            readers = Readers(self._folder, host_name(), self._holders, self._idle)
             checkpoint = MemoryCheckpoint(found, readers, self._leads, begun.state.world)
             if int(checkpoint.payload.get("saved_iteration") or 0) <= on_disk:
                 where = f"copies in the memory of {len(set(self._host_of))} hosts"

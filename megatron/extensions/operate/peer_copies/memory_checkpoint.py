@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -16,7 +17,7 @@ from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.dist_checkpointing.storage import Checkpoint, TensorInfo
 from megatron.core.parallel_state import Axis
 from megatron.extensions.operate.peer_copies.client import Address, Link
-from megatron.extensions.operate.peer_copies.holder import read_header
+from megatron.extensions.operate.peer_copies.holder import read_header, unsealed
 from megatron.extensions.operate.peer_copies.sets import CompleteSet, Copy
 from megatron.extensions.operate.peer_copies.shards import Entry, Offset
 
@@ -36,7 +37,11 @@ class Header:
     @classmethod
     def read(cls, path: Path) -> Header:
         """The header of a file of bytes."""
-        record = read_header(path)
+        return cls.of(read_header(path))
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Header:
+        """The header with these contents."""
         entries = tuple(map(Entry.from_record, record["entries"]))
         return cls(entries, tuple(record["sums"]), record["payload"])
 
@@ -59,11 +64,14 @@ def damaged(folder: Path, copies: Iterable[Copy]) -> list[Copy]:
 
 
 class Readers:
-    """Reads bytes of copies: from this host's memory, else over connections to holders that it keeps."""
+    """Reads bytes of copies: from this host's memory, else over connections to holders that it keeps. `idle`: hosts
+    without ranks."""
 
-    def __init__(self, folder: Path, own: str, holders: Mapping[str, Address]) -> None:
+    def __init__(
+        self, folder: Path, own: str, holders: Mapping[str, Address], idle: Collection[str] = frozenset()
+    ) -> None:
         self.folder, self.own = folder, own
-        self.holders = holders
+        self.holders, self.idle = holders, idle
         self._links = dict[str, Link]()
 
     def read(self, copies: Sequence[Copy], entry: Entry, crc: int) -> bytearray:
@@ -89,9 +97,26 @@ class Readers:
                 if file.readinto(into) < len(into):
                     raise OSError("the file is shorter than its header says")
             return
-        if copy.host not in self._links:
-            self._links[copy.host] = Link(self.holders[copy.host])
-        self._links[copy.host].get(copy.generation, copy.file, start, into)
+        self._link(copy.host).get(copy.generation, copy.file, start, into)
+
+    def headers(self, found: CompleteSet, of_idle: bool) -> dict[str, Header]:
+        """The headers of the parts that this host has, and with `of_idle` of those that only hosts without ranks have,
+        as far as they can be read."""
+        headers = {}
+        for part, copies in found.copies.items():
+            first = copies[0]
+            with suppress(OSError, ValueError):
+                if first.host == self.own:
+                    headers[part] = Header.read(self.folder / first.generation / first.file)
+                elif of_idle and first.host in self.idle:
+                    content = self._link(first.host).header(first.generation, first.file)
+                    headers[part] = Header.of(unsealed(content))
+        return headers
+
+    def _link(self, host: str) -> Link:
+        if host not in self._links:
+            self._links[host] = Link(self.holders[host])
+        return self._links[host]
 
     def close(self) -> None:
         """Ends the connections."""
@@ -115,10 +140,7 @@ class MemoryCheckpoint(Checkpoint):
         """`reads_headers`: true on one rank of each host, which reads the headers of its host's copies for all."""
         self.folder: PurePath = PurePath(f"copies in memory/iter_{found.iteration:07d}")
         self._readers = readers
-        mine = {}
-        for part, copies in found.copies.items() if reads_headers else ():
-            if copies[0].host == readers.own:
-                mine[part] = Header.read(readers.folder / copies[0].generation / copies[0].file)
+        mine = readers.headers(found, of_idle=world.rank == 0) if reads_headers else {}
         headers = {part: header for each in gather_objects(mine, world) for part, header in each.items()}
         payloads = [header.payload for header in headers.values() if header.payload is not None]
         if len(payloads) != 1 or headers.keys() != found.copies.keys():

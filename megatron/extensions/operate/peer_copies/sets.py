@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.extensions.operate.peer_copies.client import number_of
 from megatron.extensions.operate.peer_copies.holder import WORLD, header_of, headers_in
@@ -32,6 +33,12 @@ class Inventory:
     copies: tuple[Copy, ...] = ()
     parts: Mapping[str, tuple[str, ...]] | None = None
     """Generation -> the parts of a complete set."""
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Inventory:
+        """An inventory from JSON's types."""
+        parts = {name: tuple(each) for name, each in (record["parts"] or {}).items()}
+        return cls(tuple(Copy(**copy) for copy in record["copies"]), parts)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,71 @@
+"""Hosts that have no ranks, and whose copies are read all the same: what a process of the launcher there offers, and
+where the ranks find it. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron.extensions.operate.peer_copies.client import Address, Link, folder_of, host_name, leased, open_holder
+from megatron.extensions.operate.peer_copies.flags import PeerCopyConfig, keeps_copies
+from megatron.extensions.operate.peer_copies.holder import write_whole
+from megatron.extensions.operate.peer_copies.sets import Inventory, inventory
+from megatron.training.config.run_config import RunConfig
+
+NOTE = "idle.json"
+
+
+@dataclass(frozen=True)
+class IdleHost:
+    """A host without ranks."""
+
+    name: str
+    holder: Address
+    held: Inventory
+
+    def to_json(self) -> str:
+        """It as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> IdleHost:
+        """What `to_json` has written."""
+        record = json.loads(text)
+        return cls(record["name"], Address(**record["holder"]), Inventory.from_record(record["held"]))
+
+
+def memory_of(config: RunConfig) -> Path | None:
+    """The folder of a run's copies on this host; None for a run without copies."""
+    if not keeps_copies(config) or config.checkpoint.save is None:
+        return None
+    return folder_of(config.options(PeerCopyConfig).peer_copy_path, config.checkpoint.save)
+
+
+def offered(config: RunConfig) -> tuple[str, Link | None]:
+    """What this host holds, as the text of an `IdleHost`, and a connection that keeps its holder while it is open;
+    empty if it holds nothing."""
+    folder = memory_of(config)
+    with suppress(OSError):
+        if folder is not None and any(folder.glob("g*")):
+            holder = open_holder(folder, 60 * config.options(PeerCopyConfig).peer_copy_keep_minutes)
+            return IdleHost(host_name(), holder, inventory(folder, host_name())).to_json(), leased(holder)
+    return "", None
+
+
+def leave_note(config: RunConfig, offers: Iterable[str]) -> None:
+    """Tells the ranks of this host what hosts without ranks offer."""
+    folder = memory_of(config)
+    if folder is not None and folder.is_dir():
+        write_whole(folder / NOTE, json.dumps([offer for offer in offers if offer]))
+
+
+def read_note(folder: Path) -> tuple[IdleHost, ...]:
+    """What `leave_note` has left, which is deleted."""
+    found: tuple[IdleHost, ...] = ()
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        found = tuple(map(IdleHost.from_json, json.loads((folder / NOTE).read_bytes())))
+    (folder / NOTE).unlink(missing_ok=True)
+    return found
