@@ -137,6 +137,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_the_site_is_built_from_every_page(tmp_path: Path) -> None:
     """--strict: a link or anchor that leads nowhere is an error, and so is a page that the navigation lacks."""
     pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
     build = "-m mkdocs build --strict -q -f scripts/mkdocs.yml -d".split()
     run_command([sys.executable, *build, tmp_path], code=0)
     pages = {path.stem for path in ROOT.glob("docs/*.md")} - {"README"}

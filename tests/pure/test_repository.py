@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 
 import yaml
 
@@ -57,3 +58,21 @@ def test_first_changes_begin_at_files_that_exist() -> None:
     assert len(rows) > 6
     named = [name for row in rows for name in re.findall(r"`((?:tools|megatron|scripts|tests)/[\w/.]+)`", row)]
     assert len(named) > len(rows) and [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_proofs_name_tests_and_programs_that_exist() -> None:
+    text = (ROOT / "docs/proof.md").read_text()
+    tests = [word for command in re.findall(r"`pytest ([^`]+)`", text) for word in command.split() if "/" in word]
+    programs = [f"{name.replace('.', '/')}" for name in re.findall(r"`python -m ([\w.]+)", text)]
+    programs = [name if (ROOT / name).is_dir() else f"{name}.py" for name in programs]
+    tools = re.findall(r"`python (\S+\.py)", text)
+    assert len(tests) > 12 and len(programs) > 4 and tools
+    assert [name for name in (*tests, *programs, *tools) if not (ROOT / name).exists()] == []
+
+
+def test_the_reference_names_what_can_be_imported() -> None:
+    names = re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert len(names) > 12
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(import_module(module), attribute).__doc__, name
