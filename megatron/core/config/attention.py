@@ -20,25 +20,25 @@ YARN = Condition("--rope-type yarn", lambda config: config.model.rotary and conf
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """How positions enter: the kind of embedding, and the rotary one's frequencies and scaling."""
+    """Position embedding: its kind, and the frequencies and scaling of a rotary embedding."""
 
     position_embedding_type: str = flag("learned_absolute", choices=(*TABLES, "rope", "alibi", "none"), first_run=True)
     """Position embedding: a learned table, sinusoids, rotary (rope), linear biases of attention scores (alibi), or
     none."""
 
     position_offset: int = flag(0, at_least=0, no_effect_without=OF_TABLES)
-    """Added to positions before their vectors are looked up: a learned table has this many rows more (2 in OPT)."""
+    """Offset added to positions before the table lookup. A learned table has this many additional rows (2 in OPT)."""
 
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
 
     window_rotary_base: float | None = flag(None, no_effect_without=(LOCAL, ROTARY))
-    """Base of the rotary frequencies in layers with a sliding window or chunks, where they are then not scaled or
-    interpolated (Gemma 3); default: the same rotary embedding as in other layers."""
+    """Base of the rotary frequencies in layers with a sliding window or chunks (Gemma 3). These layers then use
+    neither frequency scaling nor interpolation. Default: the same rotary embedding as in other layers."""
 
     no_rope_freq: str | None = flag(None, no_effect_without=ROTARY)
-    """Layers without rotary embedding: N for layers N - 1, 2N - 1, ..., or a list of 1 (without) and 0 for all layers.
-    Default: every layer has it."""
+    """Layers without rotary embedding: N for layers N - 1, 2N - 1, ..., or a list with one entry per layer, 1 for a
+    layer without it and 0 for a layer with it. Default: every layer has a rotary embedding."""
 
     rotary_percent: float = flag(1.0, above=0, at_most=1)
     """Fraction of each head's channels that are rotated."""
@@ -83,14 +83,14 @@ class RotaryConfig:
     yarn_correction_range_round_to_int: bool = flag(
         True, name="--no-yarn-correction-range-round-to-int", no_effect_without=YARN
     )
-    """YaRN: leave the bounds of the pairs of channels between both unrounded, as gpt-oss does."""
+    """YaRN: do not round the bounds of the channel range between --beta-fast and --beta-slow (gpt-oss)."""
 
     mscale: float = flag(1.0, at_least=0, no_effect_without=YARN)
     """YaRN: rotated queries and keys are multiplied by 0.1 * mscale * ln(scaling factor) + 1."""
 
     mscale_all_dim: float = flag(0.0, no_effect_without=YARN)
-    """YaRN: the same factor for all channels of queries and keys: it scales the softmax and is divided out of the
-    rotated channels (DeepSeek). Scales the softmax of multi-latent attention only."""
+    """YaRN: the factor of --mscale for all channels of queries and keys. It scales the softmax and is divided out of
+    the rotated channels (DeepSeek). It applies to multi-latent attention only."""
 
     @property
     def position_table(self) -> bool:
@@ -99,7 +99,7 @@ class RotaryConfig:
 
     @property
     def alibi(self) -> bool:
-        """True if attention scores have ALiBi's biases."""
+        """True if the ALiBi bias is added to attention scores."""
         return self.position_embedding_type == "alibi"
 
 
@@ -111,46 +111,48 @@ class SelfAttentionConfig:
     """Normalize queries and keys before the rotary embedding."""
 
     qk_layernorm_scope: str = flag("head", choices=("head", "each", "all"), no_effect_without="--qk-layernorm")
-    """Scope of one norm of --qk-layernorm: the channels of a head, with a weight that all heads share (head) or that
-    each head has (each, as in Command R+), or those of all heads (all, as in OLMo 2)."""
+    """Channels that one norm of --qk-layernorm covers: the channels of one head, with a weight that all heads share
+    (head) or one weight per head (each, as in Command R+), or the channels of all heads together (all, as in OLMo
+    2)."""
 
     qk_layernorm_after_rotary: bool = flag(False, no_effect_without=("--qk-layernorm", ROTARY))
-    """Normalize queries and keys behind the rotary embedding instead (HunYuan)."""
+    """Normalize queries and keys after the rotary embedding instead of before it (HunYuan)."""
 
     clip_qkv: float | None = None
-    """Bound c of queries, keys and values, which are clipped to [-c, c] before the rotary embedding (OLMo, DBRX, MPT);
-    default: none."""
+    """Clip queries, keys and values to [-c, c] before the rotary embedding, where c is this number (OLMo, DBRX,
+    MPT). Default: no clipping."""
 
     softmax_scale: float | None = None
-    """Factor of attention scores; default 1 / sqrt(head width)."""
+    """Scale factor of the attention scores; default: 1 / sqrt(head width)."""
 
     softmax_type: str = flag("vanilla", choices=SOFTMAX_TYPES)
-    """Softmax of attention scores: plain (vanilla), or with an attention sink, one more score in each row, without a
-    value. The sink is 0 (off-by-one) or a parameter of each head (learnable, as in gpt-oss)."""
+    """Softmax over attention scores: plain (vanilla), or with an attention sink, which is an extra score in each row
+    that has no value. The sink is 0 (off-by-one) or a learned parameter of each head (learnable, as in gpt-oss)."""
 
     attention_output_gate: bool = flag(False, excludes="--head-wise-attn-gate: both gate the same output")
-    """Multiply attention's output, before its last projection, by the sigmoid of a projection of the layer's input, for
-    each channel (Qwen3-Next)."""
+    """Gate the attention output before the output projection: multiply each channel by the sigmoid of a projection
+    of the layer's input (Qwen3-Next)."""
 
     attention_gate_function: str = flag(
         "sigmoid",
         choices=("sigmoid", "softplus"),
         no_effect_without="--attention-output-gate or --head-wise-attn-gate",
     )
-    """Function of the gates of attention's output: the sigmoid, or the softplus (Laguna)."""
+    """Activation function of the attention output gate: sigmoid, or softplus (Laguna)."""
 
     attn_logit_softcapping: float | None = None
-    """Cap c of attention scores z, scaled and before the mask, which become c tanh(z / c) (Gemma 2); default: none."""
+    """Replace each scaled attention score z by c tanh(z / c) before the mask, where c is this number (Gemma 2).
+    Default: no cap."""
 
     head_wise_attn_gate: bool = False
-    """Multiply the output of each head of attention, before the last projection, by the sigmoid of one number, a linear
-    map of the layer's input (Step-3.5)."""
+    """Gate each attention head before the output projection: multiply its output by the sigmoid of a linear
+    projection of the layer's input to one number per head (Step-3.5)."""
 
     value_channels: int | None = None
-    """Width of one value head; default: that of a query or key head, --kv-channels."""
+    """Width of one value head; default: the width of a query or key head, --kv-channels."""
 
     attention_value_scale: float = 1.0
-    """Factor of the values (MiMo-V2)."""
+    """Scale factor of the attention values (MiMo-V2)."""
 
     window_num_attention_heads: int | None = flag(None, no_effect_without=LOCAL)
     """Query heads in layers with a sliding window or chunks (Step-3.5); default: as in other layers."""
@@ -165,15 +167,16 @@ class SelfAttentionConfig:
     """--rotary-percent of layers with a sliding window or chunks (Step-3.5); default: as in other layers."""
 
     qk_l2_norm: bool = flag(False, no_effect_without=ROTARY, excludes="--qk-layernorm: both normalize queries and keys")
-    """Divide each head's queries and keys by the root of their mean square, without weights, in layers with rotary
-    embedding (Llama 4). Megatron-LM does so in all layers."""
+    """Divide the queries and keys of each head by the root of their mean square, without weights, in layers with
+    rotary embedding (Llama 4). Megatron-LM normalizes them in all layers."""
 
     attention_temperature_coeff: float = 0.0
-    """In layers without rotary embedding, multiply the queries of position p, counted from 0, by 1 + this number times
-    ln(1 + floor((p + 1) / N)), N being --attention-temperature-floor (arXiv 2501.19399). 0.1 in Llama 4."""
+    """Coefficient a of the attention temperature: in layers without rotary embedding, queries at position p, counted
+    from 0, are multiplied by 1 + a ln(1 + floor((p + 1) / N)), where N is --attention-temperature-floor (arXiv
+    2501.19399). Llama 4 uses 0.1."""
 
     attention_temperature_everywhere: bool = flag(False, no_effect_without="--attention-temperature-coeff")
-    """Multiply the queries of all layers, by 1 + the coefficient times ln(1 + floor(p / N)) (Ministral 3)."""
+    """Apply the attention temperature in all layers, with the factor 1 + a ln(1 + floor(p / N)) (Ministral 3)."""
 
     attention_temperature_floor: int = flag(8192, no_effect_without="--attention-temperature-coeff")
-    """N of --attention-temperature-coeff: queries of positions below N - 1 stay as they are."""
+    """N of --attention-temperature-coeff: queries at positions below N - 1 are not changed."""

@@ -1,4 +1,4 @@
-"""Which data a run takes and how text becomes tokens, as frozen dataclasses: see `megatron.core.config`. No torch."""
+"""Configuration of training data and tokenizer, as frozen dataclasses: see `megatron.core.config`. No torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TokenizerFacts:
     """Fields of TokenizerConfig that must name a file."""
 
     finds_files: bool = False
-    """Whether these may also be names that it finds files by."""
+    """True if a value may also be a name by which the tokenizer finds its files."""
 
 
 TOKENIZERS = Registry("--tokenizer-type", TokenizerFacts, protocol=TokenizerBuilder)
@@ -86,13 +86,13 @@ class DatasetConfig(Section):
     """Like --data-path, for validation only."""
 
     test_data_path: tuple[str, ...] | None = flag(None, many=True, path="url")
-    """Like --data-path, for the test only."""
+    """Like --data-path, for the test set only."""
 
     valid: tuple[str, ...] | None = flag(None, repeats=True, path="url", needs="--eval-iters above 0; raise it")
-    """NAME=PREFIX: a further validation set, whose loss is logged under its name; may be given more than once."""
+    """NAME=PREFIX adds a validation set, whose loss is logged as NAME. May be given more than once."""
 
     multiple_validation_sets: bool = False
-    """Each prefix of --valid-data-path is a validation set of its own, named by the prefix without folders."""
+    """Evaluate each prefix of --valid-data-path separately, under the name of the prefix without its folders."""
 
     split: str = flag("969,30,1", first_run=True)
     """Shares of documents for training, validation and test."""
@@ -125,7 +125,7 @@ class DatasetConfig(Section):
 
     @property
     def per_split(self) -> bool:
-        """True if the splits have data paths of their own."""
+        """True if training, validation and test data have separate paths."""
         return bool(self.train_data_path or self.valid_data_path or self.test_data_path)
 
     @property
@@ -151,7 +151,7 @@ class DatasetConfig(Section):
 
 
 def weight_of(word: str) -> float | None:
-    """The number that a word of a list of data is; None for a path."""
+    """Returns the weight that a word of a data list states, or None if the word is a path."""
     try:
         return float(word)
     except ValueError:

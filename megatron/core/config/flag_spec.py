@@ -1,4 +1,4 @@
-"""How a field of a configuration appears on the command line. No torch."""
+"""Command-line form of configuration fields. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 @dataclass(frozen=True)
 class Condition:
-    """A property of a configuration, in the words of flags, on which another flag depends, or which excludes it."""
+    """Condition on a configuration, stated in flags, which another flag requires or excludes."""
 
     text: str
     """`--x` (given, and neither off nor 0), `--x VALUE`, `--x above N`, or one of several, divided by " or ". Behind it
@@ -31,16 +31,16 @@ Conditions = tuple[Condition, ...]
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """How a field appears on the command line, beyond its name and type."""
+    """Command-line properties of a configuration field, besides its name and type."""
 
     name: str | None = None
-    """Flag in place of `--field-name`; of a true-by-default bool the flag that turns it off."""
+    """Flag that replaces `--field-name`. For a bool that defaults to True, the flag that turns it off."""
 
     aliases: tuple[str, ...] = ()
     """Further spellings, with their dashes."""
 
     choices: Collection[str] | None = None
-    """Legal values; a registry's change as extensions add to it."""
+    """Legal values. The values of a registry grow as extensions are loaded."""
 
     many: bool = False
     """Takes one or more values; the field holds a tuple."""
@@ -53,14 +53,14 @@ class FlagSpec:
     in a storage that an extension has registered, "url" if any URL is legal too."""
 
     empty_is_none: bool = False
-    """True if an empty value is the same as no flag, as in Megatron-LM. It is refused for other flags."""
+    """True if an empty value means that the flag is not given, as in Megatron-LM. Other flags refuse an empty value."""
 
     writes: str | None = None
     """Kind of an output path, "folder" or "file". The run checks at start that it can be written."""
 
     names_code: Callable[[str], bool] | None = None
-    """True if a value names files whose code runs. Such a value must stand on the command line: a file of flags may
-    give it only if a run of the user's own has recorded it."""
+    """True if a value names files whose code is executed. Such a value must be on the command line. A configuration
+    file may contain it only if a run of the same user has recorded it."""
 
     effective: str | None = None
     """For a field whose value another one may determine: the property of its section of the configuration that has the

@@ -1,4 +1,4 @@
-"""Losses of tokens: the choices of --loss-func. No torch.
+"""Token losses: the choices of --loss-func. No torch.
 
 @LOSSES.register("focal", multi_token=True)
 class Focal(TokenLoss):
@@ -24,12 +24,12 @@ class LossFacts:
     """Facts about a loss."""
 
     multi_token: bool = False
-    """True if it may be called with the labels of a later token (--mtp-num-layers): each loss follows from its logits
-    and its label alone."""
+    """True if the loss supports labels of later tokens (--mtp-num-layers), because the loss of a token depends on
+    its logits and label only."""
 
 
 class Loss(Protocol):
-    """The loss of the last stage of a model."""
+    """Loss function of the last pipeline stage."""
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits [s, b, V/tp], labels [s, b] -> losses [s, b]."""
@@ -42,8 +42,8 @@ class LossClass(Protocol):
         """`config` is the `TransformerConfig`, `ctx` the `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def prepare(self, config: Section, batch: BatchT) -> BatchT:
-        """Returns a micro-batch, a `megatron.core.batch.Batch`, whose labels and mask it may have replaced. A static
-        method."""
+        """Returns the micro-batch, a `megatron.core.batch.Batch`, after replacing its labels or mask if the loss
+        needs that. A static method."""
 
 
 LOSSES = Registry("--loss-func", LossFacts, protocol=LossClass)
@@ -53,13 +53,13 @@ LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", m
 
 
 AUTO = -1
-"""--loss-chunk-tokens auto: head and loss in chunks of a size that is chosen."""
+"""Value of --loss-chunk-tokens auto, which lets `chunk_size` choose the size."""
 
 CHUNK_SIZES = 1024, 2048, 4096, 8192
-"""In tokens, of which `AUTO` takes one."""
+"""Chunk sizes in tokens among which `AUTO` chooses."""
 
 MOST_COST = 0.01
-"""Share of a step that chunks of a chosen size may cost."""
+"""Largest share of a step that `AUTO` may spend on chunking."""
 
 WEIGHT_TOKENS = 320
 """Tokens whose products with a weight take as long as reading and writing its fp32 gradient: 8 bytes at 2.95 TB/s, and
@@ -67,7 +67,7 @@ WEIGHT_TOKENS = 320
 
 
 def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size: int) -> int:
-    """Tokens of a chunk, 0 for all tokens at once.
+    """Returns the number of tokens in a chunk, or 0 for all tokens at once.
 
     `AUTO` is the smallest size whose chunks, each of which reads and writes the gradient of the head's weight once
     more, cost at most `MOST_COST` of a step; all tokens at once if none does. The head's share of a step follows from

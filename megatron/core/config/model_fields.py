@@ -70,7 +70,7 @@ RECOMPUTED_PARTS = RecomputedParts()
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Recomputation: activations that the backward pass computes again instead of saving them."""
+    """Activation recomputation: the backward pass recomputes activations instead of reading saved ones."""
 
     recompute_granularity: str = flag(
         "none",
@@ -137,8 +137,8 @@ class ModelFields(
     """Width h of the residual stream."""
 
     ffn_hidden_size: int | None = flag(None, effective="ffn_size", first_run=True)
-    """Width of the MLP; default 4h, with a gated activation function 8h/3 rounded down to a multiple of 64, at least
-    64."""
+    """Width of the MLP. Default: 4h, or with a gated activation function 8h/3 rounded down to a multiple of 64, at
+    least 64."""
 
     ffn_hidden_size_pattern: str | None = None
     """Width of the MLP of each layer, as a list for all layers such as "([1024]*4+[2048]*8)"; entries of layers with
@@ -178,14 +178,15 @@ class ModelFields(
     """Gated MLP with quick GeLU, x sigmoid(1.702 x), instead of GeLU."""
 
     glu_linear_offset: float = 0.0
-    """Added to the half of a gated MLP's input that is multiplied by the gate; 1 in gpt-oss."""
+    """Offset added to the linear half of a gated MLP, which the gate multiplies; 1 in gpt-oss."""
 
     activation_func_clamp_value: float | None = None
-    """Bound c of a gated MLP's input: gates are at most c, their factors in [-c, c]; 7 in gpt-oss."""
+    """Clamp the input of a gated activation function with the bound c: gates to at most c, the values that they
+    multiply to [-c, c]. gpt-oss uses 7."""
 
     bias_gelu_fusion: bool = flag(True, effective="activation")
-    """GeLU of models with biases is its tanh approximation (gelu_tanh), as Megatron-LM's fused kernel computes it.
-    Without this, or without biases, GeLU is exact (gelu)."""
+    """Use the tanh approximation of GeLU (gelu_tanh) in models with biases, as Megatron-LM's fused kernel does.
+    Without this flag, or without biases, GeLU is exact (gelu)."""
 
     activation_func: str | None = flag(None, choices=ACTIVATIONS, effective="activation")
     """Activation function of MLPs and experts; default: that of --swiglu, --quick-geglu or --squared-relu, else
@@ -195,29 +196,31 @@ class ModelFields(
     """Attention sublayer of each layer."""
 
     experimental_attention_variant: str | None = flag(None, choices=ATTENTION_VARIANTS)
-    """Linear attention in the layers of --linear-attention-freq (gated_delta_net is that of Qwen3-Next), or DeepSeek
-    sparse attention (dsa). Default: every layer has --attention-module."""
+    """Linear attention in the layers of --linear-attention-freq (gated_delta_net as in Qwen3-Next), or DeepSeek
+    sparse attention (dsa). Default: every layer uses --attention-module."""
 
     linear_attention_freq: str | None = flag(
         None, no_effect_without="--experimental-attention-variant", effective="linear_pattern"
     )
-    """Layers with linear attention beside layers with --attention-module: N for the latter in layers N - 1, 2N - 1,
-    ..., or a list of 1 (linear) and 0 for all layers. Default: every layer has linear attention."""
+    """Layers with linear attention in a model that also has layers with --attention-module: N puts
+    --attention-module into layers N - 1, 2N - 1, ...; a list has one entry per layer, 1 for linear attention and 0
+    for --attention-module. Default: every layer has linear attention."""
 
     layer_module: str = flag("transformer_layer", choices=LAYERS)
-    """Whole layer: the composition of normalization, attention and MLP."""
+    """Layer class, which composes normalization, attention and MLP."""
 
     loss_func: str = flag("cross_entropy", choices=LOSSES, training_only=True)
-    """Loss of each token; training minimizes the mean over tokens."""
+    """Loss function of a token. Training minimizes the mean over tokens."""
 
     mtp_num_layers: int | None = flag(None, at_least=0, training_only=True, effective="mtp_depths")
-    """Depths N of multi-token prediction (MTP): modules after the last layer that predict N further tokens
-    (DeepSeek-V3); default: none."""
+    """Number of multi-token prediction (MTP) modules after the last layer, each of which predicts one more future
+    token (DeepSeek-V3). Default: none."""
 
     mtp_loss_scaling_factor: float = flag(
         0.1, at_least=0, no_effect_without="--mtp-num-layers", may_change=True, training_only=True
     )
-    """Weight of the losses of multi-token prediction: this number times their mean over depths is added to the loss."""
+    """Weight of the multi-token prediction losses: their mean over all modules is added to the loss with this
+    factor."""
 
     mtp_layer_kind: str = flag(
         "own_number",
@@ -226,38 +229,39 @@ class ModelFields(
         training_only=True,
         effective="mtp_layers",
     )
-    """Window and rotary embedding of the layers of multi-token prediction, if layers differ in them: those of the first
-    layers, module k as layer k (own_number, as in Megatron-LM), or of the last layer."""
+    """Window and rotary embedding of multi-token prediction modules in a model whose layers differ in them.
+    own_number: module k uses the settings of decoder layer k, as in Megatron-LM. last_layer: all modules use the
+    settings of the last decoder layer."""
 
     z_loss_coeff: float = flag(0.0, training_only=True)
-    """Coefficient of the z-loss of the output logits, which is part of the cross entropy (PaLM); 1e-4 is common."""
+    """Coefficient of the z-loss on output logits, which is added to the cross entropy (PaLM); 1e-4 is common."""
 
     embedding_multiplier: float = 1.0
-    """Factor of word embeddings (Granite)."""
+    """Scale factor of word embeddings (Granite)."""
 
     residual_multiplier: float = 1.0
-    """Factor of each sublayer's output as it is added to the residual stream (Granite)."""
+    """Scale factor of each sublayer's output in the residual addition (Granite)."""
 
     logits_scaling: float = 1.0
     """Divisor of the output logits (Granite)."""
 
     final_logit_softcapping: float | None = None
-    """Cap c of the output logits z, which become c tanh(z / c) (Gemma 2); default: none."""
+    """Replace each output logit z by c tanh(z / c), where c is this number (Gemma 2). Default: no cap."""
 
     add_bias_linear: bool = flag(True, name="--disable-bias-linear", first_run=True)
-    """No bias in the linear layers, those of experts and the router included."""
+    """Remove the bias of all linear layers, including experts and the router."""
 
     add_qkv_bias: bool = False
-    """Bias in the query-key-value projection even under --disable-bias-linear."""
+    """Add a bias to the query-key-value projection, even with --disable-bias-linear."""
 
     add_attention_output_bias: bool = flag(False, no_effect_without="--disable-bias-linear")
-    """Bias in the last projection of attention even under --disable-bias-linear."""
+    """Add a bias to the output projection of attention, even with --disable-bias-linear."""
 
     add_mlp_bias: bool = flag(False, no_effect_without="--disable-bias-linear")
-    """Bias in both linear layers of MLPs, shared experts included, even under --disable-bias-linear (GPT-J)."""
+    """Add a bias to both linear layers of MLPs and shared experts, even with --disable-bias-linear (GPT-J)."""
 
     add_output_layer_bias: bool = False
-    """Bias in the output layer, which has none otherwise (GPT-J, Phi)."""
+    """Add a bias to the output layer, which has none by default (GPT-J, Phi)."""
 
     untie_embeddings_and_output_weights: bool = flag(False, first_run=True)
     """Use a separate weight for the output layer instead of sharing the word embedding's."""
@@ -279,10 +283,10 @@ class ModelFields(
     """Tokens in the vocabulary before padding; default: the tokenizer's."""
 
     default_vocab_size: int | None = flag(None, at_least=1, without_effect=True)
-    """The --vocab-size of a run that names neither one nor a tokenizer, such as a plan of a preset."""
+    """Vocabulary size if neither --vocab-size nor a tokenizer is given, as in a dry run of a preset."""
 
     make_vocab_size_divisible_by: int = flag(128, training_only=True, effective="padded_vocab_size")
-    """Pad the vocabulary to a multiple of this, at every layout."""
+    """Pad the vocabulary to a multiple of this number, under every layout."""
 
     pad_vocab_size_to: int | None = flag(None, training_only=True, effective="padded_vocab_size")
     """Pad the vocabulary to this size, instead of a multiple."""
@@ -295,5 +299,6 @@ class ModelFields(
     (Llama 4)."""
 
     window_attn_skip_freq: str | None = flag(None, no_effect_without=LOCAL)
-    """Layers with full attention beside layers with --window-size or --attention-chunk-size: N for layers N - 1,
-    2N - 1, ..., or a list of 1 (window) and 0 (full) for all layers. Default: no layer has full attention."""
+    """Layers with full attention in a model with --window-size or --attention-chunk-size: N for layers N - 1, 2N -
+    1, ..., or a list with one entry per layer, 1 for a window or chunks and 0 for full attention. Default: no layer
+    has full attention."""

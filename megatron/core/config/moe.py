@@ -147,7 +147,7 @@ class MoEConfig:
     NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
 
     num_experts: int | None = flag(None, first_run=True)
-    """Experts E in each mixture-of-experts (MoE) layer; default: every layer is dense."""
+    """Number of experts E in each mixture-of-experts (MoE) layer. Default: every layer is dense."""
 
     moe_layer_freq: str = flag("1", effective="moe_layers")
     """Which layers are MoE: N for layers 0, N, 2N, ..., or a list of 0 and 1 for all layers, as "([0]*3+[1]*58)"."""
@@ -156,15 +156,16 @@ class MoEConfig:
     """Width of one expert; default ffn-hidden-size."""
 
     moe_latent_size: int | None = None
-    """Width of a latent that experts read and write in place of hidden states (LatentMoE, Nemotron 3): tokens are
-    projected down to it before they are sent to experts, and the sum of their outputs is projected up. Router and
-    shared expert read hidden states. Default: experts read hidden states too."""
+    """Latent width of experts (LatentMoE, Nemotron 3): tokens are projected down to this width before dispatch, and
+    the sum of the expert outputs is projected up. The router and the shared expert use hidden states. Default:
+    experts use hidden states, too."""
 
     moe_shared_expert_intermediate_size: int | None = None
     """Width of a shared expert that processes every token; default: no shared expert."""
 
     moe_shared_expert_gate: bool = flag(False, no_effect_without="--moe-shared-expert-intermediate-size")
-    """Multiply the shared expert's output by a sigmoid of the token, a linear map to one number (Qwen2-MoE)."""
+    """Gate the shared expert: multiply its output by the sigmoid of a linear projection of the token to one number
+    (Qwen2-MoE)."""
 
     moe_output_norm: bool = False
     """Normalize the sum of the outputs of experts and shared expert (A.X K1)."""
@@ -177,56 +178,60 @@ class MoEConfig:
             "--moe-router-group-topk: experts that compute nothing are in no group",
         ),
     )
-    """Zero-computation experts (LongCat-Flash): further choices of the router, each of which returns its input, so that
-    tokens compute with different numbers of experts. They have no parameters and receive no messages."""
+    """Number of zero-computation experts (LongCat-Flash). The router can select them like other experts, but each
+    returns its input, so the amount of computation varies between tokens. They have no parameters, and no token is
+    sent to them."""
 
     moe_router_topk: int = flag(2, first_run=True)
     """Experts k that each token is routed to."""
 
     moe_router_num_groups: int | None = flag(None, no_effect_without="--moe-router-group-topk")
-    """Divide the experts into this many equal groups, of which each token is routed to --moe-router-group-topk."""
+    """Number of equal groups into which experts are divided. Each token is routed to --moe-router-group-topk of
+    them."""
 
     moe_router_group_topk: int | None = flag(None, needs=GROUPS)
-    """Groups of experts that a token may be routed to: those with the largest sums of their best k / this scores
-    (device-limited routing, DeepSeek-V2, and node-limited routing, DeepSeek-V3)."""
+    """Number of expert groups that each token may be routed to (device-limited routing in DeepSeek-V2, node-limited
+    routing in DeepSeek-V3). A group's score is the sum of its --moe-router-group-score-topk highest expert scores,
+    and the groups with the highest scores are selected."""
 
     moe_router_group_score_topk: int | None = flag(None, at_least=1, no_effect_without="--moe-router-group-topk")
-    """Best experts of a group whose scores are summed for the group's: 1 in DeepSeek-V2, 2 in DeepSeek-V3. Default:
-    --moe-router-topk / --moe-router-group-topk."""
+    """Number of highest expert scores that are summed to the score of a group: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
+    Default: --moe-router-topk / --moe-router-group-topk."""
 
     moe_router_score_function: str = flag("softmax", choices=SCORE_FUNCTIONS)
-    """Score function of experts. Scores of sigmoid (DeepSeek-V3) and of sqrtsoftplus, the square root of the softplus
-    (DeepSeek-V4), are divided by the sum of the chosen ones. sparsemixer (Phi-3.5-MoE) chooses one expert after the
-    other, each weighted by a softmax over the experts that are not chosen yet and whose logits are near the largest."""
+    """Score function of the router. With sigmoid (DeepSeek-V3) and sqrtsoftplus, the square root of the softplus
+    (DeepSeek-V4), scores are divided by the sum of the selected scores. sparsemixer (Phi-3.5-MoE) selects one expert
+    after the other, each weighted by a softmax over the experts that are not selected yet and whose logits are near
+    the largest."""
 
     moe_router_topk_normalization: bool = flag(
         True, name="--no-moe-router-topk-normalization", no_effect_without=OWN_SCORES
     )
-    """Leave scores of sigmoid and sqrtsoftplus as they are, without dividing them by the sum of the chosen ones."""
+    """Do not divide sigmoid and sqrtsoftplus scores by the sum of the selected scores."""
 
     moe_router_topk_epsilon: float = flag(
         1e-20,
         at_least=0,
         no_effect_without=(OWN_SCORES, "--moe-router-topk-normalization", "--moe-router-topk above 1"),
     )
-    """Number that is added to the sum of the chosen scores of sigmoid and sqrtsoftplus before the division."""
+    """Epsilon added to the sum of the selected sigmoid or sqrtsoftplus scores before the division."""
 
     moe_router_pre_softmax: bool = flag(False, no_effect_without="--moe-router-score-function softmax")
-    """Softmax over all experts before the choice, instead of over the chosen experts after it."""
+    """Apply the softmax to all experts before the top-k selection, instead of to the selected experts after it."""
 
     moe_apply_probs_on_input: bool = False
-    """Multiply the experts' inputs by their weights, in place of their outputs (Llama 4)."""
+    """Multiply the inputs of experts by the router's weights, instead of their outputs (Llama 4)."""
 
     moe_router_topk_scaling_factor: float | None = None
-    """Factor of the weights of the chosen experts' outputs."""
+    """Scale factor of the router's weights of the selected experts."""
 
     moe_router_enable_expert_bias: bool = False
-    """Choose experts by score plus a bias that rises while an expert receives less than its share: load balancing
-    without a loss (arXiv 2408.15664). It is added to scores of sigmoid or sqrtsoftplus, or to the softmax over all
-    experts (ERNIE 4.5, LongCat-Flash)."""
+    """Select experts by score plus a bias, which rises while an expert receives fewer tokens than its share: load
+    balancing without an auxiliary loss (arXiv 2408.15664). The bias is added to sigmoid or sqrtsoftplus scores, or
+    to the softmax over all experts (ERNIE 4.5, LongCat-Flash)."""
 
     moe_expert_bias_on_logits: bool = flag(False, no_effect_without="--moe-router-enable-expert-bias")
-    """Add the expert bias to the router's logits in place of scores (Kolibri)."""
+    """Add the expert bias to the router's logits instead of to the scores (Kolibri)."""
 
     moe_router_bias_update_rate: float = flag(
         1e-3, no_effect_without="--moe-router-enable-expert-bias", training_only=True
@@ -236,9 +241,9 @@ class MoEConfig:
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         ("aux_loss",), many=True, choices=BALANCINGS, training_only=True
     )
-    """Scope of the auxiliary loss: each sequence (seq_aux_loss), or the samples of the global batch up to each one
-    (aux_loss and global_aux_loss, which are the same here); several losses are added. sinkhorn balances the choice of
-    experts within each sequence instead, without a loss."""
+    """Tokens over which the auxiliary loss averages: one sequence (seq_aux_loss), or all samples of the global batch
+    so far (aux_loss and global_aux_loss, which are the same here). Several losses are added. sinkhorn balances the
+    selection of experts within each sequence, without a loss."""
 
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), many=True, at_least=0, training_only=True)
     """Coefficient of each auxiliary load-balancing loss; 1e-2 is common (Switch Transformer, Mixtral)."""
@@ -271,8 +276,8 @@ class MoEConfig:
     """Token dispatch: all tokens to every rank of the expert group (allgather), or each token to its experts' ranks."""
 
     moe_grouped_gemm: bool = flag(False, without_effect=True, training_only=True)
-    """Grouped matrix multiplication for all experts of a rank. In fp64, or if a row is not a multiple of 16 bytes, no
-    such kernel exists and each expert is multiplied separately, with the same result."""
+    """Use one grouped matrix multiplication for all experts of a rank. In fp64, or if the size of a row is not a
+    multiple of 16 bytes, no grouped kernel exists, and each expert is multiplied separately with the same result."""
 
     moe_per_layer_logging: bool = flag(False, without_effect=True, training_only=True)
     """Log the load of each expert in each layer, in addition to the mean over layers."""
@@ -289,7 +294,7 @@ class MoEConfig:
 
     @property
     def moe_drops_tokens(self) -> bool:
-        """Whether experts have a limited capacity, in training or evaluation."""
+        """True if experts have a limited capacity in training or evaluation."""
         return not (self.moe_expert_capacity_factor is None and self.moe_eval_capacity_factor is None)
 
     @property

@@ -1,6 +1,6 @@
-"""Where norms are in a layer, and what they are. No torch.
+"""Norms of a layer: their position and their kind. No torch.
 
-A norm of one's own is a class beside one line:
+To add a norm, register a class:
 
     @NORMALIZATIONS.register("my_norm")
     class MyNorm(nn.Module):
@@ -24,17 +24,17 @@ class NormFacts:
     """Facts about a norm. The defaults are those of an RMSNorm of one's own."""
 
     centered: bool = False
-    """Whether it subtracts the mean."""
+    """True if the norm subtracts the mean."""
 
     biased: bool = False
-    """Whether it has a bias by default."""
+    """True if the norm has a bias by default."""
 
     standard: bool = False
-    """Whether it is the library's LayerNorm or RMSNorm, which norms of single heads and other programs compute too."""
+    """True for the built-in LayerNorm and RMSNorm, which head norms and other programs compute, too."""
 
 
 class NormModule(Protocol):
-    """What a norm makes, an `nn.Module`."""
+    """The `nn.Module` of a norm."""
 
     def forward(self, x: Tensor, /) -> Tensor:
         """x [..., size] -> [..., size]"""
@@ -68,17 +68,18 @@ class NormConfig:
     """Normalization before attention, before the MLP, and after the last layer."""
 
     norm_placement: str = flag("pre", choices=("pre", "output", "sandwich", "sum"))
-    """Norms of each sublayer: of its input (pre), of its output before it is added to the residual stream (output, as
-    OLMo 2 has it), of both (sandwich, as Gemma 3 has it), or of the stream behind the addition, without a norm behind
-    the last layer (sum, as the first GPT has it)."""
+    """Position of the norm in each sublayer: before it (pre), on its output before the residual addition (output, as
+    in OLMo 2), both (sandwich, as in Gemma 3), or after the residual addition, without a final norm (sum, as in the
+    first GPT)."""
 
     parallel_residual: bool = False
-    """Attention and MLP of a layer read the same input and their outputs are added to it together (GPT-NeoX)."""
+    """Compute attention and MLP of a layer from the same input, and add both outputs to the residual stream
+    (GPT-NeoX)."""
 
     parallel_residual_shared_norm: bool = flag(
         False, no_effect_without="--parallel-residual", excludes=NO_NORMS_OF_INPUTS
     )
-    """One norm of the input of attention and MLP of a layer with --parallel-residual (GPT-J, Falcon, Command R)."""
+    """Use one input norm for both attention and MLP with --parallel-residual (GPT-J, Falcon, Command R)."""
 
     norm_parameters: str = flag("all", choices=("all", "weight", "none"), needs=BUILT_IN_NORMS)
     """Parameters of norms: a weight and, in LayerNorm, a bias (all), a weight alone (weight, as in Command R), or none
@@ -90,7 +91,7 @@ class NormConfig:
     """Multiply by 1 + weight in norms, whose weights start at 0."""
 
     norm_epsilon: float = flag(1e-5, "--layernorm-epsilon")
-    """Added to the variance in norms."""
+    """Epsilon added to the variance in norms."""
 
     @property
     def norms_inputs(self) -> bool:
@@ -109,5 +110,5 @@ class NormConfig:
 
     @property
     def norms_outputs(self) -> bool:
-        """Whether a norm follows each sublayer, before or behind the addition."""
+        """True if a norm follows each sublayer, before or after the residual addition."""
         return self.norm_placement != "pre"

@@ -17,7 +17,7 @@ DECAYING = ("matrices", "embeddings", "norms", "biases")
 
 
 DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Parameters that --decoupled-lr is for."""
+"""Parameters to which --decoupled-lr applies."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class OptimizerConfig(Section):
     """Learning rate at the end of the decay."""
 
     decoupled_lr: float | None = None
-    """Peak learning rate of the word embedding and the output layer; default: that of all."""
+    """Peak learning rate of the word embedding and the output layer; default: --lr."""
 
     decoupled_min_lr: float | None = flag(None, at_least=0, no_effect_without="--decoupled-lr")
-    """--decoupled-lr: their learning rate at the end of the decay; default: --min-lr."""
+    """Learning rate of the word embedding and the output layer at the end of the decay; default: --min-lr."""
 
     lr_decay_style: str = flag("linear", choices=LR_SCHEDULES, first_run=True)
     """Shape of the learning-rate decay after warm-up."""
@@ -97,11 +97,11 @@ class OptimizerConfig(Section):
     """Decoupled weight decay of the parameters of --weight-decay-on."""
 
     weight_decay_on: tuple[str, ...] = flag(("matrices", "embeddings"), many=True, choices=DECAYING)
-    """Kinds of parameters that weight decay acts on; vectors that are neither weights of norms nor biases, such as
-    sinks, count as biases, and the output layer as a matrix."""
+    """Kinds of parameters to which weight decay applies. Vectors that are neither norm weights nor biases, such as
+    attention sinks, count as biases. The output layer counts as a matrix."""
 
     apply_wd_to_qk_layernorm: bool = False
-    """Weight decay of the norms of queries and keys too."""
+    """Apply weight decay to the norms of queries and keys, too."""
 
     start_weight_decay: float | None = flag(None, at_least=0)
     """Weight decay at the first step; default: weight-decay."""
@@ -119,13 +119,13 @@ class OptimizerConfig(Section):
     """Decay of the second moment."""
 
     adam_eps: float = 1e-8
-    """Added to the square root of the second moment."""
+    """Epsilon added to the square root of the second moment."""
 
     sgd_momentum: float = flag(0.9, at_least=0, below=1)
     """Momentum of SGD."""
 
     clip_grad: float = flag(1.0, at_least=0, first_run=True)
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Clip gradients to this global norm; 0 turns clipping off."""
 
     loss_scale: float | None = flag(None, no_effect_without="--fp16")
     """fp16: fixed loss scale instead of the dynamic one."""

@@ -169,7 +169,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """Ranks that share each sequence (context parallelism, CP)."""
 
     cp_comm_type: str = flag("p2p", choices=CONTEXT_PARALLEL)
-    """Attention over context ranks: ring of keys and values (p2p), gathered keys and values, or all-to-all of heads."""
+    """Communication of context-parallel attention: a ring of keys and values (p2p), gathered keys and values
+    (all_gather), or an all-to-all over heads (a2a)."""
 
     expert_model_parallel_size: int = flag(1, "--ep", first_run=True)
     """Ranks that share the experts of a layer (expert parallelism, EP)."""
@@ -184,8 +185,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """Shard norms, residuals and dropout along the sequence over the TP ranks."""
 
     num_distributed_optimizer_instances: int = 1
-    """Number of groups of data-parallel ranks, for example nodes. Each group shards by itself; once a step the groups
-    add up their gradients: hybrid sharding (HSDP)."""
+    """Number of data-parallel groups, for example one per node, that each hold a complete set of shards. Gradients
+    are summed over the groups once per step (hybrid sharding, HSDP)."""
 
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
@@ -211,9 +212,9 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """Compile the element-wise regions between matrix products with torch.compile; default: on GPUs."""
 
     loss_chunk_tokens: int | None = flag(None, at_least=AUTO)
-    """Tokens whose logits exist at the same time: the head and the loss compute a micro-batch in chunks of this many
-    tokens, with their gradients. auto: the fewest of 1,024 to 8,192 that cost at most 1 % of a step. 0, the default:
-    all tokens at once."""
+    """Compute the output layer, the loss and their gradients in chunks of this many tokens, so that only one chunk
+    of logits exists at a time. auto: the smallest chunk of 1,024 to 8,192 tokens that costs at most 1 % of a step.
+    0, the default: all tokens at once."""
 
     attention_backend: str = flag("auto", choices=ATTENTION_BACKENDS)
     """GPUs: the attention kernel. auto: the fastest, by timing them when the run starts. flash: torch's
@@ -225,10 +226,10 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """torch.distributed backend; default: nccl on GPUs, gloo on CPU."""
 
     distributed_timeout_minutes: float = 10.0
-    """Limit of each wait for another rank in a step or evaluation; the run ends beyond it."""
+    """Longest time that a rank waits for another one in a step or evaluation before the run ends."""
 
     startup_timeout_minutes: float = 30.0
-    """Limit of each phase of start-up, including index building and loading, and of the first step."""
+    """Longest time of each start-up phase, including index building and checkpoint loading, and of the first step."""
 
     @property
     def activation_store(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Groups of parameters with a learning rate or weight decay of their own, and rules that decide on them. No torch."""
+"""Parameter groups with their own learning rate or weight decay, and the rules that form them. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """How the update of some parameters differs from that of the others."""
+    """Settings by which the update of some parameters differs from the default."""
 
     lr_mult: float = 1.0
     """Factor of the learning rate."""
@@ -32,7 +32,7 @@ class ParamGroup:
     """Weight decay in place of the scheduled one."""
 
     decoupled: bool = False
-    """True if the learning rate is that of --decoupled-lr."""
+    """True if --decoupled-lr sets the learning rate."""
 
     @property
     def decays(self) -> bool:
@@ -46,11 +46,11 @@ class ParamGroup:
         return (not self.decays, self.decoupled, self.lr_mult != 1, self.lr_mult, self.wd_mult, own, self.eps_mult)
 
     def lr(self, lr: float, decoupled_lr: float | None) -> float:
-        """Its learning rate, given that of the others and that of --decoupled-lr."""
+        """Returns the group's learning rate, given the base learning rate and --decoupled-lr."""
         return self.lr_mult * (decoupled_lr if self.decoupled and decoupled_lr is not None else lr)
 
     def decay(self, weight_decay: float) -> float:
-        """Its weight decay, given the scheduled one."""
+        """Returns the group's weight decay, given the scheduled weight decay."""
         return self.wd_mult * weight_decay if self.weight_decay is None else self.weight_decay
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class ParameterRule:
     """True if parameters may be in other groups than without the rule."""
 
     def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
-        """Learning rate and weight decay of a parameter, given those of the flags and of earlier rules."""
+        """Returns the group of a parameter, given the group that the flags and earlier rules have chosen."""
         return group
 
     def freezes(self, meta: ParamMeta) -> bool:
@@ -81,7 +81,7 @@ class ParameterRule:
         return False
 
     def initial(self, meta: ParamMeta, init: Init) -> Init:
-        """Initial values of a parameter, given those of its role or of earlier rules."""
+        """Returns the initialization of a parameter, given the one that its role or earlier rules have chosen."""
         return init
 
     def errors(self, metas: Collection[ParamMeta]) -> Iterable[str]:

@@ -39,14 +39,14 @@ class TrainingConfig:
     """Derived: global-batch-size / (micro-batch-size * dp). An error if given and unequal."""
 
     train_iters: int | None = flag(None, first_run=True)
-    """Iterations to train. If the batch size varies, this and other lengths in iterations are converted to samples."""
+    """Iterations to train. If the batch size varies, all lengths in iterations are converted to samples."""
 
     train_samples: int | None = flag(None, first_run=True, same_setting_as="train_iters")
     """Samples to train, instead of train-iters."""
 
     train_tokens: int | None = flag(None, same_setting_as="train_iters")
-    """Tokens to train, instead of train-iters; with another length, the shorter one applies. Without any of the three:
-    one epoch."""
+    """Tokens to train, instead of train-iters. If another length is given too, the shorter one applies. Without any
+    length, the run trains one epoch."""
 
     seed: int = flag(1234, at_least=0, at_most=2**32 - 1)
     """Seed of initial weights, dropout and data order."""
@@ -73,13 +73,14 @@ class TrainingConfig:
     """Global batches in one evaluation; 0 turns evaluation off."""
 
     full_validation: bool = flag(False, needs="--eval-iters above 0; raise it")
-    """Evaluate the whole of each validation set, whatever --eval-iters."""
+    """Evaluate each whole validation set, regardless of --eval-iters."""
 
     eval_global_batch_size: int | None = None
     """Samples in one step of an evaluation; default: global-batch-size."""
 
     manual_gc: bool = False
-    """Collect Python's garbage between steps only, at the same steps on all ranks, instead of at thresholds."""
+    """Run Python's garbage collection only between steps, at the same steps on all ranks, instead of at allocation
+    thresholds."""
 
     manual_gc_interval: int = flag(0, no_effect_without="--manual-gc")
     """--manual-gc: steps between collections; 0 turns collections between steps off."""
@@ -107,8 +108,8 @@ class ChecksConfig:
     SAVE/nan. If off, skip and count such steps."""
 
     max_skipped_iterations: int = 0
-    """Number of iterations that the run may skip because of NaN, Inf or a reported spike; the next one ends the
-    run."""
+    """Number of iterations that the run may skip because of NaN, Inf or a reported spike. The next such iteration
+    ends the run."""
 
     iterations_to_skip: tuple[int, ...] | None = flag(None, many=True)
     """Iterations whose samples are skipped without training, numbered from 1 as in the log."""
@@ -140,11 +141,12 @@ class CheckpointConfig:
     """Folder for checkpoints, metrics and the resolved configuration."""
 
     load: str | None = flag(None, path="stored", first_run=True)
-    """Folder to load the latest checkpoint from; training starts from scratch if it holds none, or if it is --save and
-    does not exist yet. Or a Hugging Face folder, of which the model's flags and weights are loaded."""
+    """Folder of checkpoints, of which the latest is loaded. Training starts from scratch if the folder holds none,
+    or if it is --save and does not exist yet. A Hugging Face folder is accepted, too: its configuration and weights
+    are loaded."""
 
     save_interval: int | None = flag(None, "--persistent-save-interval", at_least=0, first_run=True)
-    """Iterations between checkpoints, 0 for none; one is always written at the end when --save is given."""
+    """Iterations between checkpoints; 0 for none. With --save, the end of the run always writes one."""
 
     load_optim: bool = flag(True, name="--no-load-optim")
     """Do not load optimizer state."""
@@ -159,7 +161,7 @@ class CheckpointConfig:
     """Load weights and optimizer state, and start at iteration 0 with fresh schedule and data order."""
 
     load_lr_state: bool = flag(True, name="--no-load-lr-state")
-    """Restart the schedules of learning rate and weight decay: their position is not loaded."""
+    """Do not load the position of the learning-rate and weight-decay schedules; they restart."""
 
     async_save: bool = True
     """Write checkpoints in the background; training waits only for the copy to host memory."""
@@ -171,7 +173,8 @@ class CheckpointConfig:
     """Resume from a checkpoint that was saved with other training data."""
 
     use_checkpoint_args: bool = False
-    """Take the model's flags, and the tokenizer unless it is given, from the checkpoint in --load, if there is one."""
+    """Take the model's flags from the checkpoint in --load, if there is one, and the tokenizer unless flags name
+    one."""
 
     use_checkpoint_opt_param_scheduler: bool = flag(False, name="--use-checkpoint-opt_param-scheduler")
     """Take learning rate, weight decay and their schedules from the checkpoint in --load, if there is one."""
@@ -185,22 +188,22 @@ class CheckpointConfig:
     allow_missing_checkpoint: bool = flag(
         False, no_effect_without="--load", excludes="--exit-on-missing-checkpoint: it is the opposite"
     )
-    """Start from scratch if --load does not exist, also where it is not --save."""
+    """Start from scratch if --load does not exist, even if it is not --save."""
 
     @property
     def save_root(self) -> PurePath | None:
-        """--save, in whatever storage it is."""
+        """Path of --save, on disk or in another storage."""
         return None if self.save is None else located(self.save)
 
     @property
     def save_folder(self) -> Path | None:
-        """--save, for files that only the local disk takes; None if it is in another storage."""
+        """Path of --save for files that must be on a local disk; None if --save is in another storage."""
         root = self.save_root
         return root if isinstance(root, Path) else None
 
     @property
     def load_root(self) -> PurePath | None:
-        """--load, in whatever storage it is."""
+        """Path of --load, on disk or in another storage."""
         return None if self.load is None else located(self.load)
 
     @property
@@ -212,13 +215,13 @@ class CheckpointConfig:
 
     @property
     def anew(self) -> bool:
-        """True if the run starts at iteration 0, whatever it loads."""
+        """True if the run starts at iteration 0, even if it loads a checkpoint."""
         return self.finetune or self.reset_iteration
 
 
 @dataclass(frozen=True)
 class ExtensionConfig:
-    """Code of a user's own."""
+    """Extensions written by users."""
 
     extension: tuple[str, ...] | None = flag(None, repeats=True, path="local")
     """Python file, or package.module, that registers parts and flags of its own; may be given more than once."""
@@ -226,7 +229,7 @@ class ExtensionConfig:
 
 @dataclass(frozen=True)
 class RunConfig(Section):
-    """Everything that one command line says. Its `extension_options` are those of all sections."""
+    """Complete configuration of one command line. All sections share its `extension_options`."""
 
     parallel: ModelParallelConfig = field(default_factory=ModelParallelConfig)
     model: TransformerConfig = field(default_factory=TransformerConfig)
@@ -241,7 +244,7 @@ class RunConfig(Section):
     extensions: ExtensionConfig = field(default_factory=ExtensionConfig)
 
     given: tuple[tuple[str, Any], ...] = field(default=(), compare=False, metadata={"flag": None})
-    """Field -> value before `resolve` changed it, of those fields whose value follows from others."""
+    """Field -> value before `resolve` derived it from other fields."""
 
     past_batches: tuple[Point, ...] = field(default=(), metadata={"flag": None})
     """(iterations, consumed samples) of the run so far at each change of its batch size, and last where it resumes;
@@ -249,9 +252,8 @@ class RunConfig(Section):
 
     @property
     def restarts_positions(self) -> bool:
-        """True if samples have position ids of their own: --reset-position-ids acts on vectors of positions only.
-        Rotary embeddings count from the start of the sample; they depend on distances alone, which are equal in a
-        document."""
+        """True if samples need their own position ids. --reset-position-ids affects position tables only: a rotary
+        embedding depends on distances, which do not change when positions restart at a document."""
         return self.data.reset_position_ids and self.model.position_table
 
     def __post_init__(self) -> None:
