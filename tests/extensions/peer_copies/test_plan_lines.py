@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.extensions.operate.peer_copies.plan_lines import lines
+from megatron.extensions.operate.peer_copies.plan_lines import goodput_line, lines
+from megatron.extensions.plan.planner.failures.expected import Expected, SaveCost
 from megatron.extensions.plan.planner.flags import PlannedRun
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
@@ -27,6 +28,13 @@ def test_plan_of_four_hosts(strategy: str) -> None:
         assert "a host sends for" in said and "MB/s (--peer-copy-bandwidth 1), " in said
     else:
         assert "sends for each copy, at most: 0" in said and "a host sends" not in said
+
+
+def test_goodput_with_copies() -> None:
+    """Steps of 5 s, a failure every hour, 100 s until the next step, a save of 60 s; copies take no time."""
+    said = goodput_line(Expected(5, 3600, 100, SaveCost(0, 60, "")), 1, 0.0, 0.0)
+    assert "copies 0.00%, restarts 2.74%, repeated steps 0.07%;" in said
+    assert said.startswith("goodput 97.19% ") and "at the best --save-interval 94.86%" in said
 
 
 def test_plan_of_one_host() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.operate.peer_copies.flags import PeerCopyConfig
 from megatron.extensions.operate.peer_copies.placement import Part, place, sent_bytes, stored_bytes, survivable
+from megatron.extensions.plan.planner.failures.expected import Expected, SaveCost
 from megatron.extensions.plan.planner.flags import PlannedRun
 from megatron.extensions.plan.planner.memory import states_of_rank
 from megatron.training.config.batch_size import byte_text
@@ -61,6 +64,7 @@ def lines(run: PlannedRun) -> Iterator[str]:
     yield f"memory of a host for the copies of {SLOTS} steps, at most: {byte_text(SLOTS * max(stored.values()))}"
     given = options.peer_copy_bandwidth
     rate = run.network if given is None else 1e6 * given
+    seconds = 0.0
     if rate and most:
         of_host: dict[str, int] = {}
         for rank, nbytes in sent.items():
@@ -71,3 +75,22 @@ def lines(run: PlannedRun) -> Iterator[str]:
         if run.step_seconds is not None:
             share = f", {seconds / (run.step_seconds * options.peer_copy_interval):.1%} of the time between two copies"
         yield f"a host sends for {seconds:.3g} s at {rate / 1e6:,.0f} MB/s ({source}){share}"
+    if run.host and run.expected is not None:
+        staged = Counter[int]()
+        for part in parts:
+            staged.update(dict.fromkeys(part.replicas, part.nbytes))
+        most_staged = max(staged.values())
+        yield f"bytes that a rank copies to its host, at most: {byte_text(most_staged)}"
+        yield goodput_line(run.expected, options.peer_copy_interval, most_staged / run.host, seconds)
+
+
+def goodput_line(expected: Expected, interval: int, staging: float, sending: float) -> str:
+    """Goodput with copies, which all failures leave whole, and without; the same seconds from a failure to the next
+    step. A copy stops the run while it is staged."""
+    copied = replace(expected, save=SaveCost(staging, staging + sending, ""))
+    with_copies, without = copied.shares(interval), expected.best()
+    return (
+        f"goodput {with_copies.goodput:.2%} if every failure leaves a copy of each part: copies "
+        f"{with_copies.saves:.2%}, restarts {with_copies.restarts:.2%}, repeated steps {with_copies.repeated:.2%}; "
+        f"without copies at the best --save-interval {without.goodput:.2%}"
+    )

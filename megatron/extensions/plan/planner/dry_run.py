@@ -112,7 +112,7 @@ def print_plan(
         ("Data", [line for phase in run.phases for line in data_lines(run, phase, dims)]),
         (f"Predicted step{of}", step_lines(step) if step is not None else ()),
         ("Failures", failing.lines if failing is not None else ()),
-        *_of_extensions(largest, world_size, gpus_per_node, speeds, step),
+        *_of_extensions(largest, world_size, gpus_per_node, speeds, step, failing),
         *((f"Different from {name}", of.differences(config, asked.given)) for name, of in foreign_programs().items()),
     ]
     plan = _print_sections(sections, silent=asked.json_file == "")
@@ -135,13 +135,27 @@ def _chosen_chunks(config: RunConfig) -> Iterator[str]:
 
 
 def _of_extensions(
-    config: RunConfig, world_size: int, gpus_per_node: int | None, device: DeviceFile | None, step: StepTime | None
+    config: RunConfig,
+    world_size: int,
+    gpus_per_node: int | None,
+    device: DeviceFile | None,
+    step: StepTime | None,
+    failing: RunOnFailing | None,
 ) -> Iterator[tuple[str, Iterable[str]]]:
     """The sections of extensions."""
     ranks = max(size for size in range(1, 9) if world_size % size == 0) if step is None else step.gpus_per_node
     link = None if device is None else device.links.get("network")
     network = None if link is None or device is None else 1e9 * link.gb_per_second * device.adapters_per_node
-    run = PlannedRun(config, world_size, gpus_per_node or ranks, None if step is None else step.seconds, network)
+    seconds, host = None if step is None else step.seconds, None if device is None else device.host_gb_per_second
+    run = PlannedRun(
+        config,
+        world_size,
+        gpus_per_node or ranks,
+        seconds,
+        network,
+        None if host is None else 1e9 * host,
+        None if failing is None else failing.expected,
+    )
     asked = [options.plan_section(config) for options in config.extension_options if isinstance(options, PlansSection)]
     for title, name in (section for section in asked if section is not None):
         lines: Section = imported(name)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from megatron.extensions.plan.planner.failures.expected import Expected
 from megatron.training.config.commands import COMMANDS, Option
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS
@@ -87,6 +88,12 @@ class PlannedRun:
 
     network: float | None
     """Bytes per second between a node and others, with --device."""
+
+    host: float | None = None
+    """Bytes per second from a device to the memory of its host, with --device."""
+
+    expected: Expected | None = None
+    """What failures cost it, with --failures-per-gpu-day."""
 
 
 class Section(Protocol):

@@ -1,0 +1,149 @@
+"""A long run with a fault every so many steps: memory, threads, open files and log volume must not grow.
+
+    python -m tests.extensions.job_restarts.soak --steps 20000 --every 100
+
+Two ranks, each on a host of its own, with copies in memory and restarts in the job. The ranks fail in turn, by SIGKILL,
+by an error, and by SIGKILL once their copies are complete. Once between two faults the processes are measured: the
+parents that the launcher has started, the holders of copies, and the ranks themselves. Printed are the means of the
+first and the last tenth of the samples, and the bytes of logs for each step. What the run has computed is not compared:
+`tests.extensions.peer_copies.campaign` does that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pretrain_gpt
+from megatron.extensions import load
+from megatron.training import training
+from megatron.training.reliability.launch import START
+from megatron.training.run import TrainingRun
+from tests.extensions.peer_copies.runs import Run, await_copies
+from tests.forked import forked_ranks
+
+KINDS = ("kill", "error", "copied")
+LOGS = ("screen", "save/metrics.jsonl", "save/run_events.jsonl")
+Sample = dict[str, float]
+
+
+def measured(pid: int) -> Sample:
+    """KiB of anonymous and shared memory, threads and open files of a process. Raises OSError if it has ended."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    found = {
+        words[0].rstrip(":"): float(words[1]) for words in lines if words[0] in ("RssAnon:", "RssShmem:", "Threads:")
+    }
+    return found | {"files": float(len(os.listdir(f"/proc/{pid}/fd")))}
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def soaked_main(run: Run, every: int) -> Callable[[list[str]], int]:
+    """`pretrain_gpt.main` in which the ranks fail in turn."""
+
+    def main(argv: list[str]) -> int:
+        rank, made = int(os.environ["RANK"]), training.train_step
+
+        def step(of: TrainingRun) -> None:
+            number, done = int(os.environ.get(START, "0")), of.progress.iteration
+            if done >= (number + 1) * every and number % 2 == rank:
+                if KINDS[number % len(KINDS)] == "copied":
+                    await_copies(of)
+                run._breaks(KINDS[number % len(KINDS)])
+            made(of)
+
+        training.train_step = step
+        return pretrain_gpt.main(argv)
+
+    return main
+
+
+def sample_of(run: Run, parents: Sequence[int]) -> dict[str, Sample]:
+    """What each process has. Raises OSError while ranks are started again."""
+    found = {f"parent {number}": measured(pid) for number, pid in enumerate(parents)}
+    for number, pid in enumerate(parents):
+        (child,) = children_of(pid)
+        found[f"rank {number}"] = measured(child)
+        holder = json.loads((run.held_by(number) / "holder.json").read_text())["pid"]
+        found[f"holder {number}"] = measured(int(holder))
+    return found
+
+
+def watch(run: Run, parents: Sequence[int], every: int, ranks: Sequence[Any]) -> list[tuple[int, dict[str, Sample]]]:
+    """A sample between each two faults, with the iteration, until the run has ended."""
+    samples = list[tuple[int, dict[str, Sample]]]()
+    while any(process.is_alive() for process in ranks):
+        time.sleep(0.2)
+        with suppress(OSError, ValueError, IndexError, KeyError):
+            last = (run.save / "metrics.jsonl").read_bytes()[-4000:].splitlines()[-1]
+            iteration = int(json.loads(last)["iteration"])
+            due = len(samples) == 0 or iteration // every > samples[-1][0] // every
+            if due and iteration % every > every // 2:
+                samples.append((iteration, sample_of(run, parents)))
+                if len(samples) % 10 == 0:
+                    print(f"iteration {iteration}", *table(samples), sep="\n", flush=True)
+    return samples
+
+
+def table(samples: Sequence[tuple[int, Mapping[str, Sample]]]) -> list[str]:
+    """The first and the last tenth of the samples beside each other. The first sample warms up."""
+    rest = samples[1:]
+    tenth = max(1, len(rest) // 10)
+    lines = [f"{'process':<10}{'value':<10}{'first tenth':>13}{'last tenth':>13}{'per 1000 steps':>16}"]
+    steps = rest[-1][0] - rest[0][0] or 1
+    for process in rest[0][1]:
+        for name in rest[0][1][process]:
+            early, late = (
+                statistics.mean(each[process][name] for _, each in part) for part in (rest[:tenth], rest[-tenth:])
+            )
+            lines.append(f"{process:<10}{name:<10}{early:>13,.1f}{late:>13,.1f}{1000 * (late - early) / steps:>16,.2f}")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs it, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20000)
+    parser.add_argument("--every", type=int, default=100)
+    asked = parser.parse_args(argv)
+    load()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        flags = (
+            f"--train-iters {asked.steps} --restarts-in-job 4 --save-interval 1000 --lr-decay-style constant".split()
+        )
+        run = Run(Path(folder), 2, flags)
+        words = (2, run.flags, run.screen, run._prepare, soaked_main(run, asked.every))
+        try:
+            with forked_ranks(*words) as processes:
+                samples = watch(run, [process.pid for process in processes], asked.every, processes)
+                codes = [process.exitcode for process in processes]
+        finally:
+            run.end()
+        print("\n".join(table(samples)))
+        done = int(run.metrics()[-1][0])
+        sizes = ", ".join(f"{name} {(run.folder / name).stat().st_size / done:,.0f}" for name in LOGS)
+        events = run.events("recovery")
+        seconds = sorted(float(event["recovered_after"]) for event in events)
+        lost = sum(event["steps_lost"] for event in events)
+        print(f"bytes for each step: {sizes}")
+        print(
+            f"{done:,} steps, {len(events)} recoveries, {lost} steps lost, exit codes {codes}, "
+            f"{(time.monotonic() - began) / 60:.0f} minutes; seconds to the next step: median "
+            f"{statistics.median(seconds):.1f}, longest {seconds[-1]:.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
