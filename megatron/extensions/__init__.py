@@ -115,7 +115,11 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         "Copies of the training state in the memory of other hosts, to resume from.",
         needs=("planner",),
     ),
-    BuiltIn("operate/audit", "Steps computed a second time by other means: ranks that compute wrong values are named."),
+    BuiltIn(
+        "operate/audit",
+        "Steps computed a second time by other means: ranks that compute wrong values are named.",
+        needs=("diagnosis", "planner"),
+    ),
     BuiltIn(
         "operate/job_restarts",
         "Ranks that have failed are started again within the processes of the launcher; spare ranks.",

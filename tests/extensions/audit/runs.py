@@ -57,7 +57,8 @@ def flip(x: Tensor, bit: int, place: int = 0) -> None:
     with torch.no_grad():
         flat = x.detach().view(-1)
         bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-        bits[place] ^= 1 << (bit - (16 if size == 2 else 0))
+        lower = bit - (16 if size == 2 else 0)
+        bits[place] ^= 1 << lower if lower < 8 * size - 1 else -(1 << lower)
 
 
 def audited(flags: str, world_size: int, flips: Sequence[Flip] = ()) -> Audited:
@@ -173,7 +174,7 @@ def _product(fault: Flip, hit: Callable[[], bool]) -> None:
     def broken(*args: Any, **kwargs: Any) -> Any:
         out = whole(*args, **kwargs)
         if hit():
-            flip(out, fault.bit)
+            flip(out, fault.bit, -1)
         return out
 
     linear_gemms.LinearGemms.forward = broken  # type: ignore[method-assign]

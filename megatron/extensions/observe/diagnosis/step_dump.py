@@ -141,7 +141,7 @@ def save_step(
     on_first_rank(partial(_begin, folder, own, saved), state.world)
     problem = None
     if state.tp.first and state.pp.first and state.cp.first:
-        problem = _write_samples(batches, folder / f"samples-{state.dp.rank:05d}.npz")
+        problem = write_samples(batches, folder / f"samples-{state.dp.rank:05d}.npz")
     if problems := [found for found in gather_objects(problem, state.world) if found]:
         raise CheckpointError(problems[0])
     save(folder, before.iteration, *checkpoint.contents(before), state.world)
@@ -156,7 +156,7 @@ def _begin(folder: Path, config: RunConfig, step: SavedStep) -> None:
     (folder / FINDING).write_text(json.dumps(asdict(step), indent=1))
 
 
-def _write_samples(batches: Sequence[MicroBatch], path: Path) -> str | None:
+def write_samples(batches: Sequence[MicroBatch], path: Path) -> str | None:
     """Writes the samples of this data-parallel rank; returns the problem if that fails."""
     arrays = {}
     for name in batches[0]:

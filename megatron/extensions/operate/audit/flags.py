@@ -14,7 +14,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 from megatron.training.step_parts import late_update, runs_passes_in_turns
 
-MEANS = ("peer",)
+MEANS = ("peer", "layout", "precision")
 GRAPHS = "--cuda-graph-impl local: a graph repeats its kernels alone, and what it computes is not seen"
 
 
@@ -33,7 +33,20 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--audit-interval", own.audit_interval, rule, "remove one of the two")
     if own.audit_by == "peer" and shift(config, world_size) is None:
         rule = "needs another rank with the same weights, at least two data-parallel replicas with all experts each"
-        yield Problem("--audit-by", own.audit_by, f"{rule}; {world_size} ranks have one", "use more ranks")
+        yield Problem("--audit-by", own.audit_by, f"{rule}; {world_size} ranks have one", "use --audit-by layout")
+    if own.audit_by != "peer":
+        yield from _of_process(config)
+
+
+def _of_process(config: RunConfig) -> Iterator[Problem]:
+    """What the process beside a run needs."""
+    means = config.options(AuditFlags).audit_by
+    if config.checkpoint.save_folder is None:
+        rule = "hands steps to a process beside the run in the folder of --save"
+        yield Problem("--audit-by", means, rule, "give --save FOLDER, or use --audit-by peer")
+    if config.model.num_experts:
+        rule = "allows for rounding, by which tokens may go to other experts"
+        yield Problem("--audit-by", means, rule, "use --audit-by peer")
 
 
 @extension_flags("audit", may_change=True, rules=rules)
@@ -45,7 +58,12 @@ class AuditFlags:
 
     audit_by: str = flag("peer", choices=MEANS, no_effect_without="--audit-interval above 0")
     """Means of the second computation. peer: each rank computes the part of a rank in another data-parallel replica,
-    bit by bit the same with --deterministic-mode."""
+    bit by bit the same with --deterministic-mode. layout: a process beside the first rank, on its CPU and while
+    training continues, computes the whole step. precision: the same in a wider number format."""
+
+    def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
+        """What the audits of a planned run cost."""
+        return ("Audits", f"{__package__}.plan_lines:lines") if audits(config) else None
 
 
 def audits(config: RunConfig) -> bool:
@@ -62,4 +80,15 @@ def shift(config: RunConfig, world_size: int) -> int | None:
     return shift_of_replicas(dims.groups("dp"), dims.groups("ep", "expt_tp"))
 
 
-CALLBACKS.register("audit by peers", f"{__package__}.peer:PeerAudit", when=audits)
+def by_peers(config: RunConfig) -> bool:
+    """Return whether other ranks compute the steps."""
+    return audits(config) and config.options(AuditFlags).audit_by == "peer"
+
+
+def by_process(config: RunConfig) -> bool:
+    """Return whether a process beside the run computes the steps."""
+    return audits(config) and not by_peers(config)
+
+
+CALLBACKS.register("audit by peers", f"{__package__}.peer:PeerAudit", when=by_peers)
+CALLBACKS.register("audit by a process", f"{__package__}.background:BackgroundAudit", when=by_process)

@@ -44,6 +44,11 @@ def sketch_of(x: Tensor) -> Tensor:
     return torch.cat([total[None], torch.cat([squares.sqrt()[None], sums]).view(torch.int64)])
 
 
+def sums_of(x: Tensor) -> Tensor:
+    """[SIGNS] float64: the sums with random signs of a sketch. They are linear in `x`."""
+    return sketch_of(x)[2:].view(torch.float64)
+
+
 def _mixed(start: int, count: int, device: torch.device) -> Tensor:
     """[count] pseudo-random int64 of the places from `start` on: two rounds of a multiplicative hash."""
     mixed = torch.arange(start, start + count, device=device) * _GOLDEN

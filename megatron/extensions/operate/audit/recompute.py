@@ -1,0 +1,290 @@
+"""The process beside a run that computes audited steps again: in one process on the CPU, from a snapshot.
+
+    python -m megatron.extensions.operate.audit.recompute FOLDER
+
+reads names of snapshots, folders in FOLDER, from its standard input, one a line, and leaves `result.json` in each. The
+step is computed in the number format of the run and in a wider one: their difference tells how far rounding moves each
+gradient, and so what is allowed.
+
+    FOLDER/run_config.yaml                       the configuration of the run
+    FOLDER/pieces.json                           which part of which gradient each rank computes, and owns
+    FOLDER/iter_0000100/weights-*.safetensors    weights before the step, each a box `NAME@OFFSET`
+    FOLDER/iter_0000100/samples-*.npz            its samples
+    FOLDER/iter_0000100/job.json                 the step, what the run made of it, and the means of the audit
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import inf, isfinite, sqrt
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import megatron.extensions
+from megatron.core.datasets.samplers import DataIterator
+from megatron.core.distributed.finalize_model_grads import reduce_model_grads
+from megatron.core.parallel_state import ParallelState
+from megatron.extensions.observe.diagnosis.gradient_dump import assembled, read_box
+from megatron.extensions.observe.diagnosis.step_dump import CONFIG, SAMPLES, SavedSamples
+from megatron.extensions.observe.diagnosis.step_replay import config_of
+from megatron.extensions.operate.audit.sketch import SIGNS, sums_of
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import CheckpointConfig, RunConfig
+from megatron.training.config.validation import resolve_legal
+from megatron.training.initialize import Runtime, set_determinism
+from megatron.training.progress import Step
+from megatron.training.reliability.launch import Launch
+from megatron.training.run import TrainingRun
+from megatron.training.setup import build_run
+
+WEIGHTS = "weights-*.safetensors"
+JOB = "job.json"
+RESULT = "result.json"
+PIECES = "pieces.json"
+
+MARGIN = 8.0
+"""A gradient may be so many times as far from the recomputed one as rounding moves that: the run adds in another
+order, and distances are estimates."""
+
+LEAST_ALLOWED = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-2, "float16": 1e-2}
+"""Relative difference that is always allowed, by number format."""
+
+
+class Piece(NamedTuple):
+    """Part of a reduced gradient that a rank owns: elements [start, stop) of a flattened box of the parameter."""
+
+    rank: int
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @classmethod
+    def read(cls, values: Sequence[object]) -> Piece:
+        """A piece of JSON's lists."""
+        rank, name, offset, shape, start, stop = values
+        assert isinstance(offset, list) and isinstance(shape, list)
+        return cls(rank, name, tuple(offset), tuple(shape), start, stop)  # type: ignore[arg-type]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of a whole tensor."""
+        box = whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
+        return box.reshape(-1)[self.start : self.stop]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a recomputation says of a step."""
+
+    loss: float
+    """Relative difference of the loss."""
+
+    allowed_loss: float
+    first: str | None = None
+    """The first gradient of the backward pass that differs; None if none does."""
+
+    relative: float = 0.0
+    allowed: float = 0.0
+    ranks: tuple[int, ...] = ()
+    """Those that own the parts of it that differ most."""
+
+    where: str = ""
+    """Which gradient it is: a term of a replica, or the sum over ranks."""
+
+    largest: float = 0.0
+    """Largest difference of a gradient over what is allowed."""
+
+    problem: str = ""
+    """Why there is no result."""
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """Reads a result. Raises OSError and ValueError."""
+        values = json.loads(path.read_text())
+        return cls(**values | {"ranks": tuple(values["ranks"])})
+
+
+Gaps = dict[int, float]
+"""Relative differences by rank."""
+
+Look = Callable[[int, Mapping[str, Tensor]], None]
+
+
+class Recomputation:
+    """Computes steps of a run in one process in a number format."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self.dtype = dtype
+        config = replace(config_of(folder, ()), checkpoint=CheckpointConfig())
+        parallel = replace(
+            config.parallel,
+            cpu=True,
+            fp16=dtype == "float16",
+            bf16=dtype == "bfloat16",
+            fp32=dtype == "float32",
+            fp64=dtype == "float64",
+        )
+        self.config: RunConfig = resolve_legal(replace(config, parallel=parallel), 1)
+        set_determinism(self.config)
+        self.run: TrainingRun = build_run(self.config, Runtime(Launch(), torch.device("cpu"), ParallelState()))
+        self.run.data.close()
+        self.run_micro_batch = parse_args(["--config", str(folder / CONFIG)]).training.micro_batch_size or 1
+
+    def gradients(self, snapshot: Path, step: Step, look: Look | None = None) -> tuple[float, dict[str, Tensor]]:
+        """Mean loss, and gradients of it in fp64 in the order in which the backward pass ends. `look` is called with
+        the number of each replica and its term of the gradients."""
+        run, passes = self.run, self.run.forward_backward
+        self._load(snapshot)
+        samples = SavedSamples(snapshot, self.run_micro_batch)
+        run.data.train = DataIterator(samples, micro_batch_size=self.config.training.micro_batch_size or 1)
+        run.data.train.deal = samples.deal
+        given = passes.prepared(step, run.data.read_batches(step), 1.0)
+        replicas = len(list(snapshot.glob(SAMPLES)))
+        whole: dict[str, Tensor] = {}
+        losses = torch.zeros(2, dtype=torch.float64)
+        for replica in range(replicas):
+            part = replace(given, batches=given.batches[replica::replicas], scaled=given.scaled[replica::replicas])
+            sums = passes.gradients(part)
+            losses += sums.loss_and_tokens
+            found = self._taken(reduce_model_grads(run.ddp, given.total_tokens, run.runtime.state, given.seed))
+            if look is not None:
+                look(replica, found)
+            whole = {name: whole[name] + grad if whole else grad for name, grad in found.items()}
+        passes.discard_step()
+        total, tokens = losses.tolist()
+        return total / max(tokens, 1.0), whole
+
+    def _taken(self, factor: Tensor) -> dict[str, Tensor]:
+        """The gradients in the buffers, times a factor."""
+        found = {}
+        for model in reversed(list(self.run.stages.values())):
+            for name, (param, _) in reversed(model.named_metas().items()):
+                if param.requires_grad:
+                    grad: Tensor = param.main_grad  # type: ignore[attr-defined]
+                    found[name] = grad.double() * factor
+        return found
+
+    def _load(self, snapshot: Path) -> None:
+        boxes: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
+        for path in sorted(snapshot.glob(WEIGHTS)):
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118
+                    name, offset = read_box(key)
+                    boxes.setdefault(name, []).append((offset, file.get_tensor(key)))
+        for model in self.run.stages.values():
+            for name, (param, meta) in model.named_metas().items():
+                param.data.copy_(assembled(meta.global_shape, boxes[name]))
+
+
+class Auditor:
+    """Judges the steps of a run by what one process computes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        dtype = parse_args(["--config", str(folder / CONFIG)]).parallel.params_dtype
+        wide = "float64" if dtype in ("float32", "float64") else "float32"
+        self.own, self.wide = Recomputation(folder, dtype), Recomputation(folder, wide)
+        kept = json.loads((folder / PIECES).read_text())
+        self.owned = [Piece.read(values) for values in kept["owned"]]
+        self.terms = [(replica, Piece.read(values)) for replica, values in kept["terms"]]
+
+    def judge(self, snapshot: Path) -> Result:
+        """Compares a step with its recomputation."""
+        job = json.loads((snapshot / JOB).read_text())
+        step, by_layout = Step(**job["step"]), job["means"] == "layout"
+        terms: dict[str, Gaps] = {}
+        look = partial(self._look, job["terms"], terms)
+        own_loss, own = self.own.gradients(snapshot, step, look if by_layout else None)
+        wide_loss, wide = self.wide.gradients(snapshot, step, None if by_layout else look)
+        expected, expected_loss = (own, own_loss) if by_layout else (wide, wide_loss)
+        least = LEAST_ALLOWED[self.own.dtype]
+        result = Result(_gap(job["loss"], expected_loss), max(least, MARGIN * _gap(own_loss, wide_loss)))
+        owned = self._compared(job["owned"], expected)
+        for name in expected:
+            allowed = max(least, MARGIN * relative(own[name], wide[name]))
+            for cause, gaps in (("a term of one replica", terms.get(name, {})), ("the sum over ranks", owned[name])):
+                largest = max(gaps.values(), default=0.0)
+                result = replace(result, largest=max(result.largest, largest / allowed))
+                if largest > allowed and result.first is None:
+                    ranks = tuple(sorted(rank for rank, gap in gaps.items() if gap >= largest / 2))
+                    result = replace(result, first=name, relative=largest, allowed=allowed, ranks=ranks, where=cause)
+        return result
+
+    def _look(
+        self, sketches: Sequence[Sequence[float]], found: dict[str, Gaps], replica: int, grads: Mapping[str, Tensor]
+    ) -> None:
+        """Adds the relative differences of the terms of a replica."""
+        for (own, piece), sketch in zip(self.terms, sketches, strict=True):
+            if own == replica:
+                part = piece.of(grads[piece.name])
+                found.setdefault(piece.name, {})[piece.rank] = gap_of(sketch, part) / norm(part)
+
+    def _compared(self, sketches: Sequence[Sequence[float]], expected: Mapping[str, Tensor]) -> dict[str, Gaps]:
+        """Relative differences of sums over ranks."""
+        found: dict[str, Gaps] = {name: {} for name in expected}
+        for piece, sketch in zip(self.owned, sketches, strict=True):
+            whole = expected[piece.name]
+            found[piece.name][piece.rank] = gap_of(sketch, piece.of(whole)) / norm(whole)
+        return found
+
+
+def norm(x: Tensor) -> float:
+    """The norm, not zero."""
+    return max(1e-300, torch.linalg.vector_norm(x).item())
+
+
+def gap_of(sketch: Sequence[float], expected: Tensor) -> float:
+    """Estimate of the norm of the difference between a tensor, given its sums with random signs, and another one."""
+    if not all(map(isfinite, sketch)):
+        return inf
+    sums = sums_of(expected).tolist()
+    return sqrt(sum((a - b) ** 2 for a, b in zip(sketch, sums, strict=True)) / SIGNS)
+
+
+def relative(one: Tensor, other: Tensor) -> float:
+    """Norm of the difference over the norm of the second tensor."""
+    scale = torch.linalg.vector_norm(other).item()
+    return torch.linalg.vector_norm(one - other).item() / scale if scale else 0.0
+
+
+def _gap(one: float, other: float) -> float:
+    gap = abs(one - other) / max(abs(other), 1e-300)
+    return gap if gap == gap else inf
+
+
+def main(folder: Path) -> None:
+    """Judges snapshots until the standard input ends."""
+    megatron.extensions.load()
+    auditor: Auditor | None = None
+    for line in sys.stdin:
+        snapshot = folder / line.strip()
+        try:
+            auditor = auditor or Auditor(folder)
+            result = auditor.judge(snapshot)
+        except Exception as error:  # the run goes on without this audit
+            result = Result(0.0, 0.0, problem=f"{type(error).__name__}: {error}")
+        text = json.dumps(asdict(result))
+        (snapshot / f"{RESULT}.new").write_text(text)
+        (snapshot / f"{RESULT}.new").rename(snapshot / RESULT)
+
+
+def forget(snapshot: Path) -> None:
+    """Deletes a snapshot that has been judged."""
+    shutil.rmtree(snapshot, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    os.nice(10)
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
