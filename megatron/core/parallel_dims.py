@@ -28,6 +28,8 @@ class ParallelDims:
     tp_pp_dp: bool = False
     instances: int = 1
     """Groups of data-parallel ranks that shard states by themselves."""
+    cp_inner: int | None = None
+    """Neighbouring context-parallel ranks that share heads; None without two levels of them."""
 
     @classmethod
     def from_config(cls, config: ModelParallelConfig, world_size: int) -> ParallelDims:
@@ -47,6 +49,7 @@ class ParallelDims:
             expt_tp=config.expert_tp,
             tp_pp_dp=config.use_tp_pp_dp_mapping,
             instances=config.num_distributed_optimizer_instances,
+            cp_inner=config.ranks_by_heads if config.nests_context else None,
         )
         inner = dims.ep * dims.expt_tp
         if (world_size // dims.pp) % inner:
@@ -125,12 +128,12 @@ class ParallelDims:
             groups.append(tuple(sorted(self.rank(**dict(zip(order, corner, strict=True))) for corner in corners)))
         return sorted(groups)
 
-    def instance_groups(self, *axes: str) -> list[tuple[int, ...]]:
+    def instance_groups(self, *axes: str, parts: int | None = None) -> list[tuple[int, ...]]:
         """The groups along axes, each cut into one part for each instance: consecutive ranks, as of one node."""
-        size = self.size(*axes) // self.instances
+        size = self.size(*axes) // (parts or self.instances)
         return [ranks[i : i + size] for ranks in self.groups(*axes) for i in range(0, len(ranks), size)]
 
-    def copy_groups(self, *axes: str) -> list[tuple[int, ...]]:
+    def copy_groups(self, *axes: str, parts: int | None = None) -> list[tuple[int, ...]]:
         """Ranks at the same place of each instance."""
-        size = self.size(*axes) // self.instances
+        size = self.size(*axes) // (parts or self.instances)
         return [ranks[i::size] for ranks in self.groups(*axes) for i in range(size)]

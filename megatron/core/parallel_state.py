@@ -45,6 +45,9 @@ class Axis:
     exchanges_sums: bool = True
     """True if sums of CPU tensors are exchanged and added up by the ranks, as gloo's own take longer."""
 
+    levels: tuple[Axis, ...] = ()
+    """The two axes of which this one is made, the inner one first: of nested context-parallel ranks only."""
+
     @property
     def first(self) -> bool:
         return self.rank == 0
@@ -169,6 +172,10 @@ def build_parallel_state(
     if dims.instances > 1:
         for name, axes in (("dp_cp", JOINT_AXES["dp_cp"]), ("expt_dp", ("expt_dp",))):
             cuts[f"{name}_shard"], cuts[f"{name}_copies"] = dims.instance_groups(*axes), dims.copy_groups(*axes)
+    if dims.cp_inner is not None:
+        rings = dims.cp // dims.cp_inner
+        cuts["cp_inner"] = dims.instance_groups("cp", parts=rings)
+        cuts["cp_outer"] = dims.copy_groups("cp", parts=rings)
     cuts["embd"] = [  # both ends of each pipeline, and each rank in between alone
         part for ranks in cuts["pp"] for part in (ranks[:1] + ranks[1:][-1:], *((inner,) for inner in ranks[1:-1]))
     ]
@@ -191,6 +198,8 @@ def build_parallel_state(
             made[key] = new_group(name) if max(map(len, cut)) > 1 else None
         group = made[key] if len(ranks) > 1 else None
         found[name] = Axis(group, ranks.index(rank), len(ranks), ranks, exchanges)
+    if dims.cp_inner is not None:
+        found["cp"] = replace(found["cp"], levels=(found["cp_inner"], found["cp_outer"]))
     if dims.pp > 1 and "nccl" in backend:
         found |= {name: replace(found["pp"], group=new_group("pp")) for name in LANES[1:]}
     size = dims.world_size

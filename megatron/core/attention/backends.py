@@ -91,6 +91,9 @@ class ContextParallelFacts:
     by_heads: bool = False
     """True if a rank computes the whole sequence for some heads."""
 
+    nested: bool = False
+    """True if neighbouring ranks share heads, and groups of them queries (`Axis.levels`)."""
+
     rules: Callable[..., Iterable[object]] | None = None
     """(RunConfig, world size) -> each `Problem` of a run on several context ranks."""
 

@@ -118,8 +118,9 @@ class CoreAttention(nn.Module):
         self.local_heads, self.first_head = heads, heads * ctx.tp.rank
         first = self.first_head
         if self.across_ranks is not None and CONTEXT_PARALLEL.facts(ctx.cp_comm_type).by_heads:
-            heads //= self.cp.size
-            self.first_head += heads * self.cp.rank
+            sharing = self.cp.levels[0] if self.cp.levels else self.cp
+            heads //= sharing.size
+            self.first_head += heads * sharing.rank
         self.slopes: Tensor | None = None
         if config.alibi:
             of_heads = alibi_slopes(config.num_attention_heads)[self.first_head : self.first_head + heads]

@@ -172,6 +172,10 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """Communication of context-parallel attention: a ring of keys and values (p2p), gathered keys and values
     (all_gather), or an all-to-all over heads (a2a)."""
 
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
+    """Two factors of --context-parallel-size for --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, as the
+    GPUs of a node, and the ranks of each ring between them."""
+
     expert_model_parallel_size: int = flag(1, "--ep", first_run=True)
     """Ranks that share the experts of a layer (expert parallelism, EP)."""
 
@@ -275,9 +279,22 @@ class ModelParallelConfig(PrecisionConfig, Section):
         return None if name is None else STAGE_SPLITS[name]
 
     @property
+    def nests_context(self) -> bool:
+        """Whether context-parallel ranks form two levels."""
+        return CONTEXT_PARALLEL.facts(self.cp_comm_type).nested and self.context_parallel_size > 1
+
+    @property
+    def ranks_by_heads(self) -> int:
+        """Context-parallel ranks among which attention divides the heads of a token, rather than the queries."""
+        facts = CONTEXT_PARALLEL.facts(self.cp_comm_type)
+        if facts.nested and self.hierarchical_context_parallel_sizes:
+            return self.hierarchical_context_parallel_sizes[0]
+        return self.context_parallel_size if facts.by_heads else 1
+
+    @property
     def ranks_by_queries(self) -> int:
-        """Context-parallel ranks among which attention divides the queries of a sample, rather than its heads."""
-        return 1 if CONTEXT_PARALLEL.facts(self.cp_comm_type).by_heads else self.context_parallel_size
+        """Context-parallel ranks among which attention divides the queries of a sample."""
+        return self.context_parallel_size // self.ranks_by_heads
 
     @property
     def model_parallel_size(self) -> int:

@@ -206,7 +206,6 @@ EXCHANGES = [name for name, entry in TABLE.entries.items() if isinstance(entry, 
     [
         ("--moe-token-dispatcher-type flex", "a token travels once for each of its experts"),
         ("--cuda-graph-impl full_iteration", "the host launches every kernel"),
-        ("--cp-comm-type a2a+p2p", "one ring passes keys and values through all context ranks"),
     ],
 )
 def test_substitutes_say_what_they_cost(flags: str, cost: str) -> None:

@@ -144,6 +144,7 @@ LAYOUTS = [
     (4, "--cp 2 --pp 2"),
     (4, "--cp 2 --tp 2 --sequence-parallel"),
     (2, "--cp 2 --cp-comm-type a2a"),
+    (4, "--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
     (2, "--cp 2 --hybrid-context-parallel"),
     (4, "--cp 4 --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 6"),
     (4, "--cp 2 --pp 2 --hybrid-context-parallel --cp-comm-type all_gather"),

@@ -6,9 +6,16 @@ reduce-scatters their gradients. This is cheap where there are few key groups. T
 All-to-all (a2a, DeepSpeed Ulysses, arXiv:2309.14509): one all-to-all trades the sharding of the sequence for a sharding
 of the heads, so that each rank computes the whole sequence for some heads; another one trades the output back. A rank
 sends fewer bytes the more ranks there are. The number of ranks must divide both the heads and the key groups.
+
+Both (a2a+p2p, as LoongTrain's 2D attention, arXiv:2406.18485): all-to-all among neighbouring ranks, as of one node, and
+a ring among the ranks at the same place of each group. Fewer bytes cross nodes than in one ring, and fewer heads are
+needed than for all-to-all.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -81,12 +88,53 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal,
 
     Rank r computes heads r * heads / cp to (r + 1) * heads / cp - 1.
     """
-    parts = [x.unflatten(2, (cp.size, -1)).flatten(3) for x in (q, k, v)]  # [s/cp, b, cp, heads/cp * d]
-    widths = [part.shape[3] for part in parts]
-    qkv = sequence_to_heads(torch.cat(parts, dim=3), cp)
-    heads = zip(qkv.split(widths, dim=2), (q, k, v), strict=True)
-    q, k, v = (part.unflatten(2, (-1, x.shape[3])) for part, x in heads)
+    qkv, split = _by_rank(q, k, v, cp)
+    q, k, v = split(sequence_to_heads(qkv, cp))
     return heads_to_sequence(local_attention(q, k, v, causal, sinks=sinks), cp).flatten(2, 3)
+
+
+def nested_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None) -> Tensor:
+    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv] of `causal.shards`, sinks [heads / inner] of this
+    rank's heads -> [s/cp, b, heads, dv], for inner ranks that share heads and outer ranks that form rings"""
+    inner, outer = cp.levels
+    shards = causal.shards_of(q.shape[0], cp.size)
+    groups = [tuple(chain(*shards.held[rank : rank + inner.size])) for rank in range(0, cp.size, inner.size)]
+    held = tuple(merged(tuple(sorted(spans, key=_start))) for spans in groups)
+    own = groups[outer.rank]
+    qkv, split = _by_rank(q, k, v, inner)
+    q, k, v = split(_ascending(swap_blocks(qkv.movedim(2, 0), inner).flatten(0, 1), own))  # [s/outer, b, ...]
+    out: Tensor = RingAttention.apply(q, k, v, sinks, Ring(outer, held[outer.rank], held, causal, held))
+    blocks = _as_held(out, own).unflatten(0, (inner.size, -1))
+    return swap_blocks(blocks, inner).movedim(0, 2).flatten(2, 3)
+
+
+def _by_rank(q: Tensor, k: Tensor, v: Tensor, ranks: Axis) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv] -> [s/cp, b, ranks, heads/ranks * d + ...], and what
+    divides [s, b, heads/ranks * d + ...] of one rank into its queries, keys and values."""
+    parts = [x.unflatten(2, (ranks.size, -1)).flatten(3) for x in (q, k, v)]
+    widths, channels = [part.shape[3] for part in parts], [x.shape[3] for x in (q, k, v)]
+
+    def split(rows: Tensor) -> list[Tensor]:
+        return [part.unflatten(2, (-1, d)) for part, d in zip(rows.split(widths, dim=2), channels, strict=True)]
+
+    return torch.cat(parts, dim=3), split
+
+
+def _start(span: range) -> int:
+    return span.start
+
+
+def _ascending(x: Tensor, spans: Spans) -> Tensor:
+    """x [m, ...] of rows at the positions `spans` -> [m, ...] in ascending order of positions"""
+    parts = x.split([len(span) for span in spans])
+    return torch.cat([parts[place] for place in sorted(range(len(spans)), key=lambda place: spans[place].start)])
+
+
+def _as_held(x: Tensor, spans: Spans) -> Tensor:
+    """x [m, ...] in ascending order of positions -> [m, ...] at the positions `spans`: `_ascending` undone"""
+    order = sorted(range(len(spans)), key=lambda place: spans[place].start)
+    parts = x.split([len(spans[place]) for place in order])
+    return torch.cat([parts[order.index(place)] for place in range(len(spans))])
 
 
 def sequence_to_heads(x: Tensor, cp: Axis) -> Tensor:

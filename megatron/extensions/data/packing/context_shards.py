@@ -242,13 +242,13 @@ def shards_of(owners: Owners, documents: Documents, ranks: int) -> Shards:
     held = [np.flatnonzero(owners == rank) for rank in range(ranks)]
     shared = _in_cut_documents(owners, documents)
     most = max(int(shared[places].sum()) for places in held)
-    spans = tuple(_spans(places) for places in held)
+    spans = tuple(as_spans(places) for places in held)
     if 4 * most > 3 * len(held[0]):  # copying them apart is not worth it
         return Shards(spans, spans)
     sent = []
     for places in held:
         order = np.argsort(~shared[places], kind="stable")[:most]
-        sent.append(_spans(np.sort(places[order])))
+        sent.append(as_spans(np.sort(places[order])))
     return Shards(spans, tuple(sent))
 
 
@@ -261,7 +261,7 @@ def owners_of(shards: Shards, seq_length: int) -> Owners:
     return owners
 
 
-def _spans(places: NDArray[np.int64]) -> Spans:
+def as_spans(places: NDArray[np.int64]) -> Spans:
     """Ascending positions as ranges."""
     if not len(places):
         return ()

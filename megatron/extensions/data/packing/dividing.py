@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
+from statistics import fmean
+from typing import NamedTuple
 
-from megatron.core.attention.tiles import Documents, Shards
+import numpy as np
+
+from megatron.core.attention.tiles import Documents, Shards, Spans
 from megatron.extensions.data.packing.context_shards import (
-    Score,
+    as_spans,
     balanced_shards,
     even_chunks,
     hybrid_shards,
@@ -16,37 +21,65 @@ from megatron.extensions.data.packing.context_shards import (
 )
 
 
+class Imbalance(NamedTuple):
+    """Work of the busiest rank of a micro-batch as a multiple of the mean."""
+
+    before: float
+    """With the usual division."""
+
+    after: float
+    sent: float
+    """Share of its keys that each rank sends to the others."""
+
+
 class Divider:
     """Divides micro-batches (`megatron.core.attention.tiles.DividesSequences`). `hybrid`: documents of at most
-    `longest` tokens (None: the cost decides) stay on one rank each."""
+    `longest` tokens (None: the cost decides) stay on one rank each. `inner` neighbouring ranks share heads, so only the
+    work of such groups has to be equal."""
 
-    def __init__(self, hybrid: bool = False, longest: int | None = None) -> None:
-        self.hybrid, self.longest = hybrid, longest
-        self.scores: list[tuple[Score, Score]] = []
-        """Of each micro-batch divided since the last report: the usual division, and this one."""
+    def __init__(self, hybrid: bool = False, longest: int | None = None, inner: int = 1) -> None:
+        self.hybrid, self.longest, self.inner = hybrid, longest, inner
+        self.told: list[Imbalance] = []
+        """Of each micro-batch divided since the last report."""
 
     def __call__(self, documents: Documents, seq_length: int, ranks: int) -> Shards:
-        found = self.divided(documents, seq_length, ranks)
-        self.scores.append(scores_of(found, documents, seq_length))
-        return found
+        found = self.divided(documents, seq_length, ranks // self.inner)
+        self.told.append(imbalance_of(found, documents, seq_length))
+        return among_neighbours(found, self.inner)
 
-    def divided(self, documents: Documents, seq_length: int, ranks: int) -> Shards:
+    def divided(self, documents: Documents, seq_length: int, groups: int) -> Shards:
+        """The division over groups of ranks."""
         if self.hybrid:
-            return hybrid_shards(documents, seq_length, ranks, self.longest)
-        return balanced_shards(documents, seq_length, ranks)
+            return hybrid_shards(documents, seq_length, groups, self.longest)
+        return balanced_shards(documents, seq_length, groups)
 
 
 @lru_cache(maxsize=64)
-def scores_of(shards: Shards, documents: Documents, seq_length: int) -> tuple[Score, Score]:
-    """The cost of the usual division, and that of `shards`."""
+def imbalance_of(shards: Shards, documents: Documents, seq_length: int) -> Imbalance:
+    """How equal the work is."""
     ranks = len(shards.held)
     usual, owners = even_chunks(seq_length, ranks), owners_of(shards, seq_length)
-    return score(usual, documents, ranks), score(owners, documents, ranks)
+    before, after = (score(each, documents, ranks).work for each in (usual, owners))
+    return Imbalance(before, after, sum(map(len, shards.sent[0])) * ranks / seq_length)
 
 
-def mean_imbalances(scores: Iterable[tuple[Score, Score]]) -> tuple[float, float]:
-    """Pairs of the busiest rank as a multiple of the mean, by the usual division and by another one: sums over
-    micro-batches, since ranks meet in each."""
-    pairs = [(usual.work, other.work) for usual, other in scores]
-    before, after = (sum(each) / max(len(pairs), 1) for each in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
-    return before, after
+@lru_cache(maxsize=64)
+def among_neighbours(shards: Shards, inner: int) -> Shards:
+    """The division over groups of `inner` ranks as one over ranks: equal parts of the tokens of each group."""
+    if inner == 1:
+        return shards
+    held = tuple(part for spans in shards.held for part in equal_parts(spans, inner))
+    return Shards(held, held)
+
+
+def equal_parts(spans: Spans, parts: int) -> Iterator[Spans]:
+    """Ascending positions in parts of equal size."""
+    size = sum(map(len, spans)) // parts
+    rows = list(chain.from_iterable(spans))
+    for part in range(parts):
+        yield as_spans(np.array(rows[part * size : (part + 1) * size]))
+
+
+def mean_imbalances(told: Sequence[Imbalance]) -> Imbalance:
+    """The mean over micro-batches: ranks meet in each."""
+    return Imbalance(*(fmean(each) for each in zip(*told, strict=True)))

@@ -127,7 +127,8 @@ class PackingConfig:
         if not asked or config.parallel.context_parallel_size == 1:
             return None
         divider = imported(f"{__package__}.dividing:Divider")
-        made: DividesSequences = divider(self.hybrid_context_parallel, self.max_seqlen_per_dp_cp_rank)
+        inner = config.parallel.ranks_by_heads
+        made: DividesSequences = divider(self.hybrid_context_parallel, self.max_seqlen_per_dp_cp_rank, inner)
         return made
 
     def dealer(self, seq_length: int) -> Dealer | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.extensions.data.packing.dealing import WorkDealer
-from megatron.extensions.data.packing.dividing import Divider, mean_imbalances
+from megatron.extensions.data.packing.dividing import Divider
 from megatron.extensions.data.packing.survey import context_line, imbalances, work_line
 from megatron.training.hooks import Callback, Meter
 from megatron.training.metrics.sinks import Record
@@ -61,19 +61,16 @@ class WorkOfContextRanks(Callback, Meter):
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.data, self.device = run.data, run.runtime.device
         state = run.runtime.state
-        self.ranks = state.cp.size
         self.counts = state.tp.first and state.cp.first and state.pp.first
         return (self,)
 
     def take(self) -> Tensor:
-        """[sum of the usual division, sum of this one, sum of shares, micro-batches] float64, of each replica."""
+        """[sums of the fields of `Imbalance`, micro-batches] float64, of each replica."""
         divider, sums = self.data.divide, [0.0] * 4
         if isinstance(divider, Divider):
-            scores, divider.scores = divider.scores, []
-            if self.counts and scores:
-                held = self.data.model.seq_length // self.ranks
-                sums = [*(len(scores) * each for each in mean_imbalances(scores))]
-                sums += [sum(score.travelling for _, score in scores) / held, float(len(scores))]
+            told, divider.told = divider.told, []
+            if self.counts and told:
+                sums = [*map(sum, zip(*told, strict=True)), float(len(told))]
         return torch.tensor(sums, dtype=torch.float64, device=self.device)
 
     def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:

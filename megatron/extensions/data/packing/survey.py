@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.dataset import StepShape
-from megatron.extensions.data.packing.context_shards import Score
 from megatron.extensions.data.packing.dealing import deal, imbalance, pairs_of
-from megatron.extensions.data.packing.dividing import Divider, mean_imbalances, scores_of
+from megatron.extensions.data.packing.dividing import Divider, Imbalance, imbalance_of, mean_imbalances
 from megatron.extensions.data.packing.flags import PackingConfig
 from megatron.extensions.data.packing.order import Packed, Rounds, Waste, round_of
 
@@ -42,23 +41,24 @@ def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int
     if step.context_ranks > 1:
         divider = Divider(options.hybrid_context_parallel, options.max_seqlen_per_dp_cp_rank)
         divided = options.hybrid_context_parallel or options.balance_packed_samples
-        before, after = mean_imbalances(context_scores(packed, seq_length, step, divider, MICRO_BATCHES))
-        line += f"; {context_line(before, after, 'as divided' if divided else how)}"
+        told = context_imbalances(packed, seq_length, step, divider, MICRO_BATCHES)
+        if told:
+            before, after, _ = mean_imbalances(told)
+            line += f"; {context_line(before, after, 'as divided' if divided else how)}"
     return line
 
 
-def context_scores(
+def context_imbalances(
     packed: Packed, seq_length: int, step: StepShape, divider: Divider, most: int
-) -> list[tuple[Score, Score]]:
-    """The cost of at most `most` micro-batches as samples are usually divided, and by `divider`."""
+) -> list[Imbalance]:
+    """How equal the work of context-parallel ranks is in at most `most` micro-batches, usually and by `divider`."""
     size = step.micro_batch_size
-    bounds = list(pairwise([0, *packed.ends[: most * size].tolist()]))
+    bounds = pairwise([0, *packed.ends[: most * size].tolist()])
     starts = [starts_of(packed.lengths[a:b].tolist(), seq_length) for a, b in bounds]
     found = []
     for first in range(0, len(starts) - size + 1, size):
         documents = tuple(starts[first : first + size])
-        shards = divider.divided(documents, seq_length, step.context_ranks)
-        found.append(scores_of(shards, documents, seq_length))
+        found.append(imbalance_of(divider.divided(documents, seq_length, step.context_ranks), documents, seq_length))
     return found
 
 

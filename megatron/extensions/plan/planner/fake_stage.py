@@ -89,8 +89,13 @@ def fake_state(parallel: ModelParallelConfig, exchanges_sums: bool = True) -> It
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     ep, expt_tp = parallel.expert_model_parallel_size, parallel.expert_tp
     sizes = {"tp": tp, "cp": cp, "ep": ep, "expt_tp": expt_tp, "expt_tp_ep": expt_tp * ep, "tp_cp": tp * cp}
+    if parallel.nests_context:
+        sizes |= {"cp_inner": parallel.ranks_by_heads, "cp_outer": parallel.ranks_by_queries}
+    axes = {name: axis(name, size) for name, size in sizes.items()}
+    if parallel.nests_context:
+        axes["cp"] = replace(axes["cp"], levels=(axes["cp_inner"], axes["cp_outer"]))
     try:
-        yield ParallelState(ParallelDims(tp=tp, cp=cp), 0, {name: axis(name, size) for name, size in sizes.items()})
+        yield ParallelState(ParallelDims(tp=tp, cp=cp), 0, axes)
     finally:
         for group in groups:
             del known.pg_group_ranks[group], known.pg_map[group]

@@ -60,6 +60,12 @@ def placement(dims: ParallelDims, axes: tuple[str, ...], ranks_per_node: int) ->
     return Placement(dims.size(*axes), max(1, len(near)), min(nearest, default=1))
 
 
+def nested_placements(group: Placement, inner: int) -> tuple[Placement, Placement]:
+    """Those of consecutive ranks of a group, `inner` at a time, and of the ranks at the same place of each."""
+    rings = Placement(group.size // inner, max(1, -(-group.in_node // inner)), group.stride * inner)
+    return Placement(inner, min(inner, group.in_node), group.stride), rings
+
+
 @dataclass(frozen=True)
 class Network:
     """Times of collectives on nodes of one kind of device."""
@@ -124,6 +130,8 @@ SUBJECT_OF_AXIS = {
     "tp_cp": "tp_communication",
     "expt_tp": "tp_communication",
     "cp": "cp_communication",
+    "cp_inner": "cp_communication",
+    "cp_outer": "cp_communication",
     "ep": "ep_communication",
     "expt_tp_ep": "ep_communication",
 }

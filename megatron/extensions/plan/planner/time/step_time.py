@@ -34,7 +34,7 @@ from megatron.extensions.plan.planner.memory import (
 from megatron.extensions.plan.planner.micro_batch import MicroBatch
 from megatron.extensions.plan.planner.time.events import Collective, Event, PassEvents
 from megatron.extensions.plan.planner.time.pipeline import Schedule
-from megatron.extensions.plan.planner.time.replay import Network, Placement, Replay, Times, placement
+from megatron.extensions.plan.planner.time.replay import Network, Placement, Replay, Times, nested_placements, placement
 from megatron.extensions.plan.planner.time.weight_copies import copies_beside, streamed_elements
 from megatron.extensions.plan.simulator.simulator import StageCosts
 from megatron.training.config.run_config import RunConfig
@@ -147,6 +147,8 @@ class Step:
         groups = {axis: placement(self.dims, (axis,), self.network.ranks_per_node) for axis in AXES}
         groups["tp_cp"] = placement(self.dims, ("cp", "tp"), self.network.ranks_per_node)
         groups["expt_tp_ep"] = placement(self.dims, ("ep", "expt_tp"), self.network.ranks_per_node)
+        if self.dims.cp_inner is not None:
+            groups["cp_inner"], groups["cp_outer"] = nested_placements(groups["cp"], self.dims.cp_inner)
         host_us = 0.0 if launches_once(config) else device.host_launch_us
         self.replay, self._known_times = Replay(device, self.network, groups, host_us), dict[int, Times]()
         self.batch = replace(MicroBatch.of(config), device=device.device_type)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.core.attention.backends import ATTENTION_BACKENDS, CONTEXT_PARALLEL, AttentionBackend, AttentionOperands
+from megatron.core.attention.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionOperands
 from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.tile_kernels import Causal, Dropout
 from megatron.core.attention.tiles import Spans, rank_spans
@@ -176,8 +176,8 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
     some_full = any(not span.hides(length) for span in spans)
     window = None if some_full else max(span.window or span.chunk or length for span in spans)
     documents = config.data.reset_attention_mask
-    by_heads = cp > 1 and CONTEXT_PARALLEL.facts(parallel.cp_comm_type).by_heads
-    parts = parallel.tensor_model_parallel_size * (cp if by_heads else 1)
+    heads, rings = parallel.ranks_by_heads, parallel.ranks_by_queries
+    parts = parallel.tensor_model_parallel_size * heads
     return AttentionShape(
         length,
         config.training.micro_batch_size,
@@ -186,7 +186,7 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
         model.head_dim,
         model.value_head_dim,
         dtype,
-        queries=rank_spans(length, cp_rank, cp) if cp > 1 and not by_heads else None,
+        queries=rank_spans(length, cp_rank // heads, rings) if rings > 1 else None,
         window=window,
         tiles=cp > 1 or documents or window is not None or model.attends_in_tiles,
         documents=documents,
