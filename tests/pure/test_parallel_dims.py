@@ -50,6 +50,21 @@ def test_groups_partition_the_world_and_coordinates_invert(tp: int, pp: int, cp:
         assert dims.rank(**{axis: coords[axis] for axis in dims.expert_order}) == rank
 
 
+def test_nested_context_ranks_are_neighbours_and_rings_between_them() -> None:
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=2,
+        context_parallel_size=6,
+        cp_comm_type="a2a+p2p",
+        hierarchical_context_parallel_sizes=(2, 3),
+    )
+    dims = ParallelDims.from_config(config, 12)
+    assert (dims.cp_inner, config.ranks_by_heads, config.ranks_by_queries) == (2, 2, 3)
+    inner, outer = dims.instance_groups("cp", parts=3), dims.copy_groups("cp", parts=3)
+    assert inner == [(0, 2), (4, 6), (8, 10), (1, 3), (5, 7), (9, 11)]
+    assert outer == [(0, 4, 8), (2, 6, 10), (1, 5, 9), (3, 7, 11)]
+    assert ParallelDims.from_config(ModelParallelConfig(context_parallel_size=6), 6).cp_inner is None
+
+
 def test_world_that_does_not_fit_is_refused_with_the_nearest() -> None:
     config = ModelParallelConfig(tensor_model_parallel_size=4, pipeline_model_parallel_size=2)
     with pytest.raises(ValueError, match=r"world size 12 .*= 8; nearest: 16"):

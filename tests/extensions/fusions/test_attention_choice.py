@@ -156,6 +156,12 @@ SHAPES: dict[str, dict[str, Any] | None] = {
     "--deterministic-mode": {"dropout": 0.1},
     f"{NONE} --cp 2": {"queries": FIRST_OF_TWO, "tiles": True},
     f"{NONE} --cp 2 --cp-comm-type a2a": {"heads": 4, "groups": 4, "tiles": True},
+    f"{NONE} --cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2": {
+        "heads": 4,
+        "groups": 4,
+        "queries": FIRST_OF_TWO,
+        "tiles": True,
+    },
     f"{NONE} --window-size 8": {"window": 8, "tiles": True},
     f"{NONE} --reset-attention-mask --tokenizer-type NullTokenizer": {"documents": True, "tiles": True},
     f"{NONE} --deterministic-mode --attention-backend flash": {},

@@ -38,6 +38,7 @@ CASES = {
     "untied": f"{LLAMA} --untie-embeddings-and-output-weights --qk-layernorm --recompute-activations",
     "ring": f"{LLAMA} --cp 4 --attention-dropout 0 --hidden-dropout 0",
     "ulysses": f"{LLAMA} --cp 2 --cp-comm-type a2a --attention-dropout 0 --hidden-dropout 0",
+    "nested": f"{LLAMA} --cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --attention-dropout 0",
     "zero-bubble": f"{LLAMA} --pp 2 --pipeline-schedule zb-v --attention-dropout 0 --hidden-dropout 0",
     "delayed": f"{LLAMA} --fp8-format hybrid",
     "blockwise": f"{LLAMA} --fp8-format hybrid --fp8-recipe blockwise",

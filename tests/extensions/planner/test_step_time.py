@@ -267,3 +267,9 @@ def test_the_default_nodes_are_those_that_the_flag_may_name() -> None:
     assert step.gpus_per_node == 6 and step == predict_step(config, 12, read_device("h100"), 6)
     asked = command_line([*argv, "--gpus-per-node", "6"], Launch()).command
     assert isinstance(asked, DryRun) and asked.gpus_per_node == 6
+
+
+def test_heads_exchanged_within_nodes_send_less_between_them(device: DeviceFile) -> None:
+    nested = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 2"
+    times = [predicted(f"--cp 8 {more}", device).parts["cp_communication"] for more in (nested, "--cp-comm-type p2p")]
+    assert 0 < times[0] < times[1]

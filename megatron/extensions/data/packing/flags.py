@@ -86,7 +86,7 @@ class PackingConfig:
     """Documents that best-fit packs together. More of them leave less padding."""
 
     balance_packed_samples: bool = flag(
-        False, no_effect_without=("--sequence-packing best-fit", "--reset-attention-mask")
+        False, no_effect_without="--sequence-packing best-fit or --reset-attention-mask"
     )
     """Deal the samples of a step to data-parallel replicas and micro-batches, and the tokens of each micro-batch to
     context-parallel ranks, so that all have about as many pairs of tokens that attend to each other. The samples of a
