@@ -1,12 +1,19 @@
-"""Padding and cut documents of three ways to pack, and the balance of eight replicas, on made-up lengths.
+"""Padding and cut documents of four ways to pack, and equal work of replicas and of context-parallel ranks.
 
-python tools/bench/packing.py              20,000 documents of each distribution, samples of 4,096 tokens
-python tools/bench/packing.py 2000 1024    other numbers
+python tools/bench/packing.py                   both tables, of 20,000 documents of each distribution
+python tools/bench/packing.py --documents 2000  other numbers
+
+Lengths are drawn from three distributions, or are those of real text: the source files of Python's standard library, by
+four bytes a token. Ways to pack: greedy as in Megatron-LM, first-fit in the order of the documents as in torchtitan,
+and best-fit decreasing as in OLMo-core, both written again from their descriptions, and this program's best-fit.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+import sysconfig
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,23 +24,44 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core.datasets.dataset import StepShape
+from megatron.extensions.data.packing.dividing import Divider, mean_imbalances
 from megatron.extensions.data.packing.order import Rounds, Waste, cut, round_of
-from megatron.extensions.data.packing.survey import balance
+from megatron.extensions.data.packing.survey import balance, context_imbalances
 
 STEP = StepShape(samples=128, replicas=8, micro_batch_size=1)
+CONTEXT_RANKS = (2, 4, 8, 16)
+MICRO_BATCHES = 32
+LONG = 32768
+"""Tokens of the samples that context-parallel ranks share."""
+
+Lengths = NDArray[np.int64]
 
 
-def distributions(documents: int, seq_length: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
+def distributions(documents: int, seq_length: int) -> Iterator[tuple[str, Lengths]]:
     """Name and lengths of each."""
     random = np.random.default_rng(0)
     mean = np.log(seq_length / 8)
     yield "log-normal", random.lognormal(mean, 1.2, documents).astype(np.int64) + 2
     yield "uniform", random.integers(2, seq_length, documents)
     yield "two modes", np.where(random.random(documents) < 0.8, seq_length // 32, seq_length * 5 // 8)
+    yield "source files", source_files(documents)
 
 
-def first_fit(lengths: NDArray[np.int64], seq_length: int) -> tuple[float, float]:
-    """Shares of padding and of cut documents if each document goes, in its order, into the first bin that it fits."""
+def source_files(documents: int) -> Lengths:
+    """Lengths of the files of Python's standard library, drawn with replacement."""
+    sizes = [path.stat().st_size for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))]
+    lengths = np.array([size // 4 for size in sizes if size >= 16], np.int64)
+    return np.random.default_rng(1).choice(lengths, documents)
+
+
+def greedy(lengths: Lengths, seq_length: int) -> tuple[float, float]:
+    """Shares of padding and of cut documents if documents are joined and cut wherever a sample ends."""
+    ends = np.cumsum(lengths)
+    return 0.0, float(((ends - lengths) // seq_length != (ends - 1) // seq_length).mean())
+
+
+def first_fit(lengths: Lengths, seq_length: int) -> tuple[float, float]:
+    """The same if each document goes, in its order, into the first bin that it fits. Longer ones are cut before."""
     _, _, sizes = cut(np.arange(len(lengths)), lengths, seq_length)
     room = np.full(len(sizes), seq_length + 1)
     for size in sizes.tolist():
@@ -42,28 +70,67 @@ def first_fit(lengths: NDArray[np.int64], seq_length: int) -> tuple[float, float
     return float(used.sum() / (len(used) * (seq_length + 1))), float((lengths > seq_length + 1).mean())
 
 
-def greedy(lengths: NDArray[np.int64], seq_length: int) -> tuple[float, float]:
-    """The same if documents are joined and cut wherever a sample ends."""
-    ends = np.cumsum(lengths)
-    return 0.0, float(((ends - lengths) // seq_length != (ends - 1) // seq_length).mean())
+def best_fit_of_olmo(lengths: Lengths, seq_length: int) -> tuple[float, float]:
+    """The same if fragments of at most seq_length tokens go, the longest first, into the fullest bin that they fit."""
+    whole, rest = lengths // seq_length, lengths % seq_length
+    sizes = np.sort(np.concatenate([np.full(int(whole.sum()), seq_length), rest[rest > 0]]))[::-1]
+    rooms: list[int] = []  # ascending
+    bins = 0
+    for size in sizes.tolist():
+        place = bisect_left(rooms, size)
+        if place == len(rooms):
+            bins, room = bins + 1, seq_length
+        else:
+            room = rooms.pop(place)
+        insort(rooms, room - size)
+    return 1 - float(lengths.sum()) / (bins * seq_length), float((lengths > seq_length).mean())
 
 
-def main(words: list[str]) -> int:
-    """Prints a table."""
-    documents, seq_length = map(int, words or ("20000", "4096"))
-    print("lengths     greedy cut  first-fit pad  cut    best-fit pad  cut    DP 8 max/mean  balanced")
+def print_packing(documents: int, seq_length: int) -> None:
+    print(
+        f"Padding and cut documents, samples of {seq_length:,} tokens; work of the busiest of 8 replicas over the mean"
+    )
+    print("lengths       greedy cut  first-fit pad, cut  OLMo-core pad, cut  best-fit pad, cut  DP 8 in order, dealt")
     for name, lengths in distributions(documents, seq_length):
         packed = round_of(lengths, Rounds(range(documents), 1, 1), seq_length, seed=0, number=0)
         waste = Waste.of(packed, seq_length)
-        _, cuts = greedy(lengths, seq_length)
-        padding, long = first_fit(lengths, seq_length)
+        shares = [greedy(lengths, seq_length)[1], *first_fit(lengths, seq_length)]
+        shares += [*best_fit_of_olmo(lengths, seq_length), waste.padding / waste.places, waste.cut / waste.documents]
         before, after = balance(packed, seq_length, STEP) or (1.0, 1.0)
-        print(
-            f"{name:11} {cuts:10.2%}  {padding:13.3%}  {long:5.2%}  {waste.padding / waste.places:12.3%}  "
-            f"{waste.cut / waste.documents:5.2%}  {before:13.3f}  {after:8.4f}"
-        )
+        print(f"{name:12}" + "".join(f"{share:10.3%}" for share in shares) + f"{before:10.3f}{after:10.4f}", flush=True)
+
+
+def print_context(documents: int) -> None:
+    print(f"\nWork of the busiest context rank over the mean, samples of {LONG:,} tokens, and share of the keys sent")
+    print("lengths       CP  chunks of samples  balanced  sent   hybrid  sent   DP 8 in order  dealt")
+    random = np.random.default_rng(2)
+    short = random.lognormal(np.log(LONG / 32), 1.5, documents).astype(np.int64) + 2
+    for name, lengths in (("log-normal", short), ("source files", source_files(documents))):
+        packed = round_of(lengths, Rounds(range(documents), 1, 1), LONG, seed=0, number=0)
+        before, after = balance(packed, LONG, STEP._replace(samples=64)) or (1.0, 1.0)
+        for ranks in CONTEXT_RANKS:
+            step = STEP._replace(context_ranks=ranks)
+            dealt, hybrid = (
+                mean_imbalances(context_imbalances(packed, LONG, step, Divider(each), MICRO_BATCHES))
+                for each in (False, True)
+            )
+            print(
+                f"{name:12} {ranks:3} {dealt.before:18.3f} {dealt.after:9.4f} {dealt.sent:5.0%} {hybrid.after:8.4f} "
+                f"{hybrid.sent:5.0%} {before:15.3f} {after:7.4f}",
+                flush=True,
+            )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints two tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=20000, help="of each distribution (20000)")
+    parser.add_argument("--seq-length", type=int, default=4096, help="tokens of the samples of the first table (4096)")
+    args = parser.parse_args(argv)
+    print_packing(args.documents, args.seq_length)
+    print_context(args.documents)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -38,7 +38,8 @@ class Divider:
     work of such groups has to be equal."""
 
     def __init__(self, hybrid: bool = False, longest: int | None = None, inner: int = 1) -> None:
-        self.hybrid, self.longest, self.inner = hybrid, longest, inner
+        self.hybrid, self.longest = hybrid, longest
+        self.inner = inner
         self.told: list[Imbalance] = []
         """Of each micro-batch divided since the last report."""
 
