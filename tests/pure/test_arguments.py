@@ -133,7 +133,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--swiglu yes: takes no value but true or false; give the flag alone",
         f"--gibberish: unknown flag; {nobody} has it; remove it",
         "--seed 1 2: takes one value; given: 2",
-        "--cp-comm-type ring: must be one of p2p, all_gather, a2a; pick one of them",
+        "--cp-comm-type ring: must be one of p2p, all_gather, a2a, a2a+p2p; pick one of them",
     ):
         assert line in lines
     # The validation's problems come with them, but not those that follow from a misspelt flag.

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,11 @@ from numpy.typing import NDArray
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.core.attention.tiles import Documents
 from megatron.core.datasets.dataset import StepShape
-from megatron.extensions.data.packing.dividing import Divider, mean_imbalances
-from megatron.extensions.data.packing.order import Rounds, Waste, cut, round_of
-from megatron.extensions.data.packing.survey import balance, context_imbalances
+from megatron.extensions.data.packing.dividing import Divider, imbalance_of, mean_imbalances
+from megatron.extensions.data.packing.order import Packed, Rounds, Waste, cut, round_of
+from megatron.extensions.data.packing.survey import balance, starts_of
 
 STEP = StepShape(samples=128, replicas=8, micro_batch_size=1)
 CONTEXT_RANKS = (2, 4, 8, 16)
@@ -100,23 +102,38 @@ def print_packing(documents: int, seq_length: int) -> None:
         print(f"{name:12}" + "".join(f"{share:10.3%}" for share in shares) + f"{before:10.3f}{after:10.4f}", flush=True)
 
 
+def joined_documents(lengths: Lengths, seq_length: int) -> Iterator[Documents]:
+    """Where documents begin in the samples of greedy, with attention that restarts at each."""
+    bounds = np.cumsum(lengths)
+    for first in range(0, MICRO_BATCHES * seq_length, seq_length):
+        inside = bounds[(bounds > first) & (bounds < first + seq_length)] - first
+        yield ((0, *inside.tolist()),)
+
+
+def packed_documents(packed: Packed, seq_length: int) -> Iterator[Documents]:
+    """The same of whole documents."""
+    for a, b in pairwise([0, *packed.ends[:MICRO_BATCHES].tolist()]):
+        yield (starts_of(packed.lengths[a:b].tolist(), seq_length),)
+
+
 def print_context(documents: int) -> None:
     print(f"\nWork of the busiest context rank over the mean, samples of {LONG:,} tokens, and share of the keys sent")
-    print("lengths       CP  chunks of samples  balanced  sent   hybrid  sent   DP 8 in order  dealt")
+    print("lengths       packing   CP  chunks of samples  balanced  sent   hybrid  sent   DP 8 in order  dealt")
     random = np.random.default_rng(2)
     short = random.lognormal(np.log(LONG / 32), 1.5, documents).astype(np.int64) + 2
     for name, lengths in (("log-normal", short), ("source files", source_files(documents))):
         packed = round_of(lengths, Rounds(range(documents), 1, 1), LONG, seed=0, number=0)
         before, after = balance(packed, LONG, STEP._replace(samples=64)) or (1.0, 1.0)
-        for ranks in CONTEXT_RANKS:
-            step = STEP._replace(context_ranks=ranks)
+        ways = {"greedy": joined_documents(lengths, LONG), "best-fit": packed_documents(packed, LONG)}
+        for (way, samples), ranks in product([(way, list(found)) for way, found in ways.items()], CONTEXT_RANKS):
             dealt, hybrid = (
-                mean_imbalances(context_imbalances(packed, LONG, step, Divider(each), MICRO_BATCHES))
-                for each in (False, True)
+                mean_imbalances([imbalance_of(divider.divided(each, LONG, ranks), each, LONG) for each in samples])
+                for divider in (Divider(), Divider(hybrid=True))
             )
             print(
-                f"{name:12} {ranks:3} {dealt.before:18.3f} {dealt.after:9.4f} {dealt.sent:5.0%} {hybrid.after:8.4f} "
-                f"{hybrid.sent:5.0%} {before:15.3f} {after:7.4f}",
+                f"{name:12}  {way:8} {ranks:3} {dealt.before:18.3f} {dealt.after:9.4f} {dealt.sent:5.0%} "
+                f"{hybrid.after:8.4f} {hybrid.sent:5.0%} "
+                + (f"{before:15.3f} {after:7.4f}" if way == "best-fit" else ""),
                 flush=True,
             )
 
