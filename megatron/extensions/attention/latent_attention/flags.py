@@ -27,30 +27,30 @@ class LatentAttentionFlags:
     )
 
     multi_latent_attention: bool = flag(False, effective="attention")
-    """Multi-latent attention (MLA): keys and values of all heads are projections of one narrow latent per token, and
-    so are queries with --q-lora-rank. Short for --attention-module multi_latent_attention. --qk-layernorm normalizes
-    the latents."""
+    """Use multi-latent attention (MLA): keys and values of all heads are projected from one narrow latent per token,
+    and with --q-lora-rank so are queries. Short for --attention-module multi_latent_attention. --qk-layernorm
+    normalizes the latents."""
 
     q_lora_rank: int | None = flag(None, above=0)
-    """MLA: width of the latent of queries; default: queries are projected from the hidden states directly."""
+    """MLA: query latent width. Default: queries are projected from hidden states directly."""
 
     kv_lora_rank: int = flag(32, above=0)
-    """MLA: width of the latent of keys and values."""
+    """MLA: key-value latent width."""
 
     qk_head_dim: int = flag(128, above=0)
-    """MLA: channels of a query or key head without position."""
+    """MLA: channels of a query or key head without rotary embedding."""
 
     qk_pos_emb_head_dim: int = flag(64, above=0)
-    """MLA: channels of a query or key head with a rotary embedding; all heads share those of the key."""
+    """MLA: channels of a query or key head with rotary embedding. All heads share the rotary channels of the key."""
 
     v_head_dim: int = flag(128, above=0)
     """MLA: channels of a value head."""
 
     mla_scale_latents: bool = False
-    """MLA: multiply latents, behind their norms, by the square root of --hidden-size / their width (LongCat-Flash)."""
+    """MLA: multiply normalized latents by the square root of --hidden-size / latent width (LongCat-Flash)."""
 
     latent_norm_epsilon: float | None = flag(None, above=0, no_effect_without="--qk-layernorm")
-    """MLA: added to the variance in norms of latents, 1e-6 in DeepSeek-V3; default: --layernorm-epsilon."""
+    """MLA: epsilon in latent norms, 1e-6 in DeepSeek-V3; default: --layernorm-epsilon."""
 
 
 def widths(config: TransformerConfig) -> HeadWidths:

@@ -57,10 +57,10 @@ class TextDataConfig:
     """Records of text files that may be left out because they cannot be read."""
 
     tokenizer_workers: int | None = flag(None, above=0)
-    """Processes of a node that tokenize text files; default: one a core."""
+    """Processes per node that tokenize text files; default: one per core."""
 
     def key_of(self, path: str) -> str:
-        """The key of the documents of a data set."""
+        """Returns the JSON key that holds the documents of a data set."""
         own = [word[len(path) + 1 :] for word in self.text_key if word.startswith(f"{path}=")]
         return (own or [word for word in self.text_key if "=" not in word] or ["text"])[-1]
 
@@ -87,22 +87,23 @@ class FillInMiddleConfig:
     """Fill-in-the-middle samples."""
 
     fim_data: bool = False
-    """Move the middle of documents behind their end, for models that fill in (arXiv 2207.14255)."""
+    """Rearrange documents for fill-in-the-middle: move the middle of a document after its end (arXiv 2207.14255)."""
 
     fim_rate: float = flag(0.5, at_least=0, at_most=1)
-    """Share of documents in which this is done."""
+    """Fraction of documents that --fim-data rearranges."""
 
     fim_spm_rate: float = flag(0.5, at_least=0, at_most=1)
-    """Share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
+    """Fraction of rearranged documents in the order suffix, prefix, middle; the others have the order prefix,
+    suffix, middle."""
 
     fim_split_sample: str | None = None
-    """Token at which documents are cut into fragments, each with a middle of its own."""
+    """Token at which documents are split into fragments, each of which is rearranged separately."""
 
     fim_fragment_rate: float = flag(0.5, at_least=0, at_most=1)
-    """Share of the fragments of such a document that are rearranged."""
+    """Fraction of the fragments of such a document that are rearranged."""
 
     fim_no_prefix: str | None = None
-    """Documents and fragments that begin with this text stay as they are."""
+    """Documents and fragments that begin with this text are not rearranged."""
 
     fim_prefix_token: str = "<fim_prefix>"
     """Token before the prefix."""
@@ -114,7 +115,7 @@ class FillInMiddleConfig:
     """Token before the suffix."""
 
     fim_pad_token: str = "<fim_pad>"
-    """Token that fills a sample up; its prediction does not count."""
+    """Token that pads a sample. Predictions of it do not count in the loss."""
 
     fim_eod_token: str | None = None
     """Token between documents; default: the tokenizer's."""

@@ -18,19 +18,19 @@ CONFIG = "config.json"
 @dataclass(frozen=True)
 class HuggingFaceConfig:
     export_hf_interval: int | None = flag(None, above=0, no_effect_without="--save")
-    """Iterations between exports of checkpoints to Hugging Face folders, written in the background; a multiple of
-    --save-interval."""
+    """Iterations between exports of checkpoints to Hugging Face folders, which are written in the background. Must
+    be a multiple of --save-interval."""
 
     export_hf_dir: str | None = flag(None, path="stored", writes="folder", no_effect_without="--export-hf-interval")
-    """Folder for these exports; default: hf in --save."""
+    """Folder for the exports of --export-hf-interval; default: hf in --save."""
 
     hf_family: tuple[str, ...] | None = flag(None, path="local", repeats=True)
     """A Hugging Face family: FILE.json adds one of your own, whose model_type is the file's name; NAME selects the one
     that exports are written as. May be given more than once."""
 
     new_token_init: str = flag("mean", choices=("mean", "normal"), no_effect_without="--load")
-    """Rows of embedding and output layer for tokens beyond the vocabulary of the Hugging Face folder in --load: the
-    mean of the rows of its tokens, or drawn from the normal distribution of a new model."""
+    """Initialization of embedding and output rows for tokens beyond the vocabulary of the Hugging Face folder in
+    --load: the mean of its rows, or the normal distribution of a new model."""
 
 
 PATH_KINDS.register(

@@ -34,7 +34,7 @@ class DataLists:
     """File with the value of --valid-weighted-split-paths."""
 
     test_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True, path="url")
-    """Like --train-weighted-split-paths, for the test."""
+    """Like --train-weighted-split-paths, for the test set."""
 
     test_weighted_split_paths_path: str | None = flag(None, path="local")
     """File with the value of --test-weighted-split-paths."""

@@ -50,11 +50,11 @@ class HybridConfig(LayerPattern):
         ),
         effective="layers",
     )
-    """Layers of one sublayer each, a letter for each layer: * attention (+ with --multi-latent-attention), G gated
-    delta net, M Mamba-2, H attention beside Mamba-2, S Mamba-1, R RG-LRU, C short convolution, L lightning attention, K
-    Kimi Delta Attention, - MLP, E experts. | begins the next pipeline stage. / begins a module of multi-token
-    prediction: a mixer, an MLP, or both. Replaces --num-layers and --mtp-num-layers. Default: each layer has a mixer
-    and an MLP."""
+    """Pattern of layers that have one sublayer each, with a letter for each layer: * attention (+ with
+    --multi-latent-attention), G gated delta net, M Mamba-2, H attention and Mamba-2 in parallel, S Mamba-1, R
+    RG-LRU, C short convolution, L lightning attention, K Kimi Delta Attention, - MLP, E experts. | begins the next
+    pipeline stage. / begins a module of multi-token prediction: a mixer, an MLP, or both. Replaces --num-layers and
+    --mtp-num-layers. Default: each layer has a mixer and an MLP."""
 
     @property
     def states_layers(self) -> bool:

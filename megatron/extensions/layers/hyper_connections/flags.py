@@ -44,25 +44,24 @@ class HyperConnectionFlags:
             "--norm-placement sum: there is no sum of a stream with an output",
         ),
     )
-    """Several residual streams (mHC, as in DeepSeek-V4): each sublayer reads a weighted sum of them, and a doubly
-    stochastic matrix mixes them before its output is added to each. All weights depend on the token."""
+    """Use several residual streams (mHC, as in DeepSeek-V4). Each sublayer reads a weighted sum of the streams.
+    Before its output is added to each stream, a doubly stochastic matrix mixes them. All weights depend on the
+    token."""
 
     mhc_num_residual_streams: int = flag(4, "--num-residual-streams", at_least=1)
-    """mHC: residual streams, each as wide as --hidden-size."""
+    """mHC: number of residual streams, each of width --hidden-size."""
 
     mhc_sinkhorn_iterations: int = flag(20, at_least=1)
     """mHC: iterations of Sinkhorn-Knopp, which make rows and columns of the mixing matrix sum to 1."""
 
     mhc_init_gating_factor: float = 0.01
-    """mHC: initial factor of the part of a sublayer's weights that depends on the token; that of the sum of streams
-    behind the last layer is 1."""
+    """mHC: initial scale of the token-dependent part of a sublayer's weights. For the final sum of streams it is 1."""
 
     mhc_epsilon: float = flag(1e-6, at_least=0)
-    """mHC: added to the weights of what a sublayer reads, and to entries and sums of the mixing matrix."""
+    """mHC: epsilon added to a sublayer's input weights, and to entries and sums of the mixing matrix."""
 
     mhc_output_contract: str = flag("learned", choices=("learned", "mean"))
-    """mHC: hidden states behind the last layer are a sum of the streams with weights that depend on the token
-    (learned), or their mean."""
+    """mHC: reduction of the streams after the last layer: a sum with token-dependent weights (learned), or the mean."""
 
 
 def is_chosen(config: TransformerConfig) -> bool:

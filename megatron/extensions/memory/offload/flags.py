@@ -36,8 +36,9 @@ class HostStateFlags:
         False,
         excludes="--optimizer-post-validation: updates on the host are not copied for a roll-back",
     )
-    """Keep optimizer states in host memory, --optimizer-offload-fraction of them, and update them there: gradients are
-    copied to the host, updated parameters back, while the next ones are updated (ZeRO-Offload)."""
+    """Keep the fraction --optimizer-offload-fraction of the optimizer states in host memory and update it there
+    (ZeRO-Offload). Gradients are copied to the host and updated parameters are copied back while the next ones are
+    updated."""
 
     optimizer_offload_fraction: float = flag(1.0, at_least=0, at_most=1, no_effect_without="--optimizer-cpu-offload")
     """--optimizer-cpu-offload: share of the elements whose states are in host memory, in [0, 1]."""
@@ -85,15 +86,16 @@ class ActivationFlags:
     too."""
 
     min_offloaded_tensor_size: int = flag(1024 * 1024, above=0, no_effect_without="--cpu-offloading")
-    """--cpu-offloading: elements of the smallest tensor that leaves the device."""
+    """--cpu-offloading: smallest number of elements of a tensor that is offloaded."""
 
 
 @extension_flags("weights in host memory", may_change=True, rules=f"{HERE}.weight_rules:problems")
 @dataclass(frozen=True)
 class HostWeightFlags:
     offload_weights: bool = flag(False)
-    """Keep weights and their gradients in host memory, beside the optimizer's states. Layers, embedding and output
-    layer are copied to the device ahead of each pass that needs them; gradients leave it behind each backward."""
+    """Keep weights and gradients in host memory together with the optimizer states. Layers, embedding and output
+    layer are copied to the device ahead of each pass that needs them, and their gradients are copied to the host
+    after each backward pass."""
 
     offload_weights_folder: str | None = flag(
         None, path="local", writes="folder", no_effect_without="--offload-weights"

@@ -24,14 +24,14 @@ class KimiDeltaFlags:
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("kimi_delta_attention", "K")
 
     kda_num_heads: int = flag(32, above=0)
-    """Kimi Delta Attention: heads."""
+    """Kimi Delta Attention: number of heads."""
 
     kda_head_dim: int = flag(128, above=0)
     """Kimi Delta Attention: channels of a query, key or value head, and the rank of the projections of decays and
     gates."""
 
     kda_conv_kernel_dim: int = flag(4, above=0)
-    """Kimi Delta Attention: tokens that the convolution of queries, keys and values spans, its own included."""
+    """Kimi Delta Attention: kernel size, in tokens, of the causal convolution over queries, keys and values."""
 
 
 def heads(config: TransformerConfig) -> str:

@@ -25,7 +25,7 @@ class LinearAttentionFlags:
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("gated_delta_net", "G")
 
     linear_conv_kernel_dim: int = flag(4, above=0)
-    """Gated delta net: tokens that the convolution of queries, keys and values spans, its own included."""
+    """Gated delta net: kernel size, in tokens, of the causal convolution over queries, keys and values."""
 
     linear_key_head_dim: int = flag(128, above=0)
     """Gated delta net: channels of a query or key head."""
@@ -34,24 +34,24 @@ class LinearAttentionFlags:
     """Gated delta net: channels of a value head."""
 
     linear_num_key_heads: int = flag(16, above=0)
-    """Gated delta net: key heads, and as many query heads."""
+    """Gated delta net: number of key heads, which is also the number of query heads."""
 
     linear_num_value_heads: int = flag(32, above=0)
-    """Gated delta net: value heads, of which each key head has equally many."""
+    """Gated delta net: number of value heads, a multiple of the number of key heads."""
 
     linear_allow_neg_eigval: bool = False
-    """Gated delta net: writing strengths up to 2 in place of 1, by which states may have negative eigenvalues (arXiv
-    2411.12537, Olmo Hybrid)."""
+    """Gated delta net: let beta range up to 2 instead of 1, which allows negative eigenvalues of the state
+    transition (arXiv 2411.12537, Olmo Hybrid)."""
 
     linear_num_householder: int = flag(1, above=0)
-    """Gated delta net: keys that a token writes at, each with values and writing strengths of its own, one after
-    another (gated DeltaProduct, arXiv 2502.10297)."""
+    """Gated delta net: number of delta-rule updates per token, each with its own key, value and beta (gated
+    DeltaProduct, arXiv 2502.10297)."""
 
     linear_norm_epsilon: float | None = flag(None, above=0)
-    """Gated delta net: added to the variance in the norm of each head's output; default: --layernorm-epsilon."""
+    """Gated delta net: epsilon in the norm of each head's output; default: --layernorm-epsilon."""
 
     linear_norm_placement: str | None = flag(None, choices=("pre",))
-    """Gated delta net: norms of its layers are of inputs (pre, Olmo Hybrid); default: --norm-placement."""
+    """Gated delta net: norm placement in its layers (pre in Olmo Hybrid); default: --norm-placement."""
 
     @property
     def linear_channels(self) -> tuple[int, int, int, int, int, int]:

@@ -35,35 +35,34 @@ class MambaFlags:
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention(NAME, "M")
 
     mamba_state_dim: int = flag(128, above=0)
-    """Mamba-2: channels n of B and C; the state of a head is n x its channels."""
+    """Mamba-2: state size n, the channels of B and C. The state of a head has n x its channels elements."""
 
     mamba_head_dim: int = flag(64, above=0)
     """Mamba-2: channels of a head."""
 
     mamba_num_groups: int = flag(8, above=0)
-    """Mamba-2: groups of heads. The heads of a group share B and C, and are normalized together."""
+    """Mamba-2: number of head groups. The heads of a group share B and C, and are normalized together."""
 
     mamba_num_heads: int | None = flag(None, above=0)
-    """Mamba-2: heads; default 2 x hidden-size / mamba-head-dim."""
+    """Mamba-2: number of heads; default: 2 x hidden-size / mamba-head-dim."""
 
     mamba_conv_kernel_dim: int = flag(4, above=0)
-    """Mamba-2: tokens that the convolution spans, its own included."""
+    """Mamba-2: kernel size of the causal convolution, in tokens."""
 
     mamba_min_step_size: float = flag(0.0, at_least=0)
-    """Mamba-2: smallest step size, which replaces smaller ones: 0.001 in transformers' Nemotron-H, none in
-    Megatron-LM."""
+    """Mamba-2: lower bound of step sizes: 0.001 in Nemotron-H of transformers, none in Megatron-LM."""
 
     mamba_norm: bool = flag(True, name="--no-mamba-norm")
-    """Mamba-2: no norm of the outputs, which the SiLU of the gates multiplies alone (Falcon-H1)."""
+    """Mamba-2: do not normalize the outputs; only multiply them by the SiLU of the gates (Falcon-H1)."""
 
     mamba_norm_before_gate: bool = False
-    """Mamba-2: normalize outputs before, and not after, the SiLU of the gates multiplies them (Falcon-H1)."""
+    """Mamba-2: normalize outputs before they are multiplied by the SiLU of the gates, instead of after (Falcon-H1)."""
 
     mamba_multipliers: tuple[float, ...] | None = flag(None, many=True)
-    """Mamba-2: factors of the projected gates, inputs, B, C and step sizes (Falcon-H1); default: none."""
+    """Mamba-2: five scale factors of the projected gates, inputs, B, C and step sizes (Falcon-H1); default: none."""
 
     mamba_chunk_size: int = flag(128, above=0, without_effect=True)
-    """Mamba-2: tokens that are mixed at a time by products of their scores. It affects speed and memory, no result."""
+    """Mamba-2: chunk size in tokens. It affects speed and memory, not results."""
 
 
 def num_heads(config: TransformerConfig) -> int:

@@ -27,23 +27,23 @@ class Mamba1Flags:
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("mamba1", "S")
 
     mamba1_channels: int | None = flag(None, above=0)
-    """Mamba-1: channels, each with a state of its own; default 2 x hidden-size."""
+    """Mamba-1: number of channels, each with its own state; default: 2 x hidden-size."""
 
     mamba1_state_dim: int = flag(16, above=0)
-    """Mamba-1: numbers in the state of a channel."""
+    """Mamba-1: state size of a channel."""
 
     mamba1_step_rank: int | None = flag(None, above=0)
     """Mamba-1: rank of the projection of step sizes; default hidden-size / 16, rounded up."""
 
     mamba1_conv_kernel_dim: int = flag(4, above=0)
-    """Mamba-1: tokens that the convolution spans, its own included."""
+    """Mamba-1: kernel size of the causal convolution, in tokens."""
 
     mamba1_norm: str = flag("none", choices=("none", "plain", "weighted"))
     """Mamba-1: norms of the projected step sizes, B and C: none, without weights (plain, Falcon-Mamba), or with them
     (weighted, Jamba)."""
 
     mamba1_norm_epsilon: float | None = flag(None, above=0)
-    """Mamba-1: epsilon of these norms; default: --norm-epsilon."""
+    """Mamba-1: epsilon of the norms of step sizes, B and C; default: --norm-epsilon."""
 
 
 def channels_of(config: TransformerConfig) -> int:

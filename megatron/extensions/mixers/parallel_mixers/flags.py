@@ -21,19 +21,19 @@ class ParallelMixerFlags:
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention(NAME, "H")
 
     attention_input_multiplier: float = 1.0
-    """Attention beside Mamba-2: factor of the input of attention."""
+    """Parallel attention and Mamba-2: scale factor of the attention input."""
 
     attention_key_multiplier: float = 1.0
-    """Attention beside Mamba-2: factor of the keys, and so of attention scores."""
+    """Parallel attention and Mamba-2: scale factor of the keys, and thereby of attention scores."""
 
     attention_output_multiplier: float = 1.0
-    """Attention beside Mamba-2: factor of the output of attention."""
+    """Parallel attention and Mamba-2: scale factor of the attention output."""
 
     mamba_input_multiplier: float = 1.0
-    """Attention beside Mamba-2: factor of the input of Mamba-2."""
+    """Parallel attention and Mamba-2: scale factor of the Mamba-2 input."""
 
     mamba_output_multiplier: float = 1.0
-    """Attention beside Mamba-2: factor of the output of Mamba-2."""
+    """Parallel attention and Mamba-2: scale factor of the Mamba-2 output."""
 
 
 MIXERS.register(

@@ -26,14 +26,14 @@ class RgLruFlags:
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("rg_lru", "R")
 
     rg_lru_width: int | None = flag(None, above=0)
-    """RG-LRU: channels; default --hidden-size."""
+    """RG-LRU: number of channels; default: --hidden-size."""
 
     rg_lru_num_blocks: int | None = flag(None, above=0)
-    """RG-LRU: blocks of channels; the gates of a block are linear maps of its own channels. Default
+    """RG-LRU: number of channel blocks. The gates of a block are a linear projection of its own channels. Default:
     --num-attention-heads."""
 
     rg_lru_conv_kernel_dim: int = flag(4, above=0)
-    """RG-LRU: tokens that the convolution spans, its own included."""
+    """RG-LRU: kernel size of the causal convolution, in tokens."""
 
 
 def shape_of(config: TransformerConfig) -> tuple[int, int]:

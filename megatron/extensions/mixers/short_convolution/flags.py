@@ -23,10 +23,10 @@ class ShortConvolutionFlags:
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("short_convolution", "C")
 
     short_conv_kernel_dim: int = flag(3, above=0)
-    """Short convolution: tokens that it spans, its own included."""
+    """Short convolution: kernel size, in tokens."""
 
     short_conv_bias: bool = False
-    """Short convolution: biases of the convolution and of both projections."""
+    """Short convolution: add biases to the convolution and to both projections."""
 
 
 def convolutions(c: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -40,8 +40,8 @@ class HashRoutingFlags:
     NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
 
     moe_n_hash_layers: int = flag(0, at_least=0)
-    """The first N layers choose experts by a fixed table of tokens, random for a new model; the router's scores are the
-    weights of their outputs. These layers have no balancing loss and no expert bias."""
+    """Number of first layers that select experts by a fixed table of token ids, which is random for a new model. The
+    router's scores weight the expert outputs. These layers have no balancing loss and no expert bias."""
 
 
 ROUTERS.register(

@@ -44,9 +44,9 @@ class ShortcutFlags:
             "--parallel-residual: each sublayer reads the stream in its turn",
         ),
     )
-    """Add what the chosen experts compute to the residual stream behind the MLP of the next layer, or behind the last
-    layer, in place of the same one. The shared expert's output is added at once (LongCat-Flash, with --moe-layer-freq
-    2)."""
+    """Add the output of the routed experts to the residual stream after the MLP of the next layer, or after the last
+    layer, instead of in the same layer. The output of the shared expert is added at once (LongCat-Flash, with
+    --moe-layer-freq 2)."""
 
 
 RESIDUALS.register(

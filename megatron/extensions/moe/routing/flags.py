@@ -31,10 +31,11 @@ class RoutingFlags:
     NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
 
     moe_sparsemixer_eps: float = flag(0.01, at_least=0, no_effect_without="--moe-router-score-function sparsemixer")
-    """Logits s are near the largest one m if (m - s) / max(|s|, m) is at most twice this number."""
+    """Threshold of sparsemixer routing: a logit s counts as near the largest logit m if (m - s) / max(|s|, m)
+    is at most twice this number."""
 
     moe_router_force_load_balancing: bool = flag(False, training_only=True)
-    """Replace the router's logits by random numbers in training, for benchmarks with even loads."""
+    """Replace router logits by random numbers in training, for benchmarks with evenly loaded experts."""
 
 
 def balances_choices(config: MoEConfig) -> bool:

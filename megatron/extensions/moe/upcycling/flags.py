@@ -41,15 +41,16 @@ class UpcyclingFlags:
         False,
         needs="--num-experts; add --num-experts, the number of experts to make of each MLP",
     )
-    """Start from the dense model in --load: each expert is a copy of the MLP of its layer, so that the model computes
-    what the dense one does until the first step. Routers are initialized at random."""
+    """Start from the dense model in --load. Each expert is a copy of the MLP of its layer, so that the model
+    computes the same as the dense model until the first step. Routers are initialized at random."""
 
     moe_upcycling_granularity: int = flag(1, above=0, no_effect_without=SWITCH)
-    """Divide each MLP into this many experts of an equal share of its width. Routers begin with equal weights for the
-    experts of one MLP, so that a token is sent to all of them."""
+    """Divide each MLP into this many experts of equal width. Router weights start equal for all experts of one MLP,
+    so that a token is sent to all of them."""
 
     moe_upcycling_noise: float = flag(0.0, at_least=0, no_effect_without=SWITCH)
-    """Add this multiple of its random initial weights to each expert. With 0 all experts of a layer begin equal."""
+    """Add random initial weights, multiplied by this number, to each expert. With 0, all experts of a layer start
+    equal."""
 
     def changes_model(self) -> Collection[str]:
         """Fields in which the run differs from the model in --load: `ChangesModel`."""

@@ -82,15 +82,16 @@ def _undumped(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class DiagnosisConfig:
     log_layer_stats: int = flag(0, at_least=0, excludes="--cuda-graph-impl local: hooks do not run in a recording")
-    """Iterations between statistics of each layer: norms of weights, gradients and updates, activations, attention
-    logits, routers; 0: none."""
+    """Iterations between per-layer statistics: norms of weights, gradients and updates, activations, attention
+    logits and routers. 0 turns them off."""
 
     layer_growth_threshold: float = flag(1.2, at_least=0, no_effect_without="--log-layer-stats")
-    """--log-layer-stats: report a layer, or a tensor-parallel rank, whose statistic grows by this factor over
-    the last 10 records while others' does not; 0: never."""
+    """--log-layer-stats: report a layer or a tensor-parallel rank if one of its statistics grows by this factor over
+    the last 10 records and the same statistic of the others does not. 0 turns reports off."""
 
     check_replicas: int | None = flag(None, "--check-weight-hash-across-dp-replicas-interval")
-    """Iterations between bitwise comparisons of replicated parameters and optimizer state; stop if any differ."""
+    """Iterations between bitwise comparisons of replicated parameters and optimizer state. The run stops if any
+    replicas differ."""
 
     log_straggler: bool = flag(
         False, excludes="--cuda-graph-impl local: forward and backward pass cannot be timed separately"
@@ -111,10 +112,10 @@ class DiagnosisConfig:
     profile in --tensorboard-dir or --save."""
 
     profile_step_start: int = flag(10, at_least=0)
-    """--profile: iterations before the profile starts."""
+    """--profile: iteration after which the profile starts."""
 
     profile_step_end: int = flag(12, above=0)
-    """--profile: iterations before it ends."""
+    """--profile: iteration after which the profile ends."""
 
     profile_ranks: tuple[int, ...] = flag((0,), many=True, at_least=0)
     """--profile: ranks that are profiled."""
@@ -127,22 +128,22 @@ class DiagnosisConfig:
     or --save: pipeline actions, messages, collectives, phases of the step, and the planned pipeline."""
 
     trace_step_start: int = flag(10, at_least=0, no_effect_without="--trace")
-    """--trace: iterations before the trace starts."""
+    """--trace: iteration after which the trace starts."""
 
     trace_step_end: int = flag(12, above=0, no_effect_without="--trace")
-    """--trace: iterations before it ends."""
+    """--trace: iteration after which the trace ends."""
 
     use_pytorch_profiler: bool = flag(False, no_effect_without="--profile")
     """--profile: use torch's profiler on GPUs too."""
 
     pytorch_profiler_collect_shapes: bool = flag(False, no_effect_without=BY_TORCH)
-    """--profile: traces of torch's profiler hold the shapes of operands."""
+    """--profile: record operand shapes in traces of torch's profiler."""
 
     pytorch_profiler_collect_callstack: bool = flag(False, no_effect_without=BY_TORCH)
-    """--profile: traces of torch's profiler hold the Python stack of each operation."""
+    """--profile: record the Python stack of each operation in traces of torch's profiler."""
 
     record_shapes: bool = flag(False, no_effect_without=BY_NSYS)
-    """--profile: ranges for nsys hold the shapes of operands."""
+    """--profile: record operand shapes in nsys ranges."""
 
     record_memory_history: bool = flag(
         False, no_effect_without=Condition("GPUs", lambda config: not config.parallel.cpu)

@@ -49,13 +49,13 @@ class EvalTasksConfig:
     """Task files of lm-evaluation-harness, folders of them, or names of tasks that come with it."""
 
     eval_tasks_interval: int | None = flag(None, at_least=0)
-    """Iterations between evaluations of --eval-tasks, 0 for one at the end only; default: --eval-interval."""
+    """Iterations between evaluations of --eval-tasks; 0 evaluates at the end only. Default: --eval-interval."""
 
     eval_tasks_limit: int | None = flag(None, above=0)
-    """Documents of each task, the first of its split; default: all."""
+    """Number of documents evaluated per task, from the start of its split. Default: all."""
 
     eval_tasks_num_fewshot: int | None = flag(None, at_least=0)
-    """Examples before each document, in place of num_fewshot in the task files; tasks that say 0 keep it."""
+    """Number of few-shot examples, which overrides num_fewshot of the task files. Tasks that set 0 keep it."""
 
     eval_tasks_batch_tokens: int | None = flag(None, above=0)
     """Tokens in one forward pass of one model replica; default: micro-batch-size * seq-length."""

@@ -12,8 +12,8 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 @dataclass(frozen=True)
 class GoodputConfig:
     log_goodput: bool = False
-    """Log the share of the wall time, earlier starts included, in which the model was trained, and what took the
-    rest."""
+    """Log goodput: the share of the wall time since the first start of the run that was spent on useful steps, and
+    the causes of the rest."""
 
 
 def _when(config: RunConfig) -> bool:

@@ -28,7 +28,7 @@ class LogsConfig:
     """Weights & Biases run name."""
 
     wandb_entity: str | None = flag(None, empty_is_none=True, no_effect_without="--wandb-project")
-    """Weights & Biases team or user; default: that of the login."""
+    """Weights & Biases team or user; default: the account that is logged in."""
 
     wandb_save_dir: str | None = flag(
         None, path="local", writes="folder", empty_is_none=True, no_effect_without="--wandb-project"
@@ -40,7 +40,7 @@ class LogsConfig:
     package."""
 
     prometheus_host: str = flag("127.0.0.1", no_effect_without="--prometheus-port")
-    """Address at which they are served. Everyone who reaches it can read them."""
+    """Address of --prometheus-port. Everyone who reaches it can read the metrics."""
 
     log_throughput: bool = False
     """--log-format megatron: print the throughput per device. Without it, throughput is always printed."""
@@ -55,7 +55,7 @@ class LogsConfig:
         no_effect_without="--eval-iters above 0",
         excludes="--fim-data: the tokens of documents change their places",
     )
-    """File for the loss of each document in evaluations, one JSON object per line, the highest first."""
+    """File for the loss of each document in evaluations, one JSON object per line, sorted from the highest loss."""
 
     log_source_loss: bool = False
     """Log the training and validation loss of each data set of a blend."""

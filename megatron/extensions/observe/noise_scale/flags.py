@@ -32,7 +32,7 @@ class NoiseScaleFlags:
     batches far above it save few steps."""
 
     noise_scale_window: int = flag(200, at_least=2, no_effect_without=SWITCH)
-    """Latest steps from which the noise scale is estimated."""
+    """Number of latest steps from which the noise scale is estimated."""
 
 
 CALLBACKS.register(

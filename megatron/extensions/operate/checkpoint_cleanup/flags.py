@@ -36,11 +36,11 @@ class RetentionFlags:
     """Keep this many newest checkpoints and delete the others; 1 if only other retention flags are given."""
 
     keep_every: int | None = flag(None, "--save-retain-interval", above=0, no_effect_without="--save")
-    """Keep checkpoints whose iteration is a multiple of this, in addition to the newest."""
+    """Keep checkpoints whose iteration is a multiple of this number, in addition to the newest ones."""
 
     save_retain_best: str | None = flag(None, no_effect_without="--save")
-    """Keep the checkpoint with the lowest value of this metric at its iteration, in addition to the newest: valid_loss,
-    lm_loss, or valid_NAME_loss of a named validation set. The link SAVE/best names it."""
+    """Keep the checkpoint with the lowest value of this metric, in addition to the newest ones: valid_loss, lm_loss,
+    or valid_NAME_loss of a named validation set. The link SAVE/best points to it."""
 
 
 def _metrics(config: RunConfig) -> list[str]:

@@ -45,7 +45,7 @@ class StopFileFlags:
     """Save and exit as soon as this file exists."""
 
     trigger_path: str | None = flag(None, path="local")
-    """Folder in which files save and exit are looked for, as in --save: save, and save and exit."""
+    """Folder that is watched, like --save, for the files `save` (save a checkpoint) and `exit` (save and exit)."""
 
     def folders(self, config: RunConfig) -> list[Path]:
         """Folder of the files."""

@@ -40,18 +40,20 @@ class AveragedWeightsFlags:
     """Keep an average for each of these half-lives in tokens: a step of T tokens has the decay 2^(-T / half-life)."""
 
     ema_dtype: str | None = flag(None, choices=("fp32", "bf16"), no_effect_without=AVERAGES)
-    """Number format of the averages; in bf16 they are rounded up or down at random, so that small changes count.
-    Default: that of the main parameters, which is fp32."""
+    """Number format of the averages. bf16 uses stochastic rounding, so that small changes are not lost. Default: the
+    format of the main parameters, fp32."""
 
     ema_on_host: bool = flag(False, no_effect_without=AVERAGES)
-    """Keep the averages in host memory. Each update copies the weights there, so that --ema-interval is of use."""
+    """Keep the averages in host memory. Each update copies the weights there; --ema-interval makes that less
+    frequent."""
 
     ema_interval: int = flag(1, above=0, no_effect_without=AVERAGES)
-    """Steps between two updates of the averages, with the decay of all steps since the last one."""
+    """Steps between updates of the averages. An update applies the decay of all steps since the previous one."""
 
     eval_weights: str = flag("trained", choices=("trained", "ema"))
-    """Weights that evaluations use: those that are trained, or the first average (of --ema-decay if that is given).
-    Before its first update a run evaluates the trained weights and says so; with --skip-train it is refused."""
+    """Weights used in evaluations: the trained weights, or the first average (of --ema-decay if that is given).
+    Before the first update of the average, a run evaluates the trained weights and says so; --skip-train refuses to
+    run."""
 
 
 @dataclass(frozen=True)

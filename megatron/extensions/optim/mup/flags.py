@@ -21,11 +21,11 @@ SWITCH = "--use-mup"
 class MupFlags:
     use_mup: bool = flag(False, training_only=True)
     """Scale initial values, learning rates, Adam's epsilon, weight decay and multipliers with the model's width and
-    depth, so that what was tuned on the base model holds for this one."""
+    depth, so that hyperparameters tuned on the base model transfer to this model."""
 
     mup_base_hidden_size: int | None = flag(None, above=0, no_effect_without=SWITCH, training_only=True)
-    """--use-mup: --hidden-size of the base model, whose other widths (MLPs, heads or their channels, latents) are in
-    the same proportion to it. Default: that of this model."""
+    """--use-mup: hidden size of the base model. Its other widths (MLPs, heads or their channels, latents) have the
+    same proportion to the hidden size as in this model. Default: --hidden-size."""
 
     mup_base_widths: tuple[str, ...] | None = flag(
         None, many=True, no_effect_without="--mup-base-hidden-size", training_only=True
@@ -51,14 +51,14 @@ class MupFlags:
     """--use-mup: power of a head's channels that divides scores, 0.5 without muP. No effect beside --softmax-scale."""
 
     mup_width_mult: float = flag(1.0, above=0, no_effect_without=SWITCH, training_only=True)
-    """--use-mup: the hidden size over that of the base model. Computed; need not be given."""
+    """--use-mup: ratio of the hidden size to the base model's. Computed; need not be given."""
 
     mup_parameter_widths: tuple[str, ...] | None = flag(None, many=True, no_effect_without=SWITCH, training_only=True)
     """--use-mup: parameters with other ratios of inputs and outputs than the hidden size's. Computed; need not be
     given."""
 
     mup_depth_mult: float = flag(1.0, above=0, no_effect_without=SWITCH, training_only=True)
-    """--use-mup: the number of layers over that of the base model. Computed; need not be given."""
+    """--use-mup: ratio of the number of layers to the base model's. Computed; need not be given."""
 
 
 PARAMETER_RULES.register(

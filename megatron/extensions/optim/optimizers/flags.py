@@ -40,11 +40,12 @@ class MuonFlags:
     """Muon: orthogonalize Nesterov's look-ahead, the average of momentum and gradient, instead of the momentum."""
 
     muon_scale_mode: str = flag("spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"))
-    """Muon: factor of the update of a matrix [out, in]: sqrt(max(out, in)), sqrt(out / in), or the larger of this
-    and 1."""
+    """Muon: scale factor of the update of a matrix [out, in]: spectral is sqrt(max(out, in)), unit_rms_norm is
+    sqrt(out / in), and shape_scaling is max(1, sqrt(out / in))."""
 
     muon_extra_scale_factor: float = flag(1.0, above=0)
-    """Muon: further factor of the update; 0.2 with spectral scale makes it as large as Adam's (arXiv 2502.16982)."""
+    """Muon: additional scale factor of the update. 0.2 with the spectral scale makes updates as large as Adam's
+    (arXiv 2502.16982)."""
 
     muon_num_ns_steps: int = flag(5, above=0)
     """Muon: steps of the Newton-Schulz iteration."""
@@ -53,7 +54,8 @@ class MuonFlags:
     """Muon: coefficients of the Newton-Schulz iteration."""
 
     muon_fp32_matmul_prec: str = flag("medium", choices=("medium", "high", "highest"))
-    """Muon: precision of the Newton-Schulz iteration of fp32 momentum: bfloat16, TF32 where there is any, or fp32."""
+    """Muon: precision of the Newton-Schulz iteration for fp32 momentum: bfloat16, TF32 where the device supports it,
+    or fp32."""
 
     muon_tp_mode: str = flag("duplicated", choices=("duplicated", "blockwise"))
     """Muon: orthogonalize whole matrices, or each tensor-parallel shard by itself. The result of blockwise depends on
@@ -69,7 +71,7 @@ class MuonFlags:
     """Muon: optimizer of all parameters other than the matrices of hidden layers."""
 
     moe_router_skip_muon: bool = flag(False, no_effect_without="--num-experts")
-    """Muon: leave the router's weight to --muon-scalar-optimizer."""
+    """Muon: update the router weight with --muon-scalar-optimizer."""
 
 
 @extension_flags("QK-clip", may_change=True, rules=f"{HERE}.rules:qk_clip", resolve=f"{HERE}.rules:with_max_logits")
@@ -87,14 +89,14 @@ class QKClipFlags:
             "--optimizer-post-validation: the largest logits of the step are gone when it is repeated",
         ),
     )
-    """QK-clip (MuonClip, Kimi K2): after an update, scale the projections of queries and keys of heads whose largest
-    attention logit in the step was above --qk-clip-threshold. Plain torch then computes attention."""
+    """QK-clip (MuonClip, Kimi K2): after an update, scale down the query and key projections of each head whose
+    largest attention logit in the step exceeded --qk-clip-threshold. Attention then runs in plain torch."""
 
     qk_clip_threshold: float = flag(100.0, above=0, no_effect_without="--qk-clip")
-    """--qk-clip: the largest logit that a head may have."""
+    """--qk-clip: largest attention logit of a head that is not clipped."""
 
     qk_clip_alpha: float = flag(0.5, at_least=0, at_most=1, no_effect_without="--qk-clip")
-    """--qk-clip: exponent of the factor in the queries; the keys have the rest."""
+    """--qk-clip: exponent of the clip factor for queries; keys are scaled by the remaining power."""
 
 
 @extension_flags("precision-aware optimizer", may_change=True, rules=f"{HERE}.rules:precision_aware")
@@ -107,8 +109,8 @@ class PrecisionAwareFlags:
     --exp-avg-dtype and --exp-avg-sq-dtype."""
 
     main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"), needs=SWITCH)
-    """--use-precision-aware-optimizer: format of gradient sums over micro-batches, with stochastic rounding that is
-    exact on average."""
+    """--use-precision-aware-optimizer: format in which gradients are summed over micro-batches, with stochastic
+    rounding, which is unbiased."""
 
     main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"), needs=SWITCH)
     """--use-precision-aware-optimizer: format of main parameters; fp16 has a scale for each block of 64."""
@@ -122,8 +124,8 @@ class PrecisionAwareFlags:
     for each block of 64."""
 
     store_param_remainders: bool = flag(True, name="--no-store-param-remainders", no_effect_without=SWITCH)
-    """--use-precision-aware-optimizer: store fp32 main parameters whole, not as the 16 bits that bf16 parameters
-    lack."""
+    """--use-precision-aware-optimizer: store complete fp32 main parameters instead of the 16 low bits that bf16
+    parameters lack."""
 
 
 @extension_flags("named parameters", may_change=True, rules=f"{HERE}.named_parameters:rules", part_of="optimizer")
@@ -137,7 +139,7 @@ class NamedParameterFlags:
     (replaces it). May be given more than once; the later one wins."""
 
     freeze: tuple[str, ...] | None = flag(None, repeats=True, chooses_trained=True)
-    """Do not train the parameters whose name matches this regular expression; may be given more than once."""
+    """Freeze parameters whose name matches this regular expression. May be given more than once."""
 
 
 def whole_roles(optimizer: OptimizerConfig) -> frozenset[str]:

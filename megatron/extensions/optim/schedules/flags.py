@@ -98,7 +98,8 @@ class ScheduleFlags:
     `power` has an exponent of the samples so far, and may have `after LENGTH`, from where on it falls."""
 
     lr_schedule_file: str | None = flag(None, path="local")
-    """The same in a file, a piece on each line; # begins a comment. The run keeps its text, not its name."""
+    """File with the value of --lr-schedule, one piece per line; # begins a comment. The run's configuration records
+    the text of the file, not its name."""
 
 
 def _length(config: RunConfig) -> int | None:
@@ -136,15 +137,15 @@ class BranchFlags:
     """A decayed branch of a run whose learning rate is constant."""
 
     branch_from: str | None = flag(None, path="stored", needs="--decay-tokens")
-    """Checkpoint of another run, or its folder for the latest one, from which this run goes on: with its data order and
-    optimizer states, into a --save of its own, with a learning rate that decays over --decay-tokens. Afterwards the run
-    ends. The same command resumes the branch."""
+    """Branch from this checkpoint of another run, or from the latest one if a folder of checkpoints is given. The
+    branch continues with the same data order and optimizer states, saves to its own --save, decays the learning rate
+    over --decay-tokens, and ends. The same command resumes the branch."""
 
     decay_tokens: int | None = flag(None, above=0, needs="--branch-from")
-    """--branch-from: tokens of the branch, rounded up to whole steps."""
+    """--branch-from: length of the branch in tokens, rounded up to whole steps."""
 
     decay_shape: str = flag("1-sqrt", choices=tuple(DECAYS), no_effect_without="--branch-from")
-    """--branch-from: shape of the decay from the rate of the checkpoint to --min-lr."""
+    """--branch-from: shape of the decay from the checkpoint's learning rate to --min-lr."""
 
 
 LR_SCHEDULES.register(STYLE, f"{__package__}.rates:pieces")

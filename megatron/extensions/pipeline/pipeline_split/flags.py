@@ -37,20 +37,22 @@ class SplitFlags:
         ),
         same_setting_as="num_virtual_stages_per_pipeline_rank",
     )
-    """Stages by hand, as "Et*3|(tt|)*6t*2L": E embedding, t layer, m multi-token prediction (right before L), L loss, |
-    next stage, *n repetition of a symbol or group. Their number is a multiple of PP; ranks receive them in turn."""
+    """Explicit pipeline stages, such as "Et*3|(tt|)*6t*2L": E is the embedding, t a layer, m a multi-token
+    prediction module (right before L), L the loss, | begins the next stage, and *n repeats a symbol or group. The
+    number of stages must be a multiple of PP; stages are assigned to ranks in turn."""
 
     decoder_first_pipeline_num_layers: int | None = flag(None, at_least=0)
-    """Layers of the first pipeline rank, spread over its stages; with zb-v, layers of the first stage."""
+    """Number of layers on the first pipeline rank, spread over its stages; with zb-v, on the first stage."""
 
     decoder_last_pipeline_num_layers: int | None = flag(None, at_least=0)
-    """Layers of the last pipeline rank, spread over its stages; with zb-v, layers of the last stage."""
+    """Number of layers on the last pipeline rank, spread over its stages; with zb-v, on the last stage."""
 
     account_for_embedding_in_pipeline_split: bool = flag(False, excludes=FIRST_FIXED)
-    """Count the embedding as one layer in the split of layers, instead of its FLOPs (zero)."""
+    """Count the embedding as one layer when layers are divided into stages, instead of by its FLOPs (zero)."""
 
     account_for_loss_in_pipeline_split: bool = flag(False, excludes=LAST_FIXED)
-    """Count the head and the loss as one layer in the split of layers, instead of their FLOPs."""
+    """Count the output layer and the loss as one layer when layers are divided into stages, instead of by their
+    FLOPs."""
 
 
 STAGE_SPLITS.register(

@@ -80,7 +80,7 @@ class CudaGraphFlags:
     """GPUs: record the forward and backward pass of a micro-batch as a CUDA graph and replay it (local)."""
 
     cuda_graph_warmup_steps: int = flag(3, above=0, no_effect_without="--cuda-graph-impl local")
-    """--cuda-graph-impl: warm-up steps before recording, in which kernels are compiled and selected."""
+    """--cuda-graph-impl: number of warm-up steps before recording, in which kernels are compiled and selected."""
 
 
 def _records(config: Section) -> bool:

@@ -35,8 +35,8 @@ class OverlapFlags:
         needs="--num-experts: all-to-alls are those of experts; add --num-experts, or remove "
         "--overlap-moe-expert-parallel-comm",
     )
-    """Alternate between the forward pass of one micro-batch and the backward pass of another, so that each computes
-    while the other waits for an all-to-all of experts; with --pipeline-schedule interleaved or zb-h2."""
+    """Interleave the forward pass of one micro-batch with the backward pass of another, so that one computes while
+    the other waits for an expert all-to-all. Needs --pipeline-schedule interleaved or zb-h2."""
 
 
 def overlaps(linear: Any, ctx: Any) -> bool:
