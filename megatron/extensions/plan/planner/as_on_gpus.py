@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from inspect import unwrap
 from typing import Any, Protocol, TypeVar
 
@@ -36,7 +36,7 @@ from megatron.core.compiled_regions import CompiledRegion
 from megatron.core.config.layers import Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.kernels import KERNELS
+from megatron.core.kernels import LEFT_OUT
 from megatron.core.moe import grouped_gemms
 from megatron.core.tensor_parallel import weight_grad
 from megatron.core.tensor_parallel.layers import Hardware
@@ -47,13 +47,16 @@ from megatron.extensions.speed.fp8.casts import Scaled
 from megatron.extensions.speed.fusions.attention.flash_dropout import FlashDropoutKernel, fits
 from megatron.extensions.speed.fusions.attention.flash_kernels import FlashCUDAKernel, fits_flash
 from megatron.extensions.speed.fusions.attention.fp8_attention import Fp8Attention
-from megatron.extensions.speed.fusions.kernel_choice import FusedKernel
+from megatron.extensions.speed.fusions.kernel_choice import operations, planned_kernels
 
 T = TypeVar("T")
 
 
 class Launches(Protocol):
     """Told what planned kernels compute, where torch's own operators do not show it."""
+
+    any_order: bool
+    """Whether kernels may add in any order."""
 
     def attention(
         self,
@@ -90,6 +93,8 @@ class Launches(Protocol):
 
 class Unrecorded:
     """`Launches` that records nothing, and runs loops whole."""
+
+    any_order = True
 
     def attention(self, *sizes: float, dropout: bool = False, backend: str | None = None) -> None:
         pass
@@ -359,14 +364,6 @@ class PlannedRegions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@cache
-def operations() -> dict[Callable[..., object], Callable[..., object] | None]:
-    """Functions in torch that kernels may compute -> `FusedKernel.planned`; None where a plan counts the operations of
-    the function."""
-    kernels = (KERNELS[name] for name in KERNELS)
-    return {unwrap(kernel.plain): kernel.planned for kernel in kernels if isinstance(kernel, FusedKernel)}
-
-
 class PlannedFunctions(PlannedRegions):
     """Functions as GPUs compute them: norms, fused attention, products and compiled regions. Tensors are made on
     `device`, if one is given: that is what `with torch.device(device)` does, which as a second mode takes as long again
@@ -379,12 +376,14 @@ class PlannedFunctions(PlannedRegions):
     def __init__(
         self, live: LiveMemory, launches: Launches = UNRECORDED, device: str | None = None, fused: bool = True
     ) -> None:
-        """`fused`: operations whose kernels say what they do (`FusedKernel.planned`) are planned as these."""
+        """`fused`: operations whose kernels say what they do (`FusedKernel.planned`) are planned as these, but for
+        those that this process leaves out."""
         super().__init__(live)
         self.launches, self.device = launches, device
+        kernels = planned_kernels() if fused else {}
         self.own: dict[Callable[..., object], Callable[..., object]] = {
-            plain: partial(planned, launches) if fused and planned is not None else plain
-            for plain, planned in operations().items()
+            plain: partial(kernels[name], launches) if name in kernels and name not in LEFT_OUT else plain
+            for plain, name in operations().items()
         }
         self.own |= {
             unwrap(casts.dequantized_mm): self._dequantized_mm,

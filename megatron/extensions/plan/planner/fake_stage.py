@@ -57,6 +57,7 @@ from megatron.extensions.plan.planner.micro_batch import MicroBatch, in_a_layer
 from megatron.extensions.plan.planner.time.events import BufferCounts, Collective, PassEvents, StageMemory, Wait
 from megatron.extensions.plan.planner.time.recorder import Recorder, done
 from megatron.extensions.speed.fp8.flags import Fp8Flags
+from megatron.extensions.speed.fusions.flags import Fusions
 from megatron.training.config.flags import with_named
 from megatron.training.config.run_config import RunConfig
 
@@ -409,13 +410,14 @@ def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
     are."""
     on_gpus, backend = batch.device == "cuda", batch.parallel.attention_backend
     of_others = "auto" if backend == "triton" or backend.startswith("fp8") else backend
-    live = Recorder(on_gpus and not batch.bf16_sums, of_others)
+    live = Recorder(on_gpus and not batch.bf16_sums, of_others, not batch.deterministic)
     hardware: Hardware = PlannedHardware(launches=live)
     functions: list[AbstractContextManager[object]] = [torch.device("meta")] if meta else []
     if on_gpus:
         dropout = plans_fused_dropout(batch.model, batch.parallel)
         hardware = PlannedGPU(launches=live, fused_dropout=dropout, packs=batch.packs)
-        functions = [PlannedFunctions(live, live, "meta" if meta else None, fused=batch.packs)]
+        fused = batch.packs and batch.model.options(Fusions).fusions
+        functions = [PlannedFunctions(live, live, "meta" if meta else None, fused)]
     elif batch.parallel.compiles(batch.device):
         functions.append(PlannedRegions(live))
     tensors = nullcontext() if meta else FakeTensorMode()

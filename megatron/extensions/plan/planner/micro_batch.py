@@ -29,12 +29,16 @@ class MicroBatch:
     packs: bool = True
     """As in `PlannedGPU`."""
 
+    deterministic: bool = False
+    """True if nothing is added in any order (--deterministic-mode)."""
+
     @classmethod
     def of(cls, config: RunConfig) -> MicroBatch:
         """Of a run."""
         device, samples = "cpu" if config.parallel.cpu else "cuda", config.training.micro_batch_size
         bf16_sums = config.optimizer.gradients_dtype == "bfloat16"
-        return cls(config.model, config.parallel, samples, device, config.restarts_positions, bf16_sums)
+        own = config.restarts_positions, bf16_sums
+        return cls(config.model, config.parallel, samples, device, *own, deterministic=config.training.deterministic)
 
 
 OF_PIPELINE = (

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import unwrap
 from typing import Generic, ParamSpec, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 import torch
@@ -169,6 +170,24 @@ class FusedKernel(Generic[*Operands, R]):
             if (why := _lost(self, operands, shapes.device, world, clock)) is not None:
                 return why
         return None
+
+
+@cache
+def fused_kernels() -> dict[str, FusedKernel[*tuple[object, ...], object]]:
+    """Kernels of functions in torch, by their names."""
+    return {name: kernel for name in KERNELS if isinstance(kernel := KERNELS[name], FusedKernel)}
+
+
+@cache
+def operations() -> dict[Callable[..., object], str]:
+    """Functions in torch that kernels may compute -> the name of the kernel."""
+    return {unwrap(kernel.plain): name for name, kernel in fused_kernels().items()}
+
+
+@cache
+def planned_kernels() -> dict[str, Callable[..., object]]:
+    """Names of kernels -> `FusedKernel.planned`, but for those of which a plan counts the operations of torch."""
+    return {name: kernel.planned for name, kernel in fused_kernels().items() if kernel.planned is not None}
 
 
 def choose_kernels(

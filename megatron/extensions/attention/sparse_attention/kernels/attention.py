@@ -188,6 +188,9 @@ BackwardOperands = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Keys, ...], tuple
 class Gathers(Protocol):
     """The part of a plan's `Launches` that records kernels which gather rows."""
 
+    any_order: bool
+    """Whether kernels may add in any order."""
+
     def gathered(self, flops: float, read: float, added: float = 0.0) -> None: ...
 
 
@@ -240,7 +243,7 @@ def planned_gradients(launches: Gathers, *operands: *BackwardOperands) -> tuple[
     read = some * -(-heads // HEADS) * w
     delta = torch.empty_like(lse)
     dq, dk = _fake_gradients(grad, q, keys, picked, out, lse, scale, True)
-    if picked.shape[-1] < DENSE * len(keys):
+    if launches.any_order and picked.shape[-1] < DENSE * len(keys):
         launches.gathered(2 * some * heads * (3 * w + 2 * width), read * q.element_size(), read * 4)
     else:
         launches.gathered(2 * some * heads * (2 * w + width), read * q.element_size())

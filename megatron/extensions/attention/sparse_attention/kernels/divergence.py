@@ -118,7 +118,7 @@ def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tens
         return unwrap(divergence)(index, loss)
     assert loss.picked is not None
     b, count = index.q.shape[1], loss.picked.shape[-1]
-    adds = not sums_later(len(index.k), count, index.q.shape[2])
+    adds = launches.any_order and not sums_later(len(index.k), count, index.q.shape[2])
     total, found = _results(index)
     for chunk in loss.queries.hardware.each(loss_chunks(loss, b)):
         rows = chunk.rows.stop - chunk.rows.start

@@ -92,9 +92,11 @@ class Recorder(LiveMemory):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and to make sure of it takes long at every operation
 
-    def __init__(self, fp32_sums: bool, backend: str) -> None:
-        """`fp32_sums`: gradients of 16-bit weights are summed in fp32. `backend`: of fused attention."""
+    def __init__(self, fp32_sums: bool, backend: str, any_order: bool = True) -> None:
+        """`fp32_sums`: gradients of 16-bit weights are summed in fp32. `backend`: of fused attention. `any_order`: as
+        in `Launches`."""
         super().__init__()
+        self.any_order = any_order
         self.events: list[Event] = []
         self.fp32_sums, self.backend = fp32_sums, backend
         self._numbers, self._unseen = 0, False

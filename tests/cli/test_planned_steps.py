@@ -1,0 +1,36 @@
+"""tools/bench/planned_steps.py: planned steps with and without kernels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.core.kernels import LEFT_OUT
+from tools.bench import planned_steps
+
+
+def test_steps_without_kernels_are_longer() -> None:
+    """Kernels that are left out are again used afterwards."""
+    before = set(LEFT_OUT)
+    whole = planned_steps.planned("sparse", "h200")
+    others = [
+        planned_steps.planned("sparse", "h200", left_out=["divergence"]),
+        planned_steps.planned("sparse", "h200", "--deterministic-mode"),
+        planned_steps.planned("sparse", "h200", "--no-fusions"),
+    ]
+    assert all(row.milliseconds > 1.02 * whole.milliseconds for row in others), others
+    assert others[2].milliseconds > 2 * whole.milliseconds and before == LEFT_OUT
+
+
+def test_table_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(planned_steps, "PLANS", {"tiny": ("tiny", "--bf16")})
+    monkeypatch.setattr(planned_steps, "LAYERS", {"tiny": 2})
+    monkeypatch.setattr(planned_steps, "LEAST", 0.0)
+    path = tmp_path / "steps.json"
+    assert planned_steps.main(["--device", "h100", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    shown = capsys.readouterr().out
+    assert not rows[0]["without"] and all(row["without"] in shown for row in rows)
+    assert {row["without"] for row in rows} >= {"divergence", "--no-fusions"}
