@@ -314,6 +314,7 @@ def faults(run: RunFolder) -> Markup:
         ends = f"; {killed} time{'s' if killed > 1 else ''} it recorded no end" if killed else ""
         text = html.paragraph(f"The run was started {starts} times{ends}.") + text
     text += recoveries(run)
+    text += audits(run)
     if run.outcome:
         text += html.table("status for the script that started the run", ("key", "value"), list(run.outcome.items()))
     bad = [
@@ -354,6 +355,35 @@ def recoveries(run: RunFolder) -> Markup:
     found = [event for event in run.events if event.get("event") == "recovery"][-MOST_ROWS:]
     rows = [[when(event.get("time")), *(_cell(event.get(key, "")) for key in RECOVERY.values())] for event in found]
     return html.table("recoveries", ("time (UTC)", *RECOVERY), rows, (3, 4, 5))
+
+
+AUDIT = {
+    "iteration": "iteration",
+    "ranks": "ranks",
+    "hosts": "hosts",
+    "first": "first",
+    "relative difference": "relative_difference",
+    "times": "disagreements",
+    "cause": "cause",
+}
+"""Heading -> value of the event `audit`."""
+
+
+def audits(run: RunFolder) -> Markup:
+    """How many steps were audited, and the ranks that disagreed."""
+    found = [event for event in run.events if event.get("event") == "audit"]
+    counted = [count for _, count in run.values("audits")]
+    if not found and not any(counted):
+        return Markup("")
+    ends = [one for one, after in pairwise([*counted, 0.0]) if after < one]  # each start counts its own
+    steps, times = sum(ends), len(found)
+    text = html.paragraph(f"{steps:,.0f} steps were audited; ranks disagreed in {times:,}.")
+    rows = []
+    for event in found[-MOST_ROWS:]:
+        several = {key: ", ".join(map(str, value)) for key, value in event.items() if isinstance(value, list)}
+        cells = (_cell((event | several).get(key, "")) for key in AUDIT.values())
+        rows.append([when(event.get("time")), *cells])
+    return text + html.table("audits in which a rank disagreed", ("time (UTC)", *AUDIT), rows, (1, 5, 6))
 
 
 KILLED = "no end recorded"

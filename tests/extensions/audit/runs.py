@@ -98,12 +98,13 @@ def _train(rank: int, world_size: int, config: RunConfig, flips: Sequence[Flip])
 
 def plant(fault: Flip, run: TrainingRun, callback: Any) -> None:
     """Makes a bit flip in the audited computation of some steps, after the one that it is compared with."""
-    begin = callback._begin
+    (task,) = [task for task in run.tasks if task.name == "audit"]
+    begin = task.run
     state = {"left": 0}
 
     def begun() -> None:
         begin()
-        if callback._step.iteration in fault.steps:
+        if callback._step is not None and callback._step.iteration in fault.steps:
             state["left"] = 1
             if fault.kind == "weight":
                 params = dict(run.ddp.modules[0].named_parameters())
@@ -114,9 +115,7 @@ def plant(fault: Flip, run: TrainingRun, callback: Any) -> None:
         state["left"] = 0
         return now
 
-    for task in run.tasks:
-        if task.name == "audit":
-            object.__setattr__(task, "run", begun)
+    object.__setattr__(task, "run", begun)
     if fault.kind in PLANTS:
         PLANTS[fault.kind](fault, hit)
 

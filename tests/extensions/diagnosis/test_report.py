@@ -68,7 +68,7 @@ def write_metrics(folder: Path, count: int, **more: Any) -> None:
 def run(tmp_path: Path) -> Path:
     """A run that crashed once, with a trace, a checkpoint, and hostile text wherever text comes from a run."""
     folder = tmp_path / "a <b>run"
-    write_metrics(folder, 40, layer_alarms=[ATTACK])
+    write_metrics(folder, 40, layer_alarms=[ATTACK], audits=3)
     with (folder / "metrics.jsonl").open("a") as file:
         for line in ('{"iteration": 40, "valid_loss": 2.5}\n', '{"iteration": 41, "lm_loss": "NaN"}\n', '{"iter'):
             file.write(line)
@@ -80,6 +80,8 @@ def run(tmp_path: Path) -> Path:
     record_event(folder, "start", iteration=20, world_size=4)
     facts = {"detected_after": 0.41, "recovered_after": 4.68, "steps_lost": 1, "rung": "restart in the job"}
     record_event(folder, "recovery", what="process is gone", who=ATTACK, source="copies in memory", **facts)
+    wrong = {"ranks": [2, 3], "hosts": ["one", ATTACK], "first": f"output {ATTACK}", "cause": "the output differs"}
+    record_event(folder, "audit", iteration=20, relative_difference=0.25, disagreements=1, **wrong)
     for iteration, size in ((10, 4000), (20, 3000), (30, None)):
         checkpoint = folder / f"iter_{iteration:07}"
         checkpoint.mkdir()
@@ -107,6 +109,8 @@ def test_all_sections_of_a_run(run: Path) -> None:
         "PP: 1 group of 4, crosses nodes, up to 2 nodes each; such as ranks 0-3",
         "iteration 3, pipeline of ranks 0, 1, 2, 3: planned: ",
         "The run was started 2 times.",
+        "3 steps were audited; ranks disagreed in 1.",
+        "2, 3",
         "The training loss of 1 of 41 records is NaN or infinite.",
         "end: FAILED",
         "process is gone\n0.41\n4.68\n1\nrestart in the job\ncopies in memory",

@@ -1,0 +1,73 @@
+"""Audits of many steps: sound ones, of which none may alarm, and steps in which a random bit flips on a random rank.
+
+    python -m tests.extensions.audit.campaign --steps 1000              sound steps of each layout
+    python -m tests.extensions.audit.campaign --flips 40 --seed 1       flips in runs of each layout
+
+A flip counts as found if the audit of its step names the rank. Flips that change nothing that is recorded, as of bits
+that a later rounding drops, cannot be found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+import megatron.extensions
+from megatron.extensions.operate.audit import outcome
+from tests.extensions.audit.runs import Flip, audited
+
+LAYOUTS = {
+    "DP 2, fp32": ("", 2),
+    "DP 2, fp32, not deterministic": ("--no-deterministic-mode", 2),
+    "DP 3, fp32": ("--global-batch-size 3", 3),
+    "TP 2 SP, DP 2, bf16": ("--tensor-model-parallel-size 2 --sequence-parallel --bf16", 4),
+    "PP 2, DP 2, overlap": ("--pipeline-model-parallel-size 2 --overlap-grad-reduce --overlap-param-gather", 4),
+    "EP 2, DP 4": ("--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2", 4),
+}
+KINDS = ("bucket", "reduced", "message", "product")
+
+
+def flips_of(draw: random.Random, count: int, ranks: int, bf16: bool, messages: bool) -> list[Flip]:
+    """Random faults, one in each audited step. Bits of the upper half: others may be within rounding."""
+    kinds = KINDS if messages else tuple(kind for kind in KINDS if kind != "message")
+    found = []
+    for number in range(count):
+        kind = draw.choice(kinds)
+        found.append(Flip(kind, draw.randrange(ranks), (2 * number + 2,), draw.randrange(21 if bf16 else 20, 32)))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--flips", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
+    args = parser.parse_args()
+    megatron.extensions.load()
+    outcome.TWICE = 10**9
+    for name in args.layouts:
+        flags, ranks = LAYOUTS[name]
+        began = time.monotonic()
+        if args.steps:
+            found = audited(f"{flags} --audit-interval 1 --train-iters {args.steps} --log-interval 1000", ranks)
+            took = time.monotonic() - began
+            print(
+                f"{name}: {found.audits} audits, {len(found.findings)} alarms, {took:.0f} s {found.ended}", flush=True
+            )
+        if args.flips:
+            messages = "TP" in name or "PP" in name
+            flips = flips_of(random.Random(args.seed), args.flips, ranks, "bf16" in name, messages)
+            text = f"{flags} --train-iters {2 * args.flips + 1} --log-interval 1000"
+            found = audited(text, ranks, flips)
+            told = dict(found.findings)
+            good = [each for each in flips if each.steps[0] in told and told[each.steps[0]].ranks == (each.rank,)]
+            missed = [each for each in flips if each.steps[0] not in told]
+            wrong = [(each, told[each.steps[0]]) for each in flips if each not in good and each not in missed]
+            print(f"{name}: {len(flips)} flips, {len(good)} named, {len(missed)} not seen, {len(wrong)} misnamed")
+            print(*(f"  not seen: {each}" for each in missed), *(f"  misnamed: {each}" for each in wrong), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
