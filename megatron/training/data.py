@@ -48,7 +48,7 @@ class TrainingData:
     runtime: Runtime
     train: DataIterator
     splits: list[Splits]
-    """Of each phase."""
+    """Training, validation and test data of each phase."""
 
     fingerprints: list[tuple[int, str]]
     """(first sample, fingerprint) of the training data of each phase."""
@@ -127,11 +127,11 @@ class DealsSamples(Protocol):
     """Flags of an extension that may deal the samples of training steps in another way."""
 
     def dealer(self, seq_length: int) -> Dealer | None:
-        """What deals samples of this length; None if the flags do not ask for it."""
+        """Returns the dealer for samples of this length, or None if no flag asks for one."""
 
 
 def dealer_of(config: RunConfig) -> Dealer:
-    """What deals the samples of a training step to replicas, as the flags ask for."""
+    """Returns the dealer, chosen by flags, that assigns the samples of a training step to replicas."""
     asked = [
         options.dealer(config.model.seq_length)
         for options in config.extension_options
@@ -145,11 +145,12 @@ class DividesSamples(Protocol):
     """Flags of an extension that may divide training samples over context-parallel ranks in another way."""
 
     def divider(self, config: RunConfig) -> DividesSequences | None:
-        """What divides them; None if the flags do not ask for it."""
+        """Returns the divider of sequences, or None if no flag asks for one."""
 
 
 def divider_of(config: RunConfig) -> DividesSequences | None:
-    """What divides training samples over context-parallel ranks; None for the usual way."""
+    """Returns the object that divides training samples over context-parallel ranks, or None for the default zig-zag
+    division."""
     asked = (each.divider(config) for each in config.extension_options if isinstance(each, DividesSamples))
     return next((divide for divide in asked if divide is not None), None)
 

@@ -116,7 +116,7 @@ class Judge(Protocol):
     """Finds steps with a loss or a gradient out of the ordinary, on the device."""
 
     state: Tensor
-    """What it remembers, flat float64: kept in checkpoints."""
+    """State of the judge as a flat float64 tensor, which checkpoints keep."""
 
     def __call__(self, norm: Tensor, overflow: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
         """(1 if nothing is to be updated, else 0; 1 if the step is a spike, else 0), each a float64 scalar on the
@@ -267,7 +267,7 @@ class Callback:
     updates."""
 
     to_continue = ""
-    """What to do to train more once the run is complete, where the flags of its length are not the user's to raise."""
+    """Advice for training further once the run is complete, if the user cannot raise the flag of its length."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -360,7 +360,8 @@ class Callback:
         `meters`."""
 
     def exporter(self, held: list[PurePath]) -> Exporter | None:
-        """What is done with complete checkpoints while training continues. Checkpoints in `held` are not deleted."""
+        """Returns the exporter that processes complete checkpoints while training continues. Checkpoints in `held`
+        are not deleted."""
         return None
 
     def clean_checkpoints(self, root: PurePath, newest: int, held: Collection[PurePath]) -> None:

@@ -82,7 +82,7 @@ STEP_PARTS = ("data", "forward", "backward", GRAD_SYNC, "optimizer")
 
 
 EVALUATION, SAVE = "evaluation batch", "save"
-"""What comes between steps."""
+"""Names of work between steps."""
 
 
 class BegunRun(Protocol):

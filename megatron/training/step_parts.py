@@ -44,7 +44,8 @@ class UpdateBytes(NamedTuple):
     """All that the rank keeps, in their own dtype."""
 
     gradients: int
-    """Of the rank's shards, as is `main`: parameters in the main dtype, wherever they lie, and states."""
+    """Bytes of gradients of the rank's shards. Likewise, `main` counts the bytes of their main parameters, in any
+    memory, and of their states."""
 
     main: int
 
@@ -61,7 +62,7 @@ class StepFacts:
     where they do."""
 
     kept_name: str = ""
-    """What these bytes are, for plans."""
+    """Name of these bytes in plans."""
 
     in_turns: bool = False
     """True if a forward and a backward pass run in turns (`ScheduleFacts.in_turns`)."""
@@ -74,7 +75,8 @@ STEP_PARTS = Registry("training step", StepFacts, protocol=StepParts)
 
 
 def step_parts(config: RunConfig) -> StepParts:
-    """What replaces the objects of a run's step. Two extensions may not replace the same one: their rules say so."""
+    """Returns the classes that replace objects of a run's step. Two extensions may not replace the same object,
+    which their rules check."""
     found: dict[str, object] = {}
     for name in STEP_PARTS.wanted(config):
         parts = STEP_PARTS[name]

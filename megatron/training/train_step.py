@@ -34,7 +34,7 @@ class TrainStep:
     An extension's subclass may make a part of it in another way (`megatron.training.step_parts`)."""
 
     sums: Sums
-    """Of the current step, for meters that correct it before the update."""
+    """Loss and token sums of the current step, for meters that correct the gradient before the update."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run

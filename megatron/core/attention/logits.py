@@ -29,7 +29,7 @@ class LargestLogits:
 
 
 class RowKind(Enum):
-    """What rows of a projection to heads make."""
+    """Kinds of rows of a projection to heads."""
 
     QUERY = "query"
     KEY = "key"
@@ -48,7 +48,7 @@ class HeadRows(NamedTuple):
     """Query heads of a group."""
 
     rows: tuple[tuple[RowKind, int], ...]
-    """What they make, and how many there are of each kind."""
+    """Kind and number of the rows, in order."""
 
 
 class AttentionWithRows(Protocol):

@@ -37,10 +37,10 @@ class Shards(NamedTuple):
     """The positions of a micro-batch that each context-parallel rank holds."""
 
     held: tuple[Spans, ...]
-    """Of each rank, in ascending order. All ranks hold equally many."""
+    """Spans that each rank holds, in ascending order. All ranks hold the same number of tokens."""
 
     sent: tuple[Spans, ...]
-    """Those of each rank whose keys other ranks may see, equally many of each rank."""
+    """Spans of each rank whose keys other ranks may see. All ranks send the same number of tokens."""
 
 
 @lru_cache(maxsize=64)

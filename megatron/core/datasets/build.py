@@ -44,7 +44,7 @@ class TrainingOrder:
 
     sources: dict[Hashable, SourceOrder] = field(default_factory=dict)
     present: list[SourceOrder] = field(default_factory=list)
-    """Those of the current phase, in the order of its blend."""
+    """Sources of the current phase, in the order of its blend."""
 
     def take(self, dataset: Dataset, samples: int) -> None:
         """Reports that this many samples of the current phase's data set are consumed."""

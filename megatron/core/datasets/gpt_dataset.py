@@ -119,7 +119,7 @@ class DocumentSamples(TextDataset):
 
     @property
     def source(self) -> dict[str, object]:
-        """What identifies the lengths of the documents."""
+        """Identity of the document lengths, for cache keys."""
         named = [self.numbers.start, self.numbers.stop] if self.pieces is None else self.pieces.digest
         return {"lengths": self.indexed.lengths_digest, "documents": named}
 
@@ -258,7 +258,7 @@ class DividesDocuments(Protocol):
     """Flags of an extension that may divide documents into samples in another way than Megatron-LM."""
 
     def sample_maker(self) -> SampleMaker | None:
-        """What makes samples of documents; None if the flags do not ask for it."""
+        """Returns an object that composes samples from documents, or None if no flag asks for one."""
 
     def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
         """Text about samples of documents of these lengths [documents], None if they are not known yet, and about

@@ -198,7 +198,7 @@ def _cut(size: int, expected: int) -> str:
 
 
 def _reader(path: str, given: str) -> tuple[Callable[[int, int], bytes], int]:
-    """What reads (start, length) of a file, thread-safe, and the file's size."""
+    """Returns a thread-safe function that reads (start, length) of a file, and the size of the file."""
     if isinstance(stored := located(path), UrlPath):
         storage = storage_of(stored)
         return partial(storage.read_shared, stored), _found(storage.size(stored), path, given)

@@ -62,7 +62,7 @@ class CheckpointWriter:
         self.cleanups, self.held = cleanups, list[PurePath]()
         self.check: Callable[[], None] = lambda: None
         self._own_latest = {latest_text(root)}
-        """What the text file of the latest checkpoint has held by this run, or held when it started."""
+        """Contents that this run has written to the file of the latest checkpoint, or found there when it started."""
         self._world = world
         if world.size > 1:  # a group of its own, as two threads must not share one
             self._world = replace(world, group=dist.new_group(list(world.ranks), backend="gloo"))

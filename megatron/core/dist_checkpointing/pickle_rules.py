@@ -33,7 +33,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Made:
-    """What a function returned."""
+    """Value that a function of the pickle has returned."""
 
     name: str
 

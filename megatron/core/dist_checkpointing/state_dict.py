@@ -91,7 +91,7 @@ def load_targets(
 
 
 def callback_prefix(name: str) -> str:
-    """What the keys of a callback's tensors begin with."""
+    """Returns the prefix of the keys of a callback's tensors."""
     return f"{CALLBACKS}{name}."
 
 

@@ -147,7 +147,7 @@ class WholeUnits:
     gradients and parameters are whole all the time. Strategies that shard them derive from it."""
 
     buckets: Sequence[Bucket] = ()
-    """Those of units."""
+    """Buckets of units."""
 
     def begin_step(self, microbatches: int) -> None:
         """Expects the passes of `microbatches` micro-batches; after 0 no gradient is reduced before the end."""

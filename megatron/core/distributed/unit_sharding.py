@@ -205,7 +205,7 @@ class Order(Generic[T]):
     """By number of micro-batches."""
 
     microbatches: int = 0
-    """Of the current step; 0 outside of steps."""
+    """Number of micro-batches in the current step; 0 outside of steps."""
 
     asked: list[T] = field(default_factory=list)
 

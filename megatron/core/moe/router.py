@@ -131,7 +131,7 @@ class Choice:
     """[s, b, k]; 0 for dropped tokens."""
 
     most: int | None = None
-    """Of these tokens, the most that an expert accepts; None if there is no limit and each token has k experts."""
+    """Largest number of these tokens that an expert accepts; None if there is no limit and each token has k experts."""
 
     kept: Tensor | None = None
     """[s, b, 1]: the weight of the token itself in the output, which zero-computation experts return."""

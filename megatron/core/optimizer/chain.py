@@ -152,7 +152,7 @@ class Chain(ShardUpdate):
 
     @property
     def kernels(self) -> list[ShardUpdate]:
-        """Those of fused links."""
+        """Kernels of the fused links of the chain."""
         return [each.kernel for each in self._fused]
 
     def _batches(self, params: Sequence[_Param]) -> list[list[_Elements]]:

@@ -30,7 +30,7 @@ class CompiledAdamKernel(ShardUpdate):
         for shard in shards:
             shard.written_by_update = True
         self._factor: Tensor | None = None
-        """Of the gradients of the next step."""
+        """Factor by which the gradients of the next step are multiplied."""
 
     def scale_gradients(self, factor: Tensor) -> None:
         self._factor = factor
@@ -53,7 +53,8 @@ class CompiledAdamKernel(ShardUpdate):
         self._factor = None
 
     def _scalars(self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor) -> AdamScalars:
-        """Of one update after `updates` earlier ones. `skip` and `updates` are float64 scalars on the device."""
+        """Returns the scalars of one update that follows `updates` earlier ones. `skip` and `updates` are float64
+        scalars on the device."""
         first, second = (1.0 - beta ** (updates + 1.0) for beta in (self.config.adam_beta1, self.config.adam_beta2))
         factor = torch.ones_like(skip) if self._factor is None else self._factor
         values = factor, skip, torch.full_like(skip, 1.0 - lr * weight_decay), lr / first, second.sqrt()

@@ -122,7 +122,7 @@ scalars on the device."""
 
 @dataclass(frozen=True)
 class Update:
-    """What a step of `DistributedOptimizer` needs to know. The same if the update is repeated."""
+    """Arguments of one step of `DistributedOptimizer`. A repeated update receives the same ones."""
 
     rates: Rates
 

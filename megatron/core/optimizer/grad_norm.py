@@ -78,7 +78,8 @@ class GradNorm:
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Of a 1-D tensor, as a float64 scalar; in float32 it is infinite if an element is above 10^18 or so."""
+    """Returns the sum of squares of a 1-D tensor as a float64 scalar. A float32 sum would overflow if an element
+    exceeded about 10^18."""
     whole, dtype = x.numel() // ROW * ROW, torch.promote_types(x.dtype, torch.float32)
     rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), dim=1, dtype=dtype)
     rest = torch.linalg.vector_norm(x[whole:], dtype=dtype)

@@ -113,7 +113,7 @@ class MatrixPlan:
                 self._numbers[param.meta.name] = list(range(len(self.matrices), len(self.matrices) + len(found)))
                 self.matrices += found
         self.owners = balanced([matrix.cost for matrix in self.matrices], len(self.ranks))
-        """Of each matrix, the owner's place in `ranks`."""
+        """Index in `ranks` of the owner of each matrix."""
         self.rounds = self._in_rounds(round_size or ROUND)
         """Numbers of the matrices that are gathered at the same time."""
 

@@ -33,7 +33,7 @@ CHUNK = 2**22
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What a rank updates of one bucket, and which states it keeps for that."""
+    """Part of one bucket that a rank updates, with the optimizer states that it keeps for that part."""
 
     bucket: Bucket
     layout: BufferLayout
@@ -43,7 +43,7 @@ class ShardSpec:
     """The elements of the bucket, and whether their states are in host memory."""
 
     states: Sequence[State]
-    """Those of the fused link of the bucket's parameters."""
+    """Optimizer states of the fused link that updates the bucket's parameters."""
 
     config: OptimizerConfig
     main_dtype: torch.dtype
@@ -131,7 +131,7 @@ class OptimizerShard(Shard):
         self.main = self.params if self.aliased else self.zeros(self.numel, spec.main_dtype).copy_(self.params)
         self.main.grad = None if self.on_host else self.grads
         self.states = {state.name: self._zeros(state) for state in spec.states}
-        """Those of a fused link."""
+        """Optimizer states of a fused link, by name."""
         self.written_by_update = False
         """True if an update of the main parameters writes the parameters."""
 

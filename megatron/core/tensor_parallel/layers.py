@@ -102,7 +102,7 @@ class TPContext(Section):
     queue: WeightGradQueue
     cp_comm_type: str = "p2p"
     hardware: Hardware = field(default_factory=Hardware)
-    """What the layers ask about the device, and whether regions are compiled."""
+    """Facts about the device that layers depend on, including whether regions are compiled."""
 
     attention_backend: str = "auto"
     """--attention-backend, or what `backend_choice` found; "auto" for torch's own order."""

@@ -137,7 +137,7 @@ class LinearGemms:
         torch.mm(dy[0], matrix_of(weight), out=out)
 
     def gathered_grad(self, dy: Operand) -> Operand:
-        """What `cast_grad_to_gather` returned and a gather has made whole, as `add_weight_grad_` reads it."""
+        """Converts the gathered result of `cast_grad_to_gather` to the form that `add_weight_grad_` reads."""
         return dy
 
     def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:

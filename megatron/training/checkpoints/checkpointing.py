@@ -79,7 +79,7 @@ class RunCheckpoint:
     plan: RunPlan | None = None
     """None where nothing is trained."""
     callbacks: Sequence[Callback] = ()
-    """Those of the run, of which some keep state."""
+    """Callbacks of the run, some of which keep state."""
 
     def config_at(self, consumed_samples: int) -> RunConfig:
         """The configuration with the model's flags of the phase that was trained last."""
@@ -241,7 +241,7 @@ class LoadsModels(Protocol):
 
 
 def _loader_of(path: PurePath | str, state: ParallelState) -> LoadsModels | None:
-    """What loads the model of a path; None for a checkpoint of ours."""
+    """Returns the loader of the foreign model at a path, or None for this program's own checkpoints."""
     kind = PATH_KINDS[on_first_rank(lambda: kind_of(path), state.world)]
     return kind if isinstance(kind, LoadsModels) else None
 

@@ -32,7 +32,8 @@ class BatchSizes:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> BatchSizes:
-        """Of a resolved and validated configuration, and of the part of the run that is in its checkpoint."""
+        """Returns the batch sizes of a resolved and validated configuration, including the part of the run that
+        precedes its checkpoint."""
         assert config.training.global_batch_size, "resolve() fills the global batch size"
         scheduled = batch_schedule(config)
         if scheduled is not None:

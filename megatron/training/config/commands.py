@@ -78,7 +78,7 @@ class Prepared:
     """For which a run cannot start, those of files that it reads or writes not included."""
 
     inputs: Sequence[Problem]
-    """Those of lists of data that cannot be read; `missing_inputs` finds more."""
+    """Problems of data lists that cannot be read; `missing_inputs` finds more problems."""
 
     given: frozenset[str]
     """Every flag as it was given, alone and with its first value."""
@@ -125,7 +125,7 @@ class ReadCommand(Protocol):
 
 
 COMMANDS = Registry("command", CommandFacts, protocol=ReadCommand)
-"""What `pretrain_gpt.py` does instead of training:
+"""Actions of `pretrain_gpt.py` other than training:
 
     COMMANDS.register("count", "my.module:read", options={"--count": Option("Count the ranks.", command=True)})
 """

@@ -62,7 +62,7 @@ def load_config(argv: Sequence[str], launch: Launch | None = None) -> tuple[RunC
 
 
 class _LoadError(ValueError):
-    """What --load names cannot be read."""
+    """The checkpoint or model that --load names cannot be read."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("\n".join(map(str, problems)))

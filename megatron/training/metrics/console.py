@@ -72,7 +72,8 @@ def progress_line(record: Record, train_iters: int, metrics: Sequence[str] = ())
 
 
 def parts_by_weight(record: Record, train_iters: int, metrics: Sequence[str] = ()) -> list[str]:
-    """What a line says: what went wrong in the interval, then the rest by what is looked at most, and `metrics`."""
+    """Returns the parts of a console line: errors of the interval, then the other values by how often they are
+    looked at, then `metrics`."""
     loss = record["lm_loss"]
     norm = record["grad_norm"]
     mfu = record.get("mfu")

@@ -33,7 +33,7 @@ class ExpertLoad(Meter):
         self.seq_length = config.seq_length
         kinds = (*config.layers, *config.mtp_layers)
         self.numbers = [number for number, kind in enumerate(kinds) if kind.experts]
-        """Of layers with experts; modules of multi-token prediction count on."""
+        """Numbers of the layers with experts. Multi-token prediction modules are numbered after the last layer."""
         rows = {number: row for row, number in enumerate(self.numbers)}
         found: dict[int, Balance] = {}
         for model in stages.values():

@@ -1,4 +1,4 @@
-"""What starts the ranks of a run in processes of their own, within those of the launcher. No torch."""
+"""Starters, which run each rank in a child of the process that the launcher started. No torch."""
 
 from __future__ import annotations
 

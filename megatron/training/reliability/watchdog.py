@@ -57,7 +57,7 @@ class Watchdog:
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
         self.board: Board | None = None
         self.watches: list[Watch] = []
-        """What callbacks have watched; complete before `start`."""
+        """Watches that callbacks have added; complete before `start`."""
 
         self._deadlines: Mapping[str, tuple[float, str]] = {}
         self._meetings = 0

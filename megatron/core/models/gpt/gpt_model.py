@@ -61,7 +61,7 @@ def layer_context(
     weights: WeightSetup,
     hardware: Hardware,
 ) -> TPContext:
-    """What every layer of a stage is built with."""
+    """Returns the context with which every layer of a stage is built."""
     device = torch.device(weights.device)
     return TPContext(
         state=state,

@@ -87,7 +87,7 @@ def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
 
 
 def checked_losses(losses: object, shape: torch.Size) -> Tensor:
-    """What a loss function returned. Raises ValueError if that is not the loss of each token."""
+    """Returns the losses that a loss function has computed. Raises ValueError unless there is one for each token."""
     if not isinstance(losses, Tensor) or losses.shape != shape:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise ValueError(
