@@ -229,6 +229,40 @@ def logged(rank: int, world_size: int, flags: str, steps: int = 2) -> tuple[list
         return found, [name for name, p in named.items() if not p.equal(before[name])]
 
 
+WIDE = (
+    f"{TINY} --hidden-size 64 --ffn-hidden-size 128 --seq-length 32 --bf16 --multi-latent-attention --q-lora-rank 32 "
+    "--qk-head-dim 16 --qk-pos-emb-head-dim 16 --position-embedding-type rope --dsa-indexer-n-heads 16 "
+    "--dsa-indexer-head-dim 32 --dsa-indexer-topk 8 --dsa-indexer-loss-coeff 1 --experimental-attention-variant "
+)
+VARIANTS = (
+    "dsa --v-head-dim 16 --kv-lora-rank 32",
+    "dsv4_hybrid --v-head-dim 32 --csa-compress-ratios [4,16] --csa-window-size 8 --o-groups 2 --o-lora-rank 32",
+)
+
+
+def trained(rank: int, world_size: int, flags: str) -> dict[str, Tensor]:
+    """The changes of parameters in one step of plain descent, and the sums of the indexer's loss."""
+    config = resolve(parse_args((WIDE + flags).split()), world_size)
+    with local_run(config, rank, world_size) as run:
+        (losses,) = (meter for meter in run.meters if isinstance(meter, IndexerTallies))
+        named = {name: p for model in run.stages.values() for name, (p, _) in model.named_metas().items()}
+        before = {name: p.detach().clone() for name, p in named.items()}
+        train_step(run)
+        return {name: (p - before[name]).detach().float() for name, p in named.items()} | {"loss": losses.take()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fp8_trains_what_bf16_does(variant: str) -> None:
+    """Linear layers in fp8: the projection of latents, whose weights meet queries and outputs, stays in bf16."""
+    flags = f"{variant} --optimizer sgd --sgd-momentum 0 --lr 10"
+    (plain,) = run_world(1, trained, flags)
+    (found,) = run_world(1, trained, f"{flags} --fp8-format hybrid --fp8-recipe tensorwise")
+    torch.testing.assert_close(found["loss"], plain["loss"], rtol=0.02, atol=0)
+    for name, change in plain.items():
+        if change.ndim > 1:  # others are too close to 1 for bf16 to have their changes
+            assert (found[name] - change).norm() <= 0.3 * change.norm(), name
+
+
 @pytest.mark.parametrize("loss", ["", "--dsa-indexer-use-sparse-loss "])
 def test_every_layout_logs_the_same_loss(loss: str) -> None:
     flags = f"--dsa-indexer-topk 5 --tokenizer-type NullTokenizer --reset-attention-mask {loss}"

@@ -12,7 +12,7 @@ from megatron.core.config.layers import LayerKind, Rotation, Span, layer_numbers
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.kernels import KERNELS
-from megatron.core.tensor_parallel.linear_formats import linear_format
+from megatron.core.tensor_parallel.linear_formats import gathered_format
 from megatron.extensions.attention.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.layers.hybrid_layers.flags import PATTERN
 from megatron.training.config.flags import with_named
@@ -245,7 +245,7 @@ def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
             m.attention_chunk_size,
             "the indexer selects among all earlier keys",
         ),
-        ("--fp8-format", linear_format(c.parallel), "it multiplies by weights of linear layers itself"),
+        ("--fp8-param-gather", gathered_format(c.parallel), "it multiplies by weights of linear_kv_up in 16 bits"),
     ):
         if given:
             yield Problem.exclusive(name, shown, other, why)
@@ -318,7 +318,6 @@ def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         ("--attention-temperature-coeff", m.attention_temperature_coeff, "its queries are normalized"),
         ("--mla-scale-latents", latent.mla_scale_latents, "it has no latent of keys"),
         ("--dsa-indexer-topk-freq", of_index.dsa_indexer_topk_freq > 1, "each of its indexers selects"),
-        ("--fp8-format", linear_format(p), "it multiplies by weights of linear layers itself"),
         ("--qk-clip", any(getattr(each, "qk_clip", False) for each in c.extension_options), "norms bound its scores"),
     ):
         if given:
