@@ -36,6 +36,7 @@ from megatron.extensions.plan.planner.time.step_time import predict_step
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
+from tools.bench.published_programs import THIS, Program, ProgramCache
 from tools.bench.side_by_side import bench_parser, write_json
 
 FIXTURES = Path(__file__).resolve().parents[2] / "tests/fixtures"
@@ -76,6 +77,9 @@ class PublishedRun:
 
     keeps_scores: int
     """Bytes that the published program keeps for each score of attention."""
+
+    program: Program = THIS
+    """What the published program computes otherwise."""
 
     HEAD: ClassVar[str] = f"{'model':<17}{'source':<14}{'':<12}{'GPUs':>6}{'tokens':>8}{'batch':>11}  {'layout':<22}"
 
@@ -138,7 +142,8 @@ def published_runs(path: Path = RUNS) -> Iterator[PublishedRun]:
         assert len(published) == 1, row
         told = row.get("fit", False), row.get("other", False), row.get("differs", "")
         scores = table.get("keeps_scores", {}).get(source, 0)
-        yield PublishedRun(*row["is"], device, precision, " ".join(flags), published, *told, scores)
+        program = Program(**dict.fromkeys(table.get("programs", {}).get(source, ()), True))
+        yield PublishedRun(*row["is"], device, precision, " ".join(flags), published, *told, scores, program)
 
 
 @dataclass(frozen=True)
@@ -172,9 +177,11 @@ class Compared:
 def compare(runs: Sequence[PublishedRun], cache: PlannerCache | None = None) -> Iterator[Compared]:
     """Predicts each run on nodes of eight devices."""
     cache = cache or PlannerCache()
+    caches: dict[Program, PlannerCache] = {THIS: cache}
     for run in runs:
         config = run.config()
-        step = predict_step(config, run.gpus, read_device(run.device), 8, cache)
+        own = caches.setdefault(run.program, ProgramCache(cache.kinds, cache.known, run.program))
+        step = predict_step(config, run.gpus, read_device(run.device), 8, own)
         shares = sorted(step.parts.items(), key=lambda part: -part[1])
         parts = ", ".join(f"{name} {value / step.seconds:.1%}" for name, value in shares if value > 0)
         mark = " fitted" if run.fit else " other hardware" if run.other else ""

@@ -14,7 +14,15 @@ from megatron.extensions.plan.planner.commands import DryRun
 from megatron.extensions.plan.planner.device_file import DeviceFile, Link, read_device
 from megatron.extensions.plan.planner.fake_stage import PlannerCache
 from megatron.extensions.plan.planner.micro_batch import MicroBatch
-from megatron.extensions.plan.planner.time.events import Collective, Event, Move, Product, Wait
+from megatron.extensions.plan.planner.time.events import (
+    Attention,
+    Collective,
+    Event,
+    Move,
+    PassEvents,
+    Product,
+    Wait,
+)
 from megatron.extensions.plan.planner.time.pipeline import Schedule
 from megatron.extensions.plan.planner.time.replay import Network, Placement, Replay
 from megatron.extensions.plan.planner.time.step_time import SUBJECTS, StepTime, predict_step
@@ -24,6 +32,7 @@ from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
 from tests.extensions import needs
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of
+from tools.bench.published_programs import Program, attention_with_scores
 from tools.bench.published_runs import MEMORY, compare, plan_peaks, published_runs
 
 GPU_BYTES = Path(__file__).parents[2] / "fixtures" / "gpu_bytes.json"
@@ -223,6 +232,28 @@ def test_published_runs_that_cost_little() -> None:
     found = list(compare([run for run in some if run.source == "dgxc"], CACHE))
     assert len(found) == 2
     assert all(abs(each.error) < 0.08 for each in found)
+
+
+def test_programs_that_keep_scores_and_add_apart() -> None:
+    """Both passes do twice the FLOPs of a causal kernel that computes no score again; other bytes are counted."""
+    heads, length, width = 6, 512, 64
+    pairs = heads * length**2 / 2
+    for backward, factor in ((False, 4), (True, 10)):
+        kernel = Attention("auto", width, factor * pairs * width, length, backward)
+        found = attention_with_scores(kernel)
+        products = [event for event in found if isinstance(event, Product)]
+        flops = sum(2 * each.batches * each.m * each.n * each.k for each in products)
+        assert flops == 2 * (8 if backward else 4) * pairs * width
+        moved = sum(event.moved for event in found if isinstance(event, Move))
+        assert moved == (9 if backward else 8) * heads * length**2
+    gradient = Product("bf16", 8, 4, 2, moved=48, sums=2 * 4 * 32)
+    written, added = Program(adds_apart=True).events([gradient])
+    assert (written, added) == (replace(gradient, sums=0, moved=48 + 64), Move(2 * 4 * 32 + 64))
+    assert list(Program().events([gradient, kernel])) == [gradient, kernel]
+    head = PassEvents((Product("bf16", 16, 32, 8),), (Move(1),))
+    passes = Program(loss_in_passes=True).passes(head, True)
+    assert sum(event.moved for event in passes.forward + passes.backward) == 1 + 16 * 32 * (52 - 6)
+    assert Program(loss_in_passes=True).passes(head, False) == head
 
 
 WIDE = (

@@ -1,0 +1,107 @@
+"""What published programs compute otherwise than this one, as another list of the same step's events.
+
+A plan records the kernels of this program. The programs of 2021 and 2022 kept the scores of attention, added weight
+gradients to their sums in a kernel of its own, and computed the loss in passes over logits in fp32. Each is derived
+from their code, and none from their times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from megatron.core.pipeline_parallel.layout import Stage
+from megatron.extensions.plan.planner.fake_stage import PlannerCache
+from megatron.extensions.plan.planner.micro_batch import MicroBatch
+from megatron.extensions.plan.planner.time.events import Attention, Event, Move, PassEvents, Product
+
+
+@dataclass(frozen=True)
+class Program:
+    """What differs from this program."""
+
+    keeps_scores: bool = False
+    """Attention is two products of the whole square in 16 bits, with a kernel for the causal softmax and one for
+    dropout between them."""
+
+    adds_apart: bool = False
+    """A weight gradient is written in 16 bits, and another kernel adds it to the fp32 sum."""
+
+    loss_in_passes: bool = False
+    """The loss over a vocabulary in parts makes an fp32 copy of the logits and passes over it."""
+
+    def events(self, events: Iterable[Event]) -> Iterator[Event]:
+        """The events of a pass."""
+        for event in events:
+            if self.keeps_scores and isinstance(event, Attention):
+                yield from attention_with_scores(event)
+            elif self.adds_apart and isinstance(event, Product) and event.sums:
+                gradient = 2 * event.batches * event.m * event.n
+                yield replace(event, sums=0, moved=event.moved + gradient)
+                yield Move(event.sums + gradient)
+            else:
+                yield event
+
+    def passes(self, part: PassEvents, head: bool) -> PassEvents:
+        """Those of a part of a stage, which may be the head."""
+        forward, backward = list(self.events(part.forward)), list(self.events(part.backward))
+        if head and self.loss_in_passes:
+            product = next(event for event in part.forward if isinstance(event, Product))
+            logits = product.m * product.n
+            forward += [Move(logits * size) for size in PASSES_OF_LOSS]
+            backward = [*(Move(logits * size) for size in PASSES_OF_GRADIENT), *backward]
+        weight = tuple(self.events(part.weight))
+        return replace(part, forward=tuple(forward), backward=tuple(backward), weight=weight)
+
+
+THIS = Program()
+"""This program."""
+
+PASSES_OF_LOSS = 6 - 2, 4, 8, 8, 4, 8
+"""Bytes for each logit: converted to fp32; largest; subtracted from; exponential; sum; divided by it. Less what this
+program's kernel reads."""
+
+PASSES_OF_GRADIENT = 8 - 4, 6
+"""Multiplied by the loss' gradient; converted to 16 bits. Less what this program's kernel does."""
+
+
+def attention_with_scores(event: Attention) -> list[Event]:
+    """The same heads of as many tokens by products of the whole square.
+
+    Bytes for each score: the softmax reads the half that the mask leaves and writes the square, and its backward reads
+    two such halves; dropout reads and writes the square and its mask."""
+    length, width = event.length, event.width
+    pairs = event.flops / ((10 if event.backward else 4) * width)
+    heads = round(2 * pairs / length**2)
+    scores = heads * length**2
+
+    def product(n: int, k: int) -> Product:
+        moved = 2 * heads * (length * n + length * k + n * k)
+        return Product("bf16", length, n, k, heads, moved)
+
+    of_scores, of_values = product(length, width), product(width, length)
+    if not event.backward:
+        return [of_scores, Move(3 * scores), Move(5 * scores), of_values]
+    return [of_values, of_scores, Move(5 * scores), Move(4 * scores), of_values, of_values]
+
+
+@dataclass
+class ProgramCache(PlannerCache):
+    """Parts of stages as a published program computes them."""
+
+    program: Program = THIS
+    made: dict[tuple[int, bool], tuple[PassEvents, PassEvents]] = field(default_factory=dict)
+    """By the identity of a part, which is kept, and whether it is a head."""
+
+    def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
+        found = super().parts_of(batch, stages)
+        return [self._of_stage(parts, stage) for parts, stage in zip(found, stages, strict=True)]
+
+    def _of_stage(self, parts: list[PassEvents], stage: Stage) -> list[PassEvents]:
+        return [self._part(part, stage.last and place == len(parts) - 1) for place, part in enumerate(parts)]
+
+    def _part(self, part: PassEvents, head: bool) -> PassEvents:
+        key = id(part), head
+        if key not in self.made:
+            self.made[key] = part, self.program.passes(part, head)
+        return self.made[key][1]
