@@ -64,9 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError(
                     "--check compares a Hugging Face folder with a checkpoint; this conversion has not both"
                 )
-            if folder != args.output and (args.check is not None or conversion.formats[1] != "hf"):
-                rule = "is a URL, to which only Hugging Face folders are written, and without --check"
-                raise ValueError(f"--output {args.output} {rule}; convert to a local folder, and copy it")
+            if folder != args.output and args.check is not None:
+                raise ValueError(f"--check reads a local output, and --output {args.output} is a URL; leave it out")
             for note in conversion.notes:
                 print(f"note: {note}", file=sys.stderr)
             convert(conversion, args.workers)

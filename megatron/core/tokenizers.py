@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from megatron.core.config.data import TOKENIZERS, TokenizerConfig
 from megatron.core.config.data import Tokenizer as Tokenizer
+from megatron.core.dist_checkpointing.file_storage import UrlPath, local_folder, located, storage_of
 
 
 class NullTokenizer:
@@ -86,6 +89,31 @@ def byte(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
     return ByteTokenizer()
 
 
+FILE_FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
+
+FILES = frozenset(
+    "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
+    "merges.txt chat_template.jinja generation_config.json".split()
+)
+"""Names of files that a tokenizer may read beside the one that a flag names."""
+
+
+def with_local_files(config: TokenizerConfig) -> TokenizerConfig:
+    """The configuration with local copies in place of URLs. Raises ValueError if one cannot be read."""
+    found: dict[str, Any] = {}
+    for field in FILE_FIELDS:
+        path = located(getattr(config, field) or "")
+        if isinstance(path, UrlPath):
+            try:
+                is_file = storage_of(path).size(path) is not None
+                if is_file or storage_of(path).names(path):
+                    beside = local_folder(path.parent if is_file else path, frozenset((path.name, *FILES)).__contains__)
+                    found[field] = str(beside / path.name if is_file else beside)
+            except OSError as error:
+                raise ValueError(f"--{field.replace('_', '-')} {path}: cannot be read: {error}") from None
+    return replace(config, **found)
+
+
 def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer of `--tokenizer-type`, which a process builds once for the same files. Only NullTokenizer uses
     `vocab_size` (--vocab-size).
@@ -96,7 +124,9 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
         raise ValueError(
             f"--tokenizer-type: is not given, and no run says which; choose one of {', '.join(TOKENIZERS)}"
         )
+    config = with_local_files(config)
     kind, problems = config.tokenizer_type, list[str]()
+    assert kind is not None
     facts = TOKENIZERS.facts(kind)
     for field in facts.needs:
         flag, value = "--" + field.replace("_", "-"), getattr(config, field)

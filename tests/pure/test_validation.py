@@ -54,12 +54,15 @@ def test_every_flag_of_a_path_says_whether_it_takes_urls() -> None:
     flags = [flag for flag in all_flags() if flag.kind is str and (flag.spec.path or named.search(flag.field))]
     local = [flag for flag in flags if flag.spec.path == "local"]
     stored = [flag for flag in flags if flag.spec.path == "stored"]
-    assert [flag.field for flag in stored] == ["metrics_file", "save", "load", "export_hf_dir", "branch_from"]
+    assert [flag.field for flag in stored] == [
+        *("tokenizer_model", "vocab_file", "merge_file"),
+        *("metrics_file", "save", "load", "export_hf_dir", "branch_from"),
+    ]
     assert {flag.field for flag in flags if flag.spec.path == "url"} == {
         *("data_path", "train_data_path", "valid_data_path", "test_data_path", "valid"),
         *(f"{split}_weighted_split_paths" for split in ("train", "valid", "test")),
     }
-    assert len(local) == len(flags) - 13 and {"sample_log", "tensorboard_dir"} < {flag.field for flag in local}
+    assert len(local) == len(flags) - 16 and {"sample_log", "tensorboard_dir"} < {flag.field for flag in local}
     for flag in stored:
         said = f"{flag.name} none://a/b: is a URL, and no storage is registered for none://; {NO_STORAGE}"
         assert said in map(str, read_flags([flag.name, "none://a/b"]).problems)

@@ -165,11 +165,12 @@ class TokenizerConfig(Section):
     tokenizer_type: str | None = flag(None, choices=TOKENIZERS, first_run=True)
     """Type of the tokenizer; default: GPT2BPETokenizer if its files are given, else none."""
 
-    tokenizer_model: str | None = flag(None, path="local", first_run=True)
-    """SentencePiece model file; or a tokenizer.json, its folder, or its name in the local Hugging Face cache."""
+    tokenizer_model: str | None = flag(None, path="stored", first_run=True)
+    """SentencePiece model file; or a tokenizer.json, its folder, or its name in the local Hugging Face cache. Files and
+    folders may be URLs of a storage."""
 
-    vocab_file: str | None = flag(None, path="local")
+    vocab_file: str | None = flag(None, path="stored")
     """GPT-2 BPE vocab.json."""
 
-    merge_file: str | None = flag(None, path="local")
+    merge_file: str | None = flag(None, path="stored")
     """GPT-2 BPE merges.txt."""

@@ -214,8 +214,8 @@ def _found(size: int | None, path: str, given: str) -> int:
 
 def _map(path: str, given: str) -> memoryview:
     if isinstance(stored := located(path), UrlPath):
-        storage = storage_of(stored)
-        return storage.mapped(stored) if _found(storage.size(stored), path, given) else memoryview(b"")
+        _found(storage_of(stored).size(stored), path, given)
+        path = str(storage_of(stored).local_file(stored))
     with _open(path, given) as stream:
         if os.fstat(stream.fileno()).st_size == 0:
             return memoryview(b"")

@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path, PurePath, PurePosixPath
@@ -107,9 +107,11 @@ class Storage(Protocol):
         is kept for the next read."""
         return self.read(path, start, length)
 
-    def mapped(self, path: PurePath) -> memoryview:
-        """A whole file that never changes, for random access. Unless overridden, it is in memory."""
-        return memoryview(self.read(path))
+    def local_file(self, path: PurePath) -> Path:
+        """A local copy of a file that never changes. Unless overridden, each process makes one of its own."""
+        copy = Path(tempfile.mkdtemp(dir=_copies().name), path.name)
+        copy.write_bytes(self.read(path))
+        return copy
 
     def cache_folder(self, path: PurePath) -> Path:
         """A local folder for files that are computed from a stored one."""
@@ -302,6 +304,24 @@ def storage_of(path: PurePath) -> Storage:
 def resolved(path: PurePath) -> PurePath:
     """The path with links followed, which is equal for paths of the same file."""
     return path.resolve() if isinstance(path, Path) else path
+
+
+@cache
+def local_folder(folder: PurePath, wanted: Callable[[str], bool]) -> Path:
+    """A folder of this process with links to local copies of the files directly in a stored folder whose names are
+    `wanted`; a local folder itself. Raises OSError."""
+    if isinstance(folder, Path):
+        return folder
+    found, storage = Path(tempfile.mkdtemp(dir=_copies().name)), storage_of(folder)
+    for name in filter(wanted, storage.names(folder)):
+        if storage.size(folder / name) is not None:
+            (found / name).symlink_to(storage.local_file(folder / name).absolute())
+    return found
+
+
+@cache
+def _copies() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="megatron-copies-")
 
 
 @cache

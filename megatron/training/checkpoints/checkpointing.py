@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -231,7 +231,7 @@ class LoadsModels(Protocol):
 
     def stages(
         self,
-        path: Path,
+        path: PurePath,
         layout_of: Callable[[RunConfig], ModelParallelConfig],
         state: ParallelState,
         device: torch.device | str,
@@ -313,7 +313,7 @@ def load_stages(
     multi-token prediction, which only training has a use for, are left out.
     """
     if (loader := _loader_of(path, state)) is not None:
-        return loader.stages(Path(path), layout_of, state, device, number_format)
+        return loader.stages(located(path), layout_of, state, device, number_format)
     checkpoint = choose_checkpoint(located(path), state.world)
     if checkpoint is None:
         raise ValueError(f"--load {refusal(path)}")

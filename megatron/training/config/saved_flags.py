@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -105,11 +104,11 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
     in_folder = name is not None and name in TOKENIZERS and TOKENIZERS.facts(name).finds_files
     for field in TOKENIZER_FIELDS[1:]:
         path = values[field]
-        if path is None or os.path.exists(path):
+        if path is None or storage_of(located(path)).exists(located(path)):
             continue
         for folder in (load / TOKENIZER_FOLDER, load.parent / TOKENIZER_FOLDER):
             kept = folder if in_folder else folder / Path(path).name
-            if isinstance(kept, Path) and kept.exists():
+            if storage_of(kept).exists(kept):
                 yield field, path, str(kept)
                 break
 

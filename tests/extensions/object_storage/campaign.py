@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from megatron.core.dist_checkpointing.file_storage import located
+from megatron.core.dist_checkpointing.file_storage import _built, located
 from megatron.core.dist_checkpointing.integrity import SummedFile, damages, read_manifest, write_manifest
 from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.extensions import load
@@ -80,6 +80,7 @@ def one_round(port: int, seed: int) -> str:
     generator, faults = random.Random(seed), Faults(seed, cut=0.15)
     root, killed = located(f"s3://{BUCKET}/run{seed}"), seed % 2 == 0
     saved = list[int]()
+    _built.cache_clear()  # a storage stays connected to the proxy of its round
     with faulty_proxy(port, faults) as proxy, environment(credentials(proxy)):
         for first in (1, 4):
             command = [sys.executable, "-m", __spec__.name, "--write", str(root), str(first)]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.config.data import TokenizerConfig
+from megatron.core.tokenizers import with_local_files
 from megatron.extensions.data.tokenizers.file_kinds import described
 from megatron.extensions.data.tokenizers.special_tokens import FILES, read_special_tokens
 
@@ -155,6 +156,7 @@ def tokenizer_file(name: str) -> Path:
 def tokenizer_inputs(config: TokenizerConfig) -> list[Path]:
     """The existing files that a tokenizer reads: those that its flags name, or of `HuggingFaceTokenizer` the
     tokenizer.json and the files beside it."""
+    config = with_local_files(config)
     if config.tokenizer_type == "HuggingFaceTokenizer":
         file = tokenizer_file(str(config.tokenizer_model))
         return [file, *(path for name in FILES if (path := file.parent / name).is_file())]

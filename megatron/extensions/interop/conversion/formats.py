@@ -14,7 +14,9 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from megatron.core.config.data import TokenizerConfig
+from megatron.core.dist_checkpointing.file_storage import storage_of
 from megatron.core.param_meta import ParamMeta
+from megatron.core.tokenizers import with_local_files
 from megatron.extensions.data.tokenizers.huggingface import tokenizer_file
 from megatron.training.config.run_config import RunConfig
 from megatron.training.progress import Progress
@@ -217,12 +219,12 @@ def tokenizer_files(folder: Path) -> Iterator[Path]:
     return (folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
 
 
-def tokenizer_config(folder: Path, names: Collection[str] | None = None) -> TokenizerConfig:
+def tokenizer_config(folder: PurePath, names: Collection[str] | None = None) -> TokenizerConfig:
     """Flags for the tokenizer of a Hugging Face folder that has, or will have, files of these names.
 
     They name no tokenizer if the files are those of none.
     """
-    names = [file.name for file in tokenizer_files(folder)] if names is None else names
+    names = storage_of(folder).names(folder) if names is None else names
     if "tokenizer.json" in names:
         return TokenizerConfig("HuggingFaceTokenizer", str(folder))
     if "tokenizer.model" in names:
@@ -237,6 +239,7 @@ def tokenizer_config(folder: Path, names: Collection[str] | None = None) -> Toke
 def side_files_of(tokenizer: TokenizerConfig) -> dict[str, Path]:
     """The files of a run's tokenizer, by their names in a Hugging Face folder, that are where the run had them."""
     found: dict[str, Path] = {}
+    tokenizer = with_local_files(tokenizer)
     if tokenizer.tokenizer_type == "HuggingFaceTokenizer":
         try:
             file = tokenizer_file(str(tokenizer.tokenizer_model))

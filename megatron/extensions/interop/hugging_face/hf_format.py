@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from megatron.extensions.interop.hugging_face.buffers import buffers_of
 from megatron.extensions.interop.hugging_face.families import FAMILIES
 from megatron.extensions.interop.hugging_face.flags import CONFIG
 from megatron.extensions.interop.hugging_face.folder import SAFE_INDEX, HFFolder, index_of, plan_shards
+from megatron.extensions.interop.hugging_face.local_copy import local_model
 from megatron.extensions.interop.hugging_face.read_config import config_from_hf, family_of, read_json, unread_keys
 from megatron.extensions.interop.hugging_face.safetensors_file import SafetensorsWriter, TensorSpec
 from megatron.extensions.interop.hugging_face.weights import (
@@ -254,7 +255,7 @@ class LogitDifference:
         return f"{what}: {self.largest:.3g} (largest logit: {self.scale:.3g})"
 
 
-def compare_logits(hf_folder: Path, checkpoint: Path, text: str) -> LogitDifference:
+def compare_logits(hf_folder: PurePath, checkpoint: PurePath, text: str) -> LogitDifference:
     """Runs both models on a text, on the CPU in fp32. Both are in memory at once.
 
     Raises ValueError if transformers is not installed or the text has no tokens.
@@ -263,6 +264,7 @@ def compare_logits(hf_folder: Path, checkpoint: Path, text: str) -> LogitDiffere
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    hf_folder = local_model(hf_folder)
     model, config = load_whole_model(checkpoint, number_format="fp32")
     tokens = _tokens(hf_folder, text, config.model.vocab_size or 0, config.model.max_positions)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32, local_files_only=True)

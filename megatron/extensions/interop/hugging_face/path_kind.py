@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
+from megatron.core.dist_checkpointing.file_storage import located, storage_of
 from megatron.extensions.interop.hugging_face.flags import CONFIG
+from megatron.extensions.interop.hugging_face.local_copy import local_model
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from megatron.training.progress import Progress
 
 
+def _has_config(folder: PurePath) -> bool:
+    return storage_of(folder).size(folder / CONFIG) is not None and storage_of(folder).finished(folder)
+
+
 class HuggingFaceFolder:
     """The folder of a model: `StatesFlags`, `LoadsModels` and a `Format`."""
 
@@ -30,7 +36,8 @@ class HuggingFaceFolder:
     usual = True
 
     def __call__(self, path: str) -> bool:
-        return os.path.isfile(os.path.join(path, CONFIG))
+        folder = located(path)
+        return os.path.isfile(folder / CONFIG) if isinstance(folder, Path) else _has_config(folder)
 
     def with_flags(self, config: RunConfig, reader: FlagReader) -> RunConfig:
         from megatron.extensions.interop.hugging_face.continued_training.pretrained import with_pretrained_flags
@@ -44,7 +51,7 @@ class HuggingFaceFolder:
 
     def stages(
         self,
-        path: Path,
+        path: PurePath,
         layout_of: Callable[[RunConfig], ModelParallelConfig],
         state: ParallelState,
         device: torch.device | str,
@@ -52,12 +59,12 @@ class HuggingFaceFolder:
     ) -> tuple[dict[int, GPTModel], RunConfig]:
         from megatron.extensions.interop.hugging_face.continued_training.start import load_trained_stages
 
-        return load_trained_stages(path, layout_of, state, device, number_format)
+        return load_trained_stages(local_model(path), layout_of, state, device, number_format)
 
     def open(self, path: PurePath, options: Options) -> Source:
         from megatron.extensions.interop.hugging_face.hf_format import HFSource
 
-        return HFSource(Path(path), options)
+        return HFSource(local_model(path), options)
 
     def plan(self, source: Source, folder: Path, options: Options) -> Target:
         from megatron.extensions.interop.hugging_face.hf_format import HFTarget

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import mmap
 import os
 import tempfile
 import zlib
@@ -96,18 +95,15 @@ class BlockCache:
                 self._keep(path, found)
         return found
 
-    def whole(self, stored: Stored) -> memoryview:
-        """A whole file, which is kept until someone deletes it, and does not count for the limit."""
+    def whole(self, stored: Stored) -> Path:
+        """A copy of a whole file, which is kept until someone deletes it, and does not count for the limit."""
         path = self.folder / "whole" / stored.key
         with self._locked(f"whole-{stored.key}"):
             if not path.exists() or path.stat().st_size != stored.size:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with whole_file(path, synced=True) as temporary:
                     _download(stored, temporary)
-        if not stored.size:
-            return memoryview(b"")
-        with open(path, "rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        return path
 
     def bytes_kept(self) -> int:
         """Bytes of all blocks, by looking at each."""

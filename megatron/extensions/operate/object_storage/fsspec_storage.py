@@ -95,7 +95,7 @@ class FsspecStorage(Storage):
         """Through the cache of the host. A file that is read so must not be replaced while the process runs."""
         return CACHE.read(self.unchanging(path), start, length)
 
-    def mapped(self, path: PurePath) -> memoryview:
+    def local_file(self, path: PurePath) -> Path:
         return CACHE.whole(self.unchanging(path))
 
     def cache_folder(self, path: PurePath) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.json_text import parse_json
-from megatron.core.tokenizers import Tokenizer
+from megatron.core.tokenizers import Tokenizer, with_local_files
 from megatron.extensions.data.tokenizers.huggingface import tokenizer_file
 from megatron.extensions.data.tokenizers.special_tokens import role_texts
 from megatron.extensions.use.inference.generation import Engine, Generation, Request
@@ -137,6 +137,7 @@ def _joined(content: object) -> object:
 
 def _settings(config: TokenizerConfig) -> tuple[dict[str, object], Path | None]:
     """tokenizer_config.json of a Hugging Face tokenizer, and its folder."""
+    config = with_local_files(config)
     if config.tokenizer_type != "HuggingFaceTokenizer" or config.tokenizer_model is None:
         return {}, None
     folder = tokenizer_file(config.tokenizer_model).parent

@@ -8,5 +8,5 @@ from megatron.training.extensions import CALLBACKS
 CALLBACKS.register(
     "files of the tokenizer",
     f"{__package__}.kept_files:KeptTokenizer",
-    when=lambda config: config.checkpoint.save_folder is not None,
+    when=lambda config: config.checkpoint.save is not None,
 )

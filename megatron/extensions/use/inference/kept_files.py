@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 
 from megatron.core.config.data import TokenizerConfig
+from megatron.core.dist_checkpointing.file_storage import storage_of
 from megatron.core.dist_checkpointing.path_kind import TOKENIZER_FOLDER as FOLDER
 from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.core.fsync import whole_file
+from megatron.core.tokenizers import with_local_files
 from megatron.extensions.data.tokenizers.huggingface import tokenizer_file
 from megatron.extensions.data.tokenizers.special_tokens import FILES
 from megatron.training.hooks import Callback, RunView
@@ -27,19 +29,23 @@ class KeptTokenizer(Callback):
 
     def on_start(self, run: RunView) -> None:
         assert isinstance(run, TrainingRun)
-        save, evaluates = Path(str(self.config.checkpoint.save)), self.config.training.skip_train
+        save, evaluates = self.config.checkpoint.save_root, self.config.training.skip_train
+        assert save is not None
         if run.runtime.is_main and not (evaluates and saved_folders(save)):
             keep_tokenizer(self.config.tokenizer, save)
 
 
-def keep_tokenizer(config: TokenizerConfig, folder: Path) -> None:
+def keep_tokenizer(config: TokenizerConfig, folder: PurePath) -> None:
     """Copies the tokenizer's files into `folder`/tokenizer. Existing equal files stay.
 
     Raises OSError if that cannot be written."""
     for file in _files(config):
         target = folder / FOLDER / file.name
         content = file.read_bytes()
-        if target.is_file() and target.read_bytes() == content:
+        if storage_of(target).content(target) == content:
+            continue
+        if not isinstance(target, Path):
+            storage_of(target).write(target, content)
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(target) as temporary:
@@ -49,11 +55,10 @@ def keep_tokenizer(config: TokenizerConfig, folder: Path) -> None:
 def found_tokenizer(config: TokenizerConfig, checkpoints: PurePath) -> TokenizerConfig:
     """The tokenizer of a run whose checkpoints, or one of them, are in this folder: where the run had it, or as it was
     kept if its files are no longer there."""
-    if _present(config) or not isinstance(checkpoints, Path):
+    if _present(config):
         return config
     for folder in (checkpoints / FOLDER, checkpoints.parent / FOLDER):
-        kept = _kept(config, folder)
-        if folder.is_dir() and _present(kept):
+        if storage_of(folder).names(folder) and _present(kept := _kept(config, folder)):
             return kept
     return config
 
@@ -66,10 +71,10 @@ def _named(config: TokenizerConfig) -> dict[str, str]:
 def _present(config: TokenizerConfig) -> bool:
     if config.tokenizer_type == "HuggingFaceTokenizer" and config.tokenizer_model is not None:
         return bool(_files(config))
-    return all(map(os.path.exists, _named(config).values()))
+    return all(map(os.path.exists, _named(with_local_files(config)).values()))
 
 
-def _kept(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
+def _kept(config: TokenizerConfig, folder: PurePath) -> TokenizerConfig:
     if config.tokenizer_type == "HuggingFaceTokenizer":
         return replace(config, tokenizer_model=str(folder))
     kept = {field: str(folder / Path(path).name) for field, path in _named(config).items()}
@@ -78,7 +83,8 @@ def _kept(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
 
 
 def _files(config: TokenizerConfig) -> list[Path]:
-    """The existing files."""
+    """The existing files, or local copies of them."""
+    config = with_local_files(config)
     if config.tokenizer_type == "HuggingFaceTokenizer" and config.tokenizer_model is not None:
         try:
             file = tokenizer_file(config.tokenizer_model)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
+from megatron.core.dist_checkpointing.file_storage import located
 from megatron.extensions.interop.conversion.formats import tokenizer_config
 from megatron.extensions.interop.hugging_face.continued_training.rotary_changes import (
     ROTARY_FIELDS,
@@ -17,6 +17,7 @@ from megatron.extensions.interop.hugging_face.continued_training.rotary_changes 
 )
 from megatron.extensions.interop.hugging_face.family_files import add_families
 from megatron.extensions.interop.hugging_face.flags import CONFIG, HuggingFaceConfig
+from megatron.extensions.interop.hugging_face.local_copy import local_config
 from megatron.extensions.interop.hugging_face.read_config import (
     config_from_hf,
     fields_of,
@@ -46,7 +47,8 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
         reader.problems += Problem.of_errors("--hf-family", None, error)
         return config
     try:
-        whole = read_json(Path(load) / CONFIG)
+        here = local_config(located(load))
+        whole = read_json(here / CONFIG)
         theirs, _ = text_model(whole)
         model = config_from_hf(theirs)
     except ValueError as error:
@@ -62,18 +64,18 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
         if free or not _contradicts(model, flag.field, value):
             own[flag.field] = value
             continue
-        rule = f"is {own[flag.field]} in {Path(load) / CONFIG}"
+        rule = f"is {own[flag.field]} in {here / CONFIG}"
         remedy = "remove the flag: the model's flags are read from the folder"
         if flag.field == "vocab_size":
             remedy += "; a larger value adds tokens"
         reader.problems.append(Problem(flag.name, value, rule, remedy))
     if model.rotary:
         own |= replaced_scaling(model, own, reader.values)
-    longest, of_length = longest_sequence(model, own, Path(load) / CONFIG, reader.values)
+    longest, of_length = longest_sequence(model, own, here / CONFIG, reader.values)
     own |= longest
     reader.problems += of_length
     note = f"--load {load} is a Hugging Face model ({theirs['model_type']}): its config.json gives the model's flags"
-    tokenizer = tokenizer_config(Path(load))
+    tokenizer = tokenizer_config(located(load))
     usual = TokenizerConfig(extension_options=config.extension_options)
     if config.tokenizer != usual or tokenizer.tokenizer_type is None:
         tokenizer = config.tokenizer
@@ -81,7 +83,7 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
         note += ", and its files the tokenizer"
     reader.notes += [
         note,
-        *rotary_notices(model, own, Path(load) / CONFIG),
+        *rotary_notices(model, own, here / CONFIG),
         *unread_keys(theirs),
         *_other_format(load, whole | theirs, config),
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.dist_checkpointing.path_kind import OURS, kind_of
 from megatron.core.dist_checkpointing.state_dict import MODEL, StateDict, load_targets
 from megatron.core.dist_checkpointing.storage import on_first_rank
@@ -23,6 +24,7 @@ from megatron.extensions.interop.hugging_face.continued_training.new_tokens impo
 from megatron.extensions.interop.hugging_face.flags import HuggingFaceConfig
 from megatron.extensions.interop.hugging_face.folder import HFFolder
 from megatron.extensions.interop.hugging_face.hf_format import HFSource, origin_of
+from megatron.extensions.interop.hugging_face.local_copy import local_model
 from megatron.extensions.interop.hugging_face.read_config import config_from_hf
 from megatron.extensions.interop.hugging_face.weights import HFWeights
 from megatron.training.checkpoints.checkpointing import (
@@ -49,7 +51,7 @@ def load_start(
     save = options.save
     if save and not options.finetune and on_first_rank(lambda: kind_of(save) in OURS, world):
         return checkpoint.resume_from(save, say, data, f" (--save), not the model in --load {load}")
-    depths, origin = load_hf_weights(checkpoint, Path(load), say)
+    depths, origin = load_hf_weights(checkpoint, local_model(located(load)), say)
     if config.model.mtp_depths > depths:
         found = f"{depths} of {config.model.mtp_depths} modules" if depths else "none"
         say(f" multi-token prediction starts with weights of its own: the folder has {found}")

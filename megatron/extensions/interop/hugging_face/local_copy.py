@@ -1,0 +1,33 @@
+"""Local copies of Hugging Face folders in another storage, which all processes of a host share. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path, PurePath
+
+from megatron.core.dist_checkpointing.file_storage import local_folder
+
+
+def local_model(folder: PurePath) -> Path:
+    """The folder of a model on the local disk: of a stored one, links to copies of its files. Raises ValueError."""
+    return _local(folder, _of_model)
+
+
+def local_config(folder: PurePath) -> Path:
+    """As `local_model`, without weights."""
+    return _local(folder, _of_config)
+
+
+def _local(folder: PurePath, wanted: Callable[[str], bool]) -> Path:
+    try:
+        return local_folder(folder, wanted)
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be read: {error}") from None
+
+
+def _of_model(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin")) or _of_config(name)
+
+
+def _of_config(name: str) -> bool:
+    return name.endswith((".json", ".jinja", ".txt", ".model"))
