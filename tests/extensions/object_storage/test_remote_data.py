@@ -244,3 +244,15 @@ def test_nothing_is_left_of_a_failed_upload(port: int) -> None:
         fail()
     assert not file_system().exists(f"{prefix}.bin") and not file_system().exists(f"{prefix}.idx")
     assert not file_system().call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads")
+
+
+def test_long_reads_are_fetched_together_and_shared(tmp_path: Path) -> None:
+    data, fetched = np.random.default_rng(0).bytes((20 << 20) + 5), list[int]()
+    stored, cache = source(data, fetched), BlockCache(tmp_path)
+    assert cache.read_kept(stored, 17 << 20, 1 << 20) == data[17 << 20 : 18 << 20] and fetched == [1 << 20]
+    threads = [threading.Thread(target=cache.read_kept, args=(stored, at, 30 << 20)) for at in (0, 3, 7 << 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.read_kept(stored, 5, 30 << 20) == data[5:] and sum(fetched) == len(data)

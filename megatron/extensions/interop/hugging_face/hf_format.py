@@ -31,12 +31,12 @@ from megatron.extensions.interop.conversion.formats import (
     tokenizer_config,
     tokenizer_files,
 )
+from megatron.extensions.interop.conversion.stored_input import local_model
 from megatron.extensions.interop.conversion.streaming import made_ahead
 from megatron.extensions.interop.hugging_face.buffers import buffers_of
 from megatron.extensions.interop.hugging_face.families import FAMILIES
 from megatron.extensions.interop.hugging_face.flags import CONFIG
 from megatron.extensions.interop.hugging_face.folder import SAFE_INDEX, HFFolder, index_of, plan_shards
-from megatron.extensions.interop.hugging_face.local_copy import local_model
 from megatron.extensions.interop.hugging_face.read_config import config_from_hf, family_of, read_json, unread_keys
 from megatron.extensions.interop.hugging_face.safetensors_file import SafetensorsWriter, TensorSpec
 from megatron.extensions.interop.hugging_face.weights import (

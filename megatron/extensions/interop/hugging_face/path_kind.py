@@ -9,8 +9,8 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from megatron.core.dist_checkpointing.file_storage import located, storage_of
+from megatron.extensions.interop.conversion.stored_input import local_model
 from megatron.extensions.interop.hugging_face.flags import CONFIG
-from megatron.extensions.interop.hugging_face.local_copy import local_model
 
 if TYPE_CHECKING:
     import torch

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,6 +66,8 @@ class BlockCache:
 
     folder: Path = field(default_factory=default_folder)
     limit: int = 32 << 30
+    keeps_checkpoints: bool = False
+    """True if files of checkpoints are read through it."""
 
     def block_bytes(self, stored: Stored) -> int:
         """Size of the blocks of a file: small ones if the file does not fit into the cache, as then most of a block is
@@ -85,8 +88,7 @@ class BlockCache:
 
     def block(self, stored: Stored, number: int) -> bytes:
         """A block, kept from now on."""
-        size = self.block_bytes(stored)
-        path = self.folder / f"{stored.key}-{size >> 10}" / f"{number % 256:02x}" / f"{number:x}"
+        size, path = self.block_bytes(stored), self._path(stored, number)
         if (found := _intact(path)) is not None:
             return found
         with self._locked(f"block-{(int(stored.key[:4], 16) + number) % 64}"):
@@ -94,6 +96,34 @@ class BlockCache:
                 found = stored.fetch(number * size, min(size, stored.size - number * size))
                 self._keep(path, found)
         return found
+
+    def read_kept(self, stored: Stored, start: int, length: int) -> bytes:
+        """As `read`, for long reads of a file that other processes of the host read as well: blocks that are missing
+        are fetched together and kept. One process at a time reads a part of `PIECE` bytes."""
+        end, parts = min(start + length, stored.size), list[bytes]()
+        while start < end:
+            number = start // PIECE
+            stop = min(end, (number + 1) * PIECE)
+            with self._locked(f"part-{(int(stored.key[:4], 16) + number) % 64}"):
+                parts.append(self._part(stored, start, stop))
+            start = stop
+        return b"".join(parts)
+
+    def _part(self, stored: Stored, start: int, stop: int) -> bytes:
+        size = self.block_bytes(stored)
+        numbers = range(start // size, -(-stop // size))
+        found = {number: _intact(self._path(stored, number)) for number in numbers}
+        for first, last in _runs([number for number in numbers if found[number] is None]):
+            data = stored.fetch(first * size, min(last * size, stored.size) - first * size)
+            for number in range(first, last):
+                block = found[number] = data[(number - first) * size : (number + 1 - first) * size]
+                self._keep(self._path(stored, number), block)
+        begin = numbers.start * size
+        return b"".join(block for block in found.values() if block is not None)[start - begin : stop - begin]
+
+    def _path(self, stored: Stored, number: int) -> Path:
+        size = self.block_bytes(stored)
+        return self.folder / f"{stored.key}-{size >> 10}" / f"{number % 256:02x}" / f"{number:x}"
 
     def whole(self, stored: Stored) -> Path:
         """A copy of a whole file, which is kept until someone deletes it, and does not count for the limit."""
@@ -186,6 +216,13 @@ def _intact(path: Path) -> bytes | None:
         return None
     content = data[:-CHECKSUM]
     return content if zlib.crc32(content).to_bytes(CHECKSUM, "little") == data[-CHECKSUM:] else None
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, end) of each run of ascending numbers without gaps."""
+    for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0]):
+        members = [number for _, number in run]
+        yield members[0], members[-1] + 1
 
 
 def _download(stored: Stored, path: Path) -> None:

@@ -28,8 +28,8 @@ class ObjectStorageFlags:
     """Limit of each rank's uploads and downloads together, in MB/s."""
 
     storage_cache: str | None = flag(None, path="local", writes="folder")
-    """Folder of the local disk that keeps data read from object storage, for all ranks of a host; default: the variable
-    MEGATRON_STORAGE_CACHE, or a folder of the user under TMPDIR."""
+    """Folder of the local disk that keeps data and checkpoints read from object storage, for all ranks of a host;
+    default, for data alone: the variable MEGATRON_STORAGE_CACHE, or a folder of the user under TMPDIR."""
 
     storage_cache_gigabytes: float = flag(32.0, above=0)
     """Size to which that folder grows, in GB. Indices of data sets are kept beyond it."""

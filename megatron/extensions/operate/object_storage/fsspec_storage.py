@@ -14,13 +14,14 @@ import io
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePath
 from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 from megatron.core.dist_checkpointing.file_storage import Storage
+from megatron.core.dist_checkpointing.ranged_file import Range, RangedFile
 from megatron.extensions.operate.object_storage.block_cache import CACHE, Stored
 from megatron.extensions.operate.object_storage.limits import LIMITS
 from megatron.extensions.operate.object_storage.s3_requests import S3, Parts, is_precondition
@@ -94,6 +95,21 @@ class FsspecStorage(Storage):
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
         """Through the cache of the host. A file that is read so must not be replaced while the process runs."""
         return CACHE.read(self.unchanging(path), start, length)
+
+    def open(self, path: PurePath) -> IO[bytes]:
+        return self.open_ranges(path, [Range(0, sys.maxsize)]) if self._keeps(path) else super().open(path)
+
+    def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
+        """Tensors of a checkpoint are read through the cache of the host, if a flag says where it is."""
+        if not self._keeps(path):
+            return super().open_ranges(path, ranges)
+        self._known.pop(path, None)  # another checkpoint of the same iteration may have replaced it
+        stored = self.unchanging(path)
+        read = partial(CACHE.read_kept, stored)
+        return cast("IO[bytes]", RangedFile(read, stored.size, ranges, self.read_ahead))
+
+    def _keeps(self, path: PurePath) -> bool:
+        return CACHE.keeps_checkpoints and path.suffix == ".distcp"
 
     def local_file(self, path: PurePath) -> Path:
         return CACHE.whole(self.unchanging(path))

@@ -27,6 +27,7 @@ class StorageTraffic(Callback):
         limit = options.storage_bandwidth_megabytes
         LIMITS.bytes_per_second = inf if limit is None else limit * 1e6
         CACHE.folder = default_folder() if options.storage_cache is None else Path(options.storage_cache)
+        CACHE.keeps_checkpoints = options.storage_cache is not None
         CACHE.limit = int(options.storage_cache_gigabytes * 1e9)
 
     def clean_checkpoints(self, root: PurePath, newest: int, held: Collection[PurePath]) -> None:

@@ -9,6 +9,7 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.file_storage import located
 from megatron.extensions.interop.conversion.formats import tokenizer_config
+from megatron.extensions.interop.conversion.stored_input import local_config
 from megatron.extensions.interop.hugging_face.continued_training.rotary_changes import (
     ROTARY_FIELDS,
     longest_sequence,
@@ -17,7 +18,6 @@ from megatron.extensions.interop.hugging_face.continued_training.rotary_changes 
 )
 from megatron.extensions.interop.hugging_face.family_files import add_families
 from megatron.extensions.interop.hugging_face.flags import CONFIG, HuggingFaceConfig
-from megatron.extensions.interop.hugging_face.local_copy import local_config
 from megatron.extensions.interop.hugging_face.read_config import (
     config_from_hf,
     fields_of,

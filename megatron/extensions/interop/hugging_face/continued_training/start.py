@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.storage import on_first_rank
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.interop.conversion.formats import Options, Origin
+from megatron.extensions.interop.conversion.stored_input import local_model
 from megatron.extensions.interop.hugging_face.continued_training.new_tokens import (
     NewTokens,
     refused_vocabulary,
@@ -24,7 +25,6 @@ from megatron.extensions.interop.hugging_face.continued_training.new_tokens impo
 from megatron.extensions.interop.hugging_face.flags import HuggingFaceConfig
 from megatron.extensions.interop.hugging_face.folder import HFFolder
 from megatron.extensions.interop.hugging_face.hf_format import HFSource, origin_of
-from megatron.extensions.interop.hugging_face.local_copy import local_model
 from megatron.extensions.interop.hugging_face.read_config import config_from_hf
 from megatron.extensions.interop.hugging_face.weights import HFWeights
 from megatron.training.checkpoints.checkpointing import (

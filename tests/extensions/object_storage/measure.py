@@ -1,0 +1,130 @@
+"""Measures loads of a checkpoint, the wait for data at 1 Gbit/s, and a run whose store fails for a while.
+
+python -m tests.extensions.object_storage.measure load [--ranks 2] [--hidden-size 256]
+unshare -n sh -c 'ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 50ms &&
+    python -m tests.extensions.object_storage.measure data'
+python -m tests.extensions.object_storage.measure outage [--seconds 60]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron.extensions import load
+from tests.corpus import write_documents
+from tests.extensions.object_storage.server import (
+    BUCKET,
+    Faults,
+    credentials,
+    environment,
+    faulty_proxy,
+    file_system,
+    s3_server,
+)
+from tests.forked import run_forked
+from tests.tiny import TINY
+
+URL = f"s3://{BUCKET}/run"
+
+
+def measured(port: int, folder: Path, ranks: int, flags: Sequence[str], faults: Faults | None = None) -> dict:
+    """Seconds, bytes through the proxy, peak memory of a rank so far, and output of a run."""
+    faults = faults or Faults(0)
+    began = time.monotonic()
+    with faulty_proxy(port, faults) as proxy, environment(credentials(proxy)):
+        said = run_forked(ranks, flags, folder / "screen")
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    return {"seconds": time.monotonic() - began, "MB": faults.moved / 1e6, "peak MiB": peak, "said": said}
+
+
+def measure_load(port: int, folder: Path, args: argparse.Namespace) -> None:
+    """A load by ranks of one host: from the local disk, from S3, through the cache, and again through the cache."""
+    size = ["--hidden-size", str(args.hidden_size), "--num-layers", "4", "--vocab-size", "8000"]
+    flags = [*TINY.split(), *size, "--train-iters", "1"]
+    local = str(folder / "local")
+    for save in (local, URL):
+        measured(port, folder, args.ranks, [*flags, "--save", save])
+    nbytes = sum(path.stat().st_size for path in Path(local).rglob("*.distcp"))
+    print(f"checkpoint of {nbytes / 1e6:.1f} MB, {args.ranks} ranks of data parallelism")
+    cache = ["--storage-cache", str(folder / "cache")]
+    for name, more in (("local disk", local), ("S3", URL), ("S3, cache", URL), ("S3, cache again", URL)):
+        given = cache if "cache" in name else []
+        found = measured(port, folder, args.ranks, [*flags, "--finetune", "--load", more, *given])
+        print(f"{name:16} {found['seconds']:6.2f} s {found['MB']:8.1f} MB fetched, peak {found['peak MiB']:.0f} MiB")
+
+
+def measure_data(port: int, folder: Path, args: argparse.Namespace) -> None:
+    """The wait for data of a run that has to fetch what it reads."""
+    random = np.random.default_rng(0)
+    texts = (random.integers(0, 49, 4000).astype("<u2") for _ in range(25_000))
+    prefix = write_documents(folder / "data", texts)
+    for kind in (".bin", ".idx"):
+        file_system().put_file(prefix + kind, f"{BUCKET}/data{kind}")
+    flags = [*TINY.replace("--mock-data", "").split(), "--seq-length", "1024", "--num-workers", "2"]
+    flags += ["--global-batch-size", "8", "--train-iters", "40", "--log-interval", "5", "--split", "100,0,0"]
+    for name, path, more in (
+        ("local disk", prefix, []),
+        ("S3, nothing ahead", f"s3://{BUCKET}/data", ["--num-workers", "0", "--storage-read-ahead-megabytes", "0"]),
+        ("S3, read ahead", f"s3://{BUCKET}/data", []),
+    ):
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        own = ["--data-path", path, "--save", str(folder / name), "--storage-cache", str(folder / "cache")]
+        found = measured(port, folder, 1, [*flags, *own, *more])
+        records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        waits = [record["data_wait_ms"] for record in records if "data_wait_ms" in record]
+        times = [round(1000 * record.get("step_time", record.get("step_seconds", 0))) for record in records]
+        print(f"{name}: wait {waits} ms, steps {times} ms, {found['MB']:.1f} MB", flush=True)
+        print("".join(f"  {line.strip()}\n" for line in found["said"].splitlines() if "read ahead" in line), end="")
+
+
+def measure_outage(port: int, folder: Path, args: argparse.Namespace) -> None:
+    """A store that fails in the middle of a save."""
+    faults = Faults(1)
+
+    def fail() -> None:
+        files = file_system()
+        while not files.exists(f"{BUCKET}/run/iter_0000002/.unfinished"):
+            time.sleep(0.01)
+        faults.down_until = time.monotonic() + args.seconds
+        print(f"the store fails for {args.seconds:g} s, as iteration 2 is written", flush=True)
+
+    threading.Thread(target=fail, daemon=True).start()
+    flags = [*TINY.split(), "--hidden-size", "256", "--train-iters", "6", "--save-interval", "2", "--save", URL]
+    found = measured(port, folder, 1, flags, faults)
+    print("".join(f"  {line}\n" for line in found["said"].splitlines() if "saved" in line or "RUN" in line), end="")
+    events = file_system().cat_file(f"{BUCKET}/run/run_events.jsonl").decode().splitlines()
+    saves = [event for event in map(json.loads, events) if event["event"] in ("save", "storage")]
+    print(f"{found['seconds']:.0f} s, {faults.cuts} connections cut; {saves[-1]}")
+
+
+MEASURES: dict[str, Callable[[int, Path, argparse.Namespace], None]] = {
+    "load": measure_load,
+    "data": measure_data,
+    "outage": measure_outage,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=MEASURES)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    args = parser.parse_args()
+    load()
+    with s3_server() as port, environment(credentials(port)), tempfile.TemporaryDirectory() as folder:
+        MEASURES[args.what](port, Path(folder), args)
+
+
+if __name__ == "__main__":
+    main()
