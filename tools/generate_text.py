@@ -112,7 +112,7 @@ def request_of(model: LoadedModel, defaults: Request, prompt: str, number: int) 
 
 
 def reported(prompt: str, generation: Generation) -> bool:
-    """Whether a prompt has no text, or no more of it, for a reason that is printed."""
+    """Return whether a prompt has no text, or no more of it, for a reason that is printed."""
     if generation.error is not None:
         print(f"error: prompt {prompt[:40]!r}...: {generation.error}", file=sys.stderr)
     return generation.error is not None

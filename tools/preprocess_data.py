@@ -277,7 +277,7 @@ def check(args: argparse.Namespace) -> list[TextFile]:
 
 
 def wants_stand_in(backend: str, tokenizer: Tokenizer) -> bool:
-    """Whether gigatoken is to do the work. Raises ValueError where it was asked for and cannot."""
+    """Return whether gigatoken is to do the work. Raises ValueError where it was asked for and cannot."""
     if backend == "tokenizers":
         return False
     try:

@@ -186,7 +186,7 @@ class ParamMeta:
 
     @property
     def matrix(self) -> bool:
-        """Whether this multiplies activations, as opposed to a norm weight, a bias or a scalar."""
+        """True if this multiplies activations, as opposed to a norm weight, a bias or a scalar."""
         return self.kind in ("matrices", "embeddings")
 
     @property

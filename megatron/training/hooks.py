@@ -97,7 +97,7 @@ class Verdict:
     step: Step
     result: StepResult
     nan: bool
-    """Whether loss or gradient were not finite, and a lower loss scale would not help."""
+    """True if loss or gradient were not finite, and a lower loss scale would not help."""
 
     refused: bool
     """True if the step violates a check: it was skipped for it, or ends the run."""
@@ -227,7 +227,7 @@ class Task:
     counts: bool = False
     """True if its time is part of the step's time."""
     reads_result: bool = True
-    """Whether it reads the result of the step or its parameters: the next step then waits for them."""
+    """True if it reads the result of the step or its parameters: the next step then waits for them."""
     may_stop: bool = False
     """True if callbacks are asked after it whether the run is to stop."""
     evaluates: bool = False

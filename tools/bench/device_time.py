@@ -81,7 +81,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def is_lost(device: torch.device) -> bool:
-    """Whether this process cannot use its GPU any more: a kernel has read or written where it must not."""
+    """Return whether this process cannot use its GPU any more: a kernel has read or written where it must not."""
     try:
         wait_for(device)
     except RuntimeError:

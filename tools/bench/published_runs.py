@@ -67,10 +67,10 @@ class PublishedRun:
     """step (seconds), tokens (tokens/s of a device), tflops, or memory (GiB)."""
 
     fit: bool
-    """Whether constants of the device file were fitted to it."""
+    """True if constants of the device file were fitted to it."""
 
     other: bool
-    """Whether its hardware is another than the device file's: not counted."""
+    """True if its hardware is another than the device file's: not counted."""
 
     differs: str
     """Differences of the published program that no flag expresses."""

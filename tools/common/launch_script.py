@@ -40,17 +40,17 @@ class Branch:
     """An `if`, `case`, loop or group that is being read."""
 
     live: float
-    """Whether the commands of its present branch run."""
+    """True if the commands of its present branch run."""
 
     taken: float = NO
-    """Whether one of the branches so far has run."""
+    """True if one of the branches so far has run."""
 
     subject: str = ""
     patterns: list[str] | None = None
     """Of a `case` whose pattern is being read."""
 
     repeats: bool = False
-    """Whether it is a loop."""
+    """True if it is a loop."""
 
     def enter(self, chosen: float) -> None:
         """Begins a branch that runs if no other did and `chosen` holds."""
@@ -78,7 +78,7 @@ class LaunchScript:
     _branches: list[Branch] = field(default_factory=list)
     _result: float = YES
     _tested: bool = False
-    """Whether the last command was a test: of others the exit code is not known, and taken for success."""
+    """True if the last command was a test: of others the exit code is not known, and taken for success."""
 
     def __post_init__(self) -> None:
         self._run(self.text.replace("\r\n", "\n"))

@@ -47,7 +47,7 @@ class Parameter:
 
     @property
     def plain(self) -> bool:
-        """Whether it is a variable, or all of an array, without a change."""
+        """True if it is a variable, or all of an array, without a change."""
         return not self.sign and not self.length and self.index in (None, "@", "*")
 
     def part(self, value: Value, number: Number) -> Value:

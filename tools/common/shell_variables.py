@@ -29,7 +29,7 @@ NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le":
 NO = 0.0
 UNSURE = 0.5
 YES = 1.0
-"""Whether a test holds. Not is 1 - x, and is the least, or is the most."""
+"""True if a test holds. Not is 1 - x, and is the least, or is the most."""
 
 
 class ExpansionError(Exception):
@@ -48,7 +48,7 @@ class ShellVariables:
     """Variables of loops and of `read`."""
 
     sources: bool = False
-    """Whether another script may have set variables."""
+    """True if another script may have set variables."""
 
     _expanded: int = 0
     """Characters of values that variables have been replaced by."""
@@ -88,7 +88,7 @@ class ShellVariables:
         return UNSURE
 
     def _nonzero(self, expression: str) -> float:
-        """Whether an expression of arithmetic is not 0."""
+        """Return whether an expression of arithmetic is not 0."""
         try:
             return float(bool(evaluate(self.tested_text(expression, quoted=True), self._tested_number)))
         except ValueError:
@@ -108,7 +108,7 @@ class ShellVariables:
         return "0" if self._unset(name) else self._number(name)
 
     def _unset(self, name: str) -> bool:
-        """Whether a variable that a test reads has no value."""
+        """Return whether a variable that a test reads has no value."""
         if name in self.values:
             return not self.values[name]
         if self._may_be_set(name):
@@ -118,7 +118,7 @@ class ShellVariables:
         return True
 
     def _may_be_set(self, name: str) -> bool:
-        """Whether something else than an assignment of the script may set a variable."""
+        """Return whether something else than an assignment of the script may set a variable."""
         outside = name.isdigit() or FROM_ENVIRONMENT.fullmatch(name) is not None
         return outside or name in self._given or self.sources
 

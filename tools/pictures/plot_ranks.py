@@ -121,7 +121,7 @@ def lines(found: RankMap) -> Iterator[str]:
 
 
 def crossing_line(found: RankMap, axis: str) -> str:
-    """Whether the groups along an axis stay within nodes."""
+    """Return whether the groups along an axis stay within nodes."""
     groups, crossing, most = found.crossing(axis)
     size = found.dims.size(axis)
     many = f"{groups} groups of {size}" if groups > 1 else f"1 group of {size}"

@@ -114,7 +114,7 @@ class Span:
         return w * (1 - w / (2 * length))
 
     def hides(self, length: int) -> bool:
-        """Whether some token does not see all earlier ones of a document of `length` tokens."""
+        """Return whether some token does not see all earlier ones of a document of `length` tokens."""
         return any(limit is not None and limit < length for limit in (self.window, self.chunk))
 
 
@@ -124,7 +124,7 @@ class Rotation:
 
     base: float
     scaled: bool = True
-    """Whether the model's scaling of frequencies and interpolation of positions apply."""
+    """True if the model's scaling of frequencies and interpolation of positions apply."""
 
     percent: float = 1.0
     """Fraction of each head's channels that are rotated."""
@@ -135,20 +135,20 @@ class Sublayers:
     """A layer's parts: something that mixes tokens, something that mixes channels, or both in this order."""
 
     attends: bool = False
-    """Whether it has the model's attention."""
+    """True if it has the model's attention."""
 
     linear: str | None = None
     """Name of its mixer, in place of the module of the model's attention."""
 
     mlp: bool = False
-    """Whether it has an MLP, dense or of experts."""
+    """True if it has an MLP, dense or of experts."""
 
     experts: bool = False
-    """Whether its MLP is a mixture of experts."""
+    """True if its MLP is a mixture of experts."""
 
     @property
     def mixes(self) -> bool:
-        """Whether it mixes tokens."""
+        """True if it mixes tokens."""
         return self.attends or self.linear is not None
 
 
@@ -166,7 +166,7 @@ class LayerKind(Sublayers):
     """Fields of the configuration that have another value in this layer than in the model, each with that value."""
 
     tempered: bool = False
-    """Whether its queries are scaled by their positions (--attention-temperature-coeff)."""
+    """True if its queries are scaled by their positions (--attention-temperature-coeff)."""
 
 
 class LayerPattern:
@@ -174,7 +174,7 @@ class LayerPattern:
 
     @property
     def states_layers(self) -> bool:
-        """Whether its flags are given."""
+        """True if its flags are given."""
         return False
 
     def stated_layers(self, config: Section) -> tuple[Sublayers, ...]:

@@ -42,7 +42,7 @@ class AttentionFacts:
     Functions are called with the model's configuration, a `megatron.core.config.model.TransformerConfig`."""
 
     chosen_by: Callable[..., bool] = lambda config: False
-    """Whether a flag of its own chooses it in place of --attention-module."""
+    """True if a flag of its own chooses it in place of --attention-module."""
 
     widths: Callable[..., HeadWidths] | None = None
     """Widths of its heads; None for those of --kv-channels and --value-channels."""

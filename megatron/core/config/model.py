@@ -226,7 +226,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def rotary(self) -> bool:
-        """Whether there is a rotary embedding."""
+        """True if there is a rotary embedding."""
         return self.position_embedding_type == "rope" or self.attention_facts.rotates
 
     @property
@@ -315,7 +315,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def gated(self) -> bool:
-        """Whether the first linear layer of an MLP has two outputs, gate and up, for each input of the second one."""
+        """True if the first linear layer of an MLP has two outputs, gate and up, for each input of the second one."""
         return ACTIVATIONS.facts(self.activation).gated
 
     @cached_property
@@ -324,7 +324,7 @@ class TransformerConfig(ModelFields):
         return RESIDUALS.chosen(self)
 
     def has_recomputed(self, part: str) -> bool:
-        """Whether the model has a part of --recompute-modules."""
+        """Return whether the model has a part of --recompute-modules."""
         if part in ("moe", "moe_act"):
             return self.num_experts is not None
         if part == "shared_experts":
@@ -351,7 +351,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def yarn(self) -> bool:
-        """Whether YaRN scales the rotary frequencies."""
+        """True if YaRN scales the rotary frequencies."""
         return (self.rope_type or self.attention_facts.rope_type) == "yarn"
 
     def yarn_mscale(self, mscale: float) -> float:
@@ -395,7 +395,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def attends_in_tiles(self) -> bool:
-        """Whether kernels of tiles compute all attention: biases, sinks or caps of scores, which torch's has not."""
+        """True if kernels of tiles compute all attention: biases, sinks or caps of scores, which torch's has not."""
         return self.alibi or self.softmax_type != "vanilla" or self.attn_logit_softcapping is not None
 
     @property

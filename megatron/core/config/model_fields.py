@@ -114,7 +114,7 @@ class RecomputeConfig:
         return self.recompute_modules or ("core_attn",) if self.recompute_granularity == "selective" else ()
 
     def recomputes(self, module: str) -> bool:
-        """Whether selective recomputation computes `module` again, and not a larger one that includes it."""
+        """Return whether selective recomputation computes `module` again, and not a larger one that includes it."""
         named = self.recomputed_modules
         return module in named and RECOMPUTED_PARTS.within(module) not in named
 

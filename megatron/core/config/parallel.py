@@ -78,7 +78,7 @@ class UnitFacts:
     """True if the configuration asks for it."""
 
     on_host: bool = True
-    """Whether it keeps parameters and gradients in host memory, for plans."""
+    """True if it keeps parameters and gradients in host memory, for plans."""
 
     on_disk: Callable[[ModelParallelConfig], bool] = _nowhere
     """True if a configuration has that memory, and states', in files."""
@@ -280,7 +280,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def nests_context(self) -> bool:
-        """Whether context-parallel ranks form two levels."""
+        """True if context-parallel ranks form two levels."""
         return CONTEXT_PARALLEL.facts(self.cp_comm_type).nested and self.context_parallel_size > 1
 
     @property

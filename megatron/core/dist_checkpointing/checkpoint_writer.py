@@ -40,7 +40,7 @@ class SaveReport:
     error: str | None = None
     attempts_left: int = 0
     complete: bool = True
-    """Whether the checkpoint was written. If so, `error` concerns the deletion of old ones."""
+    """True if the checkpoint was written. If so, `error` concerns the deletion of old ones."""
 
 
 class CheckpointWriter:

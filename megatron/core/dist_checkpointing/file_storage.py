@@ -118,7 +118,7 @@ class Storage(Protocol):
         return Path(tempfile.gettempdir()) / f"megatron-{self.scheme}-{os.getuid()}"
 
     def exists(self, path: PurePath) -> bool:
-        """Whether there is a file or folder."""
+        """Return whether there is a file or folder."""
         return self.size(path) is not None or bool(self.names(path))
 
     def open(self, path: PurePath) -> IO[bytes]:
@@ -162,7 +162,7 @@ class Storage(Protocol):
         self.remove(final / UNFINISHED)
 
     def finished(self, final: PurePath) -> bool:
-        """Whether an existing folder is published."""
+        """Return whether an existing folder is published."""
         return self.size(final / UNFINISHED) is None
 
     def discard(self, final: PurePath) -> None:

@@ -331,6 +331,6 @@ def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator
 
 
 def _is_of_content(error: BaseException) -> bool:
-    """Whether a file of a checkpoint is damaged or forged, which its manifest may not show."""
+    """Return whether a file of a checkpoint is damaged or forged, which its manifest may not show."""
     malformed = isinstance(error, MALFORMED) and not isinstance(error, MemoryError)
     return malformed or (isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error))

@@ -112,7 +112,7 @@ class BufferLayout:
     """True if its parameters are weights of linear layers, which have buffers of their own (`linears_apart`)."""
 
     by_unit: bool = False
-    """Whether each bucket holds the matrices of one unit, and whole gradients (ZeRO-2) or whole gradients and whole
+    """True if each bucket holds the matrices of one unit, and whole gradients (ZeRO-2) or whole gradients and whole
     parameters (ZeRO-3, and stores of units) only while the unit is computed."""
 
     @property

@@ -62,17 +62,17 @@ class StepResult:
 
     @property
     def finite(self) -> bool:
-        """Whether every gradient and all of `sums` were finite."""
+        """True if every gradient and all of `sums` were finite."""
         return not self._read()[1]
 
     @property
     def skipped(self) -> bool:
-        """Whether nothing was updated: not `finite`, or refused by the judge."""
+        """True if nothing was updated: not `finite`, or refused by the judge."""
         return bool(self._read()[2])
 
     @property
     def spike(self) -> bool:
-        """Whether the judge found the step out of the ordinary, whatever became of it."""
+        """True if the judge found the step out of the ordinary, whatever became of it."""
         return bool(self._read()[3])
 
     @property
@@ -82,7 +82,7 @@ class StepResult:
 
     @property
     def scale_overflow(self) -> bool:
-        """Whether this was an overflow of fp16 that a lower loss scale can mend: `sums`, which it does not multiply,
+        """True if this was an overflow of fp16 that a lower loss scale can mend: `sums`, which it does not multiply,
         are finite, and it is not at its lowest."""
         return not self.finite and self._scale_can_fall and all(map(math.isfinite, self.sums))
 

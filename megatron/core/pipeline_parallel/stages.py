@@ -38,7 +38,7 @@ def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, 
 
 
 def has_tied_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> bool:
-    """Whether two ranks hold a copy of the embedding. False where sizes do not fit, which other rules report."""
+    """Return whether two ranks hold a copy of the embedding. False where sizes do not fit, which other rules report."""
     try:
         return bool(tied_stages(model, pipeline_layout(model, parallel)))
     except (ArithmeticError, ValueError):

@@ -48,7 +48,7 @@ the losses in place of the logits. Plain torch has no operation like it: it comp
 
 class _CrossEntropyContext(AutogradContext):
     made: bool
-    """Whether the logits have become their gradient: then the fields below are not set."""
+    """True if the logits have become their gradient: then the fields below are not set."""
     columns: int
     overwrite: bool
     compiled: bool

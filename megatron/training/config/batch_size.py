@@ -98,7 +98,7 @@ class SchedulesBatches(Protocol):
 
     @property
     def changes_batches(self) -> bool:
-        """Whether a flag says so."""
+        """True if a flag says so."""
 
     def batch_sizes(self, config: RunConfig) -> BatchSizes:
         """The sizes of a run that is resolved and validated, if it changes them."""

@@ -1,4 +1,4 @@
-"""Whether a configuration can run, decided from integers before anything starts. No torch, no process group.
+"""True if a configuration can run, decided from integers before anything starts. No torch, no process group.
 
 `resolve` fills in what follows from other values, `validate` reports every broken rule at once, each with the nearest
 legal value. The rules are in `megatron.training.config.rules`.

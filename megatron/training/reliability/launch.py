@@ -71,7 +71,7 @@ class Launch:
     local_rank: int = 0
     launcher: str = "none"
     several_hosts: bool = False
-    """Whether the launcher has started ranks on more than one host, or as if there were."""
+    """True if the launcher has started ranks on more than one host, or as if there were."""
 
     def name(self, host: str, rank: int | None = None) -> str:
         """How messages name a rank, by default this one: `rank 3 of 8 on HOST`."""

@@ -32,7 +32,7 @@ from megatron.core.transformer.norm import build_norm
 
 class EmbeddingContext(AutogradContext):
     elsewhere: Tensor | None
-    """Whether another rank has the row of an id."""
+    """True if another rank has the row of an id."""
     weight: Tensor
     boundary: Boundary
     axis: Axis

@@ -25,7 +25,7 @@ WINDOW = 1 << 17
 
 
 def divides_by_documents(config: RunConfig) -> bool:
-    """Whether all layers that see the tokens of other context-parallel ranks take any division of them."""
+    """Return whether all layers that see the tokens of other context-parallel ranks take any division of them."""
     try:
         kinds = (*config.model.layers, *config.model.mtp_layers)
     except ValueError:  # a pattern of layers that cannot be read, which another rule reports
@@ -107,7 +107,7 @@ class PackingConfig:
 
     @property
     def packs(self) -> bool:
-        """Whether documents stay whole."""
+        """True if documents stay whole."""
         return self.sequence_packing != "greedy"
 
     def sample_maker(self) -> SampleMaker | None:

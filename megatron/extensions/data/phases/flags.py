@@ -42,7 +42,7 @@ class BatchScheduleFlags:
 
     @property
     def changes_batches(self) -> bool:
-        """Whether a flag says that the batch size changes."""
+        """True if a flag says that the batch size changes."""
         return self != BatchScheduleFlags()
 
     def batch_sizes(self, config: RunConfig) -> BatchSizes:

@@ -72,7 +72,7 @@ class PhaseEntry:
     """(field, value) of the flags that it changes."""
 
     anew: bool | tuple[str, ...] = False
-    """Whether all its sources restart, or which."""
+    """True if all data sources restart in this phase, or the names of the sources that restart."""
 
     def value(self, field: str) -> object:
         return dict(self.values).get(field)

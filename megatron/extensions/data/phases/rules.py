@@ -1,4 +1,4 @@
-"""Whether the phases of a file can run, and may follow those that a checkpoint's run has begun. No torch."""
+"""True if the phases of a file can run, and may follow those that a checkpoint's run has begun. No torch."""
 
 from __future__ import annotations
 

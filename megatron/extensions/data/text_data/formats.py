@@ -67,7 +67,7 @@ class Chunk:
     """Bytes of the file as it is stored, read up to the end of the chunk."""
 
     of_json: bool
-    """Whether lines are JSON."""
+    """True if lines are JSON."""
 
 
 def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -> Iterator[Chunk]:

@@ -208,7 +208,7 @@ def by_name(path: str) -> tuple[str | None, str]:
 
 
 def is_text(path: str) -> bool:
-    """Whether a path is text by its name, or a folder that has such files, hidden ones excepted."""
+    """Return whether a path is text by its name, or a folder that has such files, hidden ones excepted."""
     if not os.path.isdir(path):
         return by_name(path)[0] is not None
     names = (os.path.basename(file) for file in files_below(path))

@@ -49,7 +49,7 @@ def is_indented(start: bytes) -> bool:
 
 
 def _cut_at_the_end(text: str) -> bool:
-    """Whether text is the beginning of a JSON value, up to the end of one of its parts."""
+    """Return whether text is the beginning of a JSON value, up to the end of one of its parts."""
     try:
         from_json(text)
     except json.JSONDecodeError as error:

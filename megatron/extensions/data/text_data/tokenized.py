@@ -179,7 +179,7 @@ class TextData:
 
 
 def _intact(target: Path) -> bool:
-    """Whether a folder has tokens that are as they were written. Says what is wrong with those that are not."""
+    """Return whether a folder has tokens that are as they were written. Says what is wrong with those that are not."""
     if not target.exists():
         return False
     if wrong := damage_of(target):

@@ -48,7 +48,7 @@ class SpecialTokens:
     """Id -> AddedToken. New tokens are added in the order of these ids."""
 
     split: bool = False
-    """Whether special tokens that a text spells are encoded as ordinary text."""
+    """True if special tokens that a text spells are encoded as ordinary text."""
 
     def role(self, name: str) -> str | None:
         """Text of the token with a role; None if the files name none."""

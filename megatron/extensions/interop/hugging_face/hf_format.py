@@ -247,7 +247,7 @@ class LogitDifference:
 
     @property
     def equal(self) -> bool:
-        """Whether the difference is one of rounding in fp32."""
+        """True if the difference is one of rounding in fp32."""
         return self.largest <= 0.01 * max(self.scale, 1e-3)
 
     def __str__(self) -> str:

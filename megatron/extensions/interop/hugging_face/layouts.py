@@ -246,7 +246,7 @@ class Reordered(Layout):
     """For each channel of ours the number of theirs."""
 
     but_values: bool = False
-    """Whether the values of each query group, the last rows of dim 1, stay as they are."""
+    """True if the values of each query group, the last rows of dim 1, stay as they are."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         back = torch.tensor(self.order(config), device=parameter.device).argsort()

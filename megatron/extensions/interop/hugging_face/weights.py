@@ -238,7 +238,7 @@ def multi_token_depths(tensors: Mapping[str, Sliceable], config: TransformerConf
 
 
 def _counts(rule: Rule) -> bool:
-    """Whether their names have a number of the module."""
+    """Return whether their names have a number of the module."""
     return any(mark in name for name in rule.theirs for mark in ("{i}", "{n}"))
 
 

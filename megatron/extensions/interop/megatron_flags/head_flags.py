@@ -113,7 +113,7 @@ def unknown_values(flag: TheirFlag) -> list[str]:
 
 
 def _is_known(name: str, value: str) -> bool:
-    """Whether a program's tables read a value that the field has not."""
+    """Return whether a program's tables read a value that the field has not."""
     programs = [FOREIGN_PROGRAMS[program] for program in FOREIGN_PROGRAMS]
     if any(f"{name} {value}" in program.spellings() or program.feature(name, [value]) for program in programs):
         return True

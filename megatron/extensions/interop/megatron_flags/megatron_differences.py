@@ -71,12 +71,12 @@ class Run:
 
     @property
     def sums_over_tokens(self) -> bool:
-        """Whether Megatron-LM divides a loss by all tokens of the global batch, as this program does."""
+        """True if Megatron-LM divides a loss by all tokens of the global batch, as this program does."""
         return "--calculate-per-token-loss" in self.given
 
     @property
     def masks_tokens(self) -> bool:
-        """Whether some tokens do not count in the main loss."""
+        """True if some tokens do not count in the main loss."""
         return self.config.data.eod_mask_loss or self.model.loss_func == "goldfish"
 
     @property
@@ -85,39 +85,39 @@ class Run:
 
     @property
     def several_samples(self) -> bool:
-        """Whether a step has more samples than one."""
+        """True if a step has more samples than one."""
         return (self.training.global_batch_size or 1) > 1
 
     @property
     def several_samples_at_once(self) -> bool:
-        """Whether micro-batches have more samples than one on all ranks together."""
+        """True if micro-batches have more samples than one on all ranks together."""
         return self.training.micro_batch_size * (self.parallel.data_parallel_size or 1) > 1
 
     @property
     def several_micro_batches(self) -> bool:
-        """Whether a step has more micro-batches than one, on a rank or on several."""
+        """True if a step has more micro-batches than one, on a rank or on several."""
         return (self.training.global_batch_size or 1) > self.training.micro_batch_size
 
     @property
     def cuts_sequences(self) -> bool:
-        """Whether a rank has only some tokens of a sequence."""
+        """True if a rank has only some tokens of a sequence."""
         return self.parallel.context_parallel_size > 1 or self.parallel.sequence_parallel
 
     @property
     def grows_batches(self) -> bool:
-        """Whether the batch size follows a schedule of steps."""
+        """True if the batch size follows a schedule of steps."""
         return self.value("step_batch_size_schedule") is not None
 
     @property
     def validates_at_final_size(self) -> bool:
-        """Whether validations have the batch size of training, for which a schedule has several."""
+        """True if validations have the batch size of training, for which a schedule has several."""
         return bool(self.training.eval_iters) and self.training.eval_global_batch_size is None
 
     # Model
 
     @property
     def pads_vocabulary(self) -> bool:
-        """Whether Megatron-LM pads the vocabulary, as it does almost any that is not known yet."""
+        """True if Megatron-LM pads the vocabulary, as it does almost any that is not known yet."""
         size, padded = self.model.vocab_size, self.model.pad_vocab_size_to
         multiple = self.model.make_vocab_size_divisible_by * self.parallel.tensor_model_parallel_size
         return size is None or (size % max(multiple, 1) > 0 if padded is None else padded != size)
@@ -139,12 +139,12 @@ class Run:
 
     @property
     def compresses(self) -> bool:
-        """Whether some layers have compressed attention."""
+        """True if some layers have compressed attention."""
         return COMPRESSED in self.mixers
 
     @property
     def selects_keys(self) -> bool:
-        """Whether an indexer selects keys: of sparse attention, or of compressed attention in layers with a ratio of
+        """True if an indexer selects keys: of sparse attention, or of compressed attention in layers with a ratio of
         4."""
         ratios = str(self.value("csa_compress_ratios") or "").replace("*", " * ")
         return "dsa" in self.mixers or (self.compresses and re.search(r"\b4\b", ratios) is not None)
@@ -161,16 +161,16 @@ class Run:
 
     @property
     def drops_tokens(self) -> bool:
-        """Whether experts have a capacity."""
+        """True if experts have a capacity."""
         return self.has_experts and self.model.moe_drops_tokens
 
     @property
     def hashes_tokens(self) -> bool:
-        """Whether some layers have routing by hashes."""
+        """True if some layers have routing by hashes."""
         return self.has_experts and (self.value("moe_n_hash_layers") or 0) > 0
 
     def balances(self, *losses: str) -> bool:
-        """Whether one of these losses balances experts."""
+        """Return whether one of these losses balances experts."""
         return self.has_experts and self.model.moe_balancing_coeff(*losses) > 0
 
 

@@ -108,7 +108,7 @@ class CachedGeneration:
     """Tokens of prompts in one forward pass."""
 
     together: bool = False
-    """Whether replicas of the model must run the same passes, because experts or parameters are spread over them. Else
+    """True if replicas of the model must run the same passes, because experts or parameters are spread over them. Else
     they share the prompts."""
 
     def __call__(self, requests: Sequence[Request]) -> list[str]:

@@ -122,7 +122,7 @@ def _contained(measured: Sequence[_Event], began: float, iteration: int) -> _Eve
 
 
 def _has_saved(events: Iterable[Mapping[str, object]], began: float) -> bool:
-    """Whether a save has succeeded since a time."""
+    """Return whether a save has succeeded since a time."""
     saves = (event for event in events if event.get("event") == "save" and "error" not in event)
     return any((_number(event.get("time")) or 0.0) >= began for event in saves)
 

@@ -122,7 +122,7 @@ def decide(reports: Sequence[Report]) -> Finding | None:
 
 
 def _is_source(report: Report, reports: Sequence[Report]) -> bool:
-    """Whether a difference began on this rank."""
+    """Return whether a difference began on this rank."""
     first = report.first
     if first is None:
         return False

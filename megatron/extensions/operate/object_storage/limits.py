@@ -56,7 +56,7 @@ class Limits:
     bytes_per_second: float = inf
     traffic: Traffic = field(default_factory=Traffic)
     answered: bool = False
-    """Whether a request has succeeded."""
+    """True if a request has succeeded."""
 
     _held: int = 0
     """Bytes of uploads in parts that are in memory now."""

@@ -58,7 +58,7 @@ class Place:
     """Seconds that a holder outlives the ranks."""
 
     leads: bool
-    """Whether this rank looks after the holder of its host."""
+    """True if this rank looks after the holder of its host."""
 
     rank: int
 

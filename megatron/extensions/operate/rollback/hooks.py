@@ -161,7 +161,7 @@ class Rollback(Callback):
         return on_first_rank(folders, run.runtime.state.world)
 
     def _is_of_run(self, folder: PurePath, iteration: int) -> bool:
-        """Whether a checkpoint has trained on the same batches as this run."""
+        """Return whether a checkpoint has trained on the same batches as this run."""
         try:
             saved = saved_metadata(folder) or {}
             before = Rollback(self.config)

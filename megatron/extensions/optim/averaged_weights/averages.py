@@ -44,7 +44,7 @@ class MovingAverages(Callback):
         """Iterations and samples of the run at the last update."""
 
         self.said = False
-        """Whether the notice that no average has begun was given."""
+        """True if the notice that no average has begun was given."""
 
     def on_start(self, run: RunView) -> None:
         if self.config.training.skip_train and self.evaluates and not self.steps.get(self.averages[0].name):

@@ -81,13 +81,13 @@ def _of_widths(meta: ParamMeta, widths: Widths) -> tuple[float, float, float]:
 
 
 def widens(meta: ParamMeta) -> bool:
-    """Whether a table or vector has more elements in a wider model."""
+    """Return whether a table or vector has more elements in a wider model."""
     of_heads = not meta.sharded and any(part in meta.name for part in OF_HEADS)
     return not (of_heads or meta.numel == 1 or meta.name.endswith(OF_CHOICES))
 
 
 def in_block(meta: ParamMeta) -> bool:
-    """Whether a parameter belongs to a sublayer, whose output is added to the residual stream."""
+    """Return whether a parameter belongs to a sublayer, whose output is added to the residual stream."""
     return meta.layer is not None or ".transformer_layer." in meta.name
 
 

@@ -35,7 +35,7 @@ of the same size."""
 
 
 def splits_of(options: MuonFlags) -> Callable[[str], bool]:
-    """Whether weights that are fused under a name (`ParamMeta.fused`) are updated as matrices of their own."""
+    """Return whether weights that are fused under a name (`ParamMeta.fused`) are updated as matrices of their own."""
     return lambda fused: {"qkv": options.muon_split_qkv, "gate_up": options.muon_split_gate_up}.get(fused, True)
 
 

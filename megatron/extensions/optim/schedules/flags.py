@@ -112,7 +112,7 @@ def _length(config: RunConfig) -> int | None:
 
 
 def is_source(save: str, source: str) -> bool:
-    """Whether --save is the folder of --branch-from."""
+    """Return whether --save is the folder of --branch-from."""
     return resolved(located(save)) in (resolved(located(source)), resolved(located(source)).parent)
 
 

@@ -1,4 +1,4 @@
-"""Whether a folder of a ladder has a rung with other flags than it has now."""
+"""True if a folder of a ladder has a rung with other flags than it has now."""
 
 from __future__ import annotations
 

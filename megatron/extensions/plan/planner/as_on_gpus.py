@@ -56,7 +56,7 @@ class Launches(Protocol):
     """Told what planned kernels compute, where torch's own operators do not show it."""
 
     any_order: bool
-    """Whether kernels may add in any order."""
+    """True if kernels may add in any order."""
 
     def attention(
         self,
@@ -294,10 +294,10 @@ class PlannedGPU(PlannedHardware):
     """A GPU that need not be there. FlashAttention takes tiles as GPUs pack them."""
 
     fused_dropout: bool = False
-    """Whether attention with dropout is one kernel."""
+    """True if attention with dropout is one kernel."""
 
     packs: bool = True
-    """Whether attention to parts of samples packs them. Without it each tile is one launch of the shape that it has,
+    """True if attention to parts of samples packs them. Without it each tile is one launch of the shape that it has,
     whatever the widths."""
 
     def host_waits_for(self, x: Tensor) -> bool:
@@ -308,7 +308,7 @@ class PlannedGPU(PlannedHardware):
 
 
 def plans_fused_dropout(model: TransformerConfig, parallel: ModelParallelConfig) -> bool:
-    """Whether GPUs are expected to compute attention with dropout in one kernel."""
+    """Return whether GPUs are expected to compute attention with dropout in one kernel."""
     dtype = getattr(torch, parallel.params_dtype)
     return parallel.attention_backend != "unfused" and fits(dtype, model.head_dim, model.value_head_dim)
 

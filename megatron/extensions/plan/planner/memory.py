@@ -392,7 +392,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether the fullest pipeline rank fits a device."""
+    """True if the fullest pipeline rank fits a device."""
 
     fullest: RankMemory
     limit: int

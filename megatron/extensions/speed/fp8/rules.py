@@ -199,7 +199,7 @@ def _widths(c: RunConfig) -> tuple[int, ...]:
 
 
 class _Kinds(NamedTuple):
-    """Whether a layer in fp8 has the model's attention, whether one has a dense MLP, and whether one has experts."""
+    """Parts of layers in fp8: the attention, a dense MLP, experts."""
 
     attention: bool
     dense: bool

@@ -111,7 +111,7 @@ def _limit(flag: Flag) -> tuple[float, str] | None:
 
 
 def _is_ours(flag: Flag) -> bool:
-    """Whether this program defines a flag, and not an extension of a user."""
+    """Return whether this program defines a flag, and not an extension of a user."""
     extension = EXTENSION_SECTIONS.get(flag.section)
     return extension is None or extension.cls.__module__.startswith("megatron.")
 

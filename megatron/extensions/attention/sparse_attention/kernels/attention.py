@@ -189,7 +189,7 @@ class Gathers(Protocol):
     """The part of a plan's `Launches` that records kernels which gather rows."""
 
     any_order: bool
-    """Whether kernels may add in any order."""
+    """True if kernels may add in any order."""
 
     def gathered(self, flops: float, read: float, added: float = 0.0) -> None: ...
 

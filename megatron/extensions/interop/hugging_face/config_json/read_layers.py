@@ -172,7 +172,7 @@ def chunks_from_hf(hf: Values) -> Fields:
 
 
 def selecting(period: int, offset: int, layers: int) -> list[bool]:
-    """Whether each layer selects keys: the first `offset` ones do, and each `period`-th behind them."""
+    """Return whether each layer selects keys: the first `offset` ones do, and each `period`-th behind them."""
     return [max(number - offset, 0) % period == 0 for number in range(1, layers + 1)]
 
 

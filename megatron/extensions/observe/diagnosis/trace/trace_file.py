@@ -124,7 +124,7 @@ def why_unreadable(trace: object) -> str | None:
 
 
 def _wrong_layout(other: Mapping[str, object], count: int) -> str | None:
-    """Whether sizes and pipelines are those of `count` ranks."""
+    """Return whether sizes and pipelines are those of `count` ranks."""
     layout, pipelines = other.get("layout"), other.get("pipelines")
     axes = ("tp", "cp", "dp", "pp", "ep", "expt_tp")
     if not isinstance(layout, dict) or not all(_is_number(layout.get(axis)) and layout[axis] >= 1 for axis in axes):

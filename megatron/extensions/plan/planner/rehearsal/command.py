@@ -239,7 +239,7 @@ class Report:
 
     @property
     def _covered(self) -> bool | None:
-        """Whether the ranks write each element of a checkpoint once; None where that is not known."""
+        """True if the ranks write each element of a checkpoint once; None where that is not known."""
         whole = sum(record.failure is None for record in self.records) == self.rehearsal.world_size
         return not coverage_problems(self.records, True) if whole else None
 

@@ -64,7 +64,7 @@ def tokens_of(config: RunConfig) -> int:
 
 
 def verdict_lines(each: Found, limit: int) -> Iterator[str]:
-    """Whether a legal layout fits, how long it takes, and which of its groups cross nodes."""
+    """Return whether a legal layout fits, how long it takes, and which of its groups cross nodes."""
     step = each.step
     yield Fit(each.fullest, limit).line
     line = f"{step.seconds:.4g} s a step, {step.tflops:.4g} TFLOP/s a device, MFU {share_text(step.mfu)} (causal)"

@@ -45,7 +45,7 @@ class Family(NamedTuple):
     micro_batch: int = 1
     recompute: str = RECOMPUTATION[0]
     split: bool = False
-    """Whether weight gradients are computed apart, as zero-bubble schedules do."""
+    """True if weight gradients are computed apart, as zero-bubble schedules do."""
 
 
 class Pipeline(NamedTuple):

@@ -166,7 +166,7 @@ class Recorder(LiveMemory):
             self.events += passes[place] * count
 
     def _within_kernel(self) -> bool:
-        """Whether what runs is part of a launch, of a compiled region, or of its backward."""
+        """Return whether what runs is part of a launch, of a compiled region, or of its backward."""
         node = running_node()
         within = node is not None and sequence_number(node) in self._nodes and not computing_again()
         return self._inside or self._unseen or within
@@ -321,7 +321,7 @@ class _Inputs(torch.autograd.Function):
 
 
 def _grow_evenly(first: list[Event], middle: list[Event], last: list[Event]) -> bool:
-    """Whether each event of the middle is halfway between those of the first and the last."""
+    """Return whether each event of the middle is halfway between those of the first and the last."""
     if not len(first) == len(middle) == len(last):
         return False
     for three in zip(first, middle, last, strict=True):
