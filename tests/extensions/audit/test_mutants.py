@@ -31,8 +31,8 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[], None]]] = {
     ),
     "any difference allowed": (
         "peer.PeerAudit._differs",
-        "allowed = 0.0 if self.exact",
-        "allowed = float('inf') if self.exact",
+        "return one[:2] != other[:2]",
+        "return False",
         finds_a_product,
     ),
     "the peer named": ("verdict._suspects", "yield report.rank", "yield report.peer", finds_a_product),

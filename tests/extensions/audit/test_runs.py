@@ -31,7 +31,8 @@ def faulty(argv: list[str]) -> int:
 
 def test_the_named_rank_is_started_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    flags = f"{AUDITED} --train-iters 6 --save {folder} --load {folder} --save-interval 1 --restarts-in-job 1"
+    folders = f"--save {folder} --load {folder} --save-interval 1"
+    flags = f"{AUDITED} --deterministic-mode --train-iters 6 {folders} --restarts-in-job 1"
     said = run_forked(2, flags.split(), tmp_path / "screen", main=faulty)
     assert "RUN FAILED: rank 1 of 2" in said and "it has disagreed 2 times" in said
     events = [json.loads(line) for line in (folder / "run_events.jsonl").read_text().splitlines()]

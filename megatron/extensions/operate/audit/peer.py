@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
+from math import isfinite
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,11 @@ from megatron.core.batch import Batch
 from megatron.core.collectives import all_reduce_, gather_objects, start_all_to_all
 from megatron.core.datasets.samplers import DataIterator
 from megatron.core.distributed.finalize_model_grads import reduce_model_grads
-from megatron.core.init import has_storage
 from megatron.extensions.operate.audit.flags import AuditFlags, shift
 from megatron.extensions.operate.audit.outcome import Outcome
-from megatron.extensions.operate.audit.sketch import distance, sketch_of
+from megatron.extensions.operate.audit.sketch import distance, norm_of, sketch_of
 from megatron.extensions.operate.audit.tape import Entry, Tape
-from megatron.extensions.operate.audit.verdict import SENT, WEIGHT, Difference, Report, decide
+from megatron.extensions.operate.audit.verdict import BUCKET, GRADIENT, SENT, WEIGHT, Difference, Report, decide
 from megatron.training.data import put_on_device
 from megatron.training.forward_backward import Sums
 from megatron.training.hooks import Callback, Log, Meter, Task
@@ -38,6 +38,11 @@ ALLOWED = {"torch.float64": 1e-10, "torch.float32": 1e-4, "torch.bfloat16": 4e-2
 
 ALLOWED_SUMS = {"torch.float64": 1e-12, "torch.float32": 1e-5, "torch.bfloat16": 2e-2, "torch.float16": 5e-3}
 """The same for one sum over ranks, by the dtype of the reduction."""
+
+
+FLOOR = 1e-3
+"""Share of the largest norm of a gradient below which the norm of a gradient is no measure: some are zero but for
+rounding."""
 
 
 class Recording:
@@ -55,6 +60,9 @@ class Recording:
             for piece in bucket.owned_pieces:
                 self.reduced[piece.meta.name] = sketch_of(bucket.owned_grad(piece))
         self.entries, self.rows = self.tape.rows()
+        grads = [place for place, entry in enumerate(self.entries) if entry.kind == GRADIENT]
+        norms = [norm_of(row[1:]) for row in self.rows[grads].tolist()]
+        self.floor = FLOOR * max((norm for norm in norms if isfinite(norm)), default=0.0)
 
 
 class PeerAudit(Callback, Meter):
@@ -102,10 +110,11 @@ class PeerAudit(Callback, Meter):
 
     def _sketches_of_weights(self) -> dict[str, Tensor]:
         """By parameter, of all that are whole on this rank."""
+        sharded = {piece.meta.name for piece in self.run.ddp.sharded_params()}
         found = {}
         for model in self.run.stages.values():
             for name, (param, _) in model.named_metas().items():
-                if has_storage(param):
+                if name not in sharded:
                     found[name] = sketch_of(param)
         return found
 
@@ -210,8 +219,11 @@ class PeerAudit(Callback, Meter):
         return length - 1 if len(own) != len(rows) else None
 
     def _differs(self, entry: Entry, one: list[int], other: list[int]) -> bool:
-        allowed = 0.0 if self.exact or entry.kind == WEIGHT else self._allowed(ALLOWED)
-        return one[0] != other[0] or distance(one[1:], other[1:]) > allowed or (not allowed and one[1] != other[1])
+        if one[0] != other[0] or self.exact or entry.kind == WEIGHT:
+            return one[:2] != other[:2]
+        assert self._now is not None
+        floor = self._now.floor if entry.kind in (GRADIENT, BUCKET) else 0.0
+        return distance(one[1:], other[1:], floor) > self._allowed(ALLOWED)
 
     def _allowed(self, table: dict[str, float]) -> float:
         return table[f"torch.{self.config.parallel.params_dtype}"]
@@ -228,7 +240,9 @@ class PeerAudit(Callback, Meter):
         allowed = 0.0 if self.exact and two else ALLOWED_SUMS[reduce_dtype]
         if not self.exact:
             allowed = max(allowed, self._allowed(ALLOWED))
-        gaps = [(name, distance(one, other)) for name, (one, other) in zip(now, rows, strict=True)]
+        pairs = list(rows)
+        floor = FLOOR * max(norm_of(one) for one, _ in pairs)
+        gaps = [(name, distance(one, other, floor)) for name, (one, other) in zip(now, pairs, strict=True)]
         return tuple((name, gap) for name, gap in gaps if gap > allowed)
 
     def _report(

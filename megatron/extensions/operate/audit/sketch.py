@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ SIGNS = 4
 
 COLUMNS = 2 + SIGNS
 """int64 numbers of a sketch: hash, norm, sums; all but the first are float64 with their bits as they are."""
+
+KEPT = 4096
+"""Elements of a tensor up to which random numbers are kept."""
 
 _CHUNK = 1 << 22
 _GOLDEN = -7046029254386353131
@@ -34,13 +38,12 @@ def sketch_of(x: Tensor) -> Tensor:
     sums = torch.zeros(SIGNS, dtype=torch.float64, device=x.device)
     for start in range(0, flat.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].long()
-        mixed = _mixed(start, part.numel(), x.device)
-        total += (part * (mixed | 1)).sum()
+        factors, signs = _kept(part.numel(), x.device) if flat.numel() <= KEPT else _random(start, part)
+        total += (part * factors).sum()
         if values is not None:
             numbers = values[start : start + _CHUNK].double()
             squares += numbers.square().sum()
-            signs = ((mixed[:, None] >> torch.arange(40, 40 + SIGNS, device=x.device)) & 1).double()
-            sums += numbers @ (2 * signs - 1)
+            sums += numbers @ signs
     return torch.cat([total[None], torch.cat([squares.sqrt()[None], sums]).view(torch.int64)])
 
 
@@ -49,11 +52,20 @@ def sums_of(x: Tensor) -> Tensor:
     return sketch_of(x)[2:].view(torch.float64)
 
 
-def _mixed(start: int, count: int, device: torch.device) -> Tensor:
-    """[count] pseudo-random int64 of the places from `start` on: two rounds of a multiplicative hash."""
-    mixed = torch.arange(start, start + count, device=device) * _GOLDEN
+@lru_cache(maxsize=256)
+def _kept(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`_random` of a small tensor: that takes longer than the sketch itself."""
+    return _random(0, torch.zeros(count, device=device))
+
+
+def _random(start: int, part: Tensor) -> tuple[Tensor, Tensor]:
+    """([n] odd int64, [n, SIGNS] float64 of 1 and -1), pseudo-random, for the places of a part from `start` on: two
+    rounds of a multiplicative hash."""
+    mixed = torch.arange(start, start + part.numel(), device=part.device) * _GOLDEN
     mixed = (mixed ^ (mixed >> 29)) * _MIXER
-    return mixed ^ (mixed >> 32)
+    mixed = mixed ^ (mixed >> 32)
+    signs = ((mixed[:, None] >> torch.arange(40, 40 + SIGNS, device=part.device)) & 1).double()
+    return mixed | 1, 2 * signs - 1
 
 
 def _bits(flat: Tensor) -> Tensor:
@@ -67,9 +79,9 @@ def norm_of(row: Sequence[int]) -> float:
     return _floats(row)[0]
 
 
-def distance(one: Sequence[int], other: Sequence[int]) -> float:
-    """Estimate of the norm of the difference over the larger norm, from two sketches: 0 for equal bits, infinite for
-    values that are not finite on one side alone."""
+def distance(one: Sequence[int], other: Sequence[int], floor: float = 0.0) -> float:
+    """Estimate of the norm of the difference over the larger norm, or over `floor` if that is larger, from two
+    sketches: 0 for equal bits, infinite for values that are not finite on one side alone."""
     if one[0] == other[0]:
         return 0.0
     (norm, *sums), (other_norm, *other_sums) = _floats(one), _floats(other)
@@ -77,7 +89,7 @@ def distance(one: Sequence[int], other: Sequence[int]) -> float:
     if not all(finite):
         return math.inf if any(finite) else 0.0
     gap = math.sqrt(sum((a - b) ** 2 for a, b in zip(sums, other_sums, strict=True)) / SIGNS)
-    scale = max(norm, other_norm)
+    scale = max(norm, other_norm, floor)
     return gap / scale if scale else 0.0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -49,7 +49,6 @@ COLLECTIVES = (
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Transfer = Callable[Concatenate[Tensor, int, P], T]
 Wait = Callable[Concatenate[dist.Work, P], bool]
 
 
@@ -233,20 +232,21 @@ class Taps:
 
         return tap
 
-    def _message(self, name: str, function: Transfer[P, T]) -> Transfer[P, T]:
+    def _message(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
         sends = name == "isend"
 
         @functools.wraps(function)
-        def tap(tensor: Tensor, peer: int, *args: P.args, **kwargs: P.kwargs) -> T:
-            axis = self._axes.get(id(kwargs.get("group")))
-            if axis is None:
-                return function(tensor, peer, *args, **kwargs)
-            own = dist.get_rank()
+        def tap(*args: P.args, **kwargs: P.kwargs) -> T:
+            group, tensor = kwargs.get("group"), args[0]
+            axis = self._axes.get(id(group))
+            if axis is None or not isinstance(tensor, Tensor):
+                return function(*args, **kwargs)
+            peer, own = peer_of(args, kwargs, axis[1]), dist.get_rank()
             ends = (own, peer) if sends else (peer, own)
             key = self._key(f"message {ends[0]} to {ends[1]} tag {kwargs.get('tag', 0)}")
             words = f"{'send' if sends else 'receive'} over {axis[0]}"
             arrived = self.tape.message([tensor] if sends else [], words, key)
-            work = function(tensor, peer, *args, **kwargs)
+            work = function(*args, **kwargs)
             if not sends and arrived is not None:
                 self._when_done(work, partial(arrived, [tensor]))
             return work
@@ -269,3 +269,11 @@ class Taps:
             return done
 
         return tap
+
+
+def peer_of(args: Sequence[object], kwargs: Mapping[str, object], ranks: Sequence[int]) -> object:
+    """The rank at the other end of a message: torch.distributed takes it in several ways."""
+    within = kwargs.get("group_dst", kwargs.get("group_src"))
+    if isinstance(within, int):
+        return ranks[within]
+    return args[1] if len(args) > 1 else kwargs.get("dst", kwargs.get("src"))

@@ -136,8 +136,9 @@ def _by_votes(reports: Sequence[Report], sources: Sequence[Report]) -> Finding:
         votes[rank] += 1
     most = max(votes.values())
     ranks = tuple(sorted(rank for rank, count in votes.items() if count == most))
-    if len(sources) == 1 and len(ranks) > 1:  # the rank made its part twice, and the peer once
-        ranks = (sources[0].peer,)
+    (first, source) = (sources[0].first, sources[0])
+    if len(sources) == 1 and len(ranks) > 1 and first is not None:  # the rank made its part twice, the peer once
+        ranks = (source.peer if first.of_own else source.rank,)
     source = next(each for each in sources if set(_suspects(each)) & set(ranks))
     assert source.first is not None
     return _finding(reports, ranks, source.first, CAUSES[source.first.kind])
