@@ -1,1 +1,1 @@
-"""What a run reports: dashboards, diagnosis, evaluation."""
+"""Observation of runs: dashboards, diagnosis, evaluation."""

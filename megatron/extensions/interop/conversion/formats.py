@@ -124,7 +124,7 @@ class Source(ABC):
     """Position of the run that saved the weights; None if the source does not record one."""
 
     merged: Mapping[str, object] | None = None
-    """What the weights are a mean of, of JSON's types, for the metadata of the output."""
+    """Description of the merged checkpoints in JSON types, for the metadata of the output."""
 
     def training(self) -> TrainingState | None:
         """The state of training, if the source has one. Raises ValueError if it has one that cannot be read."""
@@ -161,7 +161,8 @@ Written = Callable[[int], None]
 
 
 class Target(ABC):
-    """What to write. Its constructor plans all of it, and raises ValueError if the format cannot express the model."""
+    """Output of a conversion. The constructor plans all of it, and raises ValueError if the format cannot express
+    the model."""
 
     nbytes: int
     """Bytes of all tensors."""

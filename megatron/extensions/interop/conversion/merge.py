@@ -32,7 +32,7 @@ class Selection:
     """Take this many of the newest checkpoints of the one input, a folder of checkpoints."""
 
     stable: bool = False
-    """Of `last`: leave out checkpoints whose last update had not the peak learning rate."""
+    """For `last`: leave out checkpoints whose last update did not use the peak learning rate."""
 
     iterations: Sequence[int] = ()
     """Take these of the one input; of several inputs, when each was saved."""
@@ -133,7 +133,7 @@ def _open(chosen: Sequence[Chosen], weighting: Weighting, with_state: bool, opti
 def _record(
     paths: Sequence[PurePath], iterations: Sequence[int | None], weights: Sequence[float], decay: Decay | None
 ) -> dict[str, object]:
-    """What was merged, for metadata. URLs are without credentials."""
+    """Returns a description of the merged checkpoints for metadata. URLs in it have no credentials."""
     sources = [
         {"path": redacted(str(path)), "iteration": iteration, "weight": weight}
         for path, iteration, weight in zip(paths, iterations, weights, strict=True)

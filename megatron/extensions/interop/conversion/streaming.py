@@ -113,7 +113,7 @@ class Made:
         return prod(self.shape) * self.dtype.itemsize
 
     def counted(self, written: Written) -> Callable[[], Tensor]:
-        """What makes it as it is written."""
+        """Returns a function that computes the tensor at the time when it is written, and counts it."""
 
         def make() -> Tensor:
             written(self.nbytes)

@@ -189,8 +189,8 @@ def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
 
 
 def _whole(table: dict[str, Any]) -> dict[str, Any]:
-    """What a table adds to that which it is `like`, if any. What it states of a key or a field replaces what the base
-    fixes, and the default of that key in the base's class."""
+    """Returns a table merged with the table that it names by `like`, if any. Its statement about a key or field
+    replaces the base's fixed value, and the default of that key in the base's class."""
     own = dict(table)
     like = own.pop("like", None)
     if like is None:

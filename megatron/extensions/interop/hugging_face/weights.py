@@ -37,7 +37,7 @@ class Placement:
     """That of its layer."""
 
     state_dtype: str | None = None
-    """Of a state of the model, which is not trained, the dtype in which it is kept; None for a parameter."""
+    """Dtype of a model state that is not trained; None for a parameter."""
 
     def to_theirs(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """Our parameter as their tensors, in the order of their names."""

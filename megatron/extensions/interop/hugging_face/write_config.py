@@ -53,7 +53,7 @@ OF_MIXERS = {
     "lightning_": ("lightning_attention",),
     "kda_": ("kimi_delta_attention",),
 }
-"""What names of fields begin with -> the linear attentions that alone read them."""
+"""Prefix of field names -> the only linear attentions that read these fields."""
 
 
 class Inexpressible(ValueError):

@@ -68,7 +68,7 @@ def groups_of(state: ParallelState) -> dict[str, Group]:
 
 
 class FlightEntry(TypedDict):
-    """What torch's flight recorder keeps of one collective, as far as it is read here."""
+    """Fields of a collective in torch's flight recorder that are read here."""
 
     is_p2p: bool
     process_group: list[str]
@@ -129,7 +129,7 @@ class Waiting:
 
     @classmethod
     def of(cls, standing: Standing) -> Waiting:
-        """Of a rank, from its evidence. A rank with malformed evidence waits for nobody."""
+        """Returns what a rank waits for, according to its evidence. A rank with malformed evidence waits for nobody."""
         if not isinstance(standing.evidence, list | tuple):
             return cls(standing.place)
         try:

@@ -54,7 +54,7 @@ NEWER_WEIGHTS = (
     "run again, with the weights after the update that the step was made beside, everything is finite: these weights, "
     "or the hardware, are the cause"
 )
-"""Of a schedule that does not flush, which has not kept the step's own weights."""
+"""Message for schedules without a flush, which do not keep the weights of the step."""
 
 
 @dataclass(frozen=True)

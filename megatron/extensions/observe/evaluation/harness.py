@@ -107,7 +107,7 @@ class ParallelLM(LM):
 
 
 SEED = 1234
-"""Of the examples before a document, as in the harness."""
+"""Seed for the choice of few-shot examples, as in the harness."""
 
 BOOTSTRAPS = 1000
 """Samples for the standard error of a metric that has no formula of it, such as a perplexity."""

@@ -42,7 +42,7 @@ class Score:
     """The model's result for a row."""
 
     log_likelihood: float
-    """Of the scored tokens, in nats."""
+    """Log-likelihood of the scored tokens, in nats."""
 
     is_greedy: bool
     """True if each of them is the most likely one."""

@@ -41,7 +41,7 @@ class Scorer:
 
     forward: Callable[[list[Batch]], list[Tensor]]
     lengths: tuple[int, ...]
-    """Of rows in a batch, ascending; the last one is the longest that a row may have."""
+    """Row lengths of batches, ascending. The last one is the longest length of a row."""
 
     budget: int
     """Tokens of a batch."""

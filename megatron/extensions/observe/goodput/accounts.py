@@ -37,7 +37,7 @@ Seconds = dict[str, float]
 
 @dataclass(frozen=True)
 class Earlier:
-    """What earlier starts of a run have spent."""
+    """Time that earlier starts of a run have spent."""
 
     began: float
     """Time of the first start, in seconds since 1970."""

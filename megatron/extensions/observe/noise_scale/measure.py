@@ -60,7 +60,7 @@ class Watched:
     param: nn.Parameter
     into: Parameters
     before: Callable[[], object] | None
-    """What is called after each contribution otherwise: it may reduce the gradient."""
+    """Hook that runs after each contribution outside of a measurement. It may reduce the gradient."""
 
     reports: int = 0
     """Contributions in this step."""

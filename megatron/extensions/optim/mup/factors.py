@@ -39,13 +39,13 @@ class Factors:
     """Factors of one parameter, relative to the same parameter of the base model."""
 
     std: float
-    """Of the standard deviation of initial values."""
+    """Factor of the standard deviation of initial values."""
 
     change: float
-    """Of the elements of an update."""
+    """Factor of the elements of an update."""
 
     gradient: float
-    """Of the elements of the gradient, as it comes out of the backward pass."""
+    """Factor of the elements of the gradient that the backward pass computes."""
 
     widths: Widths = Widths(1.0, 1.0)
 

@@ -69,7 +69,8 @@ class Muon(FusedTransform):
         return MuonKernel(options, plain_shards(shards), exchange)
 
     def flops(self, meta: ParamMeta) -> int:
-        """Those of the Newton-Schulz iterations, once for each matrix, whatever the layout and the batch."""
+        """Returns the FLOPs of the Newton-Schulz iterations of a parameter, once for each matrix, independent of
+        layout and batch."""
         boxes = linear_maps(meta, meta.fused is not None and splits_of(self.options)(meta.fused.name))
         return 2 * self.options.muon_num_ns_steps * sum(Matrix(meta, *box).cost for box in boxes)
 

@@ -36,9 +36,9 @@ COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
         (2.2737, -1.6447, 0.4162),
     ),
 }
-"""Of the first step, the second, and so on: "simple" by K. Jordan (Muon, 2024), also of Moonlight (arXiv 2502.16982);
-"quintic" by F. L. Cesista, optimized for five steps; "polar_express" of arXiv 2505.16932, algorithm 1, with its safety
-factor 1.01; "cans" of arXiv 2506.10935."""
+"""Coefficients of each step: "simple" by K. Jordan (Muon, 2024), also of Moonlight (arXiv 2502.16982); "quintic" by
+F. L. Cesista, optimized for five steps; "polar_express" of arXiv 2505.16932, algorithm 1, with its safety factor
+1.01; "cans" of arXiv 2506.10935."""
 
 CYCLES = ("simple", "quintic")
 """They repeat after their last step; the others repeat the last step."""

@@ -290,10 +290,10 @@ class Scalars(NamedTuple):
     lr: Tensor
     weight_decay: Tensor
     factor: Tensor
-    """Of the gradients."""
+    """Factor by which gradients are multiplied."""
 
     number: Tensor
-    """Of the update, from 1 on."""
+    """Number of the update, counted from 1."""
 
     skip: Tensor
     correction1: Tensor

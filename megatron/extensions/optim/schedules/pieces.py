@@ -18,7 +18,8 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "sqrt": lambda ratio: math.sqrt(1.0 - ratio),
     "1-sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
 }
-"""What is left of the way from a piece's first rate to its last at a share of its length. 1-sqrt: arXiv 2405.18392."""
+"""Share of a piece's length that has passed -> share of the change from its first rate to its last that remains.
+1-sqrt: arXiv 2405.18392."""
 
 SHAPES = ("warm-up", "hold", *DECAYS, "power")
 REST = "rest"

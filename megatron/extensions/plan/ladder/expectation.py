@@ -1,4 +1,4 @@
-"""What a run reads of a ladder's prediction: the curve of its validation loss, with a band. No torch."""
+"""Prediction of a ladder as a run reads it: the curve of the validation loss, with a band. No torch."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Law:
 
 
 def variables(point: Point, terms: int) -> tuple[float, ...]:
-    """What the terms of a law depend on: (C,) or (N, D)."""
+    """Returns the variables of a law's terms: (C,) or (N, D)."""
     return (point.compute,) if terms == 1 else (point.parameters, point.tokens)
 
 
@@ -87,7 +87,7 @@ class Form:
     """1: a term of the compute; 2: terms of parameters and of tokens."""
 
     exponents: tuple[float, ...] | None = None
-    """Those of a law that is known; None to fit them."""
+    """Known exponents of the law; None to fit them."""
 
     @property
     def coefficients(self) -> int:

@@ -1,4 +1,4 @@
-"""What the runs of a ladder have reached: validation losses from their metrics.jsonl. No torch."""
+"""Results of the runs of a ladder: validation losses from their metrics.jsonl. No torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Outcome:
 
     @property
     def loss(self) -> float | None:
-        """Of a finished run that has not diverged, the last validation loss."""
+        """Last validation loss of a finished run that has not diverged, else None."""
         return self.losses.get(self.evaluations)
 
     @property

@@ -157,7 +157,7 @@ def _other_rate(ladder: Ladder, best: Sequence[Outcome]) -> Iterator[str]:
 
 
 def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRate]) -> Iterator[str]:
-    """What the prediction does not know, a sentence each."""
+    """Yields one sentence for each uncertainty of the prediction."""
     points, law = final.points, final.law
     coefficients = final.form.coefficients
     if len(points) <= coefficients:

@@ -1,4 +1,4 @@
-"""What a run must share with the prediction of --expect."""
+"""Rules for runs that are compared with the prediction of --expect."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ MEASURED_LAYERS = 3
 
 
 class ActivationPlan(StageParts):
-    """What stages of one configuration hold of a micro-batch."""
+    """Planned activations of a micro-batch in the stages of one configuration."""
 
     def stage(self, stage: Stage) -> StageMemory:
         """The memory of one stage; peaks are to the byte where its layers are of one kind."""
@@ -81,10 +81,10 @@ class ActivationPlan(StageParts):
 
 @dataclass(frozen=True)
 class RankActivations:
-    """What each rank at one place of the pipeline holds at most of a step's activations."""
+    """Largest activation memory in a step of each rank at one pipeline position."""
 
     stages: tuple[StageMemory, ...]
-    """Of one micro-batch, by chunk."""
+    """Memory of one micro-batch in each chunk."""
 
     in_flight: tuple[int, ...]
     """Micro-batches whose activations are held at the peak, by chunk."""
@@ -93,8 +93,8 @@ class RankActivations:
     """Bytes kept at once between two actions."""
 
     working: int
-    """What the largest action takes beside: gradients and temporary tensors. Buffers of collectives are in it, what a
-    kernel takes and gives back is not."""
+    """Additional memory of the largest action for gradients and temporary tensors. It includes buffers of
+    collectives, but not memory that a kernel allocates and frees internally."""
 
     weight_copies: int = 0
     """Bytes of weights in fp8."""

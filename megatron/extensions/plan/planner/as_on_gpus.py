@@ -1,4 +1,5 @@
-"""What runs on GPUs, planned without one: chosen and allocated as there, on tensors without values.
+"""Planned execution on GPUs without a GPU: kernels are chosen and memory is allocated as there, on tensors without
+values.
 
 torch runs no backward on fake tensors of a GPU that is not there, so that plans for GPUs are made on tensors of another
 device.
@@ -137,7 +138,7 @@ class PlannedFlash:
         return _gradients_of(*qkv)
 
     def _launch(self, q: Tensor, v: Tensor, lengths: Lengths | None, window: Window, backward: bool) -> None:
-        """Of whole samples; `FakeKernel` tells those of tiles."""
+        """Record a launch on whole samples. `FakeKernel` records launches on tiles."""
         if lengths is not None:
             (rows, heads, width), longest = q.shape, lengths[2]
             seen = Span(window[0] + 1 or None).mean(longest)

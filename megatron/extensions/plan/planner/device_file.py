@@ -23,10 +23,10 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (64, 128), (1
 """Output tiles that GEMM kernels choose from."""
 
 ABOVE_0 = lambda value: value > 0, "{:g} must be above 0"
-"""Of entries that predictions divide by."""
+"""Check of entries by which predictions divide."""
 
 SHARE = lambda value: value <= 1, "{:g} must be a share, at most 1"
-"""Of entries that are a part of a whole: a number above 1 is a percentage."""
+"""Check of entries that are a share of a whole; a number above 1 would be a percentage."""
 
 Rate = Annotated[float, (ABOVE_0[0], "its TFLOP/s must be above 0")]
 Positive = Annotated[float, ABOVE_0]
@@ -71,14 +71,14 @@ class GatherSpeed:
 
     tflops: Positive
     read_tb_per_second: Positive
-    """Of rows, from the L2 cache."""
+    """Rate at which rows are read from the L2 cache."""
     add_tb_per_second: Positive
-    """Of fp32 numbers added in the L2 cache in any order."""
+    """Rate of atomic fp32 additions in the L2 cache."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What carries messages between ranks of one node (`node`), or a node's adapters to other nodes (`network`)."""
+    """Link between ranks of one node (`node`), or all adapters of a node to other nodes (`network`)."""
 
     gb_per_second: Positive
     """GB/s in one direction: of a rank within its node, of one adapter between nodes. What collectives of large
@@ -102,7 +102,7 @@ class DeviceFile:
     """As `torch.cuda.get_device_name` says it."""
 
     multiprocessors: PositiveInt
-    """Of a GPU; 1 for a CPU, whose rate depends on no waves of tiles."""
+    """Number of multiprocessors of a GPU. It is 1 for a CPU, whose rate does not depend on waves of tiles."""
 
     memory_gib: Positive
 
@@ -168,7 +168,8 @@ class DeviceFile:
     """Time of a step that depends on no shape: data, metrics, and the host between steps."""
 
     ranks_overhead_ms: float = 0.0
-    """What several ranks add to that: at the ends of a step all of them wait for the slowest one and its host."""
+    """Additional fixed time of a step with several ranks, which all wait at its end for the slowest rank and its
+    host."""
 
     host_gb_per_second: Positive = 25.0
     """Rate of copies between the device and its host's memory, for offloading."""
@@ -325,7 +326,8 @@ def _check_keys(place: str, node: Any) -> None:
 
 
 def _read(place: str, kind: Any, value: Any) -> Any:
-    """What YAML says as `kind`, a field's type. `place` says where it stands. Raises ValueError."""
+    """Returns a YAML value converted to `kind`, the type of a field. `place` names the entry in errors. Raises
+    ValueError."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return None if value is None else _read(place, parts[0], value)

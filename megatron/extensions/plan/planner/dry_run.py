@@ -127,7 +127,7 @@ def print_plan(
 
 
 def _chosen_chunks(config: RunConfig) -> Iterator[str]:
-    """What --loss-chunk-tokens auto chooses, if it is given."""
+    """Yields a line with the choice of --loss-chunk-tokens auto, if that is given."""
     if config.parallel.loss_chunk_tokens == AUTO:
         model = config.model
         tokens = chunk_size(AUTO, model.padded_vocab_size, model.num_layers, model.hidden_size)

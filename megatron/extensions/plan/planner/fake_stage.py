@@ -209,7 +209,7 @@ class FakeStages:
         return stage
 
     def record(self, part: Part) -> PassEvents:
-        """What one micro-batch does in a part, forward and back, and what it holds."""
+        """Records the events of one micro-batch in a part, forward and backward, and the memory that it holds."""
         stage = self.build(part)
         with self.casts.kept():
             first = found = self._recorded(stage)
@@ -301,7 +301,7 @@ def _layers_of(model: TransformerConfig, parallel: ModelParallelConfig) -> Itera
 
 @dataclass
 class PlannerCache:
-    """What was found out about parts of stages, for configurations whose layers do the same to share."""
+    """Cache of recordings of stage parts, shared by configurations whose layers compute the same."""
 
     kinds: dict[LayersKey, tuple[int, ...]] = field(default_factory=dict)
     """Model -> for each layer the first layer that is like it."""
@@ -337,7 +337,7 @@ class StageParts:
         self._of_kind = {kind: (each, cache.known.setdefault(in_a_layer(each), {})) for kind, each in same.items()}
 
     def units(self, stage: Stage) -> list[Unit]:
-        """Those of a stage."""
+        """Returns the units of a stage."""
         segments = recompute_segments(self.batch.model, len(stage.layers), self.batch.parallel.offloaded_layers)
         return [Unit(tuple(stage.layers[i] for i in each.layers), each.recompute, each.offload) for each in segments]
 
@@ -354,7 +354,7 @@ class StageParts:
         return tuple(self._alike[number] for number in unit.layers)
 
     def of(self, parts: Sequence[Part]) -> list[PassEvents]:
-        """What they do or hold. Those that are not known yet are run, all of a kind in one fake step."""
+        """Returns the recordings of parts. Parts that are not known yet are run, all of one kind in one fake step."""
         keys = [
             part._replace(units=tuple(unit._replace(layers=self.kinds(unit)) for unit in part.units)) for part in parts
         ]
@@ -438,7 +438,7 @@ def _recorded(batch: MicroBatch, parts: Sequence[Part]) -> list[PassEvents]:
 
 
 def planned(batch: MicroBatch, work: Callable[[bool], T]) -> T:
-    """What `work(meta)` finds out on the stages of `fake_stages`.
+    """Returns the result of `work(meta)` on the stages of `fake_stages`.
 
     Plans for GPUs are made on meta tensors, which run several times as fast as fake ones, and on fake ones where a part
     does not run on these: one that makes tensors on the host, or reads several numbers at once."""

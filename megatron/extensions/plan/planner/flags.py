@@ -76,7 +76,7 @@ class PlannedRun:
     """A run, as sections of its plan describe it."""
 
     config: RunConfig
-    """Of its longest phase."""
+    """Configuration of the run's longest phase."""
 
     world_size: int
 
@@ -93,7 +93,7 @@ class PlannedRun:
     """Bytes per second from a device to the memory of its host, with --device."""
 
     expected: Expected | None = None
-    """What failures cost it, with --failures-per-gpu-day."""
+    """Expected cost of failures, with --failures-per-gpu-day."""
 
 
 class Section(Protocol):

@@ -67,15 +67,15 @@ class BufferBytes:
     """Gradients and parameters that pass through host memory."""
 
     host_parameters: int = 0
-    """Of units that are kept in host memory."""
+    """Bytes of parameters of units that are kept in host memory."""
 
     host_gradients: int = 0
 
     disk: int = 0
-    """Of these, and of states of such units, what lies in files."""
+    """Bytes of these parameters, and of states of such units, that are in files."""
 
     rollback: int = 0
-    """What updates ahead of the norm keep."""
+    """Bytes that are kept to roll back an update made before the gradient norm is known."""
 
     @property
     def optimizer(self) -> int:

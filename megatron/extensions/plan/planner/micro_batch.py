@@ -12,7 +12,7 @@ from megatron.training.config.run_config import RunConfig
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank holds of one micro-batch."""
+    """Shape of the part of one micro-batch that a rank holds."""
 
     model: TransformerConfig
     parallel: ModelParallelConfig
@@ -34,7 +34,7 @@ class MicroBatch:
 
     @classmethod
     def of(cls, config: RunConfig) -> MicroBatch:
-        """Of a run."""
+        """Returns the micro-batch of a run."""
         device, samples = "cpu" if config.parallel.cpu else "cuda", config.training.micro_batch_size
         bf16_sums = config.optimizer.gradients_dtype == "bfloat16"
         own = config.restarts_positions, bf16_sums

@@ -115,7 +115,7 @@ def flags_of(change: Change) -> str:
 
 
 def planned_memory(config: RunConfig, world_size: int, pp_rank: int, cache: PlannerCache) -> RankMemory:
-    """What the ranks at `pp_rank` hold. `cache` keeps what has been measured for other changes."""
+    """Returns the planned memory of the ranks at `pp_rank`. `cache` keeps measurements that other changes share."""
     return memory_of_ranks(config, world_size, cache)[pp_rank]
 
 

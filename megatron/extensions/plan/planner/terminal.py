@@ -1,4 +1,4 @@
-"""What a command shows of its progress, and how Ctrl-C ends it. No torch."""
+"""Progress output of long commands, and their end by Ctrl-C. No torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def end_process() -> None:
 
 
 SECONDS_BETWEEN_LINES = 10.0
-"""Of progress, where standard error is no terminal."""
+"""Seconds between progress lines if standard error is not a terminal."""
 
 
 @contextmanager

@@ -34,8 +34,8 @@ LOGITS = "attention_logit_max"
 ENTROPY, LOAD = "router_entropy", "expert_load"
 
 LOOKED_UP, LOOKUPS = "looked_up_squares", "lookups"
-"""Of the vectors that tokens look up in each tensor-parallel rank's rows of the embedding: sums of squares, and how
-many. Their "layers" are the ranks."""
+"""Statistics of the embedding rows that tokens look up on each tensor-parallel rank: the sum of squares, and the
+number of lookups. Their "layers" are the ranks."""
 
 
 class ActivationTaps:

@@ -64,7 +64,7 @@ class LayerRecord:
     parameters: dict[str, dict[str, float]] = field(default_factory=dict)
     shards: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     facts: dict[str, Parameter] = field(default_factory=dict)
-    """Of the parameters; not logged."""
+    """Facts about the parameters, which are not logged."""
 
     def add_layer(self, statistic: str, number: int, value: float | list[float]) -> None:
         self.layers.setdefault(statistic, {})[number] = value
@@ -179,7 +179,7 @@ class GrowthRule(Generic[Member]):
 
 
 def _slope(values: deque[float]) -> float:
-    """Of the straight line with the least squares through values one record apart."""
+    """Returns the slope of the least-squares line through values that are one record apart."""
     middle = (len(values) - 1) / 2
     return sum((x - middle) * y for x, y in enumerate(values)) / sum((x - middle) ** 2 for x in range(len(values)))
 

@@ -21,7 +21,7 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.torch_private import foreach_norm, foreach_sub_
 
 QUANTITIES = ("weight_norm", "grad_norm", "update_norm")
-"""Of the weights after a step, of the gradient before it is clipped, and of the change of the weights."""
+"""Norms of the weights after a step, of the gradient before clipping, and of the change of the weights."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class LayerStatistics(Callback, Meter):
         self.num_experts = config.model.moe_choices
         self._measured: list[tuple[int, Tensor, Tensor]] = []
         self._iteration: int | None = None
-        """Of the current step, if it is measured."""
+        """Number of the current step if it is measured, else None."""
         self.found: list[LayerRecord] = []
         """The records of the last log interval."""
 

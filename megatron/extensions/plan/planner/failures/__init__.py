@@ -1,1 +1,1 @@
-"""What failures cost a run: expected goodput, the best interval of saves, and spare nodes."""
+"""Expected cost of failures: goodput, the best save interval, and spare nodes."""

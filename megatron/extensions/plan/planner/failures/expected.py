@@ -33,7 +33,7 @@ SECONDS_PER_DAY = 86400.0
 
 @dataclass(frozen=True)
 class AskedFailures:
-    """What --failures-per-gpu-day and the options beside it state; None for what they do not."""
+    """Values of --failures-per-gpu-day and the related options; None for options that are not given."""
 
     per_device_day: float
     restart_seconds: float | None = None
@@ -43,7 +43,7 @@ class AskedFailures:
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What a save costs, in seconds."""
+    """Cost of a save, in seconds."""
 
     blocking: float
     """During which the run does not train: delta."""

@@ -73,7 +73,7 @@ def rehearse(asked: Prepared, ranks: str, device_memory: float | None) -> int:
 
 
 def _spent() -> str:
-    """What the processes have taken."""
+    """Returns the time and memory that all processes have used, as text."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(each.ru_utime + each.ru_stime for each in used)
     largest = max(each.ru_maxrss for each in used) // 2**10
@@ -145,10 +145,10 @@ SITES_SHOWN = 4
 
 @dataclass(frozen=True)
 class Report:
-    """What a rehearsal has found."""
+    """Result of a rehearsal."""
 
     config: RunConfig
-    """Of the run."""
+    """Configuration of the rehearsed run."""
 
     rehearsal: Rehearsal
     records: Sequence[RankRecord]
@@ -163,7 +163,7 @@ class Report:
     """Everything that a run would fail of."""
 
     def lines(self) -> Iterator[str]:
-        """What was rehearsed, memory by rank, and traffic by axis."""
+        """Yields the lines of the report: the rehearsed ranks, memory by rank, and traffic by axis."""
         records = self.records
         rehearsed = self.rehearsal.rehearsed
         microbatches = self.rehearsal.microbatches

@@ -182,14 +182,14 @@ def without_inputs(parts: Parts) -> Parts:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What is rehearsed."""
+    """Arguments of a rehearsal."""
 
     config: RunConfig
     """With as many micro-batches as are rehearsed, and mock data."""
 
     world_size: int
     microbatches: int
-    """Of the step of the real run."""
+    """Number of micro-batches in a step of the real run."""
 
     rehearsed: int
     """Micro-batches that are rehearsed."""
@@ -255,7 +255,7 @@ def enough_microbatches(config: RunConfig, microbatches: int) -> int:
 
 
 class _Phases:
-    """What the rank is doing."""
+    """Current phase of the rank."""
 
     def __init__(self) -> None:
         self.name = "start"

@@ -1,4 +1,4 @@
-"""What rehearsed ranks did, and where they differ: collectives, and what they write of a checkpoint. No torch.
+"""Comparison of rehearsed ranks: their collectives, and the parts of a checkpoint that they write. No torch.
 
 The collectives of one group must be the same, in one order. A message needs its receive at the other end, of the same
 size, and messages of two ranks over one group must be sent and received in one order, as NCCL ignores tags. The boxes
@@ -61,7 +61,7 @@ class Collective(NamedTuple):
     """File and line of the caller, outside of torch and of wrappers of collectives."""
 
     phase: str = ""
-    """What the rank was doing, such as "F of stage 3, micro-batch 0"."""
+    """Phase of the rank at that time, such as "F of stage 3, micro-batch 0"."""
 
     microbatch: int = -1
     """Number of the micro-batch; -1 outside of forward and backward passes."""
@@ -71,7 +71,7 @@ class Collective(NamedTuple):
 
     @property
     def agreed(self) -> tuple[object, ...]:
-        """What all ranks of the group must have in common."""
+        """Properties on which all ranks of the group must agree."""
         if self.op in ("gather", "scatter"):  # the root has the whole
             return self.op, self.dtype, min(self.sent or self.received, self.received or self.sent), self.peer
         sizes = () if self.op == "all_to_all" else (self.sent, self.received)
@@ -120,7 +120,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a rank's rehearsal."""
+    """Failure that ended the rehearsal of a rank."""
 
     kind: str
     """Class of the exception."""
@@ -136,7 +136,7 @@ class Failure:
 
 @dataclass
 class RankRecord:
-    """What one rank did."""
+    """Record of one rank's rehearsal."""
 
     rank: int
     coords: dict[str, int]
@@ -153,7 +153,7 @@ class RankRecord:
     """Bytes of the host's buffers for what is offloaded."""
 
     boxes: list[Box] = field(default_factory=list)
-    """What it writes of a checkpoint."""
+    """Boxes of a checkpoint that the rank writes."""
 
     failure: Failure | None = None
     seconds: float = 0.0

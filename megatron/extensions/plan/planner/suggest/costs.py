@@ -136,7 +136,7 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _ideal(self, cp: int, recompute: str, split: bool) -> float:
-        """Of one sample on one of `cp` ranks; 0 where that layout is illegal."""
+        """Returns the ideal seconds of one sample on one of `cp` ranks, or 0 if that layout is illegal."""
         families = [Family(1, cp, 1, 1, samples, recompute, split) for samples in (1, 2)]
         if cp > 1 and not self._possible(families[0], cp):
             return 0.0
@@ -174,7 +174,8 @@ class LayoutCosts:
         return replace(config, parallel=replace(config.parallel, pipeline_schedule=schedule))
 
     def times(self, family: Family) -> list[StageTimes]:
-        """Of the embedding, each layer and the head. Raises ValueError as `predict_step`."""
+        """Returns the times of the embedding, each layer and the output layer. Raises ValueError as `predict_step`
+        does."""
         if family not in self._times:
             config = self._probe(family)
             step = Step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache)
@@ -213,7 +214,8 @@ class LayoutCosts:
         ]
 
     def _replicas(self, layout: Layout) -> Step:
-        """What the replicas of a layout exchange; schedules and micro-batches change none of it."""
+        """Returns the communication among replicas of a layout, which does not depend on the schedule or the
+        micro-batch."""
         family, pipeline = Family(*layout.family[:4]), Pipeline(ranks=layout.pipeline.ranks)
         return self._step(Layout(family, pipeline, layout.dp, Saving(layout.saving.sharding)))
 
@@ -228,7 +230,7 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def stages(self, pipeline: Pipeline) -> list[Stage]:
-        """What the stages of a layout hold."""
+        """Returns the contents of the stages of a layout."""
         return pipeline_stages(self.run.own.model, self.run.with_layout(Layout(pipeline=pipeline)).parallel)
 
     def memory_bound(self, layout: Layout) -> int:
@@ -291,7 +293,7 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _slope(self, family: Family, stage: Stage) -> StageMemory:
-        """What a further sample of a micro-batch holds."""
+        """Returns the memory that each additional sample of a micro-batch takes."""
         first, second = (
             ActivationPlan(MicroBatch.of(self._probe(family._replace(micro_batch=samples))), self.cache).stage(stage)
             for samples in (1, 2)
@@ -320,7 +322,7 @@ MEASURED = ("kept", "for_weights", "forward", "backward", "weight", "weight_copi
 
 
 def _state_bytes(meta: ParamMeta, shards: int, config: RunConfig) -> int:
-    """Of a matrix of `ELEMENTS` elements for each of `shards` ranks."""
+    """Returns the bytes of states of a matrix with `ELEMENTS` elements for each of `shards` ranks."""
     optimizer = config.optimizer
     ddp = config.ddp
     parallel = config.parallel

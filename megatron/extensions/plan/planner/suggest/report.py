@@ -148,7 +148,7 @@ def found_record(each: Found, run: SearchedRun, limit: int) -> dict[str, object]
 
 
 def nearest_lines(nearest: Found | None, run: SearchedRun, limit: int) -> Iterator[str]:
-    """What is said where no layout fits."""
+    """Yields the report's lines if no layout fits."""
     yield f"no layout fits {gib(limit)} GiB"
     if nearest is None:
         yield "no layout is legal for this model, batch and number of ranks"
@@ -169,7 +169,7 @@ def _remedy(most: RankMemory, ranks: int) -> str:
 
 
 def early_lines(effort: Effort, found: Sequence[Found]) -> Iterator[str]:
-    """What is not known after a search that left layouts out."""
+    """Yields lines about the layouts that a search has not evaluated."""
     if effort.bound is not None and (not found or effort.bound < found[-1].step.seconds):
         why = "interrupted" if effort.interrupted else "ended early"
         yield (
@@ -179,7 +179,7 @@ def early_lines(effort: Effort, found: Sequence[Found]) -> Iterator[str]:
 
 
 def effort_line(effort: Effort, run: SearchedRun) -> str:
-    """What was searched."""
+    """Returns the line about the extent of a search."""
     space = run.space
     return (
         f"searched: TP up to {max(space.tp_sizes)}, with sequence parallelism, PP, VP up to {CHUNKS[-1]}, CP of "

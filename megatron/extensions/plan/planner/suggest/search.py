@@ -99,7 +99,7 @@ Item = Family | Layout | Found
 
 @dataclass
 class Effort:
-    """What a search took."""
+    """Effort of a search."""
 
     families: int = 0
     traced: int = 0
@@ -112,7 +112,7 @@ class Effort:
     measured: int = 0
 
     beyond_host: int = 0
-    """Of those measured, what they offload does not fit the host's memory."""
+    """Number of measured layouts whose offloaded data do not fit the host's memory."""
 
     bound: float | None = None
     """Where layouts were left out: a lower bound on the step time of each of them."""

@@ -20,13 +20,13 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 
 RECOMPUTATION = ("none", "selective", "full")
-"""What layers compute again in the backward, from the least to the most."""
+"""Kinds of recomputation, ordered by the amount that is recomputed."""
 
 SHARDING = ("optim", "optim_grads", "optim_grads_params")
-"""What data-parallel ranks shard: ZeRO-1 to ZeRO-3. Each takes less memory than the one before, and no less time."""
+"""Sharding strategies, ZeRO-1 to ZeRO-3. Each takes less memory than the previous one, and at least as much time."""
 
 OFFLOADING = ("none", "states", "activations")
-"""What waits in host memory: nothing, optimizer states, or the activations of all layers of a stage but one."""
+"""Kinds of offloading: nothing, optimizer states, or the activations of all layers of a stage except one."""
 
 CHUNKS = (2, 3, 4, 5, 6, 8, 12, 16)
 """Stages of a rank in schedules that take any number."""
@@ -64,8 +64,8 @@ class Saving(NamedTuple):
     offload: str = OFFLOADING[0]
 
     def next(self, replicas: int) -> Iterator[Saving]:
-        """What saves one step more. Each takes at least as long, so that it is worth a look only where this one does
-        not fit."""
+        """Yields the settings that save one step more memory. Each takes at least as long, so it is worth evaluating
+        only if this one does not fit."""
         place = SHARDING.index(self.sharding) + 1
         if replicas > 1 and place < len(SHARDING):
             yield Saving(SHARDING[place], self.offload)
@@ -108,7 +108,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched for one model on one cluster."""
+    """Search space of one model on one cluster."""
 
     world_size: int
     num_layers: int
@@ -122,10 +122,10 @@ class Space:
     recompute: tuple[str, ...] = RECOMPUTATION
     most_tp: int = 8
     most_samples: int = 8
-    """Of a micro-batch."""
+    """Largest number of samples in a micro-batch."""
 
     fewest_tokens: int = 512
-    """Of a context-parallel rank."""
+    """Smallest number of tokens on a context-parallel rank."""
 
     @property
     def tp_sizes(self) -> list[int]:
@@ -220,8 +220,8 @@ class SearchedRun:
         )
 
     def unavoidable(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Those of `problems` that the shortest and the longest pipeline of every family have in the same words: what
-        no layout changes."""
+        """Returns those of `problems` that the shortest and the longest pipeline of every family have in the same
+        words, so that no layout avoids them."""
         left = list(problems)
         for family in self.space.families():
             if not left:

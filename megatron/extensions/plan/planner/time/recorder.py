@@ -108,7 +108,7 @@ class Recorder(LiveMemory):
         """Storages that the region which runs just now has written, made ones too."""
 
         self._moves: dict[tuple[Callable[..., object], int], Move] = {}
-        """Of compiled regions, by the bytes of their inputs."""
+        """Memory traffic of compiled regions, by the bytes of their inputs."""
 
         self._nodes = set[int]()
         """Numbers of autograd's nodes that compiled regions have made: the backward of each is one kernel."""
@@ -340,7 +340,7 @@ def _sizes(event: Event) -> tuple[object, ...]:
 
 
 def done(func: OpOverload, args: Sequence[object], work: dist.Work) -> object:
-    """What an operator of c10d returns: its first argument where it has such a result, and `work`."""
+    """Returns the result of a c10d operator: its first argument if the operator returns tensors, and `work`."""
     results = len(schema_of(func).returns)
     return None if results == 0 else work.boxed() if results == 1 else (args[0], work.boxed())
 

@@ -44,7 +44,8 @@ SUBJECTS = (
     *("matmul", "attention", "element_wise", "tp_communication", "cp_communication", "ep_communication", "launch"),
     *("offload", "pipeline_bubble", "pipeline_messages", "grad_reduce", "param_gather", "optimizer", "overhead"),
 )
-"""What a step's time is spent on. Communication is what is exposed of it, and by what it slows kernels beside it."""
+"""Categories of a step's time. Communication counts its exposed time, and the time by which it slows concurrent
+kernels."""
 
 AXES = ("tp", "cp", "ep", "expt_tp")
 
@@ -55,13 +56,14 @@ class StepTime:
 
     seconds: float
     tokens_per_second: float
-    """Of all ranks."""
+    """Tokens per second of all ranks together."""
 
     tflops: float
     """Causal model FLOPs per second of a device, in 1e12; recomputation is not counted."""
 
     mfu: float | None
-    """Of the device's peak in the precision of the linear layers; None if the device file does not name that."""
+    """MFU relative to the device's peak in the precision of the linear layers; None if the device file does not
+    state that peak."""
 
     parts: dict[str, float]
     bubble: float
@@ -107,7 +109,7 @@ def predict_step(
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of one micro-batch on one stage."""
+    """Times of one micro-batch on one stage."""
 
     forward: Times
     backward: Times
@@ -157,8 +159,9 @@ class Step:
         self.microbatches = max(1, samples // (config.training.micro_batch_size * self.dims.dp))
 
     def part_times(self) -> list[StageTimes]:
-        """What `predict` adds up to stages: a micro-batch in the embedding, in each layer, and in the head. Layouts
-        whose layers do the same have equal times, wherever their stages lie."""
+        """Returns the times of a micro-batch in the embedding, in each layer and in the output layer, which
+        `predict` adds up to stages. Layouts whose layers compute the same have equal times, wherever their stages
+        begin."""
         (parts,) = self.cache.parts_of(self.batch, [whole_model(self.config.model)])
         return [self._stage([part]) for part in parts]
 
@@ -214,8 +217,8 @@ class Step:
         )
 
     def _peak_tflops(self) -> float | None:
-        """Of the linear layers' precision, if the device file has it. An fp8 step beside no peak of fp8 is one of 16
-        bits, whose rate products have then."""
+        """Returns the device's peak in the precision of the linear layers, or None if the device file does not state
+        it. Without a peak for fp8, an fp8 step is predicted at the rate of 16 bits, and so is its peak."""
         peaks, parallel = self.device.peak_tflops, self.config.parallel
         name = linear_format(parallel)
         if name is not None and name in peaks:
@@ -224,7 +227,7 @@ class Step:
         return peaks.get(wide.get(parallel.params_dtype, "bf16"))
 
     def _times(self, events: Sequence[Event]) -> Times:
-        """Of a list of events; those of equal layers are one list."""
+        """Returns the times of a list of events. Equal layers share one list."""
         if id(events) not in self._known_times:
             self._known_times[id(events)] = self.replay.run(events)
         return self._known_times[id(events)]
@@ -349,8 +352,8 @@ class Step:
         return 1e-3 * fixed + 3 * self.network.seconds("all_reduce", 8, world)
 
     def _behind(self, times: Sequence[float], compute: float) -> float:
-        """What is exposed of collectives that follow each other, the operands of each ready after an equal share of the
-        computation; what is hidden slows the computation."""
+        """Returns the exposed time of consecutive collectives, the operands of each ready after an equal share of
+        the computation. The hidden time slows the computation."""
         clock = 0.0
         for number, time in enumerate(times, 1):
             clock = max(clock, compute * number / len(times)) + time
