@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from megatron.core.pipeline_parallel.layout import Stage
 from megatron.extensions.plan.planner.fake_stage import PlannerCache
 from megatron.extensions.plan.planner.micro_batch import MicroBatch
-from megatron.extensions.plan.planner.time.events import Attention, Event, Move, PassEvents, Product
+from megatron.extensions.plan.planner.time.events import Attention, Collective, Event, Move, PassEvents, Product, Wait
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,27 @@ class Program:
     adds_apart: bool = False
     """A weight gradient is written in 16 bits, and another kernel adds it to the fp32 sum."""
 
+    waits_at_once: bool = False
+    """No collective over tensor-parallel ranks runs beside a product."""
+
     loss_in_passes: bool = False
     """The loss over a vocabulary in parts makes an fp32 copy of the logits and passes over it."""
 
     def events(self, events: Iterable[Event]) -> Iterator[Event]:
         """The events of a pass."""
+        waited = set[int]()
         for event in events:
+            if isinstance(event, Wait) and event.number in waited:
+                continue
             if self.keeps_scores and isinstance(event, Attention):
                 yield from attention_with_scores(event)
             elif self.adds_apart and isinstance(event, Product) and event.sums:
                 gradient = 2 * event.batches * event.m * event.n
                 yield replace(event, sums=0, moved=event.moved + gradient)
                 yield Move(event.sums + gradient)
+            elif self.waits_at_once and isinstance(event, Collective) and event.axis == "tp":
+                waited.add(event.number)
+                yield from (event, Wait(event.number))
             else:
                 yield event
 

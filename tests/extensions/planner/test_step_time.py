@@ -250,6 +250,9 @@ def test_programs_that_keep_scores_and_add_apart() -> None:
     written, added = Program(adds_apart=True).events([gradient])
     assert (written, added) == (replace(gradient, sums=0, moved=48 + 64), Move(2 * 4 * 32 + 64))
     assert list(Program().events([gradient, kernel])) == [gradient, kernel]
+    reduced, own = Collective("all_reduce", 8, "tp", 1), [Collective("all_gather", 8, "cp", 2), Wait(2)]
+    given = [reduced, kernel, Wait(1), *own]
+    assert list(Program(waits_at_once=True).events(given)) == [reduced, Wait(1), kernel, *own]
     head = PassEvents((Product("bf16", 16, 32, 8),), (Move(1),))
     passes = Program(loss_in_passes=True).passes(head, True)
     assert sum(event.moved for event in passes.forward + passes.backward) == 1 + 16 * 32 * (52 - 6)
