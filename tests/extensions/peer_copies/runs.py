@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from megatron.core.parallel_state import Axis
 from megatron.extensions.operate.peer_copies.client import HOST, folder_of
 from megatron.extensions.operate.peer_copies.copies import Copies
 from megatron.extensions.operate.peer_copies.hooks import PeerCopies
-from megatron.training import training
+from megatron.training import tasks, training
 from megatron.training.checkpoints.loading import choose_checkpoint
 from megatron.training.reliability.launch import START
 from megatron.training.run import TrainingRun
@@ -64,9 +65,9 @@ def await_copies(run: TrainingRun) -> None:
 
 
 def faulty_main(faults: Sequence[Planned], breaks: Callable[[str], None]) -> Callable[[list[str]], int]:
-    """`pretrain_gpt.main` in which faults strike. Kinds: error, kill, stop; copied
-    (killed once the copies of the last step are complete); copy (killed while its copies are sent);
-    agreed (killed once its own copies are stored); end (killed before the last save, with its copies complete); start
+    """`pretrain_gpt.main` in which faults strike. Kinds: error, kill, stop; copied (killed once the copies of the last
+    step are complete); copy (killed while its copies are sent); agreed (killed once its own copies are stored); save
+    (killed in a save, after so many steps or more); end (killed before the last save, with its copies complete); start
     (killed while it resumes); "workers 2 3" (these processes of the launcher are killed); "host 1" (all of that host,
     and its memory is gone). "start workers 2": these, while its rank resumes."""
 
@@ -100,7 +101,15 @@ def faulty_main(faults: Sequence[Planned], breaks: Callable[[str], None]) -> Cal
                 breaks("kill")
             whole_end(run)
 
+        whole_save = tasks.save
+
+        def save(run: TrainingRun) -> None:
+            if any(fault.now and fault.kind == "save" and fault.step <= run.progress.iteration for fault in mine):
+                threading.Timer(0.02, breaks, ["kill"]).start()
+            whole_save(run)
+
         training.train_step, training.finish = step, finish
+        training.save = tasks.save = save
         dies("_send", "copy")
         dies("_agree", "agreed")
         built = training.build_run

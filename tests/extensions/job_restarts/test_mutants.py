@@ -1,0 +1,54 @@
+"""Guarantees of starts in the job are broken on purpose, and a test must fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.extensions.job_restarts import test_parents, test_roster
+from tests.parity.matrix.combination import Combination
+from tests.parity.mutants import Mutant, planted
+
+MUTANTS: dict[str, tuple[str, str, str, Callable[[], object]]] = {
+    "a parent that is gone gets a rank": (
+        "roster.spares_of",
+        "set(living) - set(roster)",
+        "set(range(12)) - set(roster)",
+        test_roster.test_living_workers_keep_their_ranks_and_no_worker_has_two,
+    ),
+    "ranks of parents that live move": (
+        "roster.replaced",
+        "tuple(found)",
+        "tuple(sorted(found))",
+        test_roster.test_living_workers_keep_their_ranks_and_no_worker_has_two,
+    ),
+    "ranks of a host are spread over hosts": (
+        "roster._best_host",
+        "return min(suits, key=lambda host: len(free[host]))",
+        "return max(free, key=lambda host: (bool(free[host]), host))",
+        lambda: test_roster.test_ranks_of_a_host_stay_together({2, 3}, (0, 1, 6, 7)),
+    ),
+    "each parent decides for itself": (
+        "parents.Parents._propose",
+        'self.store.compare_set(f"start/{number}", "", start.to_json())',
+        'self.store.set(f"start/{number}", start.to_json())',
+        test_parents.test_what_one_has_decided_holds_for_all,
+    ),
+    "parents that are gone are waited for": (
+        "parents.Parents._is_gone",
+        "return not peer.state()",
+        "return False",
+        test_parents.test_who_does_not_come_because_it_is_gone_is_left_out,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, old, new, check = MUTANTS[name]
+    monkeypatch.setattr(test_parents.parents, "ROLL", 4.0)
+    check()
+    mutant = Mutant({f"extensions.operate.job_restarts.{place}": [(old, new)]}, Combination.of())
+    with planted(mutant), pytest.raises((AssertionError, ExceptionGroup, KeyError, IndexError)):
+        check()

@@ -1,0 +1,90 @@
+"""The parents of all ranks agree on one start, and know who is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from dataclasses import asdict
+
+import pytest
+import torch.distributed as dist
+
+from megatron.extensions.operate.job_restarts import parents
+from megatron.extensions.operate.job_restarts.parents import Parents, Start
+from megatron.training.reliability.rank_store import Peer
+
+BEFORE = Start((0, 1), (0, 1, 2))
+
+
+def parents_of(*peers: Peer) -> list[Parents]:
+    """Parents with one store, each with the process that it says it is."""
+    store = dist.HashStore()
+    for worker, peer in enumerate(peers):
+        store.set(f"parent/{worker}", json.dumps([f"host{worker}", asdict(peer)]))
+    return [Parents(store, worker, len(peers)) for worker in range(len(peers))]
+
+
+def test_what_one_has_decided_holds_for_all() -> None:
+    first, second, _ = parents_of(*[Peer.here()] * 3)
+    second.store.set("here/1/2", "1")
+    second.store.set("here/1/1", "1")
+    made = first.gather(1, BEFORE, lambda came, hosts: Start((0, 1), tuple(came), "first", ("why",)))
+    assert made == Start((0, 1), (0, 1, 2), "first", ("why",))
+    second._propose(1, Start((1, 0), (0, 1, 2), "second"))  # late: it had not seen the decision
+    assert second.gather(1, BEFORE, lambda came, hosts: Start((), ())) == made
+
+
+def test_only_one_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = parents_of(Peer.here(), Peer.here())
+    assert first._decides(1)
+    assert not second._decides(1)
+    monkeypatch.setattr(parents, "DECIDES", -1.0)
+    assert second._decides(1)
+
+
+def test_who_does_not_come_because_it_is_gone_is_left_out() -> None:
+    ended = subprocess.Popen(["sleep", "60"])
+    gone = Peer(Peer.here().host, ended.pid, Peer.here().namespace, "of another time")
+    there, _, silent = parents_of(Peer.here(), gone, Peer("elsewhere", os.getpid(), "another", "0"))
+    silent.store.set("here/1/2", "1")
+    ended.kill()
+    ended.wait()
+    came, began = list[int](), time.monotonic()
+
+    def decide(workers: object, hosts: dict[int, str]) -> Start:
+        came.extend(sorted(hosts))
+        return Start((0, 2), tuple(workers))  # type: ignore[call-overload]
+
+    assert there.gather(1, BEFORE, decide).living == (0, 2)
+    assert came == [0, 1, 2]
+    assert time.monotonic() - began < parents.ROLL / 2
+
+
+def test_a_silent_parent_elsewhere_is_gone_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parents, "SILENT", 0.2)
+    there, other = parents_of(Peer.here(), Peer("elsewhere", os.getpid(), "another", "0"))
+    silence = dict[int, tuple[int, float]]()
+    other.beat()
+    assert not there._is_gone(1, silence)
+    other.beat()
+    assert not there._is_gone(1, silence)
+    monkeypatch.setattr(parents.time, "monotonic", lambda clock=parents.time.monotonic: clock() + 1.0)
+    assert there._is_gone(1, silence)
+
+
+def test_a_run_that_has_ended_starts_no_more() -> None:
+    there, other = parents_of(Peer.here(), Peer.here())
+    other.leave(75, (1,))
+    assert there.over() == 75
+    assert there.gather(1, BEFORE, lambda came, hosts: BEFORE).ends == "a rank has ended for good"
+
+
+def test_what_hosts_without_ranks_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parents, "OFFERS", 0.2)
+    there, other, _ = parents_of(*[Peer.here()] * 3)
+    other.offer(4, "copies")
+    assert there.offers(4, [1]) == ["copies"]
+    assert there.offers(4, [1, 2]) == ["copies"]
+    assert there.offers(4, []) == []
