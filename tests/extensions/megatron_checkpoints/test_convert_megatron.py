@@ -33,14 +33,14 @@ from tests.pure.test_pickle_calls import LARGE, older
 RUNS = {
     **dict.fromkeys(("dense", "moe"), "--pp 2"),
     **dict.fromkeys(("legacy_interleaved", "legacy_moe"), "--tp 2 --sequence-parallel --lr-decay-iters 13"),
-    "deepseek": "--tp 2 --sequence-parallel",
+    **dict.fromkeys(("deepseek", "hybrid"), "--tp 2 --sequence-parallel"),
 }
 """Checkpoint -> another layout of a run that continues. The legacy ones have a file for each rank: TP 2, PP 2 with two
 chunks each, GPT-2 with tied embeddings, the plain optimizer; and TP 2, stages of two layers and of one, EP 2, experts
 in two of three layers, distrib_optim.pt."""
 
 
-@pytest.fixture(params=["dense", "moe", "deepseek"])
+@pytest.fixture(params=["dense", "moe", "deepseek", "hybrid"])
 def theirs(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return unpack(request.param, tmp_path)
 
@@ -202,7 +202,8 @@ CASES: dict[str, Callable[[Path], object]] = {
     "has shape [2, 24, 8], not [2, 40, 8]": lie("ffn_hidden_size", 20),
     "decoder.layers.0.mlp.router.weight is missing": lie("num_experts", 4),
     "muP": lie("use_mup", True),
-    "position_embedding_type yarn": lie("position_embedding_type", "yarn"),
+    "position_embedding_type mrope": lie("position_embedding_type", "mrope"),
+    "hybrid_layer_pattern MW: layers W": lie("hybrid_layer_pattern", "MW"),
     "its argument hidden_size is a Tensor": lie("hidden_size", torch.zeros(1)),
 }
 

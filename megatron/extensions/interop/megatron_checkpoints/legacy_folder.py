@@ -23,11 +23,11 @@ from megatron.extensions.interop.megatron_checkpoints.common_state import args_o
 from megatron.extensions.interop.megatron_checkpoints.legacy_states import FROZEN, Held, states_of
 from megatron.extensions.interop.megatron_checkpoints.megatron_names import (
     LAYERS,
+    Names,
     Way,
     current_name,
     find_ways,
     is_skipped,
-    names_inside,
     their_shape,
 )
 
@@ -167,6 +167,7 @@ class LegacyTensors:
         found = [name for name in states if name in present]
         self.metas = {meta.name: meta for meta in stage_metas(model)} | {name: states[name] for name in found}
         used = {*found, "output_layer.weight"} if model.tied_embeddings else found
+        self.names = Names(self.metas.values(), hybrid=model.stated_layers is not None)
         self.ways = find_ways(self.metas, self._ways, present, self._misfits, used)
         self.buffers = found
         return found
@@ -206,8 +207,8 @@ class LegacyTensors:
         _, _, box = next(self._boxes(meta))
         shape = their_shape(replace(meta, global_shape=box))
         if not meta.expert:
-            for name in names_inside(meta.name):
-                yield Way((name,), shape)
+            for name in self.names.inside(meta):
+                yield Way((name,), shape, kinds=tuple(self.names.kinds(meta).values()))
             return
         experts, (front, linear) = range(box[0]), meta.name.rsplit("experts.", 1)
         yield Way(tuple(f"{front}experts.local_experts.{expert}.{linear}" for expert in experts), shape[1:])
@@ -232,7 +233,7 @@ class LegacyTensors:
             assert tensors is not None, (name, kind, rank)
             tensors = [self._current_order(name, meta, tensor) for tensor in tensors]
             if shape == meta.global_shape and len(tensors) == 1 and not way.transposed:
-                return tensors[0].reshape(shape)
+                return way.whole(tensors, shape)
             if whole is None:
                 whole = torch.empty(meta.global_shape, dtype=tensors[0].dtype)
             box = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
@@ -309,7 +310,7 @@ def _copy(way: Way, tensors: Sequence[Tensor], box: Tensor) -> None:
     if way.transposed:
         box.copy_(tensors[0].reshape(box.shape[0], box.shape[-1], *box.shape[1:-1]).movedim(1, -1))
     elif len(tensors) == 1:
-        box.copy_(tensors[0].reshape(box.shape))
+        box.copy_(way.whole(tensors, tuple(box.shape)))
     else:
         for part, tensor in zip(box, tensors, strict=True):
             part.copy_(tensor.reshape(part.shape))

@@ -25,16 +25,11 @@ WITHOUT_EQUAL = {
     "heterogeneous_layers_config_path": "layers of different shapes",
     "heterogeneous_layers_config_encoded_json": "layers of different shapes",
     "add_bias_linear_fc": "biases in some layers",
-    "hybrid_override_pattern": "state-space layers",
-    "is_hybrid_model": "state-space layers",
     "use_mup": "muP",
-    "attention_output_gate": "gates of attention's output",
-    "moe_latent_size": "latent experts",
     "head_wise_attn_gate": "gates of attention's heads",
     "scale_embeddings": "scaled embeddings",
     "fp32_residual_connection": "an fp32 residual stream",
     "apply_query_key_layer_scaling": "query-key layer scaling",
-    "experimental_attention_variant": "an experimental attention",
     "enable_hyper_connections": "hyper-connections",
     "enable_mhc_connections": "hyper-connections",
     "moe_n_hash_layers": "routing by hashes of tokens",
@@ -52,12 +47,23 @@ LACKING = (
     *("embedding_multiplier", "residual_multiplier", "logits_scaling", "scale_word_embeddings", "value_channels"),
     *("attention_value_scale", "final_logit_softcapping", "attn_logit_softcapping", "window_rotary_base"),
     *("window_rotary_percent", "window_softmax_type", "window_num_attention_heads", "window_num_query_groups"),
-    *("mla_scale_latents", "latent_norm_epsilon", "mtp_layer_kind"),
+    *("mla_scale_latents", "latent_norm_epsilon", "mtp_layer_kind", "linear_allow_neg_eigval"),
+    *("linear_num_householder", "linear_norm_epsilon", "linear_norm_placement", "mamba_conv_kernel_dim"),
+    *("mamba_min_step_size", "mamba_norm", "mamba_norm_before_gate", "mamba_multipliers"),
 )
 """Fields of the model which Megatron-LM has not: with another value than the default it cannot be expressed."""
 
 ATTENTION = ("self_attention", "multi_latent_attention")
 POSITIONS = ("learned_absolute", "rope", "none")
+MIXERS = ("gated_delta_net", "dsa", "mamba2")
+HYBRID_LETTERS = frozenset("M*-EG")
+"""Letters of the layers of a HybridModel that are converted."""
+
+YARN = (
+    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
+    *("mscale_all_dim", "correction_range_round_to_int"),
+)
+"""Arguments of YaRN of a GPTModel without latent attention, behind `yarn_`."""
 
 
 def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
@@ -67,6 +73,20 @@ def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
     them and ours does not, so that a run continues exactly only if they are tokens.
     """
     problems = [f"{name} {args[name]}: {what}" for name, what in WITHOUT_EQUAL.items() if args.get(name)]
+    args = _translated(args)
+    pattern = args.get("hybrid_layer_pattern")
+    if args.get("is_hybrid_model") and not pattern:
+        problems.append("is_hybrid_model without hybrid_layer_pattern: layers by ratios")
+    if pattern and (unknown := set(str(pattern)) - HYBRID_LETTERS):
+        problems.append(f"hybrid_layer_pattern {pattern}: layers {' '.join(sorted(unknown))}")
+    if (variant := args.get("experimental_attention_variant")) not in (None, *MIXERS):
+        problems.append(f"experimental_attention_variant {variant}")
+    if variant == "dsa" and (args.get("dsa_indexer_rope_interleaved") is not False):
+        problems.append("experimental_attention_variant dsa without dsa_indexer_rope_interleaved False")
+    if args.get("apply_layernorm_1p") and (variant == "gated_delta_net" or "G" in str(pattern)):
+        problems.append("apply_layernorm_1p True: norms of gated delta nets around 1")
+    if "M" in str(pattern) and args.get("norm_epsilon", 1e-5) != 1e-5:
+        problems.append("norm_epsilon: norms of Mamba-2 with 1e-5, and others with another value")
     positions = args.get("position_embedding_type", "learned_absolute")
     if positions not in POSITIONS:
         problems.append(f"position_embedding_type {positions}")
@@ -94,6 +114,34 @@ def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
         raise ValueError(f"its arguments cannot be read: {error}") from None
 
 
+def _translated(args: Mapping[str, object]) -> dict[str, object]:
+    """Arguments with YaRN, patterns of layers and gated delta nets as they are called here."""
+    found = dict(args)
+    if found.get("position_embedding_type") == "yarn":
+        found |= {"position_embedding_type": "rope", "rope_type": "yarn"}
+        given = {_our_yarn(name): args.get(f"yarn_{name}") for name in YARN}
+        found |= {name: value for name, value in given.items() if value is not None}
+    elif not found.get("multi_latent_attention"):
+        found["rope_type"] = None
+    if (pattern := found.get("hybrid_layer_pattern") or found.get("hybrid_override_pattern")) is not None:
+        found |= {"hybrid_layer_pattern": str(pattern).replace("|", ""), "experimental_attention_variant": None}
+    if found.get("experimental_attention_variant") == "gdn":
+        found["experimental_attention_variant"] = "gated_delta_net"
+    return found
+
+
+def yarn_arguments(config: RunConfig) -> dict[str, object]:
+    """The arguments of YaRN of a GPTModel, beside those under our names, which latent attention has."""
+    if not config.model.yarn or config.model.attention != "self_attention":
+        return {}
+    values = {name: named_value(config, _our_yarn(name)) for name in YARN}
+    return {"position_embedding_type": "yarn"} | {f"yarn_{name}": value for name, value in values.items()}
+
+
+def _our_yarn(name: str) -> str:
+    return f"yarn_{name}" if name == YARN[-1] else name
+
+
 def _with_value(config: RunConfig, name: str) -> str:
     """A flag with its value; a switch, and text that is more than a flag, as it is."""
     flag, _ = spelling_table().get(name, (None, True))
@@ -117,18 +165,22 @@ def refuse_inexpressible(config: RunConfig) -> None:
     }
     if found := [_with_value(config, flag) for flag, used in problems.items() if used]:
         raise ValueError(f"--to megatron: Megatron-LM has no {', '.join(found)}")
+    pattern = named_value(config, "hybrid_layer_pattern") or ""
+    mixers = MIXERS if pattern else MIXERS[:-1]
+    used = {kind.linear for kind in model.layers if kind.linear is not None}
     unwritten = {
-        "--rope-type yarn": model.yarn and model.attention == "self_attention",
         "--head-wise-attn-gate": model.head_wise_attn_gate,
-        "--moe-latent-size": model.moe_latent_size,
         "--ffn-hidden-size-pattern": model.ffn_hidden_size_pattern,
-        "--hybrid-layer-pattern": named_value(config, "hybrid_layer_pattern"),
-        "--experimental-attention-variant": any(model.linear_pattern),
+        f"--hybrid-layer-pattern {pattern}": set(pattern) - HYBRID_LETTERS,
+        **{f"{mixer} layers": mixer not in mixers for mixer in sorted(used)},
         "--enable-mhc-connections": model.residual == "mhc",
         "--moe-shortcut": model.residual == "moe_shortcut",
         "--moe-n-hash-layers": any(getattr(each, "moe_n_hash_layers", 0) for each in model.extension_options),
         "--layer-module": model.layer_module != "transformer_layer",
         **_unwritten_parts(model),
+        "--apply-layernorm-1p and gated delta nets": model.apply_layernorm_1p and "gated_delta_net" in used,
+        "--norm-epsilon other than 1e-5 and Mamba-2": model.norm_epsilon != 1e-5 and "mamba2" in used,
+        "--hybrid-layer-pattern with --mtp-num-layers": bool(pattern) and model.mtp_depths,
         "biases of experts": model.add_bias_linear and any(model.expert_pattern),
     }
     if found := [flag for flag, used in unwritten.items() if used]:
@@ -149,7 +201,7 @@ def _unwritten_parts(model: TransformerConfig) -> dict[str, bool]:
 
 def _plain(value: object, kind: type, field: str) -> object:
     """A value in the type of our field."""
-    if field in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
+    if field in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq", "linear_attention_freq"):
         return str(value)
     if field == "window_size":
         return value[0] + 1 if isinstance(value, list | tuple) else value

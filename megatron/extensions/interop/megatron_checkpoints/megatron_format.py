@@ -27,7 +27,7 @@ from megatron.extensions.interop.megatron_checkpoints.flags import COMMON, itera
 from megatron.extensions.interop.megatron_checkpoints.legacy_folder import LegacyTensors
 from megatron.extensions.interop.megatron_checkpoints.legacy_states import FROZEN
 from megatron.extensions.interop.megatron_checkpoints.megatron_args import config_of, progress_of
-from megatron.extensions.interop.megatron_checkpoints.megatron_names import find_ways, stacked_misfits, stacked_ways
+from megatron.extensions.interop.megatron_checkpoints.megatron_names import Names, find_ways, stacked_misfits
 
 for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # of an index
     theirs = "megatron.core.dist_checkpointing.strategies.torch", f"MCore{_name}"
@@ -91,7 +91,8 @@ class TorchDistTensors:
         found = {k: meta for k, meta in states.items() if {k, re.sub(r"layers\.\d+\.", "layers.", k)} & shapes.keys()}
         self.metas = {meta.name: meta for meta in stage_metas(model)} | found
         misfits = partial(stacked_misfits, shapes, model.num_layers)
-        self.ways = find_ways(self.metas, stacked_ways, shapes, misfits)
+        names = Names(self.metas.values(), hybrid=model.stated_layers is not None)
+        self.ways = find_ways(self.metas, names.ways, shapes, misfits)
         return list(found)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -100,8 +101,7 @@ class TorchDistTensors:
     def read(self, name: str, kind: str | None = None) -> Tensor:
         way, prefix = self.ways[name], "" if kind is None else self.prefixes[kind]
         parts = [self._read(prefix + key, way.layer) for key in way.names]
-        whole = parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
-        return whole.reshape(self.metas[name].global_shape)
+        return way.whole(parts, self.metas[name].global_shape)
 
     def _read(self, name: str, layer: int | None) -> Tensor:
         """A tensor, or one entry of it along the first dim."""

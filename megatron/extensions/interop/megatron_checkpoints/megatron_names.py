@@ -2,18 +2,24 @@
 
 Layers of equal kind are stacked along a new first dim under one name, or each has its own. Each tensor of theirs is one
 of ours in another shape: query groups, heads and channels are one dim there, and so are gate and up. `names.json` has
-the names that differ: `renamed` in a layer, by their beginnings, where the layer also has a parameter that begins with
-`beside`; under all of `theirs` they are written, and under any they are read. `older` are those from before the core.
+what differs: names `renamed` in a layer, by their beginnings, where the layer also has a parameter that begins with
+`beside`; under all of `theirs` they are written, and under any they are read. `kinds` of channels are tensors of their
+own, each for all groups, where ours has those of a group together; their number is the last dim of a parameter of the
+module, divided by the groups, or an equal part of the rest. `older` are names from before the core.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from megatron.core.param_meta import ParamMeta
 from megatron.extensions.interop.conversion.formats import few
@@ -32,17 +38,46 @@ TABLES = json.loads(Path(__file__).with_name("names.json").read_text())
 
 
 @dataclass(frozen=True)
+class Rule:
+    """A row of a table."""
+
+    ours: str
+    theirs: Sequence[str] | Mapping[str, str | None]
+    beside: str = ""
+    hybrid: bool | None = None
+
+    def holds(self, inside: str, siblings: Iterable[str], hybrid: bool) -> bool:
+        """Return whether it is for a parameter of a layer."""
+        same = inside.startswith(self.ours) and self.hybrid in (None, hybrid)
+        return same and any(sibling.startswith(self.beside) for sibling in siblings)
+
+
+RENAMED, KINDS = (tuple(Rule(**row) for row in TABLES[name]) for name in ("renamed", "kinds"))
+
+
+@dataclass(frozen=True)
 class Way:
     """A way to store a parameter, or one rank's box of it: names of tensors, which it consists of in order.
 
     `shape`: that of each, in files of one rank. `layer`: the entry along their first dim. `transposed`: all experts are
-    in one tensor, viewed as [experts, input channels, output channels].
+    in one tensor, viewed as [experts, input channels, output channels]. `kinds`: channels of each kind in a group, of
+    rows that are ordered by kind.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...] = ()
     layer: int | None = None
     transposed: bool = False
+    kinds: tuple[int, ...] = ()
+
+    def whole(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        """Its tensors as a parameter of ours."""
+        if not self.kinds:
+            flat = [tensor.flatten() for tensor in tensors]
+            return (flat[0] if len(flat) == 1 else torch.cat(flat)).reshape(shape)
+        rows = torch.cat([tensor.flatten() for tensor in tensors]).reshape(-1, *shape[2:])
+        parts = rows.split([shape[0] * width for width in self.kinds])
+        return torch.cat([part.reshape(shape[0], -1, *shape[2:]) for part in parts], dim=1)
 
 
 def find_ways(
@@ -80,9 +115,12 @@ def is_skipped(key: str) -> bool:
 def stacked_misfits(shapes: Mapping[str, tuple[int, ...]], num_layers: int, meta: ParamMeta, way: Way) -> Iterator[str]:
     """Problems of the shapes of a parameter's tensors in torch_dist."""
     expected, count = their_shape(meta), len(way.names)
-    for name in way.names:
+    for number, name in enumerate(way.names):
         shape = shapes[name]
-        if count == 1:
+        if way.kinds and count > 1:
+            if shape != (rows := (meta.global_shape[0] * way.kinds[number], *expected[1:])):
+                yield f"{name} has shape {list(shape)}, not {list(rows)}"
+        elif count == 1:
             wanted = (*(() if way.layer is None else (num_layers,)), *expected)
             if shape != wanted:
                 yield f"{name} has shape {list(shape)}, not {list(wanted)}"
@@ -97,6 +135,8 @@ def their_shape(meta: ParamMeta) -> tuple[int, ...]:
         return (shape[0], prod(shape[1:-1]), shape[-1])
     if meta.name.endswith("bias") or not meta.matrix:
         return (prod(shape),)
+    if meta.role == "convolution":
+        return (prod(shape[:-1]), 1, shape[-1])
     return (prod(shape[:-1]), shape[-1])
 
 
@@ -108,48 +148,91 @@ def _in_layer(name: str) -> tuple[str, int | None, str]:
     return match["front"], None if match["number"] is None else int(match["number"]), match["inside"]
 
 
-def _renamed(inside: str) -> Iterator[tuple[str, list[str]]]:
-    """(beginning of a name that the layer must have, their names of a parameter) by each rule for the parameter."""
-    for rule in TABLES["renamed"]:
-        if inside.startswith(rule["ours"]):
-            rest = inside.removeprefix(rule["ours"])
-            yield rule.get("beside", ""), [front + rest for front in rule["theirs"]]
+class Piece(NamedTuple):
+    """A tensor of theirs: its names, the channels of each group of ours that it has, and its shape."""
+
+    names: list[str]
+    channels: slice
+    shape: tuple[int, ...]
 
 
-class WrittenNames:
-    """The names under which megatron-core looks for the parameters of a model.
+class Names:
+    """The names of a model's parameters in Megatron-LM's checkpoints.
 
-    A norm is fused with the linear layer behind it. In front of experts it has two names: with Transformer Engine its
-    own, and without it that of a fused one.
+    `metas`: all parameters, and what is saved but not trained. `hybrid`: they are those of a HybridModel, which a
+    pattern of layers describes, instead of a GPTModel. A norm is fused with the linear layer behind it. In front of
+    experts it has two names: with Transformer Engine its own, and without it that of a fused one.
     """
 
-    def __init__(self, names: Iterable[str], stacked: bool) -> None:
-        self.stacked = stacked
-        self.layers: dict[str, list[str]] = {}
-        for front, _, inside in map(_in_layer, names):
-            self.layers.setdefault(front, []).append(inside)
+    def __init__(self, metas: Iterable[ParamMeta], hybrid: bool) -> None:
+        self.hybrid = hybrid
+        self.layers: dict[str, dict[str, ParamMeta]] = {}
+        for meta in metas:
+            front, _, inside = _in_layer(meta.name)
+            self.layers.setdefault(front, {})[inside] = meta
 
-    def of(self, name: str) -> tuple[list[str], int | None]:
-        """The names of one parameter, and its place in the stack if there is one."""
-        front, number, inside = _in_layer(name)
-        found = (
-            theirs
-            for beside, theirs in _renamed(inside)
-            if any(sibling.startswith(beside) for sibling in self.layers.get(front, ()))
-        )
-        layer = number if self.stacked else None
-        return [(front if layer is None else LAYERS) + each for each in next(found, [inside])], layer
+    def _renamed(self, front: str, inside: str) -> Iterator[list[str]]:
+        """Their names of a parameter in its layer, by each rule for it, and its own."""
+        for rule in RENAMED:
+            if rule.holds(inside, self.layers[front], self.hybrid):
+                yield [each + inside.removeprefix(rule.ours) for each in rule.theirs]
+        yield [inside]
 
+    def kinds(self, meta: ParamMeta) -> dict[str, int]:
+        """Kind of channels -> its number in each group, of a parameter whose kinds they keep apart."""
+        front, _, inside = _in_layer(meta.name)
+        for rule in KINDS:
+            if rule.holds(inside, self.layers[front], self.hybrid) and isinstance(rule.theirs, Mapping):
+                return self._widths(meta, front + inside.split(".")[0], rule.theirs)
+        return {}
 
-def names_inside(name: str) -> Iterator[str]:
-    """Every name, with the number of the layer, that a dense parameter of ours may have in one rank's module."""
-    front, _, inside = _in_layer(name)
-    yield from (front + each for each in _suffixes(inside))
+    def _widths(self, meta: ParamMeta, module: str, kinds: Mapping[str, str | None]) -> dict[str, int]:
+        groups, channels = meta.global_shape[:2]
+        widths = {}
+        for kind, other in kinds.items():
+            if other is not None:
+                front, _, inside = _in_layer(f"{module}.{other}")
+                widths[kind] = self.layers[front][inside].global_shape[-1] // groups
+        rest = (channels - sum(widths.values())) // max(1, len(kinds) - len(widths))
+        return {kind: widths.get(kind, rest) for kind in kinds}
 
+    def written(self, meta: ParamMeta, stacked: bool) -> tuple[list[Piece], int | None]:
+        """The tensors that megatron-core looks for, and their place in the stack of layers if there is one."""
+        front, number, inside = _in_layer(meta.name)
+        layer = number if stacked else None
+        names = [(front if layer is None else LAYERS) + each for each in next(self._renamed(front, inside))]
+        shape, start = their_shape(meta), 0
+        pieces: list[Piece] = []
+        for kind, width in self.kinds(meta).items():
+            rows = (meta.global_shape[0] * width, *shape[1:])
+            pieces.append(Piece([f"{name}.{kind}" for name in names], slice(start, start + width), rows))
+            start += width
+        return pieces or [Piece(names, slice(None), shape)], layer
 
-def _suffixes(inside: str) -> Iterator[str]:
-    """Names of a layer's parameter in their layer: `mlp.router.weight` of `decoder.layers.3.mlp.router.weight`."""
-    yield from dict.fromkeys([*(each for _, theirs in _renamed(inside) for each in theirs), inside])
+    def inside(self, meta: ParamMeta) -> Iterator[str]:
+        """Every name, with the number of the layer, that a dense parameter of ours may have in one rank's module."""
+        front, _, inside = _in_layer(meta.name)
+        yield from dict.fromkeys(front + each for theirs in self._renamed(front, inside) for each in theirs)
+
+    def ways(self, meta: ParamMeta) -> Iterator[Way]:
+        """Every way in which torch_dist may store a parameter."""
+        front, number, _ = _in_layer(meta.name)
+        kinds = self.kinds(meta)
+        for own in self.inside(meta):
+            stack = own.replace(front, LAYERS, 1)
+            if kinds:
+                yield Way(tuple(f"{stack}.{kind}" for kind in kinds), layer=number, kinds=tuple(kinds.values()))
+                yield Way(tuple(f"{own}.{kind}" for kind in kinds), kinds=tuple(kinds.values()))
+                continue
+            if number is not None:
+                yield Way((stack,), layer=number)
+            yield Way((own,))
+            yield Way((f"{own}_w", f"{own}_v"))
+            if meta.expert:  # under names of their own, whole or with gate (w) and up (v) apart
+                experts = range(meta.global_shape[0])
+                each = [own.replace(".experts.experts.", f".experts.experts.{expert}.") for expert in experts]
+                yield Way(tuple(each))
+                yield Way(tuple(f"{expert}_{half}" for expert in each for half in "wv"))
 
 
 OLD_NAMES = tuple((re.compile(old), new) for old, new in TABLES["older"])
@@ -161,19 +244,3 @@ def current_name(name: str) -> str:
     for old, new in OLD_NAMES:
         name = old.sub(new, name)
     return name
-
-
-def stacked_ways(meta: ParamMeta) -> Iterator[Way]:
-    """Every way in which torch_dist may store a parameter."""
-    front, number, inside = _in_layer(meta.name)
-    for suffix in _suffixes(inside):
-        if number is not None:
-            yield Way((f"{LAYERS}{suffix}",), layer=number)
-        own = front + suffix
-        yield Way((own,))
-        yield Way((f"{own}_w", f"{own}_v"))
-        if meta.expert:  # under names of their own, whole or with gate (w) and up (v) apart
-            experts = range(meta.global_shape[0])
-            each = [own.replace(".experts.experts.", f".experts.experts.{expert}.") for expert in experts]
-            yield Way(tuple(each))
-            yield Way(tuple(f"{expert}_{half}" for expert in each for half in "wv"))

@@ -16,14 +16,15 @@ from megatron.core.dist_checkpointing.path_kind import LATEST, checkpoint_folder
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.optimizer.param_scheduler import ScheduleLength
 from megatron.core.parallel_state import Axis
+from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.stage_parameters import model_states
 from megatron.extensions.interop.conversion.formats import Options, Source, Target, TrainingState, Written
 from megatron.extensions.interop.conversion.streaming import Made, StreamedTensor, StreamingWriter, share
 from megatron.extensions.interop.megatron_checkpoints.common_state import scaler_state
 from megatron.extensions.interop.megatron_checkpoints.flags import COMMON
 from megatron.extensions.interop.megatron_checkpoints.legacy_states import BUFFER_KINDS
-from megatron.extensions.interop.megatron_checkpoints.megatron_args import refuse_inexpressible
-from megatron.extensions.interop.megatron_checkpoints.megatron_names import EXTRA_STATE, WrittenNames, their_shape
+from megatron.extensions.interop.megatron_checkpoints.megatron_args import refuse_inexpressible, yarn_arguments
+from megatron.extensions.interop.megatron_checkpoints.megatron_names import EXTRA_STATE, Names
 from megatron.training.config.batch_size import legal_sizes
 from megatron.training.config.flags import flat_values, named_value
 from megatron.training.config.run_config import RunConfig
@@ -31,6 +32,10 @@ from megatron.training.config.run_config import RunConfig
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
 RELEASE = "release"
 """Folder, and text of the latest iteration, of a checkpoint without a position in a run."""
+
+
+Place = tuple[tuple[str, ...], int | None]
+"""Names of a tensor, and its place in a stack of layers."""
 
 
 class TorchDistTarget(Target):
@@ -52,9 +57,10 @@ class TorchDistTarget(Target):
                 "--weights-only to leave the optimizer's state out"
             )
         model = self.config.model
-        self.stacked = len(model.moe_layers) in (0, model.num_layers)
-        states = (meta.name for meta, _ in model_states(model))
-        self.names = WrittenNames((*source.metas, *states), self.stacked)
+        sublayers = {(kind.linear, kind.experts) for kind in model.layers}
+        self.stacked = len(sublayers) == 1 and model.stated_layers is None
+        self.states = {meta.name: (meta, getattr(torch, dtype)) for meta, dtype in model_states(model)}
+        self.names = Names((*source.metas.values(), *(meta for meta, _ in self.states.values())), not self._is_gpt)
         self.tensors = dict(self._tensors())
         if self.training is not None and self.config.optimizer.decoupled_lr is not None:
             self.notes = (
@@ -63,20 +69,31 @@ class TorchDistTarget(Target):
             )
         self.nbytes = sum(made.nbytes for made in self.tensors.values())
 
-    def _tensors(self) -> Iterator[tuple[tuple[str, str], Made]]:
-        """All tensors, by (prefix of the name, our parameter)."""
+    @property
+    def _is_gpt(self) -> bool:
+        return self.config.model.stated_layers is None
+
+    def _tensors(self) -> Iterator[tuple[Place, Made]]:
+        """All tensors, by their names and their place in a stack of layers."""
         source, wanted = self.source, self.options.dtype
         for name, meta in source.metas.items():
-            read = partial(source.read, name, wanted)
-            yield ("", name), Made(their_shape(meta), source.dtype(name, wanted), read)
-        for meta, _ in model_states(self.config.model):
-            if meta.name in source.states:
-                read = partial(source.read, meta.name, torch.float32)
-                yield ("", meta.name), Made(meta.global_shape, torch.float32, read)
+            yield from self._pieces("", meta, source.dtype(name, wanted), partial(source.read, name, wanted))
+        for name, (meta, dtype) in self.states.items():
+            if name in source.states:
+                yield from self._pieces("", meta, dtype, partial(source.read, name, dtype))
         for theirs, ours in BUFFER_KINDS.items() if self.training else ():
             for name, meta in source.metas.items():
-                made = Made(their_shape(meta), torch.float32, partial(self._state, ours, name))
-                yield (f"optimizer.state.{theirs}.", name), made
+                prefix = f"optimizer.state.{theirs}."
+                yield from self._pieces(prefix, meta, torch.float32, partial(self._state, ours, name))
+
+    def _pieces(
+        self, prefix: str, meta: ParamMeta, dtype: torch.dtype, read: Callable[[], Tensor]
+    ) -> Iterator[tuple[Place, Made]]:
+        pieces, layer = self.names.written(meta, self.stacked)
+        for piece in pieces:
+            keys = tuple(prefix + each for each in piece.names)
+            make = read if len(pieces) == 1 else partial(_channels, read, piece.channels)
+            yield (keys, layer), Made(piece.shape, dtype, make)
 
     def _state(self, kind: str, name: str) -> Tensor:
         """A state of the optimizer; the main parameters of a model in fp32 are its parameters."""
@@ -88,17 +105,15 @@ class TorchDistTarget(Target):
     def write(self, folder: Path, world: Axis, written: Written) -> None:
         parts: dict[str, dict[int, Callable[[], Tensor]]] = {}
         tensors: dict[str, Any] = {}
-        for (prefix, name), made in share(self.tensors, world):
+        for (keys, layer), made in share(self.tensors, world):
             make, shape = made.counted(written), made.shape
-            keys, layer = self.names.of(name)
             for key in keys:
                 if layer is None:
-                    tensors[prefix + key] = StreamedTensor(shape, made.dtype, make)
+                    tensors[key] = StreamedTensor(shape, made.dtype, make)
                     continue
-                entries = parts.setdefault(prefix + key, {})
+                entries = parts.setdefault(key, {})
                 entries[layer] = make
-                whole = (self.config.model.num_layers, *shape)
-                tensors[prefix + key] = StreamedTensor(whole, made.dtype, parts=entries)
+                tensors[key] = StreamedTensor((self.config.model.num_layers, *shape), made.dtype, parts=entries)
         if world.first:
             tensors |= {key: [None] for key in self._extra_states()}
         save(folder, self.iteration, tensors, {**BACKEND, "common_backend_version": 1}, world, writer=StreamingWriter)
@@ -113,8 +128,8 @@ class TorchDistTarget(Target):
         for name, meta in self.source.metas.items():
             if name.startswith("embedding.") or not name.endswith(".weight"):
                 continue
-            (key, *_), layer = self.names.of(name)
-            module = key.rpartition(".")[0]
+            (piece, *_), layer = self.names.written(meta, self.stacked)
+            module = piece.names[0].split(".weight")[0].split(".layer_norm_")[0]
             places = [f"{layer}_{model.num_layers}"] if layer is not None else ["0_1"]
             if meta.expert:
                 count = model.num_experts or 0
@@ -191,32 +206,44 @@ class TorchDistTarget(Target):
         """The configuration under Megatron-LM's names, with what its loader asks for."""
         model, progress = self.config.model, self.training.progress if self.training else None
         freq = [int(layer in model.moe_layers) for layer in range(model.num_layers)]
-        return flat_values(self.config) | {
-            "padded_vocab_size": model.padded_vocab_size,
-            "ffn_hidden_size": model.ffn_size,
-            "kv_channels": model.kv_channels or model.hidden_size // model.num_attention_heads,
-            "num_query_groups": model.query_groups,
-            "max_position_embeddings": model.max_positions,
-            "moe_ffn_hidden_size": model.moe_ffn_size if model.moe_layers else None,
-            "moe_layer_freq": 1 if self.stacked else freq,
-            "add_position_embedding": model.position_embedding_type == "learned_absolute",
-            "iteration": self.iteration,
-            "consumed_train_samples": progress.consumed_samples if progress else 0,
-            "consumed_valid_samples": 0,
-            "skipped_train_samples": 0,
-            "tensor_model_parallel_size": 1,
-            "pipeline_model_parallel_size": 1,
-            "virtual_pipeline_model_parallel_size": None,
-            "context_parallel_size": 1,
-            "expert_model_parallel_size": 1,
-            "data_parallel_size": 1,
-            "world_size": 1,
-            "no_save_optim": self.training is None,
-            "no_save_rng": True,
-            "ckpt_format": "torch_dist",
-            "ckpt_fully_parallel_save": False,
-            "use_distributed_optimizer": True,
-        }
+        return (
+            flat_values(self.config)
+            | yarn_arguments(self.config)
+            | {
+                "padded_vocab_size": model.padded_vocab_size,
+                "ffn_hidden_size": model.ffn_size,
+                "kv_channels": model.kv_channels or model.hidden_size // model.num_attention_heads,
+                "num_query_groups": model.query_groups,
+                "max_position_embeddings": model.max_positions,
+                "moe_ffn_hidden_size": model.moe_ffn_size if model.moe_layers else None,
+                "moe_layer_freq": freq if self._is_gpt and len({*freq}) > 1 else 1,
+                "is_hybrid_model": not self._is_gpt,
+                "dsa_indexer_rope_interleaved": False,
+                "hybrid_override_pattern": named_value(self.config, "hybrid_layer_pattern"),
+                "add_position_embedding": model.position_embedding_type == "learned_absolute",
+                "iteration": self.iteration,
+                "consumed_train_samples": progress.consumed_samples if progress else 0,
+                "consumed_valid_samples": 0,
+                "skipped_train_samples": 0,
+                "tensor_model_parallel_size": 1,
+                "pipeline_model_parallel_size": 1,
+                "virtual_pipeline_model_parallel_size": None,
+                "context_parallel_size": 1,
+                "expert_model_parallel_size": 1,
+                "data_parallel_size": 1,
+                "world_size": 1,
+                "no_save_optim": self.training is None,
+                "no_save_rng": True,
+                "ckpt_format": "torch_dist",
+                "ckpt_fully_parallel_save": False,
+                "use_distributed_optimizer": True,
+            }
+        )
+
+
+def _channels(read: Callable[[], Tensor], channels: slice) -> Tensor:
+    """Some channels of each group of a parameter."""
+    return read()[:, channels]
 
 
 def scheduler_state(config: RunConfig, training: TrainingState) -> dict[str, object]:
