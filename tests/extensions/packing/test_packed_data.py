@@ -164,7 +164,7 @@ def test_runs_killed_across_phases_take_each_sample_once(tmp_path: Path) -> None
     phases = tmp_path / "phases.yaml"
     phases.write_text("- {name: short}\n- {name: long, from-samples: 17, seq-length: 32}\n")
     data = f"--data-path {prefix} --split 1,0,0 {PACKED} --data-phases {phases}".split()
-    check_kills(tmp_path, (10, 4, 2), data)
+    check_kills(tmp_path, (10, 4, 2), [*data, "--balance-packed-samples"])
     log = [json.loads(line) for line in (tmp_path / "alone" / "samples.jsonl").read_text().splitlines()]
     parts = [tuple(part) for record in log for sample in record["documents"] for part in sample]
     assert len(set(parts)) == len(parts) > 0
