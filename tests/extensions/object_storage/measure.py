@@ -66,12 +66,12 @@ def measure_load(port: int, folder: Path, args: argparse.Namespace) -> None:
 def measure_data(port: int, folder: Path, args: argparse.Namespace) -> None:
     """The wait for data of a run that has to fetch what it reads."""
     random = np.random.default_rng(0)
-    texts = (random.integers(0, 49, 4000).astype("<u2") for _ in range(25_000))
+    texts = (random.integers(0, 49, 4000).astype("<u2") for _ in range(args.documents))
     prefix = write_documents(folder / "data", texts)
     for kind in (".bin", ".idx"):
         file_system().put_file(prefix + kind, f"{BUCKET}/data{kind}")
-    flags = [*TINY.replace("--mock-data", "").split(), "--seq-length", "1024", "--num-workers", "2"]
-    flags += ["--global-batch-size", "8", "--train-iters", "40", "--log-interval", "5", "--split", "100,0,0"]
+    flags = [*TINY.replace("--mock-data", "").split(), "--seq-length", "256", "--num-workers", "2"]
+    flags += ["--global-batch-size", "8", "--train-iters", "20", "--log-interval", "4", "--split", "100,0,0"]
     for name, path, more in (
         ("local disk", prefix, []),
         ("S3, nothing ahead", f"s3://{BUCKET}/data", ["--num-workers", "0", "--storage-read-ahead-megabytes", "0"]),
@@ -84,7 +84,7 @@ def measure_data(port: int, folder: Path, args: argparse.Namespace) -> None:
         waits = [record["data_wait_ms"] for record in records if "data_wait_ms" in record]
         times = [round(1000 * record.get("step_time", record.get("step_seconds", 0))) for record in records]
         print(f"{name}: wait {waits} ms, steps {times} ms, {found['MB']:.1f} MB", flush=True)
-        print("".join(f"  {line.strip()}\n" for line in found["said"].splitlines() if "read ahead" in line), end="")
+        print("".join(f"  {line.strip()}\n" for line in found["said"].splitlines() if "MB read for" in line), end="")
 
 
 def measure_outage(port: int, folder: Path, args: argparse.Namespace) -> None:
@@ -103,7 +103,7 @@ def measure_outage(port: int, folder: Path, args: argparse.Namespace) -> None:
     found = measured(port, folder, 1, flags, faults)
     print("".join(f"  {line}\n" for line in found["said"].splitlines() if "saved" in line or "RUN" in line), end="")
     events = file_system().cat_file(f"{BUCKET}/run/run_events.jsonl").decode().splitlines()
-    saves = [event for event in map(json.loads, events) if event["event"] in ("save", "storage")]
+    saves = [event for event in map(json.loads, events) if event["event"] == "storage"]
     print(f"{found['seconds']:.0f} s, {faults.cuts} connections cut; {saves[-1]}")
 
 
@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("what", choices=MEASURES)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--documents", type=int, default=25_000)
     parser.add_argument("--seconds", type=float, default=60.0)
     args = parser.parse_args()
     load()

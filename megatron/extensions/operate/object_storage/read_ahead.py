@@ -74,8 +74,15 @@ class Window:
         self._seen: dict[Block, Future[bytes]] = {}
         self._next = -1
 
-    def move(self, step: range) -> list[Future[bytes]]:
-        """Fetches what follows the start of `step`, as if all steps were of its size. Returns what is on its way."""
+    def begin(self, step: range) -> list[Future[bytes]]:
+        """Fetches the samples of the first step alone. Returns what is on its way."""
+        if step.stop <= self.train.end:
+            self._steps.append((step.stop, self._fetch(step)))
+            self._next = step.stop
+        return list(self._seen.values())
+
+    def move(self, step: range) -> None:
+        """Fetches what follows the start of `step`, as if all steps were of its size."""
         while self._steps and self._steps[0][0] <= step.start:
             self._steps.popleft()
         if self._next < step.start or not self._steps:
@@ -87,7 +94,6 @@ class Window:
             self._next += size
             self._steps.append((self._next, nbytes))
             ahead += nbytes
-        return list(self._seen.values())
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -131,16 +137,17 @@ class ReadAhead(Callback, Meter):
         return [self]
 
     def on_start(self, run: RunView) -> None:
-        """Fetches the samples of the first steps, and says how fast they come."""
+        """Fetches the samples of the first step, and says how fast they come."""
         if self.window is None:
             return
         before, began = LIMITS.traffic.read, time.monotonic()
         first = run.progress.consumed_samples
-        for fetch in self.window.move(range(first, first + self._size())):
+        self._step = range(first, first + self._size())
+        for fetch in self.window.begin(self._step):
             fetch.exception()  # a read says what is wrong
         seconds, moved = time.monotonic() - began, (LIMITS.traffic.read - before) / 1e6
         rate = f" in {seconds:.1f} s, {moved / max(seconds, 1e-9):.0f} MB/s" if moved else ", all of it in the cache"
-        run.say(f" data: {moved:.1f} MB read ahead of step {run.progress.iteration + 1}{rate}; cache {CACHE.folder}")
+        run.say(f" data: {moved:.1f} MB read for step {run.progress.iteration + 1}{rate}; cache {CACHE.folder}")
         threading.Thread(target=self._follow, name="read-ahead", daemon=True).start()
 
     def begin_step(self, step: Step) -> None:
