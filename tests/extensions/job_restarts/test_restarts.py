@@ -90,11 +90,22 @@ def test_a_rank_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> Non
     assert codes_of(1, attempt) == [75]
 
 
+def fails(*args: object) -> None:
+    raise KeyError("a device")
+
+
+@pytest.mark.parametrize(
+    ("search", "why"),
+    [
+        (lambda *args: None, "no layout for the same batch is legal on 1 ranks"),
+        (fails, "the search for another layout failed: KeyError: 'a device'"),
+    ],
+)
 def test_without_all_parents_the_launcher_decides(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], search: Callable[..., None], why: str
 ) -> None:
     monkeypatch.setattr(parents, "ROLL", 0.5)
-    monkeypatch.setattr(restarts, "smaller_layout", lambda *args: None)
+    monkeypatch.setattr(restarts, "smaller_layout", search)
 
     def attempt(rank: int, number: int) -> int:
         if rank == 1:
@@ -104,7 +115,7 @@ def test_without_all_parents_the_launcher_decides(
 
     assert codes_of(2, attempt) == [1, -signal.SIGKILL]
     said = capfd.readouterr().err
-    assert "no layout for the same batch is legal on 1 ranks" in said
+    assert why in said
     assert "not started again in the job: 1 of 2 ranks did not come back" in said
 
 

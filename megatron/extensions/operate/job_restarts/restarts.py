@@ -252,11 +252,16 @@ class Parent:
             return replace(before, roster=found, living=living, rung=SPARES, why=(why,))
         waiting = len(living) - (len(before.roster) - len(gone))
         spare = f"no spares take their place: {len(gone)} are needed, and {waiting} wait"
-        if living and (choice := smaller_layout(self.config, len(living), device_here())) is not None:
+        try:
+            choice = smaller_layout(self.config, len(living), device_here())
+            missing = f"no layout for the same batch is legal on {len(living)} ranks"
+        except Exception as error:  # of a search that no run depends on: the launcher can still start the ranks
+            choice, missing = None, f"the search for another layout failed: {type(error).__name__}: {error}"
+        if choice is not None:
             roster = fewer(before.roster, living, host_of, choice.ranks)
             return Start(roster, living, FEWER_RANKS, (why, spare), layout_text(choice.layout))
-        spare += f"; no layout for the same batch is legal on {len(living)} ranks"
-        return Start((), living, why=(why, spare), ends=f"{len(gone)} of {len(before.roster)} ranks did not come back")
+        ends = f"{len(gone)} of {len(before.roster)} ranks did not come back"
+        return Start((), living, why=(why, spare, missing), ends=ends)
 
     def _tell(self, before: Start) -> None:
         """Prints what a start lacks and does instead, on one worker."""
