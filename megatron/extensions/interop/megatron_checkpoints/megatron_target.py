@@ -217,6 +217,7 @@ class TorchDistTarget(Target):
                 "max_position_embeddings": model.max_positions,
                 "moe_ffn_hidden_size": model.moe_ffn_size if model.moe_layers else None,
                 "moe_layer_freq": freq if self._is_gpt and len({*freq}) > 1 else 1,
+                "linear_attention_freq": self._linear_attention_freq(),
                 "is_hybrid_model": not self._is_gpt,
                 "dsa_indexer_rope_interleaved": False,
                 "hybrid_override_pattern": named_value(self.config, "hybrid_layer_pattern"),
@@ -239,6 +240,14 @@ class TorchDistTarget(Target):
                 "use_distributed_optimizer": True,
             }
         )
+
+    def _linear_attention_freq(self) -> int | list[int] | None:
+        """The pattern of linear attention as their parser reads it."""
+        model = self.config.model
+        text = model.linear_attention_freq
+        if text is None or not self._is_gpt:
+            return None
+        return int(text) if text.isdecimal() else [int(linear) for linear in model.linear_pattern]
 
 
 def _channels(read: Callable[[], Tensor], channels: slice) -> Tensor:
