@@ -24,13 +24,17 @@ ratios after / before. More tokens per second are better, and fewer seconds."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, product
 from pathlib import Path
@@ -224,7 +228,7 @@ class Cell:
     @property
     def ours(self) -> list[Contestant]:
         """This program's side, but for what it is compared with."""
-        return [c for c in self.contestants if c.build in (ours, starts) and c.name != self.baseline]
+        return [c for c in self.contestants if c.build in (ours, packed_step, starts) and c.name != self.baseline]
 
     def rivals(self, name: str) -> Iterator[str]:
         """Those whom a contestant is compared with."""
@@ -247,7 +251,7 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, Cell]:
                 members.append(Contestant(other, peer, (other, style, dtype, compiled, steps), threads))
         members.append(Contestant(CEILING, ceiling, (style, dtype, steps), threads))
         found[f"{name} {dtype} {mode}"] = Cell(members, CEILING)
-    found |= layouts(ranks, steps) | loss_chunks(threads, steps) | watched(threads, steps)
+    found |= layouts(ranks, steps) | loss_chunks(threads, steps) | watched(threads, steps) | packed(ranks, steps)
     commands = [Contestant(name, starts, ([sys.executable, *words], to)) for name, (words, to) in COMMANDS.items()]
     return found | {"start-up": Cell(commands, commands[0].name, "s")}
 
@@ -283,6 +287,46 @@ def watched(threads: int, steps: int) -> dict[str, Cell]:
         Contestant(name, ours, ([*argv, *more.split()], tokens, steps), threads) for name, more in WATCHES.items()
     ]
     return {"beside training": Cell(members, "plain")}
+
+
+PACKED = "--tokenizer-type NullTokenizer --reset-attention-mask --split 1,0,0 --cp {n}"
+DIVISIONS = {
+    "chunks of samples": "",
+    "balanced": "--balance-packed-samples",
+    "hybrid": "--hybrid-context-parallel",
+}
+"""Name -> flags of how documents of samples are divided over context-parallel ranks."""
+
+
+def packed_step(argv: Sequence[str], seq_length: int, tokens: int, steps: int, folder: str) -> Round:
+    """`ours` on documents of log-normal lengths in `folder`, which the first process writes."""
+    import numpy as np
+
+    from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuilder
+
+    if not Path(folder).exists():
+        random, own = np.random.default_rng(0), tempfile.mkdtemp(prefix="packed")
+        lengths = random.lognormal(np.log(seq_length / 8), 1.2, 2000).astype(np.int64).clip(2, 4 * seq_length)
+        with IndexedDatasetBuilder(f"{own}/text", np.dtype("<u2")) as builder:
+            for length in lengths.tolist():
+                builder.add_document(np.append(random.integers(0, 255, length - 1), 255))
+        with suppress(OSError):  # another process was first
+            os.rename(own, folder)
+    return ours([*argv, "--data-path", f"{folder}/text"], tokens, steps)
+
+
+def packed(n: int, steps: int) -> dict[str, Cell]:
+    """Steps of packed documents under context parallelism."""
+    style, micro_batches = Style(2, 128, 4, 4, 256, 4096, 256, 1, llama=True), 4
+    argv = [word for word in flags(style, micro_batches=micro_batches) if word != "--mock-data"]
+    folder = f"{tempfile.gettempdir()}/packed-{os.getpid()}"
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    members = []
+    for name, more in DIVISIONS.items():
+        words = [*argv, *f"{PACKED} {more}".format(n=n).split()]
+        args = words, style.seq, micro_batches * style.seq, steps, folder
+        members.append(Contestant(name, packed_step, args, ranks=n))
+    return {"packed CP": Cell(members, "chunks of samples")}
 
 
 def layouts(n: int, steps: int) -> dict[str, Cell]:
