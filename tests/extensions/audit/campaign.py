@@ -2,6 +2,7 @@
 
     python -m tests.extensions.audit.campaign --steps 1000              sound steps of each layout
     python -m tests.extensions.audit.campaign --flips 40 --seed 1       flips in runs of each layout
+    python -m tests.extensions.audit.campaign --cost 10                 CPU time of steps with and without audits
 
 A flip counts as found if the audit of its step names the rank. Flips that change nothing that is recorded, as of bits
 that a later rounding drops, cannot be found.
@@ -38,16 +39,28 @@ def flips_of(draw: random.Random, count: int, ranks: int, bf16: bool, messages: 
     return found
 
 
+def print_cost(steps: int) -> None:
+    """Prints the CPU time of audited steps over that of others, of a wider model on two replicas."""
+    wide = f"--hidden-size 256 --num-layers 4 --seq-length 128 --train-iters {steps + 2}"
+    without, every = (audited(f"{wide} --audit-interval {interval}", 2).seconds for interval in (1000, 1))
+    print(
+        f"CPU time of an audited step over that of another: {every / without:.2f} ({steps} steps of each)", flush=True
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--flips", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="*", default=None)
+    parser.add_argument("--cost", type=int, default=0)
     args = parser.parse_args()
     megatron.extensions.load()
+    if args.cost:
+        print_cost(args.cost)
     outcome.TWICE = 10**9
-    for name in args.layouts:
+    for name in args.layouts or LAYOUTS:
         flags, ranks = LAYOUTS[name]
         exact = "not deterministic" not in name
         began = time.monotonic()

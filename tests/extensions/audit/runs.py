@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -53,6 +54,9 @@ class Audited:
     losses: list[tuple[float, float]]
     """Loss and gradient norm of each step."""
 
+    seconds: float
+    """CPU time of the first rank from the second log line to the last."""
+
 
 def flip(x: Tensor, bit: int, place: int = 0) -> None:
     """Flips a bit of an element."""
@@ -88,7 +92,13 @@ def _train(rank: int, world_size: int, config: RunConfig, flips: Sequence[Flip])
 
         outcome.add = note
         losses: list[tuple[float, float]] = []
-        callback.on_log = lambda run, record: losses.append((record["lm_loss"], record["grad_norm"]))  # type: ignore[method-assign]
+        clock: list[float] = []
+
+        def on_log(run: TrainingRun, record: dict[str, float]) -> None:
+            losses.append((record["lm_loss"], record["grad_norm"]))
+            clock.append(time.process_time())
+
+        callback.on_log = on_log  # type: ignore[assignment]
         for each in flips:
             if each.rank == rank:
                 plant(each, run, callback)
@@ -97,7 +107,7 @@ def _train(rank: int, world_size: int, config: RunConfig, flips: Sequence[Flip])
             training.train(run)
         except AuditError as error:
             ended = str(error)
-        return Audited(findings, outcome.values()["audits"], ended, losses)
+        return Audited(findings, outcome.values()["audits"], ended, losses, clock[-1] - clock[min(1, len(clock) - 1)])
 
 
 def plant(fault: Flip, run: TrainingRun, callback: Any) -> None:

@@ -23,7 +23,7 @@ from megatron.core.datasets.samplers import DataIterator
 from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.extensions.operate.audit.flags import AuditFlags, shift
 from megatron.extensions.operate.audit.outcome import Outcome
-from megatron.extensions.operate.audit.sketch import distance, norm_of, sketch_of
+from megatron.extensions.operate.audit.sketch import COLUMNS, distance, hash_of, norm_of, sketch_of
 from megatron.extensions.operate.audit.tape import Entry, Tape
 from megatron.extensions.operate.audit.verdict import BUCKET, GRADIENT, SENT, WEIGHT, Difference, Report, decide
 from megatron.training.data import put_on_device
@@ -81,6 +81,9 @@ class PeerAudit(Callback, Meter):
         self.exact = self.config.training.deterministic
         self.outcome = Outcome(self.config, run.runtime.launch.rank)
         self._weights: dict[str, Tensor] = {}
+        self._noted_at: int | None = None
+        """Iteration after whose update `_weights` were noted."""
+
         self._before: Recording | None = None
         self._now: Recording | None = None
         self._open = ExitStack()
@@ -102,20 +105,22 @@ class PeerAudit(Callback, Meter):
     def _note_weights(self) -> None:
         """After the update before an audited step."""
         self._settle()
-        self._weights = self._sketches_of_weights()
+        self._weights, self._noted_at = self._hashes_of_weights(shards=True), self.run.progress.iteration
 
     def _settle(self) -> None:
         self.run.guard.settle()
         self.run.optimizer.finish_param_sync()
 
-    def _sketches_of_weights(self) -> dict[str, Tensor]:
-        """By parameter, of all that are whole on this rank."""
-        sharded = {piece.meta.name for piece in self.run.ddp.sharded_params()}
-        found = {}
+    def _hashes_of_weights(self, shards: bool = False) -> dict[str, Tensor]:
+        """By parameter, of all that are whole on this rank between passes; with `shards` of its shards of others too,
+        which no peer has."""
+        parts = list(self.run.ddp.sharded_params())
+        sharded = {piece.meta.name for piece in parts}
+        found = {piece.meta.name: hash_of(piece.data) for piece in parts if shards}
         for model in self.run.stages.values():
             for name, (param, _) in model.named_metas().items():
                 if name not in sharded:
-                    found[name] = sketch_of(param)
+                    found[name] = hash_of(param)
         return found
 
     def _begin(self) -> None:
@@ -124,21 +129,25 @@ class PeerAudit(Callback, Meter):
         self._settle()
         step = run.progress.next_step(run.batch_sizes)
         run.runtime.watchdog.doing(f"step {step.iteration}, audit")
-        if not self._weights:
-            self._weights = self._sketches_of_weights()
+        if self._noted_at != run.progress.iteration:  # the first step, or one after a return to an earlier state
+            self._weights = self._hashes_of_weights(shards=True)
         self._before = self._computed(step, self._batches_of(step, self.source))
         run.forward_backward.discard_step()
         self._now = Recording(self._tape())
-        self._open.enter_context(self._now.tape.of_passes(run))
+        self._open.enter_context(self._now.tape.of_passes(run, self._microbatches(step)))
         self._step = step
         run.runtime.watchdog.doing(f"step {step.iteration}")
 
+    def _microbatches(self, step: Step) -> int:
+        """Micro-batches of a rank in a step."""
+        return step.samples // self.run.data.train.row
+
     def _tape(self) -> Tape:
         """A tape that begins with the weights."""
-        tape = Tape()
-        for name, sketch in self._sketches_of_weights().items():
+        tape, none = Tape(), torch.zeros(COLUMNS - 1, dtype=torch.int64, device=self.run.runtime.device)
+        for name, found in self._hashes_of_weights().items():
             tape.entries.append(Entry(WEIGHT, name))
-            tape.sketches.append(sketch)
+            tape.sketches.append(torch.cat([found[None], none]))
         return tape
 
     def _batches_of(self, step: Step, dp_rank: int) -> list[Batch]:
@@ -154,7 +163,7 @@ class PeerAudit(Callback, Meter):
     def _computed(self, step: Step, batches: list[Batch]) -> Recording:
         """Gradients of a step, in which this rank has these micro-batches, reduced. Collective."""
         run, recording = self.run, Recording(self._tape())
-        with recording.tape.of_passes(run):
+        with recording.tape.of_passes(run, len(batches)):
             given = run.forward_backward.prepared(step, batches, run.optimizer.loss_scale)
             for meter in run.meters:
                 if meter is not self:
@@ -184,16 +193,16 @@ class PeerAudit(Callback, Meter):
             report = self._report(step, theirs, first, reduced, lacking)
             finding = decide(gather_objects(report, world))
         self._step = self._now = self._before = None
-        self._weights = {}
+        self._weights, self._noted_at = {}, None
         self.outcome.add(run, step.iteration, finding)
 
     def _weights_changed(self) -> tuple[str, ...]:
         """Weights that are no longer what the update before the step has made."""
-        now = self._sketches_of_weights()
+        now = self._hashes_of_weights(shards=True)
         names = [name for name in self._weights if name in now]
         if not names:
             return ()
-        both = torch.stack([torch.stack([side[name][0] for name in names]) for side in (self._weights, now)])
+        both = torch.stack([torch.stack([side[name] for name in names]) for side in (self._weights, now)])
         return tuple(name for name, same in zip(names, (both[0] == both[1]).tolist(), strict=True) if not same)
 
     def _exchanged(self, recording: Recording) -> Tensor:

@@ -8,7 +8,7 @@ from their sketches alone: no tensor is sent (AMS sketches, Alon, Matias and Sze
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -20,10 +20,12 @@ SIGNS = 4
 COLUMNS = 2 + SIGNS
 """int64 numbers of a sketch: hash, norm, sums; all but the first are float64 with their bits as they are."""
 
-KEPT = 4096
-"""Elements of a tensor up to which random numbers are kept."""
+BLOCK = 1 << 14
+"""Elements that have random numbers of their own."""
 
-_CHUNK = 1 << 22
+AT_A_TIME = 256
+"""Blocks of which copies are made at a time."""
+
 _GOLDEN = -7046029254386353131
 _MIXER = -4417276706812531889
 
@@ -32,19 +34,38 @@ _MIXER = -4417276706812531889
 def sketch_of(x: Tensor) -> Tensor:
     """[COLUMNS] int64 on the device of `x`, which has any shape. Does not wait for the device."""
     flat = x.detach().contiguous().view(-1)
-    bits, values = _bits(flat), flat if flat.is_floating_point() else None
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    total = hash_of(flat)
     squares = torch.zeros((), dtype=torch.float64, device=x.device)
     sums = torch.zeros(SIGNS, dtype=torch.float64, device=x.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK].long()
-        factors, signs = _kept(part.numel(), x.device) if flat.numel() <= KEPT else _random(start, part)
-        total += (part * factors).sum()
-        if values is not None:
-            numbers = values[start : start + _CHUNK].double()
-            squares += numbers.square().sum()
-            sums += numbers @ signs
+    signs = _random(x.device)[1]
+    for first, blocks in _blocks(flat) if flat.is_floating_point() else ():
+        numbers = blocks.double()
+        squares += numbers.square().sum()
+        rows = numbers @ signs[: blocks.shape[1]]
+        sums += (rows * _random_of_blocks(first, len(blocks), x.device)[1]).sum(dim=0)
     return torch.cat([total[None], torch.cat([squares.sqrt()[None], sums]).view(torch.int64)])
+
+
+@torch.no_grad()
+def hash_of(x: Tensor) -> Tensor:
+    """Scalar int64, the hash of a sketch: the sum of the elements' bits times an odd number for each place, modulo
+    2^64. A single bit that differs changes it, and the order of summation cannot."""
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    factors = _random(x.device)[0]
+    for first, blocks in _blocks(_bits(x.detach().contiguous().view(-1))):
+        rows = (blocks.long() * factors[: blocks.shape[1]]).sum(dim=1)
+        total += (rows * _random_of_blocks(first, len(blocks), x.device)[0]).sum()
+    return total
+
+
+def _blocks(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(number of the first block, [blocks, n]): blocks of `BLOCK` elements, of which the last one may be shorter."""
+    whole = flat.numel() // BLOCK
+    for first in range(0, whole, AT_A_TIME):
+        count = min(AT_A_TIME, whole - first)
+        yield first, flat[first * BLOCK : (first + count) * BLOCK].view(count, BLOCK)
+    if flat.numel() % BLOCK:
+        yield whole, flat[whole * BLOCK :][None]
 
 
 def sums_of(x: Tensor) -> Tensor:
@@ -52,19 +73,24 @@ def sums_of(x: Tensor) -> Tensor:
     return sketch_of(x)[2:].view(torch.float64)
 
 
-@lru_cache(maxsize=256)
-def _kept(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`_random` of a small tensor: that takes longer than the sketch itself."""
-    return _random(0, torch.zeros(count, device=device))
+@lru_cache
+def _random(device: torch.device) -> tuple[Tensor, Tensor]:
+    """([BLOCK] odd int64, [BLOCK, SIGNS] float64 of 1 and -1), for the places within a block."""
+    return _mixed(1, BLOCK, device)
 
 
-def _random(start: int, part: Tensor) -> tuple[Tensor, Tensor]:
-    """([n] odd int64, [n, SIGNS] float64 of 1 and -1), pseudo-random, for the places of a part from `start` on: two
-    rounds of a multiplicative hash."""
-    mixed = torch.arange(start, start + part.numel(), device=part.device) * _GOLDEN
+@lru_cache(maxsize=64)
+def _random_of_blocks(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same for blocks, whose random numbers multiply those of places: [count] and [count, SIGNS]."""
+    return _mixed(BLOCK + 1 + first, count, device)
+
+
+def _mixed(start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Odd int64 and signs of consecutive numbers: two rounds of a multiplicative hash."""
+    mixed = torch.arange(start, start + count, device=device) * _GOLDEN
     mixed = (mixed ^ (mixed >> 29)) * _MIXER
     mixed = mixed ^ (mixed >> 32)
-    signs = ((mixed[:, None] >> torch.arange(40, 40 + SIGNS, device=part.device)) & 1).double()
+    signs = ((mixed[:, None] >> torch.arange(40, 40 + SIGNS, device=device)) & 1).double()
     return mixed | 1, 2 * signs - 1
 
 

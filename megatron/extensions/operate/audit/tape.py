@@ -1,7 +1,7 @@
 """Records a rank's passes of one step as sketches, in the order in which it computes them.
 
-What is recorded are outputs of modules, operands and results of messages among the ranks of a replica, gradients after
-each contribution, and gradients before their reduction. Collectives are recorded where torch.distributed is called.
+What is recorded are outputs of modules, operands and results of messages among the ranks of a replica, gradients in the
+last micro-batch, and gradients before their reduction. Collectives are recorded where torch.distributed is called.
 Nothing is hooked outside of audited steps, and nothing waits for the device before `rows`.
 """
 
@@ -69,7 +69,7 @@ class Tape:
         """Sketches of gradients before their reduction, by parameter. The order of reductions may change."""
 
         self.sketches: list[Tensor] = []
-        self._recording = False
+        self._recording = self._ends = False
         self._last = "the start of the step"
         self._count = 0
 
@@ -88,8 +88,10 @@ class Tape:
         return entries, torch.cat([torch.tensor(words, dtype=torch.int64)[:, None], sketches], dim=1)
 
     @contextmanager
-    def of_passes(self, run: TrainingRun) -> Iterator[None]:
-        """Records the passes of a run within the block."""
+    def of_passes(self, run: TrainingRun, microbatches: int) -> Iterator[None]:
+        """Records the passes of a step within the block. Gradients are recorded in the last of its micro-batches, when
+        they are complete."""
+        self._microbatches = microbatches
         with ExitStack() as stack:
             for name, module in modules_of(run):
                 stack.callback(module.register_forward_hook(partial(self._output, name)).remove)
@@ -109,6 +111,7 @@ class Tape:
         """Records within an action only: reductions at the end of a step are of data-parallel shards, which peers do
         not share."""
         self._recording, self._action = True, f"{action.kind.name} of micro-batch {action.microbatch}"
+        self._ends = action.microbatch == self._microbatches - 1
         try:
             yield
         finally:
@@ -124,7 +127,7 @@ class Tape:
         name = param.meta.name  # type: ignore[attr-defined]
 
         def added() -> None:
-            if self._recording:
+            if self._recording and self._ends:
                 self._last = f"gradient of {name}"
                 grad: Tensor = param.main_grad  # type: ignore[attr-defined]
                 self.add(GRADIENT, f"{name} ({self._action})", grad)
