@@ -5,8 +5,8 @@ tensor: the keys of a window and those that a query could see are listed too. A 
 
 Gradients of keys are added in fp32 where they are computed, in any order, or summed in a second pass, in one order: in
 deterministic runs, on GPUs that add single numbers only (all but Hopper and Blackwell of data centers), and where lists
-hold at least `DENSE` of all keys. The second pass computes the scores of all pairs of a query and a block of keys of
-which it has selected one: that costs less than additions where queries have selected much of most blocks.
+hold at least `DENSE` of all keys. The second pass multiplies all pairs of a query and a key from the first query that
+has selected a key of a block to the last one: that costs less than additions where queries have selected much.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShap
 WIDEST_VALUES, WIDEST_REST = 512, 64
 """Channels of the widest keys that the kernels take: values, and the others."""
 
-DENSE = 0.35
+DENSE = 0.16
 """Share of all keys that lists hold from which on a second pass sums the gradients of keys: where both take as long by
 the assumed rates of an H200 (`plan/planner/devices/h200.yaml`), which nobody has timed."""
 
@@ -194,8 +194,14 @@ class Gathers(Protocol):
     def gathered(self, flops: float, read: float, added: float = 0.0) -> None: ...
 
 
-HEADS, BLOCK = 32, 64
-"""Heads that a program gathers keys for, and keys of a block, as planned."""
+HEADS, PARTS = 32, 4
+"""As planned: heads that a program gathers keys for, and programs of the second pass that share the queries."""
+
+BLOCK_OF_KEYS, SLICE = 128, 192
+"""Keys and channels that a program of the second pass holds, as planned."""
+
+MOST_BYTES = 2**28
+"""Of weights and gradients of scores of a chunk of queries, which the second pass needs."""
 
 
 def pairs_of(seen: Sequence[Keys], samples: int) -> tuple[float, float]:
@@ -246,10 +252,25 @@ def planned_gradients(launches: Gathers, *operands: *BackwardOperands) -> tuple[
     if launches.any_order and picked.shape[-1] < DENSE * len(keys):
         launches.gathered(2 * some * heads * (3 * w + 2 * width), read * q.element_size(), read * 4)
     else:
-        launches.gathered(2 * some * heads * (2 * w + width), read * q.element_size())
-        launches.gathered(4 * every * heads * (w + width), every / BLOCK * heads * (w + width) * q.element_size())
+        _plan_second_pass(launches, q, picked, len(keys), some, every)
+        launches.gathered(2 * some * heads * (2 * w + width), read * q.element_size() + 4 * some * heads)
+        torch.empty(PARTS, *keys.shape, dtype=torch.float32, device=q.device).sum(0)
     del delta
     return dq, *dk.split([len(x) for x in k])
+
+
+def _plan_second_pass(launches: Gathers, q: Tensor, picked: Tensor, keys: int, some: float, every: float) -> None:
+    """What is kept for a chunk of queries, and the sums over all of them. A program reads the places of its keys in the
+    lists, and what is listed, once for each slice of channels."""
+    (n, b, heads, w), count = q.shape, picked.shape[-1]
+    rows = min(n, max(1, MOST_BYTES // (2 * b * count * heads * q.element_size())))
+    kept = q.new_empty(2, rows, b, count, heads)
+    for _ in range(0, n, rows):
+        torch.full((rows, b, keys), -1, dtype=torch.int32, device=q.device).amax(-1)
+    del kept
+    slices = -(-w // SLICE)
+    read = every / BLOCK_OF_KEYS * heads * 2 * w * q.element_size()
+    launches.gathered(4 * every * heads * w, read + slices * (4 * every + 4 * some * heads))
 
 
 def planned_weights(

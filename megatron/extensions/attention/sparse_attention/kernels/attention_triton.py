@@ -4,8 +4,8 @@ A program computes one query in some heads of a sample: it gathers the query's k
 heads. Scores are transposed, [keys, heads], so that products have the keys or the channels as their rows, and fill
 tensor cores with as few as 16 heads. Channels of values are in four parts, whose gradients fit registers one by one.
 
-The gradients of keys are either added in fp32 where they are computed, in any order, or summed in a second pass by a
-program for each block of keys, which goes through the queries that have selected one of them in ascending order.
+The gradients of keys are either added in fp32 where they are computed, in any order, or summed in a second pass
+(`key_sums_triton.py`), for which the weights of listed keys and the gradients of their scores are kept.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.extensions.attention.sparse_attention.kernels.key_sums_triton import sum_of_keys
+from megatron.extensions.attention.sparse_attention.kernels.attention import MOST_BYTES
+from megatron.extensions.attention.sparse_attention.kernels.key_sums_triton import PARTS, Tile, sum_of_keys_
 from megatron.extensions.attention.sparse_attention.kernels.rows_triton import (
     Blocks,
     Widths,
@@ -109,6 +110,19 @@ def _of_keys(ds, queries, p, grads):
 
 
 @triton.jit
+def _add_gradients(dk, at, inside, ds, queries, of_queries, p, grads, WIDTHS: tl.constexpr):
+    """Adds gradients to all channels of keys, in any order."""
+    VALUES: tl.constexpr = WIDTHS[0]
+    PART: tl.constexpr = WIDTHS[2]
+    _add_to_keys(dk, at, inside, _of_keys(ds, queries[0], p, grads[0]), 0, VALUES)
+    _add_to_keys(dk, at, inside, _of_keys(ds, queries[1], p, grads[1]), PART, VALUES - PART)
+    _add_to_keys(dk, at, inside, _of_keys(ds, queries[2], p, grads[2]), 2 * PART, VALUES - 2 * PART)
+    _add_to_keys(dk, at, inside, _of_keys(ds, queries[3], p, grads[3]), 3 * PART, VALUES - 3 * PART)
+    if WIDTHS[3]:
+        _add_to_keys(dk, at, inside, tl.dot(ds, of_queries, input_precision="ieee"), VALUES, WIDTHS[1])
+
+
+@triton.jit
 def selected_backward(
     q,
     k,
@@ -118,14 +132,16 @@ def selected_backward(
     delta,
     dq,
     dk,
+    kept,
     sizes,
     scale,
     WIDTHS: tl.constexpr,
     BLOCKS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """dq [n, b, heads, w], and where `dk` [s, b, w] is given, additions to it in any order. `delta` [n, b, heads] are
-    the sums of grad * out."""
+    """dq [n, b, heads, w], and where `dk` [s, b, w] is given, additions to it in any order; elsewhere `kept` receives
+    the weights of listed keys and the gradients of their scores [n, b, count, heads]. `delta` [n, b, heads] are the
+    sums of grad * out."""
     samples, heads, count = sizes
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]
@@ -158,14 +174,12 @@ def selected_backward(
         acc = add_rows(acc, keys, ds)
         if WIDTHS[3]:
             of_rest = dot(tl.trans(rest), ds, of_rest)
+        if kept is not None:
+            place = (((row * samples + sample) * count + start + j) * heads)[:, None] + h[None, :]
+            tl.store(kept[0] + place, weights.to(keys[0].dtype), mask=inside[:, None] & in_h[None, :])
+            tl.store(kept[1] + place, ds, mask=inside[:, None] & in_h[None, :])
         if dk is not None:
-            p = weights.to(keys[0].dtype)
-            _add_to_keys(dk, at, inside, _of_keys(ds, queries[0], p, grads[0]), 0, VALUES)
-            _add_to_keys(dk, at, inside, _of_keys(ds, queries[1], p, grads[1]), PART, VALUES - PART)
-            _add_to_keys(dk, at, inside, _of_keys(ds, queries[2], p, grads[2]), 2 * PART, VALUES - 2 * PART)
-            _add_to_keys(dk, at, inside, _of_keys(ds, queries[3], p, grads[3]), 3 * PART, VALUES - 3 * PART)
-            if WIDTHS[3]:
-                _add_to_keys(dk, at, inside, tl.dot(ds, of_queries, input_precision="ieee"), VALUES, WIDTHS[1])
+            _add_gradients(dk, at, inside, ds, queries, of_queries, weights.to(keys[0].dtype), grads, WIDTHS)
     store_values(dq, acc, before, h, in_h, WIDTHS, WIDTH)
     if WIDTHS[3]:
         store_heads(dq, of_rest, before, h, in_h, VALUES, WIDTHS[1], WIDTH)
@@ -222,16 +236,16 @@ class Tiling(NamedTuple):
     of_queries: Blocks
     adding: Blocks
     """Gradients of queries, with additions to those of keys."""
-    of_keys: Blocks
+    of_keys: Tile
 
 
-HOPPER = Tiling(Blocks(32, 64, 8, 2), Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 64, 8, 2))
+HOPPER = Tiling(Blocks(32, 64, 8, 2), Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 2), Tile(128, 64, (128, 64), 8, 2))
 """For compute capability 9, with 227 KiB of shared memory a program."""
 
-BLACKWELL = Tiling(*[Blocks(32, 32, 8, 2)] * 4)
+BLACKWELL = Tiling(Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Tile(128, 64, (128, 64), 8, 2))
 """For compute capability 10: larger blocks take more shared memory than there is."""
 
-SMALL = Tiling(Blocks(32, 32, 8, 2), Blocks(16, 32, 8, 1), Blocks(16, 32, 8, 1), Blocks(16, 32, 8, 2))
+SMALL = Tiling(Blocks(32, 32, 8, 2), Blocks(16, 32, 8, 1), Blocks(16, 32, 8, 1), Tile(64, 32, (128, 64), 8, 2))
 """For others, with 99 KiB."""
 
 SCAN = 1024
@@ -297,9 +311,36 @@ def selected_gradients(
     dq, delta = q.new_empty(q.shape), torch.empty(n, b, heads, dtype=torch.float32, device=q.device)
     held, of_heads = triton.next_power_of_2(values), Blocks(16, 0, 4, 1)
     selected_delta[_grid(q, of_heads)](Rows.of(grad), out, delta, b, heads, values, held, of_heads.heads)
-    dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device) if adds else None
-    blocks = found.adding if adds else found.of_queries
-    rows = Rows.of(q), k, picked, Rows.of(grad), lse, delta, dq, dk, (b, heads, count), scale, tuple(widths)
+    if adds:
+        dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+        _backward(q, k, picked, grad, lse, delta, dq, dk, None, scale, widths, found.adding)
+        return dq, dk
+    rows = max(1, MOST_BYTES // (2 * b * count * heads * q.element_size()))
+    parts = torch.zeros(PARTS, *k.shape, dtype=torch.float32, device=k.device)
+    kept = q.new_empty(min(n, rows), b, count, heads), q.new_empty(min(n, rows), b, count, heads)
+    for start in range(0, n, rows):
+        each = slice(start, start + rows)
+        of_rows = q[each], k, picked[each], grad[each], lse[each], delta[each], dq[each]
+        _backward(*of_rows, None, kept, scale, widths, found.of_queries)
+        sum_of_keys_(parts, grad[each], q[each], picked[each], *kept, found.of_keys)
+    return dq, parts.sum(0)
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    picked: Tensor,
+    grad: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor | None,
+    kept: tuple[Tensor, Tensor] | None,
+    scale: float,
+    widths: Widths,
+    blocks: Blocks,
+) -> None:
+    (_, b, heads, _), count = q.shape, picked.shape[-1]
+    rows = Rows.of(q), k, picked, Rows.of(grad), lse, delta, dq, dk, kept, (b, heads, count), scale, tuple(widths)
     launch = selected_backward[_grid(q, blocks)]
     launch(*rows, (blocks.heads, blocks.keys), _scan(count), num_warps=blocks.warps, num_stages=blocks.stages)
-    return dq, sum_of_keys(grad, q, k, picked, lse, delta, scale, widths, found.of_keys) if dk is None else dk

@@ -1,7 +1,8 @@
 """The gradients of keys summed in a fixed order: the second pass of the backward of attention to selected keys.
 
-A program goes through the queries that have selected a key of its block, in ascending order, and computes their scores
-again. Keys of the block that a query has not selected have no weight.
+The first pass leaves the weights of listed keys and the gradients of their scores in memory, a chunk of queries at a
+time. A program holds some of the channels of a block of keys, and multiplies these by the queries and by the gradients
+of outputs, in ascending order. Keys of the block that a query has not selected have zeros.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,137 +16,132 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.extensions.attention.sparse_attention.kernels.rows_triton import (
-    Blocks,
-    Widths,
-    dot,
-    load_rest,
-    load_values,
-    products,
-    scores_of,
-)
+from megatron.extensions.attention.sparse_attention.kernels.rows_triton import dot
 from megatron.extensions.speed.fusions.attention.row_blocks_triton import Rows
 
 PARTS = 4
 """Programs that share the queries of a block of keys."""
 
 
-@triton.jit
-def _added_to_keys(sums, ds, queries, p, grads):
-    return (
-        dot(p, grads[0], dot(ds, queries[0], sums[0])),
-        dot(p, grads[1], dot(ds, queries[1], sums[1])),
-        dot(p, grads[2], dot(ds, queries[2], sums[2])),
-        dot(p, grads[3], dot(ds, queries[3], sums[3])),
-    )
+class Tile(NamedTuple):
+    """How a program works."""
+
+    keys: int
+    columns: int
+    """Heads of all queries that it multiplies at a time."""
+    channels: tuple[int, int]
+    """That it holds: a power of two, and half of that."""
+    warps: int
+    stages: int
 
 
 @triton.jit
-def selected_sum(q, k, lists, grad, lse, delta, readers, dk, sizes, scale, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr):
-    """dk [parts, s, b, w] in fp32: sums over parts of the queries that have selected a key, in ascending order.
+def selected_sum(
+    q,
+    grad,
+    weights,
+    ds,
+    readers,
+    dk,
+    sizes,
+    WIDTH: tl.constexpr,
+    VALUES: tl.constexpr,
+    WIDE: tl.constexpr,
+    NARROW: tl.constexpr,
+    SLICES: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """dk [parts, s, b, w] in fp32 += sums over the queries of a part, in ascending order.
 
-    `lists` [n, b, count] are in ascending order. `readers`: the queries [n, b, blocks] that have selected a key of a
-    block, in ascending order, how many these are [b, blocks], and the place [n, b, blocks + 1] in a query's list at
-    which a block's keys begin."""
+    `weights` and `ds` [n, b, count, heads]. `readers`: the place [n, b, blocks * KEYS] at which a query lists a key, or
+    -1, and the first query and the end [b, blocks] of those that list a key of a block."""
     samples, heads, count, s = sizes
-    order, counts, places = readers
-    PART: tl.constexpr = WIDTHS[2]
-    WIDTH: tl.constexpr = WIDTHS[0] + WIDTHS[1]
-    HEADS: tl.constexpr = BLOCKS[0]
-    KEYS: tl.constexpr = BLOCKS[1]
-    block, part = tl.program_id(0), tl.program_id(1)
-    sample = tl.program_id(2).to(tl.int64)
-    blocks = tl.num_programs(0)
-    i = tl.arange(0, KEYS)
-    key = block * KEYS + i
-    at, in_k = (key.to(tl.int64) * samples + sample) * WIDTH, key < s
-    keys = load_values(k, at, in_k, WIDTHS)
-    rest = load_rest(k, at, in_k, keys, WIDTHS)
-    zeros = tl.zeros([KEYS, PART], tl.float32)
-    acc = (zeros, zeros, zeros, zeros)
-    of_rest = zeros
-    if WIDTHS[3]:
-        REST: tl.constexpr = WIDTHS[3]
-        of_rest = tl.zeros([KEYS, REST], tl.float32)
-    of_heads = tl.cdiv(heads, HEADS)
-    found = tl.load(counts + sample * blocks + block)
-    first, stop = found * part // tl.num_programs(1), found * (part + 1) // tl.num_programs(1)
-    for step in range(first * of_heads, stop * of_heads):
-        row = tl.load(order + ((step // of_heads).to(tl.int64) * samples + sample) * blocks + block).to(tl.int64)
-        start = tl.load(places + (row * samples + sample) * (blocks + 1) + block)
-        own = tl.load(lists + (row * samples + sample) * count + start + i, mask=start + i < count, other=-1)
-        chosen = tl.max((own[None, :] == key[:, None]).to(tl.int32), 1) > 0
-        h = (step % of_heads) * HEADS + tl.arange(0, HEADS)
-        in_h, before = h < heads, (row * samples + sample) * heads
-        of_row = row * q.row + sample * q.sample + h * q.head
-        queries = load_values(q.data, of_row, in_h, WIDTHS)
-        of_queries = load_rest(q.data, of_row, in_h, queries, WIDTHS)
-        grads = load_values(grad.data, row * grad.row + sample * grad.sample + h * grad.head, in_h, WIDTHS)
-        sums = tl.load(lse + before + h, mask=in_h, other=0.0) * 1.4426950408889634
-        deltas = tl.load(delta + before + h, mask=in_h, other=0.0)
-        scores = scores_of(keys, rest, queries, of_queries, WIDTHS) * (scale * 1.4426950408889634)
-        weights = tl.where(chosen[:, None] & in_h[None, :], tl.exp2(scores - sums[None, :]), 0.0)
-        ds = (weights * (products(keys, grads) - deltas[None, :]) * scale).to(keys[0].dtype)
-        acc = _added_to_keys(acc, ds, queries, weights.to(keys[0].dtype), grads)
-        if WIDTHS[3]:
-            of_rest = dot(ds, of_queries, of_rest)
-    into = dk + part.to(tl.int64) * s * samples * WIDTH
-    VALUES: tl.constexpr = WIDTHS[0]
-    _store_keys(into, acc[0], at, in_k, 0, VALUES)
-    _store_keys(into, acc[1], at, in_k, PART, VALUES - PART)
-    _store_keys(into, acc[2], at, in_k, 2 * PART, VALUES - 2 * PART)
-    _store_keys(into, acc[3], at, in_k, 3 * PART, VALUES - 3 * PART)
-    if WIDTHS[3]:
-        _store_keys(into, of_rest, at, in_k, VALUES, WIDTHS[1])
+    places, firsts, ends = readers
+    part, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    blocks = tl.num_programs(0) // SLICES
+    block = tl.program_id(0) // SLICES
+    key = block * KEYS + tl.arange(0, KEYS)
+    first, stop = tl.load(firsts + sample * blocks + block), tl.load(ends + sample * blocks + block)
+    found = tl.maximum(stop - first, 0)
+    begin = first + found * part // tl.num_programs(1)
+    end = first + found * (part + 1) // tl.num_programs(1)
+    # Channels, in two parts.
+    c = tl.program_id(0) % SLICES * (WIDE + NARROW) + tl.arange(0, WIDE)
+    d = tl.program_id(0) % SLICES * (WIDE + NARROW) + WIDE + tl.arange(0, NARROW)
+    acc = tl.zeros([KEYS, WIDE], tl.float32)
+    more = tl.zeros([KEYS, NARROW], tl.float32)
+    i, j = tl.arange(0, ROWS * HEADS), tl.arange(0, ROWS)
+    groups = tl.cdiv(heads, HEADS)
+    for step in range(0, tl.cdiv(end - begin, ROWS) * groups):
+        top = begin + step // groups * ROWS
+        row, h = (top + i // HEADS).to(tl.int64), step % groups * HEADS + i % HEADS
+        inside = (row < end) & (h < heads)
+        of_row = ((top + j).to(tl.int64) * samples + sample) * (blocks * KEYS)
+        place = tl.load(places + of_row[None, :] + key[:, None], mask=(top + j < end)[None, :], other=-1)
+        place = tl.reshape(tl.broadcast_to(place[:, :, None], (KEYS, ROWS, HEADS)), (KEYS, ROWS * HEADS))
+        at = ((row * samples + sample) * count * heads + h)[None, :] + place * heads
+        listed = inside[None, :] & (place >= 0)
+        of_ds = tl.load(ds + at, mask=listed, other=0.0)
+        p = tl.load(weights + at, mask=listed, other=0.0)
+        of_q = row * q.row + sample * q.sample + h * q.head
+        of_grad = row * grad.row + sample * grad.sample + h * grad.head
+        acc = dot(of_ds, _channels(q.data, of_q, inside, c, WIDTH), acc)
+        acc = dot(p, _channels(grad.data, of_grad, inside, c, VALUES), acc)
+        more = dot(of_ds, _channels(q.data, of_q, inside, d, WIDTH), more)
+        more = dot(p, _channels(grad.data, of_grad, inside, d, VALUES), more)
+    if end > begin:
+        into = dk + ((part.to(tl.int64) * s + key) * samples + sample)[:, None] * WIDTH
+        _add(into, acc, key < s, c, WIDTH)
+        _add(into, more, key < s, d, WIDTH)
 
 
 @triton.jit
-def _store_keys(x, values, at, inside, start: tl.constexpr, size: tl.constexpr):
-    c = tl.arange(0, values.shape[1])
-    tl.store(x + at[:, None] + (start + c)[None, :], values, mask=inside[:, None] & (c < size)[None, :])
+def _channels(x, at, inside, c, size: tl.constexpr):
+    """[rows, channels]; zeros outside"""
+    return tl.load(x + at[:, None] + c[None, :], mask=inside[:, None] & (c < size)[None, :], other=0.0)
 
 
-def sum_of_keys(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    picked: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    scale: float,
-    widths: Widths,
-    blocks: Blocks,
-) -> Tensor:
-    """dk [s, b, w] in fp32, summed in the same order each time."""
-    (s, b, width), heads = k.shape, q.shape[2]
-    lists, readers = readers_of(picked, s, blocks.keys)
-    dk = torch.empty(PARTS, s, b, width, dtype=torch.float32, device=k.device)
-    given = Rows.of(q), k, lists, Rows.of(grad), lse, delta, tuple(readers), dk, (b, heads, picked.shape[-1], s), scale
-    launch = selected_sum[(triton.cdiv(s, blocks.keys), PARTS, b)]
-    launch(*given, tuple(widths), (blocks.heads, blocks.keys), num_warps=blocks.warps, num_stages=blocks.stages)
-    return dk.sum(0)
+@triton.jit
+def _add(into, sums, inside, c, WIDTH: tl.constexpr):
+    mask = inside[:, None] & (c < WIDTH)[None, :]
+    tl.store(into + c[None, :], tl.load(into + c[None, :], mask=mask, other=0.0) + sums, mask=mask)
 
 
 class Readers(NamedTuple):
-    """By block of keys, the queries that have selected one of them. int32."""
+    """Of the keys of a chunk of queries. int32."""
 
-    order: Tensor
-    """[n, b, blocks]: the queries in ascending order; behind them n."""
-    counts: Tensor
-    """[b, blocks]: how many these are."""
     places: Tensor
-    """[n, b, blocks + 1]: where the keys of a block begin in a query's list."""
+    """[n, b, blocks * block]: where a query lists a key, or -1."""
+    firsts: Tensor
+    """[b, blocks]: the first query that lists a key of a block."""
+    ends: Tensor
+    """[b, blocks]: behind the last one."""
 
 
-def readers_of(picked: Tensor, s: int, block: int) -> tuple[Tensor, Readers]:
-    """picked [n, b, count] -> the same in ascending order, with -1 first, and the readers of blocks of s keys. The host
-    waits for nothing."""
-    n, b, _ = picked.shape
-    lists = picked.sort(-1).values
+def readers_of(picked: Tensor, s: int, block: int) -> Readers:
+    """picked [n, b, count], places among s keys or -1. The host waits for nothing."""
+    n, b, count = picked.shape
     blocks = triton.cdiv(s, block)
-    edges = torch.arange(0, (blocks + 1) * block, block, dtype=torch.int32, device=picked.device)
-    places = torch.searchsorted(lists, edges.expand(n, b, -1).contiguous(), out_int32=True)
-    reads = places[..., 1:] > places[..., :-1]
+    places = torch.full((n, b, blocks * block + 1), -1, dtype=torch.int32, device=picked.device)
+    order = torch.arange(count, dtype=torch.int32, device=picked.device).expand(n, b, -1)
+    last = torch.full_like(picked, blocks * block)
+    places.scatter_(-1, torch.where(picked >= 0, picked, last).long(), order)
+    places = places[..., :-1].contiguous()
+    reads = places.unflatten(-1, (blocks, block)).amax(-1) >= 0
     rows = torch.arange(n, dtype=torch.int32, device=picked.device)[:, None, None]
-    order = torch.where(reads, rows, n).sort(0).values
-    return lists, Readers(order, reads.sum(0, dtype=torch.int32), places)
+    return Readers(places, torch.where(reads, rows, n).amin(0), torch.where(reads, rows + 1, 0).amax(0))
+
+
+def sum_of_keys_(dk: Tensor, grad: Tensor, q: Tensor, picked: Tensor, weights: Tensor, ds: Tensor, tile: Tile) -> None:
+    """Adds the sums of a chunk of queries to dk [parts, s, b, w], in the same order each time."""
+    parts, s, b, width = dk.shape
+    heads, values = q.shape[2], grad.shape[-1]
+    held = min(tile.columns, triton.next_power_of_2(max(16, heads)))
+    readers = readers_of(picked, s, tile.keys)
+    given = Rows.of(q), Rows.of(grad), weights, ds, tuple(readers), dk, (b, heads, picked.shape[-1], s)
+    slices = triton.cdiv(width, sum(tile.channels))
+    launch = selected_sum[(slices * triton.cdiv(s, tile.keys), parts, b)]
+    constants = width, values, *tile.channels, slices, held, tile.keys, tile.columns // held
+    launch(*given, *constants, num_warps=tile.warps, num_stages=tile.stages)
