@@ -55,7 +55,8 @@ def check(root: PurePath, saved: Sequence[int]) -> int:
     assert set(saved) <= set(folders), f"saved {sorted(saved)}, and there are {sorted(folders)}"
     for folder in folders.values():
         sums = read_manifest(folder)
-        assert len(sums) == FILES and not damages(folder, sums, list(sums)), folder
+        found = damages(folder, sums, list(sums))
+        assert len(sums) == FILES and not found, f"{folder}: {found}"
     return len(folders)
 
 
