@@ -15,13 +15,12 @@ def test_steps_without_kernels_are_longer() -> None:
     """Kernels that are left out are again used afterwards."""
     before = set(LEFT_OUT)
     whole = planned_steps.planned("sparse", "h200")
-    others = [
-        planned_steps.planned("sparse", "h200", left_out=["divergence"]),
-        planned_steps.planned("sparse", "h200", "--deterministic-mode"),
-        planned_steps.planned("sparse", "h200", "--no-fusions"),
-    ]
-    assert all(row.milliseconds > 1.02 * whole.milliseconds for row in others), others
-    assert others[2].milliseconds > 2 * whole.milliseconds and before == LEFT_OUT
+    without_kernel = planned_steps.planned("sparse", "h200", left_out=["divergence"])
+    deterministic = planned_steps.planned("sparse", "h200", "--deterministic-mode")
+    unfused = planned_steps.planned("sparse", "h200", "--no-fusions")
+    assert without_kernel.milliseconds > 1.02 * whole.milliseconds
+    assert deterministic.milliseconds >= whole.milliseconds  # equal if the faster kernels add in a fixed order
+    assert unfused.milliseconds > 2 * whole.milliseconds and before == LEFT_OUT
 
 
 def test_table_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,8 @@ python tools/bench/packing.py                   both tables, of 20,000 documents
 python tools/bench/packing.py --documents 2000  other numbers
 
 Lengths are drawn from three distributions, or are those of real text: the source files of Python's standard library, by
-four bytes a token. Ways to pack: greedy as in Megatron-LM, first-fit in the order of the documents as in torchtitan,
-and best-fit decreasing as in OLMo-core, both written again from their descriptions, and this program's best-fit.
+four bytes a token. Ways to pack: greedy as in Megatron-LM, first-fit in the order of the documents, best-fit
+decreasing written from the description of OLMo-core's, and this program's best-fit.
 """
 
 from __future__ import annotations
