@@ -165,7 +165,7 @@ def test_every_registered_kernel_has_operands_to_be_compared_on() -> None:
     found = RunShapes.of(resolve(parse_args(f"{MODEL} {fp8}".split()), 1), CPU)
     by_layer = {"residual_gemm", "add_fp8_product_", "mlp"}
     by_layer |= {"attend_to_selected", "selected_attention_gradients", "attended_weights"}
-    by_layer |= {"scores_of_keys", "largest_scores"}
+    by_layer |= {"scores_of_keys", "largest_scores", "divergence", "keys_of_chunks"}
     for name in KERNELS:
         operands = list(KERNELS[name].samples(found))  # type: ignore[attr-defined]
         assert bool(operands) != (name in by_layer), name
