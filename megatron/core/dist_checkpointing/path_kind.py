@@ -112,7 +112,10 @@ def kind_of(path: str | PurePath) -> str:
 
 def _is_dataset(path: str) -> bool:
     ends = path.endswith((".bin", ".idx"))
-    return _is_file(f"{path}.idx") or (ends and _is_file(f"{path[:-4]}.idx"))
+    try:
+        return _is_file(f"{path}.idx") or (ends and _is_file(f"{path[:-4]}.idx"))
+    except OSError as error:  # of a storage; messages name the path that the user gave
+        raise OSError(str(error).replace(f"{path}.idx", path)) from error
 
 
 def _is_checkpoint(path: str) -> bool:

@@ -13,7 +13,10 @@ from pathlib import Path
 
 from megatron.training.reliability.untrusted import parse_json
 
-IMPORTED = time.time()
+CLOCK = time.CLOCK_BOOTTIME
+"""A clock that all processes of a host share, and that nobody sets: the wall clock may jump between two readings."""
+
+IMPORTED = time.clock_gettime(CLOCK)
 
 BANNER = 1.0
 """Seconds in which a program that speaks first, as mail and SSH servers do, has said something."""
@@ -33,7 +36,7 @@ def leave_failure(address: str, port: int, why: str) -> None:
         path = _place(address, port)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps({"parent": os.getppid(), "at": time.time(), "why": why}))
+        scratch.write_text(json.dumps({"parent": os.getppid(), "at": time.clock_gettime(CLOCK), "why": why}))
         os.replace(scratch, path)
 
 
@@ -53,11 +56,11 @@ def left_failure(address: str, port: int) -> str | None:
 
 
 def _started() -> float:
-    """When this process began: one that was forked began after its imports."""
+    """Time of `CLOCK` at which this process began. A forked process began after its imports."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, AttributeError):
+        return ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
         return IMPORTED
 
 
