@@ -14,6 +14,7 @@ from typing import Any
 
 import transformers
 
+from megatron.extensions import load
 from megatron.extensions.interop.hugging_face.families import FAMILIES
 from megatron.extensions.interop.hugging_face.family_files import HERE
 
@@ -46,6 +47,7 @@ def installed() -> dict[str, Any]:
 
 
 def main() -> None:
+    load()
     table = installed()
     families = table.pop("families")
     rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in families.items())

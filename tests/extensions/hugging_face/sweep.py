@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.batch import Batch
+from megatron.extensions import load
 from megatron.extensions.interop.hugging_face.families import FAMILIES
 from megatron.extensions.interop.hugging_face.read_config import config_from_hf
 from megatron.extensions.interop.hugging_face.write_config import config_to_hf, settings_of
@@ -129,6 +130,7 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=0, help="unusual configurations of each family that comes in")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    load()
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -73,6 +73,9 @@ MLPS_AND_EXPERTS: dict[str, Layout] = {
     "GateUpColumns": Pieces("e ... o -> e 1 o ...", joined=1, counts=lambda config: (1, 1), section=-1),
     "InterleavedGateUpColumns": Pieces("e ... (o pair) -> e pair o ...", _gate_and_up),
     "TransposedExperts": Pieces("e i o -> e o i"),
+    # DBRX: one matrix [experts * ffn, h] of all gates, another one of all ups, and a third one [experts * ffn, h].
+    "RowsOfExperts": Pieces("(e o) ... -> e 1 o ...", lambda config: {"e": config.num_experts or 1}, 1),
+    "TransposedRowsOfExperts": Pieces("(e i) o -> e o i", lambda config: {"e": config.num_experts or 1}),
     "RowOfExperts": Pieces("1 e -> e"),
 }
 

@@ -24,6 +24,7 @@ from megatron.extensions.interop.hugging_face.config_json.config_values import (
     text,
     whole,
 )
+from megatron.extensions.interop.hugging_face.config_json.kinds_of_layers import RotaryOfKinds, WithoutLogitScale
 from megatron.extensions.interop.hugging_face.config_json.read_layers import (
     CHUNKED,
     FULL,
@@ -240,6 +241,23 @@ class RotaryBasesByLayer(Adapter):
         return hf | {"layer_rope_theta": [base * rotates for base, rotates in rotated]}
 
 
+class RotaryBaseOfAttention(Adapter):
+    """The rotary base among the settings of attention, which that of the whole model must not contradict (DBRX)."""
+
+    key = "attn_config.rope_theta"
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        if hf.get(self.key) is None:
+            return fields
+        base = float(number(hf, self.key))
+        if (table(hf, "rope_parameters") or hf.get("rope_theta") is not None) and fields["rotary_base"] != base:
+            raise ValueError(f"config.json: {self.key} = {base:g} differs from rope_theta = {fields['rotary_base']}")
+        return fields | {"rotary_base": base}
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        return hf | {self.key: config.rotary_base}
+
+
 class LayersWithoutRotary(Adapter):
     """Layers without rotary embedding: by a list, or each N-th one (SmolLM3, Llama 4)."""
 
@@ -307,10 +325,13 @@ ADAPTERS: Mapping[str, Adapter] = {
         WidthToMultiple,
         HeadsByLayer,
         RotaryBasesByLayer,
+        RotaryBaseOfAttention,
         LayersWithoutRotary,
         ChunksAndTemperature,
         SelectingLayers,
         CompressedAttention,
+        RotaryOfKinds,
+        WithoutLogitScale,
     )
 }
 """The adapters by the names that files state."""
