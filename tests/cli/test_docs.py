@@ -148,7 +148,7 @@ def test_the_site_is_built_from_every_page(tmp_path: Path) -> None:
 def test_flags_and_files_in_text_exist(page: str) -> None:
     """Flags in backticks are flags of pretrain_gpt.py, a tool or an example; paths in backticks are files."""
     text = (ROOT / page).read_text()
-    patterns = ("megatron/**/*.py", "megatron/**/*.toml", "tools/**/*.py", "scripts/**/*.sh")
+    patterns = ("megatron/**/*.py", "megatron/**/*.toml", "tools/**/*.py", "research/*.py", "scripts/**/*.sh")
     sources = [path for pattern in patterns for path in ROOT.glob(pattern)]
     known = "".join(source.read_text() for source in sources)
     fields = re.findall(r"^    (\w+): ", "".join(path.read_text() for path in ROOT.glob("examples/*.py")), re.MULTILINE)
@@ -156,7 +156,7 @@ def test_flags_and_files_in_text_exist(page: str) -> None:
     for flag in re.findall(r"`(--[a-z][a-z0-9-]*)", text):
         assert flag in spellings or flag in known, f"{page} names {flag}"
     for path in re.findall(
-        r"`((?:megatron|tools|scripts|tests|docs|examples)/(?:[\w/]+\.(?:py|sh|md|txt)|[\w/]*))`", text
+        r"`((?:megatron|tools|research|scripts|tests|docs|examples)/(?:[\w/]+\.(?:py|sh|md|txt)|[\w/]*))`", text
     ):
         assert (ROOT / path).exists(), f"{page} names {path}"
 

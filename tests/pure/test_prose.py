@@ -10,8 +10,13 @@ import pytest
 
 from tests.apart import ROOT, python_apart
 
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
-CODE = [*ROOT.glob("megatron/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("scripts/**/*.sh")]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), ROOT / "research/README.md"]
+CODE = [
+    *ROOT.glob("megatron/**/*.py"),
+    *ROOT.glob("tools/**/*.py"),
+    *ROOT.glob("research/*.py"),
+    *ROOT.glob("scripts/**/*.sh"),
+]
 AVOIDED = tomllib.loads(Path(__file__).with_name("plain_words.toml").read_text())
 
 

@@ -35,7 +35,9 @@ def is_private(name: str) -> bool:
 
 
 def files() -> list[Path]:
-    folders = [path for folder in ("megatron", "tools", "examples") for path in (ROOT / folder).rglob("*.py")]
+    folders = [
+        path for folder in ("megatron", "tools", "research", "examples") for path in (ROOT / folder).rglob("*.py")
+    ]
     return [ROOT / "pretrain_gpt.py", *folders]
 
 

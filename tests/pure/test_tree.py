@@ -73,7 +73,7 @@ def test_ruff_looks_at_every_folder() -> None:
     """Its own default, too, would leave out tests/dist."""
     shown = python_apart("-m", "ruff", "check", "--show-files", str(ROOT), code=0)
     looked_at = {Path(line) for line in shown.stdout.splitlines()}
-    folders = ("megatron", "tools", "tests", "examples")
+    folders = ("megatron", "tools", "research", "tests", "examples")
     assert [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path not in looked_at] == []
 
 
@@ -222,13 +222,13 @@ def test_the_library_names_no_flag_of_an_extension() -> None:
 def test_nothing_but_tests_replaces_attributes_by_mocks() -> None:
     """What differs, as on the device of a plan, is an argument. Functions of other libraries are replaced in
     `megatron.training.foreign` alone."""
-    files = [path for folder in ("megatron", "tools") for path in (ROOT / folder).rglob("*.py")]
+    files = [path for folder in ("megatron", "tools", "research") for path in (ROOT / folder).rglob("*.py")]
     importing = re.compile(r"^\s*(from|import) (unittest|mock)\b", re.MULTILINE)
     assert len(files) > 400
     assert [path for path in files if importing.search(path.read_text())] == []
 
 
-LIMITED = trees("megatron", "tools")
+LIMITED = trees("megatron", "tools", "research")
 """The files that the limits below hold for."""
 
 ARGUMENTS = 8

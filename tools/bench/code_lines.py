@@ -1,6 +1,6 @@
 """Count the lines of code: no blank lines, comments or docstrings. And the words of docs/.
 
-python tools/bench/code_lines.py                     trunk, each extension, tools, tests, docs
+python tools/bench/code_lines.py                     trunk, each extension, tools, research, tests, docs
 python tools/bench/code_lines.py megatron/core/moe   folders
 """
 
@@ -49,7 +49,7 @@ def parts() -> Iterator[tuple[str, list[Path]]]:
         yield f"extension {folder.relative_to(extensions)}", [path for path in library if folder in path.parents]
     trunk = [Path("megatron/core"), Path("megatron/training")]
     yield "trunk", [path for path in library if any(folder in path.parents for folder in trunk)]
-    for name in ("megatron", "tools", "tests"):
+    for name in ("megatron", "tools", "research", "tests"):
         yield name, sorted(Path(name).rglob("*.py"))
 
 

@@ -277,6 +277,14 @@ def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
     return rows
 
 
+def forget(*packages: str) -> None:
+    """Forget these packages of this checkout: the next import finds them elsewhere."""
+    root = Path(__file__).resolve().parents[2]
+    sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != root]
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
+
+
 DIGITS = {"tokens/s": "9,.0f", "s": "9.3f"}
 
 

@@ -1,26 +1,24 @@
-"""Speed of this program beside others or an older revision, in turns: training, parallelism, start-up.
+"""Speed of training, parallel layouts and start-up, beside what the machine allows or an older revision.
 
-    python tools/bench/speed.py --list                                                  # the cells
+    python tools/bench/speed.py --list                                               # the cells
     python tools/bench/speed.py --only "llama float32 eager" --rounds 7
-    python tools/bench/speed.py --only TP "ours ZeRO-3" "torch FSDP2 ZeRO-3" --ranks 4  # a cell, and two of another
-    python tools/bench/speed.py                                                         # all
-    python tools/bench/speed.py --only "ours TP" start-up --before /tmp/older           # a `git worktree add` of it
+    python tools/bench/speed.py --only TP "ours ZeRO-2" "ours ZeRO-3" --ranks 4      # a cell, and two rows of another
+    python tools/bench/speed.py                                                      # all
+    python tools/bench/speed.py --only "ours TP" start-up --before /tmp/older        # a `git worktree add` of it
 
-Contestants are processes of their own. In one process, optimizer step included: the models of transformers, litgpt,
-torchtitan and megatron-core (tools/bench/peers.py), with torch's fused AdamW and gradient clipping; `pip install -r
-tools/bench/requirements.txt`, in an environment of its own. In bf16 theirs are bf16 parameters, updated in bf16, the
-fastest they can be trained; ours keeps fp32 main parameters and fp32 gradient sums as always. The ceiling does nothing
-but the matrix products of the model's linear layers and head, forward and backward, in the same precision.
+The contestants of a cell run in separate processes and take turns. research/speed.py adds other programs to the cells.
+
+Training in one process includes the optimizer step. It is compared with the ceiling: the matrix products of the model's
+linear layers and head alone, forward and backward, in the same precision.
 
 TP, PP and DP: 8 micro-batches of one sequence a step in float32, over gloo processes of one thread, beside one process
-of as many threads and beside torch's own (tools/bench/torch_parallel.py). Two show what this machine allows at most:
-processes that share the batch out but never speak to each other, and tensor parallelism whose layers leave their
-collectives out (its results are nonsense, its work is all there).
+of as many threads. Two rows show what this machine allows at most: processes that share the batch but never
+communicate, and tensor parallelism whose layers leave out their collectives (its results are wrong, its work is whole).
 
 Start-up: seconds of commands, each in a fresh interpreter, beside an interpreter that imports torch alone.
 
---before compares this program's side alone with that of another checkout, round by round, and prints the median of the
-ratios after / before. More tokens per second are better, and fewer seconds."""
+--before compares this program alone with another checkout of it, round by round, and prints the median of the ratios
+after / before. More tokens per second are better, and fewer seconds."""
 
 from __future__ import annotations
 
@@ -33,17 +31,16 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from itertools import cycle, product
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench.peers import ONLY_LLAMA, PEERS, STYLES, Style, build_peer, forget
 from tools.bench.side_by_side import (
     DIGITS,
     Contestant,
@@ -51,6 +48,7 @@ from tools.bench.side_by_side import (
     Spread,
     bench_parser,
     compared,
+    forget,
     interleaved,
     machine,
     own_step,
@@ -59,6 +57,7 @@ from tools.bench.side_by_side import (
     timed,
     write_json,
 )
+from tools.bench.styles import STYLES, Style
 
 FORMATS = {"float32": [], "bfloat16": ["--bf16"]}
 BETAS = (0.9, 0.95)
@@ -70,21 +69,21 @@ CEILING = "ceiling"
 ALONE = "one process"
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT_STYLE, MICRO_BATCHES = Style(8, 384, 4, 4, 1024, 256, 8192, 1, llama=True), 8
-LAYOUTS: dict[str, tuple[str, str | None]] = {
-    "ours TP": ("--tp {n}", "torch DTensor TP"),
-    "ours TP+SP": ("--tp {n} --sequence-parallel", "torch DTensor TP"),
-    "ours TP+SP overlapped": ("--tp {n} --sequence-parallel --tp-comm-overlap", None),
-    "ours PP 1f1b": ("--pp {n} --pipeline-schedule 1f1b", "torch PP 1F1B"),
-    "ours PP interleaved": ("--pp {n} --pipeline-schedule interleaved", "torch PP Interleaved1F1B"),
-    "ours PP zb-h1": ("--pp {n} --pipeline-schedule zb-h1", "torch PP ZBV"),
-    "ours PP zb-v": ("--pp {n} --pipeline-schedule zb-v", "torch PP ZBV"),
-    "ours DP": ("--dp {n} --no-use-distributed-optimizer --overlap-grad-reduce", "torch DDP"),
-    "ours ZeRO-1": ("--dp {n} --overlap-grad-reduce --overlap-param-gather", "torch FSDP2"),
-    "ours ZeRO-2": ("--dp {n} --data-parallel-sharding-strategy optim_grads", "torch FSDP2 ZeRO-2"),
-    "ours ZeRO-3": ("--dp {n} --data-parallel-sharding-strategy optim_grads_params", "torch FSDP2 ZeRO-3"),
-    "ours CP": ("--cp {n}", None),
+LAYOUTS = {
+    "ours TP": "--tp {n}",
+    "ours TP+SP": "--tp {n} --sequence-parallel",
+    "ours TP+SP overlapped": "--tp {n} --sequence-parallel --tp-comm-overlap",
+    "ours PP 1f1b": "--pp {n} --pipeline-schedule 1f1b",
+    "ours PP interleaved": "--pp {n} --pipeline-schedule interleaved",
+    "ours PP zb-h1": "--pp {n} --pipeline-schedule zb-h1",
+    "ours PP zb-v": "--pp {n} --pipeline-schedule zb-v",
+    "ours DP": "--dp {n} --no-use-distributed-optimizer --overlap-grad-reduce",
+    "ours ZeRO-1": "--dp {n} --overlap-grad-reduce --overlap-param-gather",
+    "ours ZeRO-2": "--dp {n} --data-parallel-sharding-strategy optim_grads",
+    "ours ZeRO-3": "--dp {n} --data-parallel-sharding-strategy optim_grads_params",
+    "ours CP": "--cp {n}",
 }
-"""Name -> flags for n ranks, and torch's own of that kind."""
+"""Name -> flags for n ranks."""
 
 
 def flags(style: Style, dtype: str = "float32", compiled: bool = False, micro_batches: int = 1) -> list[str]:
@@ -110,29 +109,6 @@ def ours(argv: Sequence[str], tokens: int, steps: int) -> Round:
 
 
 # One process
-
-
-def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Round:
-    """Another program's model in the loop that its users write."""
-    import torch
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    torch.manual_seed(0)
-    model, loss_of = build_peer(name, style, dtype)
-    run: Any = torch.compile(model) if compiled else model
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
-    )
-    batches = cycle(torch.randint(style.vocab, (16, style.micro_batch, style.seq + 1)))
-
-    def step() -> None:
-        batch = next(batches)
-        loss_of(run, batch[:, :-1], batch[:, 1:].contiguous()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return timed(step, steps, style.tokens)
 
 
 def ceiling(style: Style, dtype: str, steps: int) -> Round:
@@ -162,12 +138,6 @@ def silent_tensor_parallel(argv: Sequence[str], tokens: int, steps: int) -> Roun
 
     layers.COLUMN = layers.ROW = layers.LOCAL
     return ours(argv, tokens, steps)
-
-
-def torchs(kind: str, tokens: int, steps: int) -> Round:
-    from tools.bench.torch_parallel import started
-
-    return timed(started(kind, LAYOUT_STYLE, MICRO_BATCHES), steps, tokens)
 
 
 # Start-up
@@ -217,25 +187,24 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """Those who take turns."""
+    """Contestants that take turns."""
 
     contestants: list[Contestant]
     baseline: str
-    """Whom all others are compared with."""
+    """Name of the contestant that all others are compared with."""
 
     unit: str = "tokens/s"
+    others: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Name of a contestant -> names of those it is compared with besides the baseline."""
 
     @property
     def ours(self) -> list[Contestant]:
-        """This program's side, but for what it is compared with."""
+        """Contestants of this program without the baseline."""
         return [c for c in self.contestants if c.build in (ours, packed_step, starts) and c.name != self.baseline]
 
     def rivals(self, name: str) -> Iterator[str]:
-        """Those whom a contestant is compared with."""
-        yield self.baseline
-        yield from PEERS if name == OURS else ()
-        _, torchs_own = LAYOUTS.get(name, ("", None))
-        yield from [torchs_own] if torchs_own else []
+        """Names of the contestants that `name` is compared with."""
+        yield from (self.baseline, *self.others.get(name, ()))
 
     def chosen(self, names: Sequence[str]) -> Cell:
         return replace(self, contestants=[c for c in self.contestants if c.name in (*names, self.baseline)])
@@ -246,9 +215,6 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, Cell]:
     for name, dtype, mode in product(STYLES, FORMATS, ("eager", "compiled")):
         style, compiled = STYLES[name], mode == "compiled"
         members = [Contestant(OURS, ours, (flags(style, dtype, compiled), style.tokens, steps), threads)]
-        for other in PEERS:
-            if style.llama or other not in ONLY_LLAMA:
-                members.append(Contestant(other, peer, (other, style, dtype, compiled, steps), threads))
         members.append(Contestant(CEILING, ceiling, (style, dtype, steps), threads))
         found[f"{name} {dtype} {mode}"] = Cell(members, CEILING)
     found |= layouts(ranks, steps) | loss_chunks(threads, steps) | watched(threads, steps) | packed(ranks, steps)
@@ -334,18 +300,21 @@ def layouts(n: int, steps: int) -> dict[str, Cell]:
     common, tokens = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES), MICRO_BATCHES * LAYOUT_STYLE.seq
     members = [
         Contestant(name, ours, ([*common, *more.format(n=n).split()], tokens, steps), ranks=n)
-        for name, (more, _) in LAYOUTS.items()
+        for name, more in LAYOUTS.items()
     ]
     part = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES // n)
     members.append(Contestant("silent DP", silent, (part, tokens, steps), ranks=n))
     members.append(Contestant("silent TP", silent_tensor_parallel, ([*common, "--tp", str(n)], tokens, steps), ranks=n))
-    for name in dict.fromkeys(rival for _, rival in LAYOUTS.values() if rival):
-        members.append(Contestant(name, torchs, (name, tokens, steps), ranks=n))
     alone = Contestant(ALONE, ours, (common, tokens, steps), threads=min(n, os.cpu_count() or 1))
     kinds: dict[str, Cell] = {kind: Cell([alone], ALONE) for kind in ("TP", "PP", "DP")}
     for member in members:
-        kinds[next((kind for kind in ("PP", "TP") if kind in member.name), "DP")].contestants.append(member)
+        kinds[kind_of(member.name)].contestants.append(member)
     return kinds
+
+
+def kind_of(name: str) -> str:
+    """Cell of a contestant of the parallel layouts."""
+    return next((kind for kind in ("PP", "TP") if kind in name), "DP")
 
 
 def before_and_after(contestant: Contestant, before: Path, rounds: int) -> dict[str, Spread] | str:
@@ -380,7 +349,24 @@ def step_of(argv: Sequence[str], tokens: int, steps: int, checkout: Path) -> Rou
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = bench_parser(__doc__, 5, ranks=(2, "processes of TP, PP and DP"), steps=(1, "of a round of training"))
+    return run_cells(__doc__, cells, argv)
+
+
+def run_cells(
+    about: str | None,
+    cells: Callable[[int, int, int], dict[str, Cell]],
+    argv: Sequence[str] | None,
+    packages: Sequence[str] = (),
+) -> int:
+    """Run a benchmark's command line and print its tables.
+
+    Args:
+        about: description for `--help`.
+        cells: (threads, ranks, steps) -> name -> cell.
+        argv: arguments; the program's own if None.
+        packages: packages whose versions are recorded.
+    """
+    parser = bench_parser(about, 5, ranks=(2, "processes of TP, PP and DP"), steps=(1, "of a round of training"))
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of one process (default: all cores)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these cells, or contestants of them")
     parser.add_argument("--list", action="store_true", help="print the names of cells and contestants, and exit")
@@ -396,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--only {' '.join(sorted(unknown))}: not one of {', '.join(sorted(known))}")
     if args.before is not None and not (args.before / "pretrain_gpt.py").exists():
         parser.error(f"--before {args.before}: holds no pretrain_gpt.py; give a checkout of this program")
-    facts = machine(*PEERS) | {"threads": args.threads, "ranks": args.ranks}
+    facts = machine(*packages) | {"threads": args.threads, "ranks": args.ranks}
     rows: list[Any] = []
     for name, cell in every.items():
         whole = not args.only or name in args.only

@@ -15,11 +15,9 @@ from megatron.extensions.plan.planner.device_file import DeviceFile, Link, read_
 from megatron.extensions.plan.planner.fake_stage import PlannerCache
 from megatron.extensions.plan.planner.micro_batch import MicroBatch
 from megatron.extensions.plan.planner.time.events import (
-    Attention,
     Collective,
     Event,
     Move,
-    PassEvents,
     Product,
     Wait,
 )
@@ -32,8 +30,6 @@ from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
 from tests.extensions import needs
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of
-from tools.bench.published_programs import Program, attention_with_scores
-from tools.bench.published_runs import MEMORY, compare, plan_peaks, published_runs
 
 GPU_BYTES = Path(__file__).parents[2] / "fixtures" / "gpu_bytes.json"
 
@@ -224,41 +220,6 @@ def test_bytes_of_a_layer_beside_those_of_the_compiled_kernels(run: str) -> None
     assert sum(2 * each.m * each.n * each.k * each.batches for each in products) == golden["GEMMs"][3]
 
 
-def test_published_runs_that_cost_little() -> None:
-    """The whole table takes a minute: python tools/bench/published_runs.py."""
-    every = list(published_runs())
-    assert len(every) > 60 and sum(run.fit for run in every) == 13
-    some = [run for run in every if run.model == "llama3.1-8b" and run.gpus == 8 and not run.other]
-    found = list(compare([run for run in some if run.source == "dgxc"], CACHE))
-    assert len(found) == 2
-    assert all(abs(each.error) < 0.08 for each in found)
-
-
-def test_programs_that_keep_scores_and_add_apart() -> None:
-    """Both passes do twice the FLOPs of a causal kernel that computes no score again; other bytes are counted."""
-    heads, length, width = 6, 512, 64
-    pairs = heads * length**2 / 2
-    for backward, factor in ((False, 4), (True, 10)):
-        kernel = Attention("auto", width, factor * pairs * width, length, backward)
-        found = attention_with_scores(kernel)
-        products = [event for event in found if isinstance(event, Product)]
-        flops = sum(2 * each.batches * each.m * each.n * each.k for each in products)
-        assert flops == 2 * (8 if backward else 4) * pairs * width
-        moved = sum(event.moved for event in found if isinstance(event, Move))
-        assert moved == (9 if backward else 8) * heads * length**2
-    gradient = Product("bf16", 8, 4, 2, moved=48, sums=2 * 4 * 32)
-    written, added = Program(adds_apart=True).events([gradient])
-    assert (written, added) == (replace(gradient, sums=0, moved=48 + 64), Move(2 * 4 * 32 + 64))
-    assert list(Program().events([gradient, kernel])) == [gradient, kernel]
-    reduced, own = Collective("all_reduce", 8, "tp", 1), [Collective("all_gather", 8, "cp", 2), Wait(2)]
-    given = [reduced, kernel, Wait(1), *own]
-    assert list(Program(waits_at_once=True).events(given)) == [reduced, Wait(1), kernel, *own]
-    head = PassEvents((Product("bf16", 16, 32, 8),), (Move(1),))
-    passes = Program(loss_in_passes=True).passes(head, True)
-    assert sum(event.moved for event in passes.forward + passes.backward) == 1 + 16 * 32 * (52 - 6)
-    assert Program(loss_in_passes=True).passes(head, False) == head
-
-
 WIDE = (
     "--num-layers 1 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --vocab-size 1024 --lr 1e-3 --bf16 "
     "--train-iters 1 --mock-data --global-batch-size 1 --tp 8 --sequence-parallel --disable-bias-linear"
@@ -283,15 +244,6 @@ def test_collectives_that_overlap_with_products(precision: str) -> None:
     sent = [event.moved for event in parts if isinstance(event, Collective) and event.kind == "send"]
     of_part = 4096 // 8 * 2048
     assert sorted(set(sent)) == ([of_part, 2 * of_part] if precision else [2 * of_part])
-
-
-def test_published_memory_of_a_pipeline() -> None:
-    """All rows: python tools/bench/published_runs.py --memory."""
-    every = list(published_runs(MEMORY))
-    assert all(run.published.keys() == {"memory"} for run in every)
-    [found] = plan_peaks([run for run in every if run.model == "gpt-6.2b" and run.vp == 1])
-    assert found.scores == 5 * 7 * 4 * 3 * 32 * 1024**2 / 2**30  # 7 micro-batches in flight, 4 layers
-    assert abs(found.error_with_scores) < 0.02
 
 
 def test_the_default_nodes_are_those_that_the_flag_may_name() -> None:

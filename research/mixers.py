@@ -1,8 +1,8 @@
 """Layers that mix tokens beside those of transformers, in turns: forward and backward of whole models of few layers.
 
-    python tools/bench/mixers.py                                # all, one sample of 2,048 tokens in float32
-    python tools/bench/mixers.py --only mamba2 --compile --rounds 7
-    python tools/bench/mixers.py --only deepseek_v32 --seq-length 8192
+    python research/mixers.py                                # all, one sample of 2,048 tokens in float32
+    python research/mixers.py --only mamba2 --compile --rounds 7
+    python research/mixers.py --only deepseek_v32 --seq-length 8192
 
 A model has a small vocabulary, so that its layers are its time. Ours is built from the configuration of theirs.
 "products" are the matrix products of our forward and backward alone, each with the operands' shapes and strides.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of this folder, whose names others have too
 
 from tools.bench.side_by_side import (
     Contestant,

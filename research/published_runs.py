@@ -1,17 +1,17 @@
 """Predicted step times, or planned peaks of device memory, beside published ones, run by run.
 
-    python tools/bench/published_runs.py
-    python tools/bench/published_runs.py --only a100 --parts
-    python tools/bench/published_runs.py --memory --only zero-bubble --parts
+    python research/published_runs.py
+    python research/published_runs.py --only a100 --parts
+    python research/published_runs.py --memory --only zero-bubble --parts
 
 Prints each run's published and predicted step time and the error, then the median and the 90th percentile of errors,
 of runs that constants were fitted to and of those held out. The runs and their sources are in
-tests/fixtures/published_runs.yaml.
+research/published_runs.yaml.
 
 With --memory, prints each run's published and planned peak of the rank that holds most, the scores of attention that
 the published program keeps and this one does not, as derived, and the relative error without and with them; then the
 median and the largest of the errors that count. Plans are those of `pretrain_gpt.py --dry-run`. The runs, their
-sources and what the published programs do otherwise are in tests/fixtures/published_memory.yaml.
+sources and what the published programs do otherwise are in research/published_memory.yaml.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 import yaml
 
 if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of this folder, whose names others have too
 
 from megatron.extensions.plan.planner.device_file import read_device
 from megatron.extensions.plan.planner.fake_stage import PlannerCache
@@ -36,11 +36,11 @@ from megatron.extensions.plan.planner.time.step_time import predict_step
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
-from tools.bench.published_programs import THIS, Program, ProgramCache
+from research.published_programs import THIS, Program, ProgramCache
 from tools.bench.side_by_side import bench_parser, write_json
 
-FIXTURES = Path(__file__).resolve().parents[2] / "tests/fixtures"
-RUNS, MEMORY = FIXTURES / "published_runs.yaml", FIXTURES / "published_memory.yaml"
+HERE = Path(__file__).parent
+RUNS, MEMORY = HERE / "published_runs.yaml", HERE / "published_memory.yaml"
 GIB = 1024**3
 
 

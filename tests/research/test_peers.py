@@ -1,4 +1,4 @@
-"""The models that tools/bench/speed.py and mixers.py compare with are the same model."""
+"""research/: the other programs train the same model, and every row has its counterpart."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.interop.hugging_face.read_config import config_from_hf
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
+from research import mixers
+from research.peers import PEERS, build_peer
+from research.speed import TORCHS, cells
+from research.torch_parallel import KINDS
 from tests.apart import ROOT
-from tools.bench import mixers
-from tools.bench.peers import PEERS, STYLES, build_peer
 from tools.bench.speed import flags
+from tools.bench.styles import STYLES
 
 
 def test_every_package_is_pinned() -> None:
-    lines = (ROOT / "tools/bench/requirements.txt").read_text().splitlines()
+    lines = (ROOT / "research/requirements.txt").read_text().splitlines()
     pinned = [line.partition("==")[0] for line in lines if "==" in line]
     assert set(PEERS) <= set(pinned)
     assert not [line for line in lines if line.startswith("-")], "this program's own pins differ from those of litgpt"
@@ -28,6 +31,13 @@ def test_our_model_has_as_many_parameters() -> None:
     style = STYLES["llama"]
     config = resolve(parse_args([*flags(style, "float32", False), "--make-vocab-size-divisible-by", "128"]), 1)
     assert count_parameters(config.model).total == style.parameters
+
+
+def test_each_kind_of_parallelism_is_compared_with_that_of_torch() -> None:
+    rows = {kind: [contestant.name for contestant in cells()[kind].contestants] for kind in ("TP", "PP", "DP")}
+    assert set(TORCHS.values()) == KINDS.keys()
+    for ours, theirs in TORCHS.items():
+        assert any(ours in names and theirs in names for names in rows.values())
 
 
 def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

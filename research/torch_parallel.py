@@ -1,4 +1,4 @@
-"""Torch's own kinds of parallel training, as its documentation has them, of a Llama written with torch alone."""
+"""PyTorch's own parallel training, as its documentation shows it, of a Llama written in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tools.bench.peers import Style
+from tools.bench.styles import Style
 
 
 class Layer(nn.Module):
@@ -55,7 +55,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [b, s] -> logits [b, s, V]. A stage of a pipeline has None for the ends that are not its own."""
+    """Tokens [b, s] -> logits [b, s, V]. In a pipeline stage, an end that belongs to another stage is None."""
 
     def __init__(self, shape: Style) -> None:
         super().__init__()
@@ -85,13 +85,13 @@ class Llama(nn.Module):
 
 
 Batches = cycle
-"""Global batches [micro-batches, s + 1], again and again."""
+"""Endless iterator over global batches [micro-batches, s + 1]."""
 
 Step = Callable[[], None]
 
 
 def started(kind: str, shape: Style, micro_batches: int) -> Step:
-    """A training step of that kind, over the ranks of the environment."""
+    """Returns a training step of this kind over the ranks that the environment names."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
     dist.init_process_group("gloo")

@@ -1,68 +1,26 @@
-"""The models that speed.py compares with: those of other programs, as their users build them.
+"""The models of other programs that research/speed.py trains, built as the users of those programs build them.
 
-Each builder takes a style and a dtype, and returns the model and its loss, `loss(run, tokens, labels)` of tokens and
-labels [b, s], in which `run` is the model or a compiled one. `pip install -r tools/bench/requirements.txt`, in an
-environment of its own, has the packages.
+Each builder takes a style and a dtype, and returns the model and its loss function, `loss(run, tokens, labels)`, where
+tokens and labels are [b, s] and `run` is the model or its compiled form. `pip install -r research/requirements.txt`
+installs the programs; use a separate environment.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Style:
-    """A model that all contestants can build."""
-
-    layers: int
-    hidden: int
-    heads: int
-    groups: int
-    ffn: int
-    seq: int
-    vocab: int
-    micro_batch: int
-    llama: bool
-
-    @property
-    def tokens(self) -> int:
-        """Of one step."""
-        return self.seq * self.micro_batch
-
-    @property
-    def products(self) -> list[tuple[int, int]]:
-        """(in, out) of each matrix that activations are multiplied with."""
-        head_dim = self.hidden // self.heads
-        qkv = (self.heads + 2 * self.groups) * head_dim
-        layer = [
-            (self.hidden, qkv),
-            (self.hidden, self.hidden),
-            (self.hidden, self.ffn * (2 if self.llama else 1)),
-            (self.ffn, self.hidden),
-        ]
-        return layer * self.layers + [(self.hidden, self.vocab)]
-
-    @property
-    def parameters(self) -> int:
-        """Of the Llama: matrices, the embedding, and norms."""
-        matrices = sum(size_in * size_out for size_in, size_out in self.products)
-        return matrices + self.hidden * (self.vocab + 2 * self.layers + 1)
-
-
-STYLES = {
-    "gpt": Style(6, 384, 6, 6, 4 * 384, 256, 50304, 4, llama=False),
-    "llama": Style(6, 384, 6, 2, 1024, 512, 32000, 2, llama=True),
-}
+from tools.bench.side_by_side import forget
+from tools.bench.styles import Style
 
 
 def build_peer(name: str, style: Style, dtype: str) -> tuple[Any, Callable[..., Any]]:
-    """The model of a package in training, and its loss. ValueError if it is not the model of the style."""
+    """Returns a program's model in training mode, and its loss function.
+
+    Raises ValueError if the model has another number of parameters than the style.
+    """
     import torch
 
     kind = getattr(torch, dtype)
@@ -210,14 +168,6 @@ def megatron_core_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., An
     positions = torch.arange(style.seq).expand(style.micro_batch, -1)
     hidden = torch.ones(1, 1, style.seq, style.seq, dtype=torch.bool).triu(1)
     return model, lambda run, tokens, labels: run(tokens, positions, hidden, labels=labels).mean()
-
-
-def forget(*packages: str) -> None:
-    """Has these packages, which this checkout has too, be imported from elsewhere from now on."""
-    root = Path(__file__).resolve().parents[2]
-    sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != root]
-    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
-        del sys.modules[name]
 
 
 PEERS: dict[str, Callable[[Style, Any], tuple[Any, Callable[..., Any]]]] = {

@@ -1,0 +1,1 @@
+"""Comparisons with other programs and with published tables (README.md)."""
