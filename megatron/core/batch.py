@@ -94,7 +94,7 @@ class Batch:
     def with_future(self, depths: int) -> Batch:
         """A batch of whole samples with the later tokens that multi-token prediction of this many depths reads.
 
-        At depth k the loss of a token counts where that of the token itself counts and those of the k tokens behind it,
+        At depth k the loss of a token counts where that of the token itself counts and those of the k tokens after it,
         and where the label k places further on is in the token's own document. Of the last k tokens it never counts.
         """
         if not depths:

@@ -1,4 +1,7 @@
-"""Boxes (rectangles of a global tensor): conversion of flat element ranges to boxes, and overlap of boxes. No torch."""
+"""Boxes (rectangles of a global tensor): conversion of flat element ranges to boxes, and overlap of boxes.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that may compute an operation in place of plain torch. No torch."""
+"""Kernels that may compute an operation in place of plain torch. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Literal, Protocol, get_args
 
 HISTORY = "_history"
 """End of the names of tensors that record earlier steps, as scales of number formats do. A checkpoint may lack them, or
-have them of another length: they begin anew. A run may have no use for them."""
+have them of another length: they begin again. A run may have no use for them."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Registries: the named choices of each kind of part, the library's own and those that extensions add. No torch.
+"""Registries: the named choices of each kind of part, the library's own and those that extensions add. This module does
+not import torch.
 
 A registry holds the library's own parts; `megatron.extensions.load`, which entry points call, adds the parts of the
 built-in extensions. They are registered by where they are, "module:attribute", and imported when first used, so that

@@ -1,4 +1,4 @@
-"""The built-in extensions: what a run can do without. No torch.
+"""The built-in extensions: what a run can do without. This module does not import torch.
 
 Each is a folder in the folder of its subject (`mixers`, `attention`, `pipeline`, ...) that registers its flags and
 parts as a user's `--extension FILE.py` does. It can be deleted, with its line below: its flags then are errors that

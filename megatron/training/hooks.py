@@ -1,4 +1,4 @@
-"""Hooks for extensions in a run: callbacks, meters, periodic tasks and metrics. No torch.
+"""Hooks for extensions in a run: callbacks, meters, periodic tasks and metrics. This module does not import torch.
 
 A `Callback` is an extension's object in a run: its methods are called on events, and it may add meters (counts during
 passes, reported at log lines), periodic tasks and state in checkpoints. The built-in extensions use nothing else.

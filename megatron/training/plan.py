@@ -1,4 +1,5 @@
-"""The plan of a run: its length, its batch sizes and its learning rate, known before it starts. No torch.
+"""The plan of a run: its length, its batch sizes and its learning rate, known before it starts. This module does not
+import torch.
 
 A run has one phase, with the configuration of its flags. An extension may plan several (`PLANS`).
 All that a phase decides follows from the number of samples consumed before a step, so a run resumes anywhere and at any

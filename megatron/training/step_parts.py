@@ -1,4 +1,5 @@
-"""Registry of what extensions put in the place of the objects that make a training step. No torch.
+"""Registry of what extensions put in the place of the objects that make a training step. This module does not import
+torch.
 
 A step is made by three objects: the `TrainStep` of the loop, the `Pipeline` that runs its passes, and the
 `DistributedOptimizer`. An extension derives a class from one of them, overrides the methods that it makes otherwise,

@@ -84,7 +84,7 @@ def added_in_fp8(size: Size, kernel: str, config: RunConfig, device: torch.devic
     from megatron.extensions.speed.fusions.gemm_choice import ProductShape, weight_grad_runs
 
     rows, out, size_in = size
-    # On CPU torch's own product stands in for the kernels of GPUs.
+    # On CPU torch's own product stands in for the GPU kernels.
     run = kernel if device.type == "cuda" else "torch"
     return weight_grad_runs(ProductShape(out, size_in, rows), torch.float8_e5m2, "delayed", device)[run]
 
@@ -128,7 +128,7 @@ def expert_product(matrix: tuple[int, int], kernel: str, evenly: bool, config: R
 
     shapes = expert_shapes(config, device)
     operands = operands_of(shapes, *matrix, even(shapes) if evenly else uneven(shapes))
-    # On CPU torch's own products stand in for the kernels of GPUs.
+    # On CPU torch's own products stand in for the GPU kernels.
     return weight_grad_runs(shapes, *matrix, operands)[kernel if device.type == "cuda" else "torch"]
 
 
@@ -167,7 +167,7 @@ def attention_call(
 
     shape = attention_shape(config)
     assert shape is not None
-    # On CPU plain torch stands in for the kernels of GPUs.
+    # On CPU plain torch stands in for the GPU kernels.
     backend = name if device.type == "cuda" else "unfused"
     queries = rank_spans(shape.length, 0, ranks) if ranks > 1 else None
     tiles = ranks > 1 or documents
@@ -209,7 +209,7 @@ def selected_call(name: str, form: str, config: RunConfig, device: torch.device)
     kernel = KERNELS[name]
     assert isinstance(kernel, FusedKernel)
     operands = list(kernel.samples(RunShapes.of(config, device)))
-    # On CPU plain torch stands in for the kernels of GPUs.
+    # On CPU plain torch stands in for the GPU kernels.
     run = kernel if form == "kernel" and device.type == "cuda" else kernel.plain
     return lambda: [run(*each) for each in operands]
 

@@ -95,7 +95,7 @@ def own_run(config: RunConfig) -> TrainingRun:
 
 def own_step(flags: Sequence[str]) -> Callable[[], None]:
     """A training step of this program with such flags, as its users run it, with what callbacks do after it; imports it
-    and sets threads, so it is to be called in a contestant's process. ValueError if the flags do not fit."""
+    and sets threads, so it is to be called in a contestant's process. Raises ValueError if the flags do not fit."""
     from megatron.training.reliability.launch import choose_allocators
 
     choose_allocators(os.environ)

@@ -1,6 +1,6 @@
 """A corpus that several machines tokenize: which documents each takes, and how their datasets become one.
 
-Shard i of n takes documents that follow one another, so that the datasets of all shards, one after the other, are the
+Shard i of n takes documents that follow one another, so that the datasets of all shards, one after another, are the
 dataset that one machine would have written. A file of JSON lines that is not compressed may be divided; any other file
 is of one shard.
 """

@@ -65,7 +65,7 @@ def split(value: str) -> list[str]:
 
 def commands(text: str) -> Iterator[tuple[list[str], str, list[str]]]:
     """The commands of a script, those of all branches: words as they stand in it, reserved words too, the operator
-    behind them, and here-documents. Raises ValueError if it is no script."""
+    after them, and here-documents. Raises ValueError if it is no script."""
     words: list[str] = []
     marks: list[str] = []  # of here-documents
     at = 0

@@ -1,4 +1,4 @@
-"""Copies what a report reads of a run in another storage than the local disk. No torch."""
+"""Copies what a report reads of a run in another storage than the local disk. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reads the --save folder of a run; missing and damaged files are noted and skipped. No torch."""
+"""Reads the --save folder of a run; missing and damaged files are noted and skipped.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

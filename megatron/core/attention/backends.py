@@ -1,4 +1,5 @@
-"""Kernels of attention, and attention over context-parallel ranks: the choices of two flags. No torch.
+"""Kernels of attention, and attention over context-parallel ranks: the choices of two flags. This module does not
+import torch.
 
 @ATTENTION_BACKENDS.register("mine")
 class MyBackend(TorchBackend):

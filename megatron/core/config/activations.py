@@ -1,4 +1,4 @@
-"""Activation functions of MLPs and experts: the choices of --activation-func. No torch.
+"""Activation functions of MLPs and experts: the choices of --activation-func. This module does not import torch.
 
 @ACTIVATIONS.register("my_gate", gated=True)
 class MyGate(nn.Module):

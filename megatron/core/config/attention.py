@@ -1,5 +1,7 @@
-"""Configuration of positions and of attention's scores, gates and heads: fields that `TransformerConfig` inherits. No
-torch."""
+"""Configuration of positions and of attention's scores, gates and heads: fields that `TransformerConfig` inherits.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Configuration of training data and tokenizer, as frozen dataclasses: see `megatron.core.config`. No torch."""
+"""Configuration of training data and tokenizer, as frozen dataclasses: see `megatron.core.config`.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command-line form of configuration fields. No torch."""
+"""Command-line form of configuration fields. This module does not import torch."""
 
 from __future__ import annotations
 

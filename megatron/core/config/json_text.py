@@ -1,4 +1,4 @@
-"""Parses JSON that may come from anybody. No torch."""
+"""Parses JSON that may come from anybody. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Layers: what a layer and its residual stream are, in what layers of a model differ, and the patterns of flags that
-state it. No torch.
+state it. This module does not import torch.
 
 @LAYERS.register("my_layer")
 class MyLayer(TransformerLayer):
@@ -86,8 +86,8 @@ class ResidualClass(Protocol):
         """Makes a stream of hidden states: x [s, b, h] -> [s, b, w]. A static method."""
 
     def leave(self, name: str, config: Section, ctx: object) -> nn.Module:
-        """Makes the module that turns the stream behind the last layer into hidden states, [s, b, w] -> [s, b, h].
-        `name` is that of the norm behind it. A static method."""
+        """Makes the module that turns the stream after the last layer into hidden states, [s, b, w] -> [s, b, h].
+        `name` is that of the norm after it. A static method."""
 
 
 RESIDUALS = Registry("residual stream", ResidualFacts, protocol=ResidualClass, makes=ResidualModule)
@@ -178,7 +178,7 @@ class LayerPattern:
         return False
 
     def stated_layers(self, config: Section) -> tuple[Sublayers, ...]:
-        """Sublayers of each layer and of each module of multi-token prediction of a `TransformerConfig`.
+        """Sublayers of each layer and of each multi-token prediction module of a `TransformerConfig`.
 
         Raises ValueError for a pattern that is not legal."""
         raise NotImplementedError

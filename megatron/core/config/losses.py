@@ -1,4 +1,4 @@
-"""Token losses: the choices of --loss-func. No torch.
+"""Token losses: the choices of --loss-func. This module does not import torch.
 
 @LOSSES.register("focal", multi_token=True)
 class Focal(TokenLoss):

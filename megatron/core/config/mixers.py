@@ -1,4 +1,5 @@
-"""Mixers of tokens: what a layer has before its MLP, such as attention or a linear attention. No torch.
+"""Mixers of tokens: what a layer has before its MLP, such as attention or a linear attention. This module does not
+import torch.
 
 A model has one attention (`--attention-module`). In some layers another mixer may take its place
 (`--experimental-attention-variant`, or a letter of `--hybrid-layer-pattern`). Both are registered here:

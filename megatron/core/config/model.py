@@ -1,4 +1,4 @@
-"""The model's configuration: everything that fixes its parameters and what it computes. No torch."""
+"""The model's configuration: everything that fixes its parameters and what it computes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ class TransformerConfig(ModelFields):
         return max(8 * self.hidden_size // 192, 1) * 64 if self.gated else 4 * self.hidden_size
 
     def layer(self, number: int) -> LayerKind:
-        """Kind of layer `number`; modules of multi-token prediction count on from the layers. ValueError if a pattern
-        cannot be read."""
+        """Kind of layer `number`; multi-token prediction modules count on from the layers. Raises ValueError if a
+        pattern cannot be read."""
         return self._kinds[number]
 
     def of_layer(self, number: int) -> TransformerConfig:
@@ -124,12 +124,12 @@ class TransformerConfig(ModelFields):
 
     @property
     def layers(self) -> tuple[LayerKind, ...]:
-        """Kind of each layer, by number. ValueError if a pattern of layers cannot be read."""
+        """Kind of each layer, by number. Raises ValueError if a pattern of layers cannot be read."""
         return self._kinds[: self.num_layers]
 
     @property
     def mtp_layers(self) -> tuple[LayerKind, ...]:
-        """Kinds of the layers of multi-token prediction. ValueError if a pattern of layers cannot be read."""
+        """Kinds of the layers of multi-token prediction. Raises ValueError if a pattern of layers cannot be read."""
         return self._kinds[self.num_layers :]
 
     @cached_property
@@ -147,11 +147,11 @@ class TransformerConfig(ModelFields):
         return self._with_last_repeated(found)
 
     def _with_last_repeated(self, of_layers: tuple[T, ...]) -> tuple[T, ...]:
-        """By layer and module of multi-token prediction: modules are like the last layer."""
+        """By layer and multi-token prediction module: modules are like the last layer."""
         return of_layers + of_layers[-1:] * self.mtp_depths
 
     def _by_own_numbers(self, of_layers: tuple[bool, ...]) -> tuple[bool, ...]:
-        """By layer and module of multi-token prediction: modules see and rotate as the layers of their own numbers do,
+        """By layer and multi-token prediction module: modules see and rotate as the layers of their own numbers do,
         unless --mtp-layer-kind says otherwise."""
         if not of_layers or self.mtp_layer_kind != "own_number":
             return self._with_last_repeated(of_layers)
@@ -182,26 +182,26 @@ class TransformerConfig(ModelFields):
 
     @property
     def stated_layers(self) -> tuple[Sublayers, ...] | None:
-        """Sublayers of all layers, followed by those of multi-token prediction, where one pattern states them.
+        """Sublayers of all layers, followed by those of multi-token prediction, where one pattern states them. Raises
         ValueError if it cannot be read."""
         return None if self.pattern is None else self.pattern.stated_layers(self)
 
     @property
     def linear_attentions(self) -> tuple[str, ...]:
-        """Names of the linear attentions that the model has, and of their parts. ValueError if a pattern of layers
-        cannot be read."""
+        """Names of the linear attentions that the model has, and of their parts. Raises ValueError if a pattern of
+        layers cannot be read."""
         stated = self.stated_layers
         names = [self.experimental_attention_variant] if stated is None else [parts.linear for parts in stated]
         return tuple(dict.fromkeys(part for n in names if n for part in (n, *MIXERS.facts(n).includes)))
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Layers with an MLP that is none of experts, by number. ValueError if a pattern of layers cannot be read."""
+        """Numbers of the layers with a dense MLP. Raises ValueError if a pattern of layers cannot be read."""
         return tuple(number for number, kind in enumerate(self.layers) if kind.mlp and not kind.experts)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Layers whose MLP is a mixture of experts, by number. ValueError if --moe-layer-freq cannot be read."""
+        """Numbers of the layers with a mixture of experts. Raises ValueError if --moe-layer-freq cannot be read."""
         return tuple(number for number, moe in enumerate(self.expert_pattern) if moe)
 
     @property
@@ -289,7 +289,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def ffn_sizes(self) -> tuple[int, ...]:
-        """By layer, the width of its MLP if it has one. ValueError if --ffn-hidden-size-pattern cannot be read."""
+        """MLP width of each layer that has an MLP. Raises ValueError if --ffn-hidden-size-pattern cannot be read."""
         if self.ffn_hidden_size_pattern is None:
             return (self.ffn_size,) * self.num_layers
         return layer_numbers(self.ffn_hidden_size_pattern, self.num_layers)
@@ -433,7 +433,7 @@ class TransformerConfig(ModelFields):
 
 @lru_cache(maxsize=64)
 def _layer_kinds(model: TransformerConfig) -> tuple[LayerKind, ...]:
-    """Kinds of all layers, followed by those of the modules of multi-token prediction. Equal models share them."""
+    """Kinds of all layers, followed by those of the multi-token prediction modules. Equal models share them."""
     columns = (
         model._sublayers,
         model._by_own_numbers(model.local_pattern),

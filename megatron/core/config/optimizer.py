@@ -1,4 +1,4 @@
-"""The optimizer, its learning-rate schedule and its loss scale. No torch."""
+"""The optimizer, its learning-rate schedule and its loss scale. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Optimizers, the stores of their states, and schedules of learning rates: the registries. No torch.
+"""Optimizers, the stores of their states, and schedules of learning rates: the registries. This module does not import
+torch.
 
     @OPTIMIZERS.register("lion", by_element=True)
     def lion(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:

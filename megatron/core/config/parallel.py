@@ -1,4 +1,4 @@
-"""Parallel layout of model and batch, devices, backends and number formats. No torch."""
+"""Parallel layout of model and batch, devices, backends and number formats. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parameter groups with their own learning rate or weight decay, and the rules that form them. No torch."""
+"""Parameter groups with their own learning rate or weight decay, and the rules that form them.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

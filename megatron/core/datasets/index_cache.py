@@ -56,7 +56,7 @@ def array_checksum(array: NDArray) -> int:
 
 
 def _of_blocks(function: Callable[[memoryview], bytes], array: NDArray) -> bytes:
-    """Results for an array's blocks, one after the other."""
+    """Results for an array's blocks, one after another."""
 
     def of_block(start: int) -> bytes:
         return function(np.ascontiguousarray(array[start : start + DIGEST_BLOCK]).data.cast("B"))

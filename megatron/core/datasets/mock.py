@@ -48,7 +48,7 @@ class MockGPTDataset(TextDataset):
             ends = chance > 1 - END_OF_DOCUMENT
             fresh[1:] |= ends[:-1]
         fresh[0] = True
-        # Token t is the map applied t - start times to the last token drawn anew.
+        # Token t is the map applied t - start times to the last token drawn again.
         positions = np.arange(length)
         start = np.maximum.accumulate(positions * fresh)
         steps = positions - start

@@ -1,4 +1,4 @@
-"""From the token ids of a sample to the inputs of the model. No torch."""
+"""From the token ids of a sample to the inputs of the model. This module does not import torch."""
 
 from __future__ import annotations
 

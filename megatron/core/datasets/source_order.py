@@ -111,7 +111,7 @@ class _View(SampleOrder):
 
 
 def split_tokens(lengths: NDArray, shares: Sequence[float], wanted: Sequence[bool], block: int) -> list[Pieces] | None:
-    """Divides the tokens of all documents, one after the other, by `shares`. A split that is `wanted` gets at least
+    """Divides the tokens of all documents, one after another, by `shares`. A split that is `wanted` gets at least
     `block` tokens, at the cost of the largest; None if there are too few."""
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1])

@@ -1,4 +1,5 @@
-"""Storage of a run's files: the local disk, and for URLs what extensions register by scheme. No torch.
+"""Storage of a run's files: the local disk, and for URLs what extensions register by scheme. This module does not
+import torch.
 
 A path only names a file. `storage_of(path)` does everything with it: lists, reads, writes, publishes, removes. A `Path`
 is on the local disk; `located("s3://bucket/run")` is a path in the storage registered for s3.

@@ -1,4 +1,5 @@
-"""Checkpoint integrity: a manifest of files with sizes and checksums, written last and read first. No torch.
+"""Checkpoint integrity: a manifest of files with sizes and checksums, written last and read first. This module does not
+import torch.
 
 Checksums are CRC-32: it detects every burst error of up to 32 bits and all but one in 2^32 longer ones, and is the
 fastest checksum of the standard library (over 1 GiB/s a core). It is computed while a file is written, so that nothing

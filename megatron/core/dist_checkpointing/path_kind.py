@@ -1,5 +1,5 @@
 """Recognizes what a path holds: a checkpoint, a run, an indexed dataset, or what extensions add. Names the folders and
-files of checkpoints. No torch.
+files of checkpoints. This module does not import torch.
 
 Every flag and tool that takes a path asks here, so that all of them take the same things for the same. An extension
 adds a kind:

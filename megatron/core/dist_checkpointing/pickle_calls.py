@@ -1,4 +1,4 @@
-"""Checks what a pickle of torch.save would call before torch reads it. No torch.
+"""Checks what a pickle of torch.save would call before torch reads it. This module does not import torch.
 
 `torch.load(weights_only=True)` runs no code of a file, but functions that it permits allocate by a number or multiply
 text: 30 bytes may ask for gigabytes. `check_calls` follows the instructions without calling anything, and refuses a
@@ -43,7 +43,7 @@ class Bytes(Protocol):
 
 
 def check_calls(data: Bytes, size: int, also: Collection[str] = (), pickles: int = 1) -> None:
-    """Checks the first `pickles` of a file, one after the other.
+    """Checks the first `pickles` of a file, one after another.
 
     Args:
         data: the bytes of the pickles, and whatever follows them.

@@ -1,4 +1,4 @@
-"""Says in one line why torch refuses a pickle. No torch.
+"""Says in one line why torch refuses a pickle. This module does not import torch.
 
 The unpickler's own message advises to turn `weights_only` off, which would run the code of the file."""
 

@@ -1,4 +1,7 @@
-"""Which functions a file of torch.save may call, and with what: none may allocate by a number. No torch."""
+"""Which functions a file of torch.save may call, and with what: none may allocate by a number.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks the sizes that a pickle states before anything reads it: a few bytes may ask for gigabytes. No torch."""
+"""Checks the sizes that a pickle states before anything reads it: a few bytes may ask for gigabytes.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

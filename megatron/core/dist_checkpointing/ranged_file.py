@@ -1,4 +1,4 @@
-"""A stored file of which only known ranges are read. No torch."""
+"""A stored file of which only known ranges are read. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Layout of parameters and gradients in flat memory: buffers, buckets, each rank's ZeRO-1 shard range, and which part
-of its optimizer states is offloaded to host memory. No torch.
+of its optimizer states is offloaded to host memory. This module does not import torch.
 
 Parameters of a buffer have one weight decay, one learning rate and one optimizer, and are reduced over the same ranks.
 A buffer is divided into buckets, each reduced in one collective, and a bucket into one shard per data-parallel rank.

@@ -222,7 +222,7 @@ class Order(Generic[T]):
             self.asked.append(unit)
             expected = self.known.get(self.microbatches, [])
             if expected[len(self.asked) - 1 : len(self.asked)] not in ([], [unit]):
-                del self.known[self.microbatches]  # another order: it is learned anew
+                del self.known[self.microbatches]  # another order: it is learned again
 
     def following(self, count: int) -> list[T]:
         """The next `count` units, as far as they are known."""

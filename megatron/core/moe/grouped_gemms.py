@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.weight_grad import add_product_
 
 
 class Segments:
-    """Rows of the local experts, sorted by expert. Rows behind those of the last expert are spare: they belong to no
+    """Rows of the local experts, sorted by expert. Rows after those of the last expert are spare: they belong to no
     expert, their contents are finite and without meaning, and they have no gradient.
 
     The numbers of rows are on the device (`of_counts`), where kernels read them, or known to the host (`of_sizes`),

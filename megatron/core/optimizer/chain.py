@@ -340,7 +340,7 @@ class Chain(ShardUpdate):
 
 
 def _run_links(links: Sequence[Transform], x: ParameterUpdate) -> Requests:
-    """All links, one after the other."""
+    """All links, one after another."""
     for link in links:
         requests = link.update(x)
         if requests is not None:

@@ -1,4 +1,5 @@
-"""Which rank of a pipeline stage transforms which matrix, and where the parts of each lie. No torch.
+"""Which rank of a pipeline stage transforms which matrix, and where the parts of each lie. This module does not import
+torch.
 
 Main parameters, gradients and momentum stay in flat shards, cut by tensor and expert parallelism and by ZeRO-1, and
 what needs a whole matrix gathers it: each matrix of a stage has one owner among the ranks of the stage. The owner
@@ -143,7 +144,7 @@ class MatrixPlan:
         return [sorted(matrices) for matrices in rounds]
 
     def owned(self, place: int) -> list[int]:
-        """Numbers of the matrices whose owner is ranks[place], equal sizes one after the other."""
+        """Numbers of the matrices whose owner is ranks[place], equal sizes one after another."""
         mine = [number for number, owner in enumerate(self.owners) if owner == place]
         return sorted(mine, key=lambda number: (self.matrices[number].size, number))
 

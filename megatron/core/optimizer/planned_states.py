@@ -1,4 +1,5 @@
-"""States that the transforms of an optimizer keep, and which rank of a pipeline stage holds which part. No torch.
+"""States that the transforms of an optimizer keep, and which rank of a pipeline stage holds which part. This module
+does not import torch.
 
 A transform states from a parameter's `ParamMeta` alone which tensors it keeps. There are three kinds:
 

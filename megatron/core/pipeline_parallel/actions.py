@@ -57,7 +57,7 @@ Lists = Sequence[Sequence[Action]]
 
 
 def units(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
-    """A rank's actions as what it runs one after the other: single ones, and FB with the two that run in turns.
+    """A rank's actions as what it runs one after another: single ones, and FB with the two that run in turns.
 
     Raises ValueError where FB does not stand before its F and a B or I of another micro-batch.
     """

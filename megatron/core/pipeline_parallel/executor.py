@@ -133,7 +133,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         return self.end()
 
     def run_actions(self, actions: Sequence[Action]) -> None:
-        """Runs actions one after the other, with autograd in training."""
+        """Runs actions one after another, with autograd in training."""
         with torch.set_grad_enabled(self.training), self.casts.kept():
             for unit in units(actions):
                 self._run_unit(unit)

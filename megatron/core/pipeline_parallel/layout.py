@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise, starmap
 @dataclass(frozen=True)
 class Stage:
     """Contents of one pipeline stage: its layers by global number, the embedding (first), norm and head (last), and
-    with the head the modules of multi-token prediction."""
+    with the head the multi-token prediction modules."""
 
     layers: Sequence[int]
     first: bool = True

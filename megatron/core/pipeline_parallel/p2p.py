@@ -3,12 +3,12 @@
 Waiting makes the current stream wait under NCCL and the calling thread under gloo; nothing synchronises a device.
 gloo does not take CUDA tensors point to point, so there messages go through host memory.
 
-Under NCCL the messages of a group run on a stream of that group, one after the other (communicators are made when the
-run begins, and torch then has no others for pairs of ranks). A message begins when what is computed before it is done
-and holds up nothing that is computed after it; but a send would wait behind a receive posted earlier, which waits for
-its peer to compute. So there are four lanes, groups of the same ranks: forward and backward messages, from even and
-from odd ranks. On each a rank only sends or only receives (at the seam of an interleaved schedule over an odd number
-of ranks it does both, in the one order that all ranks keep).
+Under NCCL the messages of a group run on a stream of that group, one after another (communicators are made when the run
+begins, and torch then has no others for pairs of ranks). A message begins when what is computed before it is done and
+holds up nothing that is computed after it; but a send would wait behind a receive posted earlier, which waits for its
+peer to compute. So there are four lanes, groups of the same ranks: forward and backward messages, from even and from
+odd ranks. On each a rank only sends or only receives (at the seam of an interleaved schedule over an odd number of
+ranks it does both, in the one order that all ranks keep).
 """
 
 from __future__ import annotations

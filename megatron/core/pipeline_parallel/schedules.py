@@ -1,4 +1,4 @@
-"""Pipeline schedules as pure functions of integers, and their registry. No torch.
+"""Pipeline schedules as pure functions of integers, and their registry. This module does not import torch.
 
 Each returns, for every pipeline rank, the compute actions in the order in which it runs them; sends and receives
 are added by `passes`. p is the number of pipeline ranks, m of microbatches, v of stages on a rank. One's own:

@@ -78,7 +78,7 @@ def built_layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[to
 
 @lru_cache(maxsize=256)
 def multi_token_tensors(config: TransformerConfig) -> tuple[Tensors, ...]:
-    """The tensors of each module of multi-token prediction, by depth."""
+    """The tensors of each multi-token prediction module, by depth."""
     mtp = _built(config, Stage((), first=False, last=True), False, ()).mtp
     return () if mtp is None else tuple(_tensors(layer) for layer in mtp.layers)
 

@@ -1,4 +1,4 @@
-"""The pipeline stages of a configuration and their placement on ranks. No torch.
+"""The pipeline stages of a configuration and their placement on ranks. This module does not import torch.
 
 `layer_split` says which layers each stage holds.
 """

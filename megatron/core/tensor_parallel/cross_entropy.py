@@ -29,8 +29,8 @@ def vocab_parallel_cross_entropy(
     With `z_loss_coeff` it includes that times log(sum of exp(logits))^2 (arXiv 2204.02311, section 5).
 
     Columns from `vocab_size` on are padding: they are left out of the sum, and their gradient is zero. A token whose
-    loss is multiplied by zero contributes exactly zero to every gradient. ValueError for a label outside
-    [0, vocab_size).
+    loss is multiplied by zero contributes exactly zero to every gradient. Raises ValueError for a label outside [0,
+    vocab_size).
 
     The gradient overwrites logits that are an intermediate result, which halves the memory; autograd then refuses a
     second backward through them. Clone logits that you read after this call: where `compiled` kernels of a GPU have the

@@ -1,4 +1,4 @@
-"""Number formats of the products of linear layers, beside that of the parameters. No torch.
+"""Number formats of the products of linear layers, beside that of the parameters. This module does not import torch.
 
 LINEAR_FORMATS.register("my_format", "my_package.my_format:MyFormat", when=..., layers=..., ...)
 """

@@ -1,5 +1,5 @@
 """Descriptions of tensor-parallel linear layers, the parameters that the layers make of them, and the registry of the
-layers. No torch."""
+layers. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def takes_pending(module: nn.Module) -> bool:
 
 
 class TransformerBlock(nn.Module):
-    """The layers `numbers` of the model, and the norm behind the last one if it is here. May be empty of layers.
+    """The layers `numbers` of the model, and the norm after the last one if it is here. May be empty of layers.
 
     The `first` block makes the residual stream of hidden states, the one with the norm hidden states of the stream.
 
@@ -84,8 +84,8 @@ class TransformerBlock(nn.Module):
         self.scales_of = partial(query_scales, config) if any(kind.tempered for kind in kinds) else None
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
         self.watch: dict[int, Callable[[Stream], None]] = {}
-        """By id of a layer: called with the residual stream behind it, in each pass. A hook on the layer would
-        leave no addition pending."""
+        """By id of a layer: called with the residual stream after it, in each pass. A hook on the layer would leave no
+        addition pending."""
 
     def set_positions(self, config: TransformerConfig) -> None:
         """Replaces the tables by those of `config`, whose layers must share rotations as the built ones do."""

@@ -69,7 +69,8 @@ def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMe
 
 
 class WideRMSNorm(nn.Module):
-    """RMSNorm over the channels of all `heads`, of which tensor parallelism leaves a rank some; in fp32 for 16 bits."""
+    """RMSNorm over the channels of all `heads`, of which tensor parallelism leaves a rank some; in fp32 for 16-bit
+    inputs."""
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class WideRMSNorm(nn.Module):
 
 
 class NormOfEachHead(nn.Module):
-    """The model's norm over the channels of a head, times a weight of that head; in fp32 for 16 bits."""
+    """The model's norm over the channels of a head, times a weight of that head; in fp32 for 16-bit inputs."""
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -125,8 +126,8 @@ def _divided_by_root_mean_square(x: Tensor, eps: float) -> Tensor:
 def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) -> tuple[nn.Module, nn.Module]:
     """Norms of queries and keys [s, b, heads/tp, d]; identities without any.
 
-    They come before the rotary embedding, or behind it under --qk-layernorm-after-rotary. Those of --qk-l2-norm could
-    as well come behind it, which changes no norm.
+    They come before the rotary embedding, or after it under --qk-layernorm-after-rotary. Those of --qk-l2-norm could as
+    well come after it, which changes no norm.
     """
     if config.qk_l2_norm and config.layer(ctx.layer).rotation is not None:
         return L2Norm(config, ctx), L2Norm(config, ctx)

@@ -1,1 +1,1 @@
-"""Mixers of tokens other than softmax attention: linear attention, state-space layers, convolutions."""
+"""Token mixers other than softmax attention: linear attention, state-space layers, convolutions."""

@@ -309,8 +309,8 @@ def load_stages(
     """This rank's pipeline stages of the model of a checkpoint, or of a model that an extension loads, and
     its configuration. Collective.
 
-    `layout_of` says how the model of a configuration is cut, whatever its number format, or refuses it. The modules of
-    multi-token prediction, which only training has a use for, are left out.
+    `layout_of` says how the model of a configuration is cut, whatever its number format, or refuses it. The multi-token
+    prediction modules, which only training has a use for, are left out.
     """
     if (loader := _loader_of(path, state)) is not None:
         return loader.stages(located(path), layout_of, state, device, number_format)

@@ -1,1 +1,1 @@
-"""From a command line to a validated configuration. No torch."""
+"""From a command line to a validated configuration. This module does not import torch."""

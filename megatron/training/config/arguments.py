@@ -1,4 +1,4 @@
-"""From a command line and YAML files to a `RunConfig`, and back. No torch.
+"""From a command line and YAML files to a `RunConfig`, and back. This module does not import torch.
 
 Nothing is ignored in silence and every problem is reported at once: unknown flags with a suggestion, values of the
 wrong type, flags that ask for what is not built, and with them what `validate` finds in the rest.
@@ -158,7 +158,7 @@ class StatesFlags(Protocol):
 
     def with_flags(self, config: RunConfig, reader: FlagReader) -> RunConfig:
         """The configuration with the flags that the model in --load determines. Problems and notes are added to the
-        reader. No torch."""
+        reader. This module does not import torch."""
 
 
 @runtime_checkable

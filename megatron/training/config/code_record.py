@@ -1,4 +1,5 @@
-"""Records which code the user's own runs have used, so that files of these runs may name it again. No torch.
+"""Records which code the user's own runs have used, so that files of these runs may name it again. This module does not
+import torch.
 
 Code runs because the command line names it. A checkpoint or a configuration that names code has no such right: it may
 come from anywhere. Files in the --save folder of a run that this user has started are the exception. When a run

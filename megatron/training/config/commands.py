@@ -1,4 +1,5 @@
-"""Commands: what `pretrain_gpt.py` does instead of training. Extensions add them, with the options beside. No torch.
+"""Commands: what `pretrain_gpt.py` does instead of training. Extensions add them, with the options beside. This module
+does not import torch.
 
 An option stands on the command line and is not configuration: no file has it, and no checkpoint keeps it.
 """

@@ -1,4 +1,4 @@
-"""The command line's flags, generated from the fields of `RunConfig`. No torch."""
+"""The command line's flags, generated from the fields of `RunConfig`. This module does not import torch."""
 
 from __future__ import annotations
 

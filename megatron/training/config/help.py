@@ -1,4 +1,4 @@
-"""Help about flags: the text of `--help`, and the string below each field. No torch."""
+"""Help about flags: the text of `--help`, and the string below each field. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks before start-up that the files which a run reads exist. No torch."""
+"""Checks before start-up that the files which a run reads exist. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Writing of output: whether the paths that flags give can be written, and what is said where a file or standard output
-is full or closed. No torch."""
+is full or closed. This module does not import torch."""
 
 from __future__ import annotations
 

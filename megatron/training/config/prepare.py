@@ -1,4 +1,7 @@
-"""From a command line to a configuration that can run, or to every problem with it at once. No torch."""
+"""From a command line to a configuration that can run, or to every problem with it at once.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

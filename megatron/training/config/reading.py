@@ -1,4 +1,4 @@
-"""Reads flags from a command line or a YAML file into the values of fields. No torch.
+"""Reads flags from a command line or a YAML file into the values of fields. This module does not import torch.
 
 Every flag ends in one of four ways: it sets a field, it stands for other flags, it has no effect, or it is a problem.
 Each is kept as a `Reading`, which notes and `tools/translate_flags.py` print."""

@@ -1,6 +1,7 @@
 """Configuration of a training run: batches, length, checks, logging, checkpoints, and the library's sections.
 
-`RunConfig` gathers every section; `megatron.training.config.arguments` turns it into flags and back. No torch.
+`RunConfig` gathers every section; `megatron.training.config.arguments` turns it into flags and back. This module does
+not import torch.
 """
 
 from __future__ import annotations

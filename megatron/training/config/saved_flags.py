@@ -1,4 +1,7 @@
-"""Flags that a run takes from the checkpoint it loads (--use-checkpoint-args and related flags). No torch."""
+"""Flags that a run takes from the checkpoint it loads (--use-checkpoint-args and related flags).
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,7 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
 
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The configuration with modules of multi-token prediction of the kind that they have in the checkpoint that a run
+    """The configuration with multi-token prediction modules of the kind that they have in the checkpoint that a run
     resumes from, where layers differ: a module that was trained like the last layer stays so."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
@@ -213,8 +216,8 @@ def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
 def saved_metadata(load: PurePath) -> dict[str, Any] | None:
     """Contents of the latest checkpoint in a folder besides tensors; None if there is none.
 
-    One that cannot be read is skipped for the one before it, as when it is loaded. ValueError if none can be, or if
-    they are another program's."""
+    One that cannot be read is skipped for the one before it, as when it is loaded. Raises ValueError if none can be, or
+    if they are another program's."""
     damaged = []
     try:
         folders = candidates(load).folders

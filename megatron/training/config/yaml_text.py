@@ -1,4 +1,4 @@
-"""Reads YAML that may come from anybody: plain values alone, of a bounded size. No torch.
+"""Reads YAML that may come from anybody: plain values alone, of a bounded size. This module does not import torch.
 
 A few lines of YAML can stand for billions of values (aliases of aliases), for a list that contains itself, or for
 objects of Python. Whatever no file of settings needs is refused with its line."""

@@ -1,4 +1,4 @@
-"""The console's lines of a run in this program's format. No torch."""
+"""The console's lines of a run in this program's format. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry of the console's formats (--log-format). No torch."""
+"""The registry of the console's formats (--log-format). This module does not import torch."""
 
 from __future__ import annotations
 

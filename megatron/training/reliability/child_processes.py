@@ -1,4 +1,4 @@
-"""Child processes that an extension leaves to a rank that ends. No torch.
+"""Child processes that an extension leaves to a rank that ends. This module does not import torch.
 
 An extension ends its processes in `on_end`, which a run that fails does not reach.
 """

@@ -1,4 +1,7 @@
-"""Rank and world size from the launcher's environment (torchrun or srun), and messages to the launcher. No torch."""
+"""Rank and world size from the launcher's environment (torchrun or srun), and messages to the launcher.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

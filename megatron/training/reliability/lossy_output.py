@@ -1,7 +1,7 @@
 """Standard output and standard error that never end a run: lines that cannot be written are dropped and counted.
 
 A log on a full disk, a closed terminal, or a reader that has gone away must not end training. A character that the
-encoding of the output lacks is written as an escape. No torch.
+encoding of the output lacks is written as an escape. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Exit codes, the status file of a run for the script that started it, and the events of a run. No torch.
+"""Exit codes, the status file of a run for the script that started it, and the events of a run. This module does not
+import torch.
 
 Launchers lose exit codes: torchrun turns every code of a worker except 0 into 1, and srun kills the other nodes on a
 nonzero code. So if OUTCOME_FILE is set in the environment, the status of the run is written to that file, as lines of

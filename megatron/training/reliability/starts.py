@@ -1,4 +1,7 @@
-"""Starters, which run each rank in a child of the process that the launcher started. No torch."""
+"""Starters, which run each rank in a child of the process that the launcher started.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Why the store of the ranks cannot be reached, as far as another rank can know: the failure of the rank that opens it,
-if that is on the same host, and what the port does. No torch."""
+if that is on the same host, and what the port does. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Parses messages that arrive on a socket or through the rendezvous store, where any process that reaches the port can
-write. A malformed message is ignored and counted, and the first one is reported. No torch."""
+write. A malformed message is ignored and counted, and the first one is reported. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps the credentials of URLs out of files, logs and messages. No torch.
+"""Keeps the credentials of URLs out of files, logs and messages. This module does not import torch.
 
 Flags take URLs with credentials, such as https://user:password@host/data.jsonl or a presigned link. `take_credentials`
 returns such a URL with *** in place of what is secret, which is all that a configuration, and what is made of it, ever

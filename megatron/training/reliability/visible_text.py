@@ -1,4 +1,4 @@
-"""Makes control characters in printed text visible. No torch.
+"""Makes control characters in printed text visible. This module does not import torch.
 
 Values of flags, names in files and messages of exceptions come from anybody. Printed raw, their escape sequences could
 rename the window of a terminal, hide lines that were printed before, or type into the shell."""

@@ -91,8 +91,8 @@ class VocabParallelEmbedding(nn.Module):
         self.boundary = row_boundary(ctx)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism; W [V/t, h]. ValueError for an unknown
-        token."""
+        """tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism; W [V/t, h]. Raises ValueError for an
+        unknown token."""
         check_ids(tokens, self.vocab_rows, "token ids")
         return EmbeddingFunction.apply(tokens.t(), self.weight, self.boundary, self.axis)
 

@@ -164,7 +164,7 @@ class GPTModel(nn.Module):
         return {meta.name: (parameter, meta) for parameter, meta in metas}
 
     def named_layers(self) -> dict[str, nn.Module]:
-        """The transformer layers of this stage and its modules of multi-token prediction, by name in the whole model.
+        """The transformer layers of this stage and its multi-token prediction modules, by name in the whole model.
         Their `number`s count on from one to the other."""
         found = {f"decoder.layers.{layer.number}": layer for layer in self.decoder.layers}
         modules = self.mtp.layers if self.mtp is not None else ()

@@ -1,7 +1,7 @@
-"""Multi-token prediction (MTP): modules behind the last layer that predict further tokens (arXiv 2412.19437, 2.2).
+"""Multi-token prediction (MTP): modules after the last layer that predict further tokens (arXiv 2412.19437, 2.2).
 
 The module of depth k = 1, 2, ... combines the hidden states of the depth before, those of the model's last norm at
-depth 1, with the embedding of the token k places further on, and predicts the token behind that one, with the model's
+depth 1, with the embedding of the token k places further on, and predicts the token after that one, with the model's
 own embedding and head:
 
     x_k = eh_proj [enorm(Emb(t_{i+k})); hnorm(h_{k-1})]                                 (equation 21)
@@ -33,7 +33,7 @@ from megatron.core.transformer.layer import HiddenDropout
 from megatron.core.transformer.norm import build_norm
 
 MULTI_TOKEN = "mtp.layers"
-"""Modules of multi-token prediction, by depth from 0."""
+"""Multi-token prediction modules, by depth from 0."""
 
 
 class LossSum(Protocol):

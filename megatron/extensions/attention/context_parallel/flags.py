@@ -1,4 +1,4 @@
-"""Other ways of context parallelism, and their rules. No torch."""
+"""Other ways of context parallelism, and their rules. This module does not import torch."""
 
 from __future__ import annotations
 

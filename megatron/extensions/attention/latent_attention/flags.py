@@ -1,4 +1,7 @@
-"""Flags and rules of multi-latent attention, and facts about it before it is imported. No torch."""
+"""Flags and rules of multi-latent attention, and facts that are needed before it is imported.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

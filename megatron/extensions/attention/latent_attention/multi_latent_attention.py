@@ -37,7 +37,7 @@ class Latents(NamedTuple):
     """Inputs from which a token's heads are projected."""
 
     q: Tensor
-    """[s, b, q_lora_rank], or the hidden states [s, b, h] without a latent of queries; [s/tp, ...] under sequence
+    """[s, b, q_lora_rank], or the hidden states [s, b, h] without a query latent; [s/tp, ...] under sequence
     parallelism."""
 
     kv: Tensor
@@ -52,7 +52,7 @@ class LatentLinears:
     """Linear layers of multi-latent attention. Only linear_proj has a bias, if outputs of attention have biases."""
 
     q_down: ReplicatedLinear | None
-    """linear_q_down_proj; None without a latent of queries."""
+    """linear_q_down_proj; None without a query latent."""
 
     q: ColumnLinear
     """linear_q_up_proj [heads, qk_head_dim + qk_pos_emb_head_dim, q_lora_rank]; without a latent linear_q_proj

@@ -8,5 +8,5 @@ and --dsa-indexer-skip-topk-offset. Compressed attention is --experimental-atten
 --csa-compress-ratios, --csa-window-size, --csa-compress-rotary-base, --o-groups and --o-lora-rank.
 
 Read first: `sparse_attention.py`, the module; `selection.py`, `selected_attention.py` and `indexer_loss.py`, in chunks
-of queries; `compressed_attention.py`, the module of DeepSeek-V4. `kernels` has kernels of GPUs for these.
+of queries; `compressed_attention.py`, the module of DeepSeek-V4. `kernels` has GPU kernels for these.
 """

@@ -6,7 +6,7 @@ value, serves all heads. Its last channels are rotated by its position, of a com
 outputs are rotated back by the query's position. Formulas are those of Hugging Face's DeepSeek-V4.
 
 Every tensor-parallel rank computes all keys and its own heads. Context-parallel ranks gather keys and what compressed
-ones are made of. Compressed keys begin anew with each document.
+ones are made of. Compressed keys begin again with each document.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Windows(NamedTuple):
     """Windows of consecutive tokens of which compressed keys are made: as many as the longest sample could have."""
 
     first: Tensor
-    """[windows, 1 or b] int64: position of the first token; 0 for those that there are not."""
+    """[windows, 1 or b] int64: position of the first token; 0 for those that do not exist."""
 
     follows: Tensor
     """[windows, 1 or b] bool: whether the window before is of the same document."""

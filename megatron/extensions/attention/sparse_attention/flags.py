@@ -1,4 +1,7 @@
-"""Flags and rules of sparse and of compressed attention, and facts about both before they are imported. No torch."""
+"""Flags and rules of sparse and of compressed attention, and facts that are needed before they are imported.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,8 @@ class SparseAttentionFlags:
     """DSA: keys that each query sees, those with the largest scores of the indexer."""
 
     dsa_indexer_topk_freq: int = flag(1, above=0)
-    """DSA: only each N-th layer selects keys; those behind it see the same, and have no indexer (arXiv 2603.12201, and
-    GLM-5.2). Modules of multi-token prediction select."""
+    """DSA: only each N-th layer selects keys; those after it see the same, and have no indexer (arXiv 2603.12201, and
+    GLM-5.2). Multi-token prediction modules select."""
 
     dsa_indexer_skip_topk_offset: int = flag(
         0,
@@ -87,8 +90,8 @@ class CompressedAttentionFlags:
     csa_compress_ratios: str | None = None
     """Compressed attention: tokens for each compressed key, by layer, such as "([0]*2+[4,128]*20)". With 0, queries see
     only the last tokens. With 4, two windows of 4 tokens make a key, and an indexer selects keys (CSA); with another
-    number, queries see all earlier keys (HCA). Modules of multi-token prediction may follow; by default they are like
-    the last layer."""
+    number, queries see all earlier keys (HCA). Multi-token prediction modules may follow; by default they are like the
+    last layer."""
 
     csa_window_size: int = flag(128, above=0)
     """Compressed attention: tokens that a query sees beside compressed keys, its own included."""
@@ -105,7 +108,7 @@ class CompressedAttentionFlags:
 
 
 def ratios(config: TransformerConfig) -> tuple[int, ...]:
-    """Ratio of each layer and module of multi-token prediction. ValueError if the list cannot be read."""
+    """Ratio of each layer and multi-token prediction module. Raises ValueError if the list cannot be read."""
     found, layers = listed_ratios(config), config.num_layers
     if len(found) < layers:
         raise ValueError(f"the list must have a number for each of {layers} layers, and has {len(found)} entries")
@@ -113,7 +116,7 @@ def ratios(config: TransformerConfig) -> tuple[int, ...]:
 
 
 def listed_ratios(config: TransformerConfig) -> tuple[int, ...]:
-    """The numbers of the list. ValueError if it cannot be read."""
+    """The numbers of the list. Raises ValueError if it cannot be read."""
     return layer_numbers(config.options(CompressedAttentionFlags).csa_compress_ratios or "", None, least=0)
 
 
@@ -128,8 +131,8 @@ def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKi
 
 
 def selects(config: TransformerConfig, number: int) -> bool:
-    """Whether a layer, or a module of multi-token prediction, has an indexer; others see what the last one before
-    them has selected."""
+    """Whether a layer, or a multi-token prediction module, has an indexer; others see what the last one before them has
+    selected."""
     own = config.options(SparseAttentionFlags)
     since = max(number + 1 - max(own.dsa_indexer_skip_topk_offset, 1), 0)
     return number >= config.num_layers or since % own.dsa_indexer_topk_freq == 0

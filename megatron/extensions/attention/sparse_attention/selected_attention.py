@@ -108,7 +108,7 @@ class Attended(NamedTuple):
     out: Tensor
     """[n, b, h, width]"""
     lse: Tensor
-    """[n, b, h]: log-sum-exps of all scores and sinks; fp32 for 16 bits."""
+    """[n, b, h]: log-sum-exps of all scores and sinks; fp32 for 16-bit inputs."""
     of_first: Tensor
     """The same of the scores of the first set of keys and sinks."""
     highest: Tensor | None

@@ -69,7 +69,7 @@ class Index(NamedTuple):
 
 def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) -> tuple[Chunk, ...]:
     """Chunks of at most `longest` queries at the positions `spans`, each within one of equal shards of the rows. Of
-    queries behind earlier tokens `keys` are the tokens that there are."""
+    queries after earlier tokens `keys` are the tokens that there are."""
     shard = sum(map(len, spans)) // shards
     found = list[Chunk]()
     row = 0
@@ -99,7 +99,7 @@ def merged(chunks: Sequence[Chunk], samples: int) -> tuple[Chunk, ...]:
 
 
 def index_products(index: Index, chunk: Chunk) -> Tensor:
-    """ReLU(q · k) [b, rows, indexer heads, keys], in fp32 for 16 bits"""
+    """ReLU(q · k) [b, rows, indexer heads, keys], in fp32 for 16-bit inputs"""
     q = index.q[chunk.rows].transpose(0, 1)
     products = (q.flatten(1, 2) @ index.k[: chunk.keys].permute(1, 2, 0)).unflatten(1, q.shape[1:3])
     return products.to(torch.promote_types(q.dtype, torch.float32)).relu_()
@@ -129,7 +129,7 @@ def largest(scores: Tensor, topk: int) -> Tensor:
 @torch_function
 def scores_of_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     """Scores [n, b, keys] of keys k [keys, b, d] for queries q [n, b, indexer heads, d] with weights [n, b, indexer
-    heads], in fp32 for 16 bits."""
+    heads], in fp32 for 16-bit inputs."""
     index, chunk = Index(q, k, weights), Chunk(slice(0, len(q)), len(k))
     return index_scores(index, chunk, index_products(index, chunk))
 

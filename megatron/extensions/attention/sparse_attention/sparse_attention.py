@@ -45,7 +45,7 @@ class IndexerLinears(NamedTuple):
     """Linear layers of the indexer, with Megatron-LM's names, which every rank holds whole. None has a bias."""
 
     q: ReplicatedLinear
-    """linear_wq_b [indexer heads * channels, q_lora_rank], or [..., h] without a latent of queries."""
+    """linear_wq_b [indexer heads * channels, q_lora_rank], or [..., h] without a query latent."""
 
     k: ReplicatedLinear
     """linear_wk [channels, h]: one key for all heads."""

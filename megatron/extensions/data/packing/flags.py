@@ -1,4 +1,4 @@
-"""Flags of packing. No torch."""
+"""Flags of packing. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class PackingConfig:
     """How documents become samples."""
 
     sequence_packing: str = flag("greedy", choices=("greedy", "best-fit"))
-    """greedy: documents one after the other, cut wherever a sample ends, as in Megatron-LM. best-fit: whole documents,
+    """greedy: documents one after another, cut wherever a sample ends, as in Megatron-LM. best-fit: whole documents,
     which neither attend to nor predict each other; the room that they leave is padded (arXiv 2404.10830)."""
 
     packing_window: int = flag(WINDOW, above=0)

@@ -40,7 +40,7 @@ class Packed(NamedTuple):
 
     @classmethod
     def joined(cls, parts: list[Packed]) -> Packed:
-        """The samples of several, one after the other."""
+        """The samples of several, one after another."""
         before = np.cumsum([0, *(len(part.documents) for part in parts)])
         ends = [part.ends + first for part, first in zip(parts, before, strict=False)]
         fields = zip(*(part[1:] for part in parts), strict=True)

@@ -1,4 +1,4 @@
-"""What follows for other flags from packed documents. No torch."""
+"""What follows for other flags from packed documents. This module does not import torch."""
 
 from __future__ import annotations
 

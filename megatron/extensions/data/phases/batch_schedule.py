@@ -1,4 +1,7 @@
-"""Batch sizes that change by consumed samples or tokens (--rampup-batch-size, --step-batch-size-schedule). No torch."""
+"""Batch sizes that change by consumed samples or tokens (--rampup-batch-size, --step-batch-size-schedule).
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

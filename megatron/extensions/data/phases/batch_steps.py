@@ -1,4 +1,4 @@
-"""The batch sizes that --rampup-batch-size and --step-batch-size-schedule name. No torch."""
+"""The batch sizes that --rampup-batch-size and --step-batch-size-schedule name. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The phases of a file: where each begins in samples, tokens and iterations, and the re-division of a training source
-where the sequence length changes. No torch.
+where the sequence length changes. This module does not import torch.
 
 A phase begins with the first step at or behind the number that its file gives: no step is divided. The tokens that no
-sample has had as inputs are cut anew and come first.
+sample has had as inputs are cut again and come first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Flags of phases and of batch sizes that change, and where their parts are. No torch."""
+"""Flags of phases and of batch sizes that change, and where their parts are. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The plan of a run of phases, by which the trunk asks for all of them and their learning rates. No torch."""
+"""The plan of a run of phases, by which the trunk asks for all of them and their learning rates.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""True if the phases of a file can run, and may follow those that a checkpoint's run has begun. No torch."""
+"""True if the phases of a file can run, and may follow those that a checkpoint's run has begun.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of text files as training data and of fill-in-the-middle samples. No torch."""
+"""Flags of text files as training data and of fill-in-the-middle samples. This module does not import torch."""
 
 from __future__ import annotations
 

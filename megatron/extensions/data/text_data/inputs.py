@@ -67,7 +67,7 @@ COMPRESSIONS: dict[str, Callable[[], _Decompressor]] = {
 
 
 class _Decompressed(io.RawIOBase):
-    """A file of one or more compressed streams, one after the other. Raises Damaged."""
+    """A file of one or more compressed streams, one after another. Raises Damaged."""
 
     def __init__(self, raw: IO[bytes], suffix: str) -> None:
         self._raw, self._suffix = raw, suffix

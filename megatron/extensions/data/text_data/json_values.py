@@ -1,4 +1,4 @@
-"""JSON values in texts, and what lines of JSON look like. No torch."""
+"""JSON values in texts, and what lines of JSON look like. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text files as a kind of path. No torch."""
+"""Text files as a kind of path. This module does not import torch."""
 
 from __future__ import annotations
 

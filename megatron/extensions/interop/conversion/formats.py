@@ -1,8 +1,8 @@
 """Formats that checkpoints can be converted between: what a source provides, and what a target does with it.
 
 A format is one `Source`, one `Target`, or both. They meet in our names of parameters (`ParamMeta.name`): a source reads
-a whole parameter of that name, a target asks for one after the other and drops it once it is written. Beside them are
-the files of a tokenizer in the folder of a model, as Hugging Face names them. No torch.
+a whole parameter of that name, a target asks for one after another and drops it once it is written. Beside them are the
+files of a tokenizer in the folder of a model, as Hugging Face names them. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Weights of the checkpoints in a merge: equal, given by hand, or those that emulate a decay of the learning rate. No
-torch.
+"""Weights of the checkpoints in a merge: equal, given by hand, or those that emulate a decay of the learning rate. This
+module does not import torch.
 
 The emulation is that of Warmup-Stable-Merge (arXiv 2507.17634, theorem 3.1). Let theta_0, ..., theta_k be checkpoints
 of a run with a constant learning rate, and g_i the sum of the run's updates between theta_{i-1} and theta_i. A weighted

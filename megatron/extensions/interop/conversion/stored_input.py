@@ -1,4 +1,7 @@
-"""Local copies of Hugging Face folders in another storage, which all processes of a host share. No torch."""
+"""Local copies of Hugging Face folders in another storage, which all processes of a host share.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

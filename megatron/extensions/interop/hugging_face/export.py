@@ -99,7 +99,7 @@ class ExportProcess:
 
 
 class HFExporter:
-    """Exports checkpoints one after the other, in order. On one rank.
+    """Exports checkpoints one after another, in order. On one rank.
 
     `held` are the checkpoints that must not be deleted.
     """

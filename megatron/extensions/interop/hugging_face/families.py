@@ -1,4 +1,4 @@
-"""Hugging Face families: names and layouts of weights, and keys of config.json. No torch.
+"""Hugging Face families: names and layouts of weights, and keys of config.json. This module does not import torch.
 
 A `Rule` pairs one of our parameters with their tensors. A `Family` has the rules of a `model_type` and maps the keys of
 its config.json to our fields. `family_files` reads them from files.
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Rule:
     """One of our parameters and their tensors. `{i}` is the layer number, `{i/2}` and `{i%2}` are half of it and the
-    rest, `{e}` stands for every expert. Of a module of multi-token prediction `{i}` is the depth from 0, `{n}` that
-    number counted on from the layers."""
+    rest, `{e}` stands for every expert. Of a multi-token prediction module `{i}` is the depth from 0, `{n}` that number
+    counted on from the layers."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -94,7 +94,7 @@ class Family:
     """Usual name of a key that has rules of its own -> its name in this family's config.json."""
 
     multi_token: Sequence[Rule] = ()
-    """Rules of the modules of multi-token prediction, where their files have them."""
+    """Rules of the multi-token prediction modules, where their files have them."""
 
     copies: Mapping[str, str] = field(default_factory=dict)
     """Their names of further tensors of such a module -> our parameter that they are copies of."""

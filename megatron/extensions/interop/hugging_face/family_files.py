@@ -1,4 +1,5 @@
-"""Reads Hugging Face families from files: those of the folder `families`, and a user's own (--hf-family). No torch.
+"""Reads Hugging Face families from files: those of the folder `families`, and a user's own (--hf-family). This module
+does not import torch.
 
 A file NAME.json describes the `model_type` NAME: keys of `Family`, and how the rules of its weights are put together.
 It adds to the base or family that it is `like`. A key that is unknown, a value of a wrong type, or a name of nothing is
@@ -34,7 +35,7 @@ SCHEMA: dict[str, Any] = get_type_hints(Family) | {
 }
 """Key of a file -> type of its value. `like` names a base or another family. `weights` are names of tables of
 weights.json, "like" for those of the base, and tables of its own, of which later ones replace what earlier ones have.
-`layer` is the prefix of their names in a layer. `multi_token_weights` are those of modules of multi-token prediction
+`layer` is the prefix of their names in a layer. `multi_token_weights` are those of multi-token prediction modules
 outside of their layer, which has the family's weights and is called `multi_token_layer`."""
 
 SCHEMA["keys"] = Mapping[str, str | None]

@@ -1,4 +1,5 @@
-"""Checks the names inside the tables of a user's family file: parameters, and keys of config.json. No torch.
+"""Checks the names inside the tables of a user's family file: parameters, and keys of config.json. This module does not
+import torch.
 
 A name that no built-in family knows may be one of the user's own, as of a key that only their config.json has. It is
 refused where it must refer to something that exists, or where it is nearly a key that the family has.

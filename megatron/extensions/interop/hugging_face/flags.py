@@ -1,4 +1,7 @@
-"""Flags of exports and families, the built-in families, and where the code for Hugging Face folders is. No torch."""
+"""Flags of exports and families, the built-in families, and where the code for Hugging Face folders is.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

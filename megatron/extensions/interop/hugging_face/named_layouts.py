@@ -44,7 +44,7 @@ WHOLE_TENSORS: dict[str, Layout] = {
     "Transposed": Pieces("... o -> o ..."),
     # Several tensors of one shape, such as gate and up of a gated MLP, along a new first dim of ours.
     "Stacked": Pieces("... -> 1 ...", joined=0),
-    # LFM2's short convolution: three projections of one width, one after the other.
+    # LFM2's short convolution: three projections of one width, one after another.
     "Thirds": Pieces("(third c) ... -> third c ...", lambda config: {"third": 3}),
     # DeepSeek-V4's hyper-connections: three of our factors are one tensor of theirs.
     "FirstOfThree": OneOfThree(0),

@@ -1,4 +1,5 @@
-"""Reads a model's configuration from Hugging Face's config.json, with the tables of `families`. No torch.
+"""Reads a model's configuration from Hugging Face's config.json, with the tables of `families`. This module does not
+import torch.
 
 Everything but `read_json` is a pure function. A setting that we cannot express is an error, never an approximation. A
 config.json may come from anyone: what has the wrong type or an impossible value is a ValueError of one line.

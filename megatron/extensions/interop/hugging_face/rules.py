@@ -1,4 +1,4 @@
-"""Rules of exports to Hugging Face folders, and of families of a user's own. No torch."""
+"""Rules of exports to Hugging Face folders, and of families of a user's own. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class Placement:
 class HFWeights:
     """Their tensors as our parameters, read one at a time, whole or in part.
 
-    Names, shapes and dtypes are checked when it is made, without reading data: ValueError names every mismatch. Modules
-    of multi-token prediction are read as far as both have them.
+    Names, shapes and dtypes are checked when it is made, without reading data: ValueError names every mismatch.
+    Multi-token prediction modules are read as far as both have them.
     """
 
     def __init__(self, tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> None:
@@ -115,7 +115,7 @@ class HFWeights:
 
     def check_copies(self) -> None:
         """Raises ValueError if a stored copy of a tied head differs from the embedding, or that of an embedding or head
-        in a module of multi-token prediction from these. Reads them."""
+        in a multi-token prediction module from these. Reads them."""
         for copy in self.copies:
             (name,), (original,) = copy.theirs, self.placements[copy.meta.name].theirs
             if not torch.equal(self._tensors[name][()], self._tensors[original][()]):
@@ -145,7 +145,7 @@ def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[st
 
 @dataclass(frozen=True)
 class RowsOfSeveral:
-    """Rows of tensors of equal shapes, one after the other, as one tensor."""
+    """Rows of tensors of equal shapes, one after another, as one tensor."""
 
     parts: tuple[Sliceable, ...]
     start: int
@@ -219,7 +219,7 @@ def _layout(rule: Rule, family: Family) -> Layout:
 
 
 def copies(config: TransformerConfig, model_type: str) -> list[Placement]:
-    """Further tensors of theirs for the embedding and the head, in each module of multi-token prediction."""
+    """Further tensors of theirs for the embedding and the head, in each multi-token prediction module."""
     family = family_of({"model_type": model_type})
     originals = {each.meta.name: each for each in placements(config, model_type)} if config.mtp_depths else {}
     return [
@@ -247,7 +247,7 @@ def _with_depths(config: TransformerConfig, depths: int) -> TransformerConfig:
 
 
 def _numbered(name: str, number: str, config: TransformerConfig) -> str:
-    """Their name with the number of a layer, or of a module of multi-token prediction, filled in."""
+    """Their name with the number of a layer, or of a multi-token prediction module, filled in."""
     half, rest = divmod(int(number or 0), 2)
     name = name.replace("{i}", number).replace("{i/2}", str(half)).replace("{i%2}", str(rest))
     return name.replace("{n}", str(config.num_layers + int(number or 0)))
@@ -317,7 +317,7 @@ class Mxfp4Experts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """ValueError if both parts do not fit together."""
+        """Raises ValueError if both parts do not fit together."""
         experts, out, count, half = (*self.blocks.shape, 0, 0, 0, 0)[:4]
         uint8 = self.blocks.dtype == self.scales.dtype == torch.uint8
         if tuple(self.scales.shape) != (experts, out, count) or 2 * half != BLOCK or not uint8:

@@ -1,4 +1,5 @@
-"""Writes a model's configuration as Hugging Face's config.json, with the tables of `families`. No torch.
+"""Writes a model's configuration as Hugging Face's config.json, with the tables of `families`. This module does not
+import torch.
 
 A setting that a family cannot express is an error, never an approximation: what is written is read again and compared.
 """
@@ -257,7 +258,7 @@ def _stretches(config: TransformerConfig) -> bool:
 def _with_derived(config: TransformerConfig) -> Fields:
     """All fields, those that leave open what others say with the value that follows."""
     fields = fields_of(config)
-    if fields.get("csa_compress_ratios"):  # without those of modules of multi-token prediction
+    if fields.get("csa_compress_ratios"):  # without those of multi-token prediction modules
         ratios = layer_numbers(text(fields, "csa_compress_ratios"), None, least=0)
         fields["csa_compress_ratios"] = str([*ratios[: config.num_layers]])
     mamba_width = whole(fields, "mamba_head_dim") if "mamba_head_dim" in fields else 64

@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments as a configuration of ours. No torch.
+"""Megatron-LM's arguments as a configuration of ours. This module does not import torch.
 
 Fields of the configuration have the names of Megatron-LM's arguments, so that most values are taken as they are.
 """

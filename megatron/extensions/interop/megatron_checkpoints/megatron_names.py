@@ -141,7 +141,7 @@ def their_shape(meta: ParamMeta) -> tuple[int, ...]:
 
 
 def _in_layer(name: str) -> tuple[str, int | None, str]:
-    """(what is in front of the names of a layer, the layer's number in the decoder, name in the layer)."""
+    """(what is before the names of a layer, the layer's number in the decoder, name in the layer)."""
     match = IN_LAYER.fullmatch(name)
     if match is None:
         return "", None, name
@@ -160,7 +160,7 @@ class Names:
     """The names of a model's parameters in Megatron-LM's checkpoints.
 
     `metas`: all parameters, and what is saved but not trained. `hybrid`: they are those of a HybridModel, which a
-    pattern of layers describes, instead of a GPTModel. A norm is fused with the linear layer behind it. In front of
+    pattern of layers describes, instead of a GPTModel. A norm is fused with the linear layer after it. In front of
     experts it has two names: with Transformer Engine its own, and without it that of a fused one.
     """
 

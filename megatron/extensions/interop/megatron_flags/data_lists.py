@@ -1,4 +1,7 @@
-"""Lists of data in files and in Megatron-DeepSpeed's words, read into --data-path and related flags. No torch."""
+"""Lists of data in files and in Megatron-DeepSpeed's words, read into --data-path and related flags.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed: lists of data, and where the tables of those without a field are. No
-torch."""
+"""Flags of Megatron-LM and Megatron-DeepSpeed: lists of data, and where the tables of those without a field are.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

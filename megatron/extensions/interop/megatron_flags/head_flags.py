@@ -1,4 +1,4 @@
-"""The flags of Megatron-LM's newest parsers, and the treatment of each here. No torch.
+"""The flags of Megatron-LM's newest parsers, and the treatment of each here. This module does not import torch.
 
 The table `flags_of_head.txt` beside this file has a line for each spelling of a flag on the branches main and dev.
 `tools/compare_megatron_flags.py` compares it with the parser of a checkout and writes it.

@@ -1,4 +1,4 @@
-"""Megatron-LM as another program: its flags and what differs from its results. No torch."""
+"""Megatron-LM as another program: its flags and what differs from its results. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Known differences between the results of Megatron-LM and of this program under equal flags. No torch.
+"""Known differences between the results of Megatron-LM and of this program under equal flags. This module does not
+import torch.
 
 Their texts are in megatron_differences.toml, beside this file. `--dry-run` and `tools/translate_flags.py` print those
 that apply to the given flags, `tools/translate_flags.py --list` all."""

@@ -1,4 +1,4 @@
-"""Readings of Megatron's flags that no field has. No torch.
+"""Readings of Megatron's flags that no field has. This module does not import torch.
 
 The tables are in megatron_flags.toml, beside this file.
 """

@@ -1,4 +1,7 @@
-"""The flag of layers of one sublayer each, and what flags of linear attentions depend on. No torch."""
+"""The flag of layers of one sublayer each, and what flags of linear attentions depend on.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,9 @@ class HybridConfig(LayerPattern):
         effective="layers",
     )
     """Pattern of layers that have one sublayer each, with a letter for each layer: * attention (+ with
-    --multi-latent-attention), G gated delta net, M Mamba-2, H attention and Mamba-2 in parallel, S Mamba-1, R
-    RG-LRU, C short convolution, L lightning attention, K Kimi Delta Attention, - MLP, E experts. | begins the next
-    pipeline stage. / begins a module of multi-token prediction: a mixer, an MLP, or both. Replaces --num-layers and
+    --multi-latent-attention), G gated delta net, M Mamba-2, H attention and Mamba-2 in parallel, S Mamba-1, R RG-LRU, C
+    short convolution, L lightning attention, K Kimi Delta Attention, - MLP, E experts. | begins the next pipeline
+    stage. / begins a multi-token prediction module: a mixer, an MLP, or both. Replaces --num-layers and
     --mtp-num-layers. Default: each layer has a mixer and an MLP."""
 
     @property

@@ -1,4 +1,4 @@
-"""The pattern that states the sublayers of each layer in Megatron-LM's letters. No torch."""
+"""The pattern that states the sublayers of each layer in Megatron-LM's letters. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LayerPattern(NamedTuple):
     """Letters of the layers of each pipeline stage; one stage where the pattern has none."""
 
     modules: tuple[str, ...]
-    """Letters of each module of multi-token prediction."""
+    """Letters of each multi-token prediction module."""
 
     @property
     def layers(self) -> str:
@@ -57,8 +57,8 @@ def letters(config: TransformerConfig) -> dict[str, Sublayers]:
 
 
 def hybrid_layers(config: TransformerConfig) -> tuple[Sublayers, ...]:
-    """Sublayers of all layers of a model with a pattern, followed by those of its modules of multi-token prediction:
-    without letters of their own these are like the last layer. ValueError if the pattern is not legal."""
+    """Sublayers of all layers of a model with a pattern, followed by those of its multi-token prediction modules:
+    without letters of their own these are like the last layer. Raises ValueError if the pattern is not legal."""
     known, pattern = letters(config), read_pattern(config.options(HybridConfig).hybrid_layer_pattern or "")
     unknown = next((letter for letter in "".join((pattern.layers, *pattern.modules)) if letter not in known), None)
     if unknown is not None:
@@ -87,7 +87,7 @@ def _together(parts: list[Sublayers]) -> Sublayers:
 
 
 def with_pattern(config: RunConfig) -> RunConfig:
-    """The configuration with the numbers of layers, the modules of multi-token prediction and the stages that
+    """The configuration with the numbers of layers, the multi-token prediction modules and the stages that
     --hybrid-layer-pattern states. The model's pattern is then the same at every layout."""
     model, text = config.model, config.options(HybridConfig).hybrid_layer_pattern
     if text is None:

@@ -1,4 +1,4 @@
-"""Rules that mixers share. No torch."""
+"""Rules that mixers share. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of hyper-connections, and facts about them before they are imported. No torch."""
+"""Flags of hyper-connections, and facts that are needed before they are imported. This module does not import torch."""
 
 from __future__ import annotations
 

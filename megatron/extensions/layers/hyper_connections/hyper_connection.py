@@ -35,7 +35,7 @@ Sublayer = Callable[[Tensor, BatchContext], Tensor]
 
 
 class PendingMix:
-    """Streams behind a sublayer that the next sublayer of the layer recomputes in the backward."""
+    """Streams after a sublayer that the next sublayer of the layer recomputes in the backward."""
 
     def __init__(self, parts: Mix, compiled: bool) -> None:
         self.parts, self.compiled = parts, compiled
@@ -134,7 +134,7 @@ class HyperConnection(TokenWeights):
 
 
 class MeanOfStreams(TokenWeights):
-    """Hidden states behind the last layer: the mean of the streams."""
+    """Hidden states after the last layer: the mean of the streams."""
 
     def forward(self, x: Stream) -> Tensor:
         """[s, b, n * h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""

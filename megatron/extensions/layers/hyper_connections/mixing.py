@@ -27,7 +27,7 @@ class Epsilons(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """What the streams behind a sublayer are made of."""
+    """What the streams after a sublayer are made of."""
 
     x: Tensor
     """[..., n, h]"""
@@ -76,14 +76,14 @@ def stream_weights(
 
 
 def contracted(x: Tensor, projected: Tensor, factor: Tensor, bias: Tensor, epsilons: Epsilons) -> Tensor:
-    """x, projected [..., n] -> hidden states [..., h] behind the last layer"""
+    """x, projected [..., n] -> hidden states [..., h] after the last layer"""
     dtype = projected.dtype
     normed = projected * _inverse_norm(x, dtype, epsilons.norm)
     return weighted_sum((normed * factor.to(dtype) + bias.to(dtype)).sigmoid() + epsilons.weights, x)
 
 
 def mixed_streams(x: Tensor, post: Tensor, res: Tensor, y: Tensor) -> Tensor:
-    """The streams behind a sublayer: stream k is the sum of res[j, k] x[j] over j, and post[k] y."""
+    """The streams after a sublayer: stream k is the sum of res[j, k] x[j] over j, and post[k] y."""
     streams = (
         _sum([w.unsqueeze(-1) * stream for w, stream in _pairs(column, x)]) + of_y.unsqueeze(-1) * y
         for column, of_y in zip(res.unbind(-1), post.unbind(-1), strict=True)

@@ -1,4 +1,4 @@
-"""The flag of layers that add to their normalized inputs, and their rules. No torch."""
+"""The flag of layers that add to their normalized inputs, and their rules. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Flags of states, activations and weights in host memory, and where their parts are. No torch."""
+"""Flags of states, activations and weights in host memory, and where their parts are.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimizer states are in host memory, and what passes through it. No torch."""
+"""Which optimizer states are in host memory, and what passes through it. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ arXiv 2101.06840, moves states in this way; Rhu et al., vDNN, arXiv 1602.08124, 
 The layers of a stage that are offloaded are its first ones, whose activations wait longest. Each part, a layer or
 layers that are recomputed together, copies what it saves to the host while it computes, on a stream of its own. The
 device's tensors are freed when the next part has computed, so at most two parts' tensors are held. In the backward the
-copies of a part are fetched while the part behind it computes, into memory of their own, which autograd frees as it
+copies of a part are fetched while the part after it computes, into memory of their own, which autograd frees as it
 would free the originals.
 
 Hooks of saved tensors see what autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). They leave on the device
@@ -132,7 +132,7 @@ class OffloadedPass:
 
     @contextmanager
     def part(self, offloaded: bool, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Around the forward pass of a part. What the part before it has left on the device is let go of behind it."""
+        """Around the forward pass of a part. What the part before it has left on the device is let go of after it."""
         if offloaded:
             self.parts.append(part := Part(self.offload, self.stays | {storage_id(tensor) for tensor in parameters}))
             with part.saving():

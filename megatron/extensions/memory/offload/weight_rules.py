@@ -1,4 +1,4 @@
-"""Rules of --offload-weights. No torch."""
+"""Rules of --offload-weights. This module does not import torch."""
 
 from __future__ import annotations
 

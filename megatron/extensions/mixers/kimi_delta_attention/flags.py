@@ -1,4 +1,7 @@
-"""Flags of Kimi Delta Attention, its rules, and facts about it before it is imported. No torch."""
+"""Flags of Kimi Delta Attention, its rules, and the facts that are needed before its module is imported.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from megatron.training.extensions import extension_flags
 @extension_flags("Kimi Delta Attention", part_of="model")
 @dataclass(frozen=True)
 class KimiDeltaFlags:
-    """The shape of Kimi Delta Attention (arXiv 2510.26692)."""
+    """Shape of Kimi Delta Attention (arXiv 2510.26692)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("kimi_delta_attention", "K")
 
@@ -27,25 +30,25 @@ class KimiDeltaFlags:
     """Kimi Delta Attention: number of heads."""
 
     kda_head_dim: int = flag(128, above=0)
-    """Kimi Delta Attention: channels of a query, key or value head, and the rank of the projections of decays and
-    gates."""
+    """Kimi Delta Attention: channels per query, key or value head, and rank of the low-rank decay and gate
+    projections."""
 
     kda_conv_kernel_dim: int = flag(4, above=0)
     """Kimi Delta Attention: kernel size, in tokens, of the causal convolution over queries, keys and values."""
 
 
 def heads(config: TransformerConfig) -> str:
-    """Heads of Kimi Delta Attention, for a plan."""
+    """Text for a plan: the heads of Kimi Delta Attention."""
     own = config.options(KimiDeltaFlags)
     return f", {own.kda_num_heads} heads of {own.kda_head_dim}"
 
 
 def kimi_delta(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of a model with Kimi Delta Attention."""
+    """Check models with Kimi Delta Attention."""
     own = c.options(KimiDeltaFlags)
     heads, width = ("--kda-num-heads", own.kda_num_heads), own.kda_head_dim
     yield from unless_shared(c, *heads, "its heads")
-    yield from unless_aligned(c, "--kda-head-dim", width, 1, "rows of the projections of low rank", cut=False)
+    yield from unless_aligned(c, "--kda-head-dim", width, 1, "rows of the low-rank projections", cut=False)
     yield from unless_aligned(c, *heads, 3 * width + 1, "rows of the projection")
 
 

@@ -1,8 +1,8 @@
-"""Kimi Delta Attention (arXiv 2510.26692), as Kimi Linear has it.
+"""Kimi Delta Attention (arXiv 2510.26692), the mixer of Kimi Linear.
 
-A gated delta net whose states decay channel by channel. Decays and gates of outputs come from projections of low rank,
-whose first halves every tensor-parallel rank has whole; sigmoid makes the gates. The rest is that of `GatedDeltaNet`:
-heads in place of key heads, each with one value head.
+A gated delta net whose states decay channel by channel. Low-rank projections produce the decays and the output gates;
+every tensor-parallel rank holds the first factor of each projection whole. The gates are sigmoids. Everything else
+works as in `GatedDeltaNet`, with one value head for each key head.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from megatron.extensions.mixers.linear_attention.gated_delta_net import (
 class KimiDeltaAttention(GatedDeltaNet):
     """Projections, convolution, delta rule with decays by channel, gated norm, projection back.
 
-    in_proj is [heads, 3 * channels + 1, h]: the channels of a head, then of the next one."""
+    in_proj is [heads, 3 * channels + 1, h]: all channels of the first head, then of the second, and so on."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        nn.Module.__init__(self)  # its parameters are others
+        nn.Module.__init__(self)  # this layer has other parameters than its base class
         own, hidden = config.options(KimiDeltaFlags), config.hidden_size
         heads, taps = own.kda_num_heads, own.kda_conv_kernel_dim
         self.cp = ctx.state.cp
@@ -60,19 +60,19 @@ class KimiDeltaAttention(GatedDeltaNet):
         def up(of: str) -> nn.Module:
             return column_parallel(ColumnLinear(f"{name}.{of}_b_proj", width, (heads, width), False), ctx)
 
-        # Initial values are Hugging Face's. No projection has a bias.
+        # Initial values are those of Hugging Face's implementation. None of the projections has a bias.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (heads, 3 * width + 1), False)
         self.in_proj = column_parallel(in_proj, ctx)
-        self.f_a_proj, self.g_a_proj = down("f"), down("g")  # of decays, and of gates of outputs
+        self.f_a_proj, self.g_a_proj = down("f"), down("g")  # of the decays, and of the output gates
         self.f_b_proj, self.g_b_proj = up("f"), up("g")
         self.conv1d = make_sharded_parameter(f"{name}.conv1d.weight", (heads, 3 * width, taps), ctx, role="convolution")
         self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads, width), ctx, role="bias", init=steps)
-        """Added to the projected decay."""
+        """Bias of the projected decay."""
         self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
-        """Logarithm of the decay's factor."""
+        """Logarithm of the decay rate."""
         out_norm = ParamMeta(f"{name}.out_norm.weight", (width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER, role="norm")
         self.out_norm = make_parameter(out_norm, ctx)
-        """One weight for all heads."""
+        """One weight, shared by all heads."""
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False), ctx)
         self.kernel = None
         self.recompute = True
@@ -98,8 +98,8 @@ class KimiDeltaAttention(GatedDeltaNet):
 
 
 def sigmoid_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each head's output x [s, b, heads, d], times sigmoid of its gate -> [s, b, heads * d] in the gate's
-    dtype; 16 bits are computed in fp32"""
+    """RMSNorm of each head's output x [s, b, heads, d], times the sigmoid of its gate -> [s, b, heads * d] in the
+    gate's dtype; 16-bit inputs are computed in fp32"""
     wide = torch.promote_types(gate.dtype, torch.float32)
     y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps) * gate.to(wide).sigmoid()
     return y.to(gate.dtype).flatten(2)

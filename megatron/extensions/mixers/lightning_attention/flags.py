@@ -1,4 +1,7 @@
-"""Flags of lightning attention, its rules, and facts about it before it is imported. No torch."""
+"""Flags of lightning attention, its rules, and the facts that are needed before its module is imported.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from megatron.training.extensions import extension_flags
 @extension_flags("lightning attention", part_of="model")
 @dataclass(frozen=True)
 class LightningFlags:
-    """How lightning attention is computed (arXiv 2401.04658)."""
+    """Chunk size of lightning attention (arXiv 2401.04658)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("lightning_attention", "L")
 
@@ -27,11 +30,11 @@ class LightningFlags:
 
 
 def lightning(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of a model with lightning attention. Another rule makes the heads a multiple of TP."""
+    """Check models with lightning attention. Another rule requires that the number of heads be a multiple of TP."""
     heads = "--num-attention-heads", c.model.num_attention_heads
     if divides(c.parallel.tensor_model_parallel_size, heads[1]):
         yield from unless_shared(c, *heads, "the heads of lightning attention")
-        if not c.model.attention_facts.grouped:  # whose heads have a rule of their own
+        if not c.model.attention_facts.grouped:  # another rule checks its heads
             yield from unless_aligned(c, *heads, c.model.head_dim, "channels of heads of lightning attention")
 
 

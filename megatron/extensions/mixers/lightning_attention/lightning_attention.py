@@ -1,13 +1,14 @@
-"""Lightning attention (arXiv 2401.04658), as MiniMax-Text-01 has it (arXiv 2501.08313, section 2.2).
+"""Lightning attention (arXiv 2401.04658), the mixer of MiniMax-Text-01 (arXiv 2501.08313, section 2.2).
 
-One projection gives queries, keys, values and gates. SiLU of the first three are mixed without a softmax; the outputs
-of all heads are normalized together, gated and projected back. A head's state S decays at a fixed rate:
+One projection gives queries, keys, values and gates. Queries, keys and values pass SiLU and are mixed without a
+softmax; the outputs of all heads are normalized together, gated and projected back. A head's state S decays at a fixed
+rate:
 
     S_t = exp(-rate) S_{t-1} + k_t v_tᵀ         y_t = S_tᵀ q_t
 
-That is the state-space model of Mamba-2 with step sizes of 1, keys as B and queries as C, and is computed as such, in
-chunks by matrix products (`ssd.py`). Each tensor-parallel rank has some of the heads. Under context parallelism an
-all-to-all trades sequence shards for heads, and another one trades the outputs back.
+This is the state-space model of Mamba-2 with step sizes of 1, keys as B and queries as C, so `ssd.py` computes it in
+chunks by matrix products. Each tensor-parallel rank holds some of the heads. Under context parallelism, one all-to-all
+exchanges sequence shards for heads before mixing, and another returns the outputs.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from megatron.extensions.mixers.linear_attention.gated_delta_rule import Chunks
 from megatron.extensions.mixers.mamba.ssd import ssd_chunks, ssd_steps
 
 EPSILON = 1e-6
-"""Epsilon of the norm of outputs, whatever --norm-epsilon is, as in MiniMax-Text-01."""
+"""Epsilon of the output norm. It is fixed, as in MiniMax-Text-01, and does not depend on --norm-epsilon."""
 
 
 class LightningAttention(nn.Module):
-    """Projection, linear attention, norm, gate, projection back. What lies between the projections is computed again
-    in the backward, but for the outputs of heads."""
+    """Projection, linear attention, norm, gate, projection back. The backward recomputes the activations between the
+    two projections, except the outputs of the heads."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -53,7 +54,8 @@ class LightningAttention(nn.Module):
         self.chunk, self.heads = config.options(LightningFlags).lightning_chunk_size, heads // ctx.tp.size
         first = ctx.tp.rank * self.heads + self.cp.rank * (self.heads // self.cp.size)
         self.rates = partial(decay_rates, range(first, first + self.heads // self.cp.size), ctx.layer, config)
-        # The query, key, value and gate of a head, then of the next one. Neither projection has a bias.
+        # Rows are the query, key, value and gate of the first head, then of the second, and so on. Neither projection
+        # has a bias.
         self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", hidden, (heads, 4 * width), False), ctx)
         self.norm = WideRMSNorm(f"{name}.norm", heads, of_heads, ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False), ctx)
@@ -80,7 +82,7 @@ class LightningAttention(nn.Module):
         if cache is not None:
             (state,) = cache.states(self.layer) or (None,)
             rule = ssd_steps if len(mixed) <= FEW_TOKENS else rule
-            if cache.lengths is not None:  # padding leaves the state as it is
+            if cache.lengths is not None:  # padding leaves the state unchanged
                 padding = torch.arange(len(mixed), device=mixed.device)[:, None, None] >= cache.lengths[:, None]
                 steps = steps.masked_fill(padding, 0.0)
         y, state = rule(v, steps, -self.rates(wide, mixed.device), k, q, number, state)
@@ -96,8 +98,8 @@ class LightningAttention(nn.Module):
 def decay_rates(
     heads: range, layer: int, config: TransformerConfig, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Rates of these heads [n], those of ALiBi from 1/2 to 1/256 where there are 8, which fall from layer to layer to
-    nearly 0. Layers of multi-token prediction have those of the last layer."""
+    """Decay rates [n] of the given heads. With 8 heads they are the slopes of ALiBi, from 1/2 to 1/256; they fall from
+    layer to layer to nearly 0. Multi-token prediction layers use the rates of the last layer."""
     last = config.num_layers - 1
     of_layer = 1 - min(layer, last) / (last + 1e-5) + 1e-5
     numbers = torch.arange(heads.start + 1, heads.stop + 1, dtype=dtype, device=device)

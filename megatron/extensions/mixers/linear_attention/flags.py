@@ -1,4 +1,7 @@
-"""Flags of gated delta nets, their rules, and facts about them before they are imported. No torch."""
+"""Flags of gated delta nets, their rules, and the facts that are needed before their module is imported.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from megatron.training.extensions import extension_flags
 @extension_flags("gated delta nets", part_of="model")
 @dataclass(frozen=True)
 class LinearAttentionFlags:
-    """The shape of gated delta nets (arXiv 2412.06464)."""
+    """Shape of gated delta nets (arXiv 2412.06464)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("gated_delta_net", "G")
 
@@ -48,22 +51,23 @@ class LinearAttentionFlags:
     DeltaProduct, arXiv 2502.10297)."""
 
     linear_norm_epsilon: float | None = flag(None, above=0)
-    """Gated delta net: epsilon in the norm of each head's output; default: --layernorm-epsilon."""
+    """Gated delta net: epsilon of the norm of each head's output; default: --layernorm-epsilon."""
 
     linear_norm_placement: str | None = flag(None, choices=("pre",))
     """Gated delta net: norm placement in its layers (pre in Olmo Hybrid); default: --norm-placement."""
 
     @property
     def linear_channels(self) -> tuple[int, int, int, int, int, int]:
-        """Channels that a gated delta net projects for each key head: query, keys, values, gates of the values, and for
-        each value head writing strengths beta and a decay. Of several keys all come first, then all their values."""
+        """Number of channels that a gated delta net projects for each key head: its query, keys, values, value gates,
+        and for each value head the write strengths beta and a decay. With several keys per token, all keys come first,
+        then all their values."""
         heads, steps = self.linear_num_value_heads // self.linear_num_key_heads, self.linear_num_householder
         key, value = self.linear_key_head_dim, self.linear_value_head_dim
         return key, steps * key, steps * heads * value, heads * value, steps * heads, heads
 
 
 def heads(config: TransformerConfig) -> str:
-    """Heads of gated delta nets, for a plan."""
+    """Text for a plan: the heads of gated delta nets."""
     own = config.options(LinearAttentionFlags)
     keys = f", {own.linear_num_key_heads} key heads of {own.linear_key_head_dim}"
     several = "" if own.linear_num_householder == 1 else f", {own.linear_num_householder} keys a token"
@@ -71,13 +75,13 @@ def heads(config: TransformerConfig) -> str:
 
 
 def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKind:
-    """The placement of norms in a layer, where it is not the model's."""
+    """Norm placement in a layer, if it differs from the model's."""
     placement = config.options(LinearAttentionFlags).linear_norm_placement
     return replace(kind, own=(*kind.own, ("norm_placement", placement))) if placement else kind
 
 
 def delta_nets(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of a model with gated delta nets."""
+    """Check models with gated delta nets."""
     own, tp = c.options(LinearAttentionFlags), c.parallel.tensor_model_parallel_size
     keys, values = ("--linear-num-key-heads", own.linear_num_key_heads), own.linear_num_value_heads
     if own.linear_num_key_heads > 0:

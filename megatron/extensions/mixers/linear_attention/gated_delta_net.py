@@ -1,13 +1,13 @@
-"""Gated delta net (Gated DeltaNet, arXiv 2412.06464, section 3.4), a linear attention, as Qwen3-Next has it.
+"""Gated delta net (arXiv 2412.06464, section 3.4), the linear attention of Qwen3-Next.
 
-One projection gives queries, keys, values, gates, writing strengths and decays. Queries, keys and values pass a short
+One projection produces queries, keys, values, gates, write strengths and decays. Queries, keys and values pass a short
 convolution and SiLU, and queries and keys are normalized; the gated delta rule mixes tokens; each head's output is
-normalized, gated and projected back. Each tensor-parallel rank has some of the key heads, with their value heads.
+normalized, gated and projected back. Each tensor-parallel rank holds some of the key heads, with their value heads.
 
-Under context parallelism an all-to-all trades sequence shards for key heads, whatever --cp-comm-type attention has, and
-another one trades the outputs back: each rank convolves and scans whole sequences of its heads. Convolution, documents,
-chunks and kernels are then those of one process, and all ranks work at once. Passed from rank to rank, a state would
-cross every border of the zig-zag shards, one after the other.
+Under context parallelism, one all-to-all exchanges sequence shards for key heads, whatever --cp-comm-type says about
+attention, and another returns the outputs: each rank convolves and scans whole sequences of its heads. Convolution,
+documents, chunks and kernels then work as in one process, and all ranks compute at the same time. If the state passed
+from rank to rank instead, it would cross every border of the zig-zag shards, one after another.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from megatron.extensions.mixers.linear_attention.gated_delta_rule import (
 )
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""q, k, v, g and beta of `gated_delta_rule`."""
+"""The tensors q, k, v, g and beta that `gated_delta_rule` takes."""
 
 FEW_TOKENS = 4
-"""Tokens up to which generation computes step by step: fewer operations than a chunk has."""
+"""Longest input, in tokens, that generation computes step by step, which takes fewer operations than one chunk."""
 
 
 class GatedDeltaNet(nn.Module):
     """Projection, convolution, gated delta rule, gated norm, projection back.
 
-    in_proj is [key heads, channels, h], see `linear_channels`: the channels of a key head, then of the next one.
-    Activations between the projections are computed again in the backward, from the output of in_proj. If a kernel
-    computes the rule, `--recompute-modules core_attn` decides."""
+    in_proj is [key heads, channels, h], see `linear_channels`: all channels of the first key head, then of the second,
+    and so on. The backward recomputes the activations between the projections from the output of in_proj. If a kernel
+    computes the rule, `--recompute-modules core_attn` decides this instead."""
 
     steps = 1
-    """Keys that a token writes at: the rule sees as many rows for each token, see `in_steps`."""
+    """Number of keys that each token writes. The rule sees this many rows per token, see `in_steps`."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -79,7 +79,8 @@ class GatedDeltaNet(nn.Module):
         self.value_width, self.steps = own.linear_value_head_dim, own.linear_num_householder
         self.widths = own.linear_key_head_dim, self.value_width
 
-        # Names and initial values are Megatron-LM's (arXiv 2412.06464, section 3.4). Neither projection has a bias.
+        # Names and initial values are those of Megatron-LM (arXiv 2412.06464, section 3.4). Neither projection has a
+        # bias.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(self.channels)), False)
         self.in_proj = column_parallel(in_proj, ctx)
         self.conv1d = make_sharded_parameter(
@@ -87,15 +88,15 @@ class GatedDeltaNet(nn.Module):
         )
         """[key heads, channels of query, key and values, taps]"""
         self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads,), ctx, role="bias", init=Init("ones"))
-        """Added to the projected decay."""
+        """Bias of the projected decay."""
         decays = Init("log_of_uniform", low=1.0, high=16.0)
         self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
-        """Logarithm of the decay's factor."""
+        """Logarithm of the decay rate."""
         out_norm = ParamMeta(
             f"{name}.out_norm.weight", (self.value_width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER, role="norm"
         )
         self.out_norm = make_parameter(out_norm, ctx)
-        """One weight for all heads."""
+        """One weight, shared by all heads."""
         out_proj = RowLinear(f"{name}.out_proj", heads * self.value_width, hidden, False)
         self.out_proj = row_parallel(out_proj, ctx)
         self.kernel, self.hardware = flash_rule(ctx.dtype, ctx.device), ctx.hardware
@@ -130,8 +131,8 @@ class GatedDeltaNet(nn.Module):
         return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
-        """The same behind earlier tokens, whose state and last inputs of the convolution are cached. Padding leaves
-        the state as it is."""
+        """Mix tokens that follow earlier ones, whose state and last convolution inputs are cached. Padding leaves the
+        state unchanged."""
         before, state = cache.states(self.layer) or (None, None)
         before = None if before is None else before.transpose(0, 1)
         (q, k, v, g, beta), gate, last = self._operands(mixed, None, before)
@@ -149,7 +150,8 @@ class GatedDeltaNet(nn.Module):
         return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
 
     def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor, Tensor]:
-        """The operands of the rule, the gates [s, b, heads/(tp*cp), dv], and the last inputs of the convolution."""
+        """Return the operands of the rule, the gates [s, b, heads/(tp*cp), dv], and the last inputs of the
+        convolution."""
         *qkv, gate, beta, decay = self.channels
         inputs, gate, beta, decay = mixed.split((sum(qkv), gate, beta, decay), dim=-1)
         conv1d, dt_bias, a_log = (local_slice(weight, self.cp) for weight in (self.conv1d, self.dt_bias, self.a_log))
@@ -160,8 +162,8 @@ class GatedDeltaNet(nn.Module):
 
 @lru_cache(maxsize=64)
 def documents_begun(documents: Documents, length: int, device: torch.device) -> Tensor:
-    """[s, b]: documents that have begun up to each token of whole samples of `length` tokens, without the first one.
-    All layers and passes of a micro-batch share one copy."""
+    """Return [s, b]: the number of documents that began up to each token, not counting the first document, for whole
+    samples of `length` tokens. All layers and passes of a micro-batch share one copy of the result."""
     starts = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
         starts[list(places[1:]), sample] = 1
@@ -169,15 +171,15 @@ def documents_begun(documents: Documents, length: int, device: torch.device) -> 
 
 
 def last_rows(x: Tensor, before: Tensor | None, lengths: Tensor, count: int) -> Tensor:
-    """x [s, b, ...], of which lengths [b] rows are no padding, behind `before` [count, b, ...], zeros for None -> the
-    last `count` rows [count, b, ...] of each sample"""
+    """Return the last `count` rows [count, b, ...] of each sample that are not padding. x is [s, b, ...], of which
+    `lengths` [b] rows are not padding; it follows `before` [count, b, ...], or zeros if `before` is None."""
     rows = torch.cat((x.new_zeros(count, *x.shape[1:]) if before is None else before, x))
     places = torch.arange(count, device=x.device)[:, None] + lengths
     return rows[places, torch.arange(x.shape[1], device=x.device)]
 
 
 class DeltaWeights(NamedTuple):
-    """Parameters from which `delta_operands` makes operands."""
+    """Parameters from which `delta_operands` computes operands."""
 
     conv1d: Tensor
     dt_bias: Tensor
@@ -185,16 +187,16 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaRows(NamedTuple):
-    """The rows of a token in the gated delta rule."""
+    """Layout of a token's rows in the gated delta rule."""
 
     widths: tuple[int, int]
     """Channels of a key and of a value."""
 
     strength: float = 1.0
-    """Largest beta."""
+    """Upper bound of beta."""
 
     steps: int = 1
-    """Keys that a token writes."""
+    """Number of keys that a token writes."""
 
 
 def delta_operands(
@@ -207,11 +209,12 @@ def delta_operands(
     before: Tensor | None,
 ) -> tuple[Operands, Tensor]:
     """inputs [s, b, key heads, dk + steps (dk + dv per value head)], beta [s, b, steps * heads], decay [s, b, heads],
-    number [s, b], before [taps - 1, b, key heads, ...] -> the operands of the gated delta rule for s * steps rows, and
-    the last inputs of the convolution.
+    number [s, b], before [taps - 1, b, key heads, ...] -> the operands of the gated delta rule, s * steps rows each,
+    and the last inputs of the convolution.
 
-    g = -exp(A_log) softplus(decay + dt_bias) is fp32 where the rest has 16 bits: it is summed over tokens. beta is
-    at most `rows.strength`. Of several steps of a token the first one decays, and the last one reads.
+    g = -exp(A_log) softplus(decay + dt_bias) is fp32 even if the other operands have 16 bits, because it is summed over
+    tokens. beta is at most `rows.strength`. If a token has several steps, the first one applies the decay, and the last
+    one reads the state.
     """
     (conv1d, dt_bias, a_log), steps = weights, rows.steps
     mixed, last = short_convolution(inputs, conv1d, number, before)
@@ -229,12 +232,12 @@ def delta_operands(
 
 
 def in_steps(x: Tensor, steps: int) -> Tensor:
-    """[s, b, n, steps * c] -> [s * steps, b, n, c]: the steps of a token, then those of the next one."""
+    """[s, b, n, steps * c] -> [s * steps, b, n, c]: all steps of the first token, then of the second, and so on."""
     return x.unflatten(-1, (steps, -1)).movedim(-2, 1).flatten(0, 1)
 
 
 def at_step(x: Tensor, step: int, steps: int) -> Tensor:
-    """[s, ...] -> [s * steps, ...]: a step of each token, and zeros in its other ones."""
+    """[s, ...] -> [s * steps, ...]: the value of a token in one of its steps, and zeros in its other steps."""
     if steps == 1:
         return x
     zeros = torch.zeros_like(x)
@@ -242,19 +245,19 @@ def at_step(x: Tensor, step: int, steps: int) -> Tensor:
 
 
 def documents_in_steps(documents: Documents | None, steps: int) -> Documents | None:
-    """First rows of documents whose tokens have `steps` rows each."""
+    """First rows of documents, if each token has `steps` rows."""
     return documents and tuple(tuple(steps * start for start in starts) for starts in documents)
 
 
 def short_convolution(
     x: Tensor, weight: Tensor, number: Tensor | None = None, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal convolution of each channel with itself (depthwise), in documents that do not see each other: x
-    [s, b, n, c], weight [n, c, taps] -> [s, b, n, c], in fp32 for 16 bits: y_t is the sum over j of
-    weight_j x_{t - taps + 1 + j}; and the last taps - 1 rows, which are `before` for the tokens that follow.
+    """Depthwise causal convolution that does not cross document borders: x [s, b, n, c], weight [n, c, taps] -> [s, b,
+    n, c], computed in fp32 for 16-bit inputs. y_t is the sum over j of weight_j x_{t - taps + 1 + j}. Also returns the
+    last taps - 1 rows, which are `before` for the tokens that follow.
 
-    `number` [s, b] counts the documents that have begun, 0 for tokens of the document that `before`
-    [taps - 1, b, n, c] is of; None for one document. Tokens of other documents count as 0.
+    `number` [s, b] counts the documents that have begun; it is 0 for tokens that continue the document of `before`
+    [taps - 1, b, n, c], and None if there is only one document. Tokens of other documents count as zeros.
     """
     taps = weight.shape[-1]
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
@@ -272,12 +275,12 @@ def short_convolution(
 
 
 L2_EPSILON = 1e-6
-"""Added to the squared length of a query or key."""
+"""Epsilon added to the squared norm of a query or key."""
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each head's output x [s, b, heads, dv], times SiLU of its gate -> [s, b, heads * dv] in the gate's
-    dtype; 16 bits are computed in fp32"""
+    """RMSNorm of each head's output x [s, b, heads, dv], times the SiLU of its gate -> [s, b, heads * dv] in the gate's
+    dtype; 16-bit inputs are computed in fp32"""
     wide = torch.promote_types(gate.dtype, torch.float32)
     y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps) * F.silu(gate.to(wide))
     return y.to(gate.dtype).flatten(2)

@@ -1,7 +1,7 @@
 """The gated delta rule (Gated DeltaNet, arXiv 2412.06464, equation 10), step by step and in chunks.
 
-Each head has a state S [dk, dv], a linear map from keys to values. A token lets it decay, replaces what it has at the
-token's key by the token's value, to the extent beta, and reads it at the token's query:
+Each head has a state S [dk, dv], a linear map from keys to values. For each token, the state decays, what it holds at
+the token's key moves towards the token's value by the fraction beta, and it is read at the token's query:
 
     S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - (exp(g_t) S_{t-1})ᵀ k_t)ᵀ         o_t = S_tᵀ q_t / sqrt(dk)
 
@@ -11,20 +11,21 @@ tokens of a chunk write are the rows of U - W S, where S is the state before the
 
     A_ij = beta_i D_ij k_iᵀ k_j  (j < i)      T = (I + A)^-1      U = T diag(beta) V      W = T diag(beta exp(G)) K
 
-Only the states go from chunk to chunk. Where a document begins, decay is total: every factor that reaches over the
-first token of a document is 0.
+Only the states pass from one chunk to the next. At the first token of a document the decay is total: every factor that
+spans it is 0.
 
 Kimi Delta Attention (arXiv 2510.26692) has a decay for each channel of a key: g is [s, b, heads, dk], and A and the
 scores of queries are sums over channels, each with a decay of its own (`channel_products`).
 
-Shapes: q, k [s, b, key heads, dk]; v [s, b, heads, dv]; g, beta [s, b, heads], g <= 0. The heads of a key head are
-adjacent.
+Shapes: q, k [s, b, key heads, dk]; v [s, b, heads, dv]; g, beta [s, b, heads], g <= 0. The value heads that share a key
+head are adjacent.
 
-Operands in 16 bits are computed in fp32, but for three products of bf16 operands, which are multiplied in bf16 and
-summed in fp32: those of keys and of queries with keys, which are exact, and the reads of a chunk, Q S of the state
-before it and (Q Kᵀ * D) (U - W S) of its tokens. Each of their four operands is rounded by u = 2^-8 of itself, so that
-an output is off by at most (2 u + u^2) (|Q| |S| + |Q Kᵀ * D| |U - W S|) beside the roundings of fp32. What the tokens
-write and the states, where an error would go from chunk to chunk, have none.
+16-bit operands are computed in fp32. Three products of bf16 operands are exceptions: they are multiplied in bf16 and
+summed in fp32. They are the products of keys and of queries with keys, which are exact, and the two reads of a chunk, Q
+S of the state before it and (Q Kᵀ * D) (U - W S) of its tokens. Each of the four operands of the reads has a relative
+rounding error of u = 2^-8, so an output is off by at most (2 u + u^2) (|Q| |S| + |Q Kᵀ * D| |U - W S|), in addition to
+fp32 rounding. The values that tokens write and the states, where an error would pass from chunk to chunk, are not
+rounded.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ from megatron.core.tensor_parallel.layers import HARDWARE, Hardware
 from megatron.core.torch_private import AutogradContext
 
 CHUNK = 64
-"""Tokens of a chunk. A chunk costs products of [CHUNK, CHUNK], a sequence s / CHUNK steps one after another."""
+"""Tokens per chunk. A chunk costs matrix products of [CHUNK, CHUNK]; a sequence takes s / CHUNK sequential steps."""
 
 
 class Chunks(NamedTuple):
-    """Chunks of a sequence, which are computed one after another."""
+    """How a sequence is divided into chunks, which are computed one after another."""
 
     tokens: int
-    """Tokens of a chunk."""
+    """Tokens per chunk."""
 
     hardware: Hardware = HARDWARE
-    """The device, which says whether regions are compiled, and runs the loop over chunks."""
+    """The device, which decides whether regions are compiled, and which runs the loop over chunks."""
 
 
 CHUNKS = Chunks(CHUNK)
@@ -65,7 +66,8 @@ CHUNKS = Chunks(CHUNK)
 def gated_delta_steps(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Token by token; for a few tokens, and to check `gated_delta_chunks`, whose arguments and results these are."""
+    """Apply the rule token by token. Used for a few tokens, and as a reference for `gated_delta_chunks`, which takes
+    the same arguments and returns the same results."""
     wide = torch.promote_types(q.dtype, torch.float32)
     repeats = v.shape[2] // k.shape[2]
     q, k = (x.to(wide).repeat_interleave(repeats, dim=2) for x in (q * q.shape[-1] ** -0.5, k))
@@ -93,11 +95,11 @@ def gated_delta_chunks(
     state: Tensor | None = None,
     chunks: Chunks = CHUNKS,
 ) -> tuple[Tensor, Tensor]:
-    """In chunks of tokens: out [s, b, heads, dv] and the state [b, heads, dk, dv] behind the last token, both
-    in fp32, or fp64 for fp64 operands.
+    """Apply the rule in chunks of tokens. Returns out [s, b, heads, dv] and the state [b, heads, dk, dv] after the last
+    token, both in fp32, or in fp64 for fp64 operands.
 
-    `number` [s, b] counts the documents that have begun, 0 for tokens of the document that `state` [b, heads, dk, dv]
-    is of; None for one document. Without a state it is zero.
+    `number` [s, b] counts the documents that have begun; it is 0 for tokens that continue the document of `state` [b,
+    heads, dk, dv], and None if there is only one document. The initial state is zero if `state` is None.
     """
     length, samples, heads, values = v.shape
     hardware = chunks.hardware
@@ -113,7 +115,7 @@ def gated_delta_chunks(
         keys, scores = region(decayed, hardware.compiled)(products, total, numbers).unbind()
     mixed = keys * beta
     rows = torch.eye(g.shape[-2], dtype=wide, device=v.device).expand(mixed.shape)
-    solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads what is below
+    solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads the names below
     values_in, keys_in, kept, read_by = region(_weighted, hardware.compiled)(q, k, v, beta, reach, left)
     if state is None:
         state = v.new_zeros(samples, heads, k.shape[-1], values)
@@ -126,7 +128,8 @@ def gated_delta_chunks(
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """Scaled queries and the others in chunks, see `in_chunks`; queries and keys in bf16 for those in bf16"""
+    """Return scaled queries and the other operands in chunks, see `in_chunks`; queries and keys stay bf16 if they are
+    bf16."""
     wide, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
     own = q.dtype if q.dtype == torch.bfloat16 else wide
     operands, dtypes = (q * q.shape[-1] ** -0.5, k, v, g, beta), (own, own, wide, wide, wide)
@@ -134,14 +137,14 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: i
 
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, reach: Tensor, left: Tensor) -> tuple[Tensor, ...]:
-    """Values and keys that T multiplies, keys by what is left at the chunk's end, queries by what is left of the state
-    before the chunk."""
+    """Return the values and keys that T multiplies, the keys times their decay up to the chunk's end, and the queries
+    times the decay of the state before the chunk."""
     return v * beta, k * (beta * reach), k * left, (q * reach).to(q.dtype)
 
 
 def in_chunks(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
-    """x [s, b, n, d] or [s, b, n] -> [chunks, b, groups, n / groups, chunk, d or 1] in `dtype`, contiguous, filled up
-    with zeros: tokens that write nothing and let nothing decay"""
+    """x [s, b, n, d] or [s, b, n] -> [chunks, b, groups, n / groups, chunk, d or 1] in `dtype`, contiguous. Zeros pad
+    the last chunk: such tokens write nothing and cause no decay."""
     x = x if x.ndim == 4 else x.unsqueeze(-1)
     if len(x) % chunk:
         x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -len(x) % chunk))
@@ -150,18 +153,19 @@ def in_chunks(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
 
 
 def numbers_in_chunks(number: Tensor, chunk: int) -> Tensor:
-    """number [s, b] -> [chunks, b, 1, 1, 1 + chunk], in front that of the last token before each chunk: 0 for the
-    first"""
+    """number [s, b] -> [chunks, b, 1, 1, 1 + chunk]. The first column has the number of the last token before each
+    chunk, which is 0 for the first chunk."""
     filled = torch.cat((number, number[-1:].expand(-len(number) % chunk, -1))).unflatten(0, (-1, chunk))
     before = torch.cat((torch.zeros_like(number[None, :1]), filled[:-1, -1:]))
     return torch.cat((before, filled), dim=1).transpose(1, 2)[:, :, None, None]
 
 
 def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """g [..., chunk], number [..., 1 + chunk] -> the sum of g up to each token [..., i], what is left at token i of the
-    state before the chunk [..., i, 1], and at the chunk's end of what token i wrote [..., i, 1]"""
+    """g [..., chunk], number [..., 1 + chunk] -> the sum of g up to each token [..., i]; the fraction of the state
+    before the chunk that is left at token i [..., i, 1]; and the fraction of what token i wrote that is left at the
+    chunk's end [..., i, 1]"""
     earlier = torch.ones(g.shape[-1:] * 2, dtype=g.dtype, device=g.device).triu()
-    total = g @ earlier  # torch has no deterministic cumsum for GPUs
+    total = g @ earlier  # torch has no deterministic cumsum on GPUs
     reach, left = total.exp(), (total[..., -1:] - total).exp()
     if number is not None:
         before, number = number[..., :1], number[..., 1:]
@@ -170,8 +174,9 @@ def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decayed(products: Tensor, total: Tensor, number: Tensor | None) -> Tensor:
-    """Products of tokens i and j [..., i, j], times what is left at token i of what token j <= i wrote, and 0 for later
-    tokens and those of other documents: P_ij exp(G_i - G_j). `total` G [..., i] is that of `decays`, as is `number`."""
+    """Products of tokens i and j [..., i, j], times the fraction of token j's write that is left at token i: P_ij
+    exp(G_i - G_j). The result is 0 for j > i and for tokens of different documents. `total` is the G [..., i] that
+    `decays` returns, and `number` is the same as there."""
     out: Tensor = _Decayed.apply(products, total, number)
     return out
 
@@ -206,18 +211,19 @@ class _Decayed(torch.autograd.Function):
 
 
 BLOCK = 16
-"""Tokens of a chunk whose products are weighted channel by channel."""
+"""Tokens per block within a chunk, if products are weighted channel by channel."""
 
 
 def channel_products(
     q: Tensor, k: Tensor, g: Tensor, number: Tensor | None, compiled: bool = False
 ) -> tuple[Tensor, ...]:
-    """q, k, g [..., chunk, dk], number [..., 1 + chunk] -> products of keys and those of queries with keys
-    [..., i, j], each channel times what is left of it at token i of what token j <= i wrote; and what is left, by
-    channel, at token i of the state before the chunk, and at the chunk's end of what token i wrote [..., i, dk].
+    """q, k, g [..., chunk, dk], number [..., 1 + chunk] -> products of keys with keys and of queries with keys [..., i,
+    j], each channel times the fraction of token j's write that is left at token i; and, by channel, the fraction of the
+    state before the chunk that is left at token i, and the fraction of token i's write that is left at the chunk's end
+    [..., i, dk].
 
-    Between blocks of `BLOCK` tokens they are matrix products: channels decay from token j to the first token of block
-    i, and from there to token i, so that no factor is above 1.
+    Between blocks of `BLOCK` tokens these are matrix products: channels decay from token j to the first token of block
+    i, and from there to token i, so that no factor exceeds 1.
     """
     chunk, earlier = g.shape[-2], torch.ones(g.shape[-2:-1] * 2, dtype=g.dtype, device=g.device).tril()
     total = earlier @ g
@@ -238,8 +244,9 @@ def channel_products(
 
 
 def _of_block(both: Tensor, k: Tensor, total: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the block of `BLOCK` tokens from `start` on: its products within [2, ..., i, j]; earlier keys by what is left
-    of them at its first token [..., j, dk]; and its own by what is left since then [2, ..., i, dk]"""
+    """For the block of `BLOCK` tokens that begins at `start`: its inner products [2, ..., i, j]; earlier keys times
+    their decay up to its first token [..., j, dk]; and its own queries and keys times the decay since its first token
+    [2, ..., i, dk]"""
     own, first = slice(start, start + BLOCK), total[..., start : start + 1, :]
     pairs = total[..., own, None, :] - total[..., None, own, :]
     later = torch.ones(pairs.shape[-3:-1], dtype=torch.bool, device=pairs.device).triu(1)
@@ -254,11 +261,11 @@ class ScanContext(AutogradContext):
 
 
 class _Scan(torch.autograd.Function):
-    """States from chunk to chunk: N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c. Returns all N and S, and the last
-    S apart."""
+    """Recurrence of states over chunks: N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c. Returns all N, all S, and
+    the last S separately."""
 
-    # written U [chunks, n, chunk, dv], read W and keys K [chunks, n, chunk, dk], carried r [chunks, n, 1 or dk, 1],
-    # state S [n, dk, dv] -> [chunks, n, chunk, dv], [chunks, n, dk, dv], [n, dk, dv]
+    # Shapes: written U [chunks, n, chunk, dv], read W and keys K [chunks, n, chunk, dk], carried r [chunks, n, 1 or dk,
+    # 1], state S [n, dk, dv] -> [chunks, n, chunk, dv], [chunks, n, dk, dv], [n, dk, dv]
     @staticmethod
     def forward(
         ctx: ScanContext,
@@ -302,8 +309,8 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Documents | None], Tens
 
 
 def flash_rule(dtype: torch.dtype, device: torch.device) -> Rule | None:
-    """The rule by the package's kernels; None where these cannot run: they need a GPU and 16 bits, and may differ from
-    run to run."""
+    """Apply the rule with the kernels of the installed package. None if they cannot run: they need a GPU and 16-bit
+    operands, and their results may differ from run to run."""
     if device.type != "cuda" or dtype.itemsize != 2 or torch.are_deterministic_algorithms_enabled():
         return None
     try:

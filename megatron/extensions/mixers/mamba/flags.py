@@ -1,4 +1,7 @@
-"""Flags of Mamba-2, its rules, and facts about it before it is imported. No torch."""
+"""Flags of Mamba-2, its rules, and the facts that are needed before its module is imported.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ GROUPS = "--mamba-num-groups"
 WIDTH = "--mamba-head-dim"
 TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
 EXPAND = 2
-"""Channels of all heads, in hidden sizes, where --mamba-num-heads is not given."""
+"""Default number of channels over all heads, in multiples of the hidden size, if --mamba-num-heads is not given."""
 
 
 NAME = "mamba2"
@@ -30,15 +33,15 @@ NAME = "mamba2"
 @extension_flags("Mamba-2", part_of="model")
 @dataclass(frozen=True)
 class MambaFlags:
-    """The shape of Mamba-2 (arXiv 2405.21060)."""
+    """Shape of Mamba-2 (arXiv 2405.21060)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention(NAME, "M")
 
     mamba_state_dim: int = flag(128, above=0)
-    """Mamba-2: state size n, the channels of B and C. The state of a head has n x its channels elements."""
+    """Mamba-2: state size n, the number of channels of B and C. Each head has a state of n elements per channel."""
 
     mamba_head_dim: int = flag(64, above=0)
-    """Mamba-2: channels of a head."""
+    """Mamba-2: channels per head."""
 
     mamba_num_groups: int = flag(8, above=0)
     """Mamba-2: number of head groups. The heads of a group share B and C, and are normalized together."""
@@ -50,7 +53,7 @@ class MambaFlags:
     """Mamba-2: kernel size of the causal convolution, in tokens."""
 
     mamba_min_step_size: float = flag(0.0, at_least=0)
-    """Mamba-2: lower bound of step sizes: 0.001 in Nemotron-H of transformers, none in Megatron-LM."""
+    """Mamba-2: lower bound of step sizes. Nemotron-H in transformers uses 0.001, Megatron-LM uses none."""
 
     mamba_norm: bool = flag(True, name="--no-mamba-norm")
     """Mamba-2: do not normalize the outputs; only multiply them by the SiLU of the gates (Falcon-H1)."""
@@ -59,7 +62,7 @@ class MambaFlags:
     """Mamba-2: normalize outputs before they are multiplied by the SiLU of the gates, instead of after (Falcon-H1)."""
 
     mamba_multipliers: tuple[float, ...] | None = flag(None, many=True)
-    """Mamba-2: five scale factors of the projected gates, inputs, B, C and step sizes (Falcon-H1); default: none."""
+    """Mamba-2: five scale factors, of the projected gates, inputs, B, C and step sizes (Falcon-H1); default: none."""
 
     mamba_chunk_size: int = flag(128, above=0, without_effect=True)
     """Mamba-2: chunk size in tokens. It affects speed and memory, not results."""
@@ -71,21 +74,22 @@ def num_heads(config: TransformerConfig) -> int:
 
 
 def group_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
-    """Channels that a layer projects for each group: gates, inputs x, B, C, and for each head a step size dt."""
+    """Number of channels that a layer projects for each group: gates, inputs x, B, C, and a step size dt for each
+    head."""
     own = config.options(MambaFlags)
     heads = num_heads(config) // own.mamba_num_groups
     return heads * own.mamba_head_dim, heads * own.mamba_head_dim, own.mamba_state_dim, own.mamba_state_dim, heads
 
 
 def described(config: TransformerConfig) -> str:
-    """Heads of Mamba-2, for a plan."""
+    """Text for a plan: the heads of Mamba-2."""
     own = config.options(MambaFlags)
     heads = f"{num_heads(config)} heads of {own.mamba_head_dim} in {own.mamba_num_groups} groups"
     return f", {heads}, states of {own.mamba_state_dim}"
 
 
 def mamba2(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of a model with Mamba-2."""
+    """Check models with Mamba-2."""
     own = c.options(MambaFlags)
     m = c.model
     p = c.parallel
@@ -95,16 +99,16 @@ def mamba2(c: RunConfig, world_size: int) -> Iterator[Problem]:
     heads = num_heads(m)
     if own.mamba_multipliers is not None and len(own.mamba_multipliers) != len(group_channels(m)):
         rule = f"must be {len(group_channels(m))} numbers: for gates, inputs, B, C and step sizes"
-        yield Problem("--mamba-multipliers", own.mamba_multipliers, rule, "use for example 1 1 1 1 1")
+        yield Problem("--mamba-multipliers", own.mamba_multipliers, rule, "for example 1 1 1 1 1")
     if own.mamba_norm_before_gate and not own.mamba_norm:
-        rule = "has no effect beside --no-mamba-norm"
-        yield Problem("--mamba-norm-before-gate", None, rule, "remove one of them", harmless=True)
+        rule = "has no effect with --no-mamba-norm"
+        yield Problem("--mamba-norm-before-gate", None, rule, "remove one of the two flags", harmless=True)
     if min(own.mamba_head_dim, groups, m.hidden_size, tp, cp) < 1:
         return
     if own.mamba_num_heads is None and not divides(own.mamba_head_dim, EXPAND * m.hidden_size):
         rule = f"must divide {EXPAND} * --hidden-size {m.hidden_size}"
         near = gcd(own.mamba_head_dim, EXPAND * m.hidden_size)
-        yield Problem(WIDTH, own.mamba_head_dim, rule, f"nearest: {near}, or add {HEADS}")
+        yield Problem(WIDTH, own.mamba_head_dim, rule, f"use {near}, or add {HEADS}")
     elif heads < 1 or not divides(groups, heads):
         shown = heads if own.mamba_num_heads is None else None
         rule = f"must be a multiple of {GROUPS} {groups}"
@@ -118,18 +122,19 @@ def mamba2(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _context_parallel(groups: int, heads: int, tp: int, cp: int) -> Iterator[Problem]:
-    """Context ranks share the groups and heads of a tensor-parallel rank: whole groups, or parts of one."""
+    """Context ranks share the groups and heads of a tensor-parallel rank: each has whole groups, or a part of one
+    group."""
     each = f" / {TP} {tp}" if tp > 1 else ""
     if not divides(cp, groups) and not divides(groups, cp):
-        rule = f"makes {groups} groups{each}, which must divide {CP} {cp} or be a multiple of it"
+        rule = f"gives {groups} groups{each}, which must divide {CP} {cp} or be a multiple of it"
         yield Problem(GROUPS, groups * tp, rule, f"{multiples(groups * tp, cp * tp)}, or another {CP}")
     elif not divides(cp, heads):
-        rule = f"makes {heads} heads{each}, which must be a multiple of {CP} {cp}, whose ranks share them"
+        rule = f"gives {heads} heads{each}, which context ranks share and which must be a multiple of {CP} {cp}"
         yield Problem(HEADS, heads * tp, rule, f"{multiples(heads * tp, cp * tp)}, or another {CP}")
 
 
 def _aligned(c: RunConfig, groups: int) -> Iterator[Problem]:
-    """Each rank's matrices in another format must have aligned dimensions."""
+    """The dimensions of each rank's matrices must be aligned if they have another format."""
     name, tp = linear_format(c.parallel), c.parallel.tensor_model_parallel_size
     if name is None:
         return

@@ -1,12 +1,13 @@
-"""Mamba-2 (arXiv 2405.21060, section 7), as Nemotron-H and Megatron-LM have it.
+"""Mamba-2 (arXiv 2405.21060, section 7), as in Nemotron-H and Megatron-LM.
 
-One projection gives gates, inputs x, B, C and step sizes dt. x, B and C pass a short convolution and SiLU; the
-state-space model mixes tokens; its output is multiplied by SiLU of the gates, normalized within each group of heads,
-and projected back. Each tensor-parallel rank has some of the groups, with their heads.
+One projection produces gates, inputs x, B, C and step sizes dt. x, B and C pass a short convolution and SiLU; the
+state-space model mixes tokens; its output is multiplied by the SiLU of the gates, normalized within each group of
+heads, and projected back. Each tensor-parallel rank holds some of the groups, with their heads.
 
-Under context parallelism an all-to-all trades sequence shards for groups or, where there are fewer groups than ranks,
-for heads of a group, whose B and C several ranks then receive. Another one trades the outputs back. Each rank convolves
-and scans whole sequences of its heads, so documents and chunks are those of one process. Gates stay where they are.
+Under context parallelism, one all-to-all exchanges sequence shards for groups. If there are fewer groups than ranks, it
+exchanges them for heads of a group, and several ranks receive the group's B and C. Another all-to-all returns the
+outputs. Each rank convolves and scans whole sequences of its heads, so documents and chunks are the same as in one
+process. The gates are not exchanged.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from megatron.extensions.mixers.mamba.flags import MambaFlags, group_channels, n
 from megatron.extensions.mixers.mamba.ssd import operands_in_chunks, ssd_chunks, ssd_of_chunks, ssd_steps
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
-"""x, dt, B and C of `ssd_chunks`."""
+"""The tensors x, dt, B and C that `ssd_chunks` takes."""
 
 OF_GROUP = (1, 2)
-"""Places of B and C, which all heads of a group share, among x, B, C and dt."""
+"""Positions of B and C, which all heads of a group share, in the list x, B, C, dt."""
 
 
 STEPS = Init("inverse_softplus", low=1e-3, high=0.1)
-"""Initial step sizes, softplus(dt_bias), have uniform logarithms in this range."""
+"""Initial step sizes softplus(dt_bias) are log-uniform in this range."""
 
 
 class Mamba2(nn.Module):
     """Projection, convolution, state-space model, gated norm, projection back.
 
-    in_proj is [groups, channels, h], see `group_channels`: the channels of a group, then of the next one. What lies
-    between the projection and the norm is computed again in the backward."""
+    in_proj is [groups, channels, h], see `group_channels`: all channels of the first group, then of the second, and so
+    on. The backward recomputes the activations between the projection and the norm."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -71,19 +72,20 @@ class Mamba2(nn.Module):
         self.min_step, self.factors = own.mamba_min_step_size, own.mamba_multipliers
         self.groups, self.head_dim = own.mamba_num_groups // ctx.tp.size, own.mamba_head_dim
         self.gates, *self.channels = channels
-        # Names and initial values are Megatron-LM's. The convolution is over the channels of x, B and C of a group.
+        # Names and initial values are those of Megatron-LM. The convolution covers the channels of x, B and C of a
+        # group.
         self.conv_weight = make_sharded_parameter(f"{name}.conv1d.weight", (*mixed, taps), ctx, role="convolution")
         self.conv_bias = make_sharded_parameter(f"{name}.conv1d.bias", mixed, ctx, role="bias", init=within)
         self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads,), ctx, role="bias", init=STEPS)
         decays = Init("log_of_uniform", low=1.0, high=16.0)
         self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
-        """Logarithm of the decay per step size."""
+        """Logarithm of the decay rate per unit of step size."""
         self.d = make_sharded_parameter(f"{name}.D", (heads,), ctx, role="vector", init=Init("ones"))
-        """Factor of the input in the output."""
+        """Factor of the input that is added to the output."""
         self.normed_first = own.mamba_norm_before_gate
         gain = (f"{name}.norm.weight", (width,), ctx)
         self.norm = make_sharded_parameter(*gain, role="norm", init=Init("ones")) if own.mamba_norm else None
-        # Neither projection has a bias. Muon leaves in_proj to --muon-scalar-optimizer, as Megatron-LM does.
+        # Neither projection has a bias. Muon leaves in_proj to --muon-scalar-optimizer, as in Megatron-LM.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, role="packed")
         self.in_proj = column_parallel(in_proj, ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", width, hidden, False), ctx)
@@ -107,15 +109,15 @@ class Mamba2(nn.Module):
         return self.out_proj(self.gated(y, gate, self.norm, self.eps, self.normed_first))
 
     def _scaled(self, projected: Tensor) -> Tensor:
-        """projected [s/cp, b, groups/tp, channels], its gates, x, B, C and dt times --mamba-multipliers"""
+        """Scale the gates, x, B, C and dt in projected [s/cp, b, groups/tp, channels] by --mamba-multipliers."""
         if self.factors is None:
             return projected
         parts = projected.split((self.gates, *self.channels), dim=-1)
         return torch.cat([part * factor for part, factor in zip(parts, self.factors, strict=True)], dim=-1)
 
     def _of_ranks(self, x: Tensor, dim: int) -> Tensor:
-        """x [..., groups/tp, channels, ...], with x, B, C and maybe dt in dim + 1 -> [..., cp, groups/(tp*cp) or 1,
-        channels of a rank, ...]: what each context rank has of it"""
+        """x [..., groups/tp, channels, ...], whose dim + 1 has x, B, C and optionally dt -> [..., cp, groups/(tp*cp) or
+        1, channels of a rank, ...]: the part of x for each context rank"""
         parts = self.cp.size // self.groups
         if parts <= 1:
             return x.unflatten(dim, (self.cp.size, -1))
@@ -137,8 +139,8 @@ class Mamba2(nn.Module):
         return (y if len(y) == len(mixed) else y[: len(mixed)]).flatten(2)
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
-        """The same behind earlier tokens, whose state and last inputs of the convolution are cached. Padding leaves
-        the state as it is."""
+        """Mix tokens that follow earlier ones, whose state and last convolution inputs are cached. Padding leaves the
+        state unchanged."""
         before, state = cache.states(self.layer) or (None, None)
         before = None if before is None else before.transpose(0, 1)
         (x, dt, B, C), last = self._operands(mixed, None, before)
@@ -154,23 +156,24 @@ class Mamba2(nn.Module):
         return self.with_input(y, x, local_slice(self.d, self.cp))
 
     def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor]:
-        """The operands of the state-space model, and the last inputs of the convolution."""
+        """Return the operands of the state-space model, and the last inputs of the convolution."""
         widths, dt_bias = self._widths_and_bias()
         return self.prepare(mixed, *self._convolution(), dt_bias, widths, self.min_step, number, before)
 
     def _convolution(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of the convolution of this context rank."""
+        """Return this context rank's weight and bias of the convolution."""
         weight, bias = (self._of_ranks(each, 0)[self.cp.rank] for each in (self.conv_weight, self.conv_bias))
         return weight, bias
 
     def _widths_and_bias(self) -> tuple[tuple[int, int, int], Tensor]:
-        """Widths of x and B of a group and of a head, and the bias of the step sizes, of this context rank."""
+        """Return the widths of x and B, for a group and for a head, and the bias of the step sizes, all for this
+        context rank."""
         parts = max(1, self.cp.size // self.groups)
         widths = self.channels[0] // parts, self.channels[1], self.head_dim
         return widths, local_slice(self.dt_bias, self.cp)
 
     def _decay(self) -> Tensor:
-        """a [heads/(tp*cp)], which step sizes multiply"""
+        """Decay rates a [heads/(tp*cp)], which the step sizes multiply"""
         a_log = local_slice(self.a_log, self.cp)
         return -a_log.to(torch.promote_types(a_log.dtype, torch.float32)).exp()
 
@@ -191,10 +194,10 @@ def mamba_operands(
     before: Tensor | None,
 ) -> tuple[Operands, Tensor]:
     """mixed [s, b, groups, x, B, C and a dt for each head], number [s, b], before [taps - 1, b, groups, x, B and C] ->
-    the operands of the state-space model, and the last inputs of the convolution. `widths` are those of x and B of a
-    group, and of a head. No step size is below `min_step`.
+    the operands of the state-space model, and the last inputs of the convolution. `widths` has the widths of x and B of
+    a group, and of x of a head. Step sizes are at least `min_step`.
 
-    dt is fp32 where the rest has 16 bits: it is summed over tokens.
+    dt is fp32 even if the other operands have 16 bits, because it is summed over tokens.
     """
     inputs, state, head = widths
     mixed, dt = mixed.split((inputs + 2 * state, mixed.shape[-1] - inputs - 2 * state), dim=-1)
@@ -208,15 +211,15 @@ def mamba_operands(
 
 
 def mamba_operands_in_chunks(prepared: tuple[Any, ...], decay: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """The operands that `mamba_operands` makes of its arguments `prepared`, as `operands_in_chunks`."""
+    """Compute `mamba_operands(*prepared)` and return them in chunks, see `operands_in_chunks`."""
     (x, dt, B, C), _ = mamba_operands(*prepared)
     return operands_in_chunks(x, dt, decay, B, C, chunk)
 
 
 def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, normed_first: bool = False) -> Tensor:
-    """RMSNorm of the channels of each group, of y [s, b, groups * c] times SiLU of its gates [s, b, groups, c] ->
-    [s, b, groups * c] in the gates' dtype; 16 bits are computed in fp32. Without a weight there is no norm; if
-    `normed_first`, gates multiply its output."""
+    """RMSNorm over the channels of each group of y [s, b, groups * c] times the SiLU of its gates [s, b, groups, c] ->
+    [s, b, groups * c] in the gates' dtype; 16-bit inputs are computed in fp32. If the weight is None, nothing is
+    normalized; if `normed_first`, the gates multiply the output of the norm."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     y, gate_function = y.view(gate.shape).to(wide), F.silu(gate.to(wide))
     y = y if normed_first and weight is not None else y * gate_function

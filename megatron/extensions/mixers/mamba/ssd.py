@@ -1,6 +1,7 @@
 """The state-space model of Mamba-2, step by step and in chunks (SSD, arXiv 2405.21060, section 6).
 
-Each head has a state S [n, p]. A token lets it decay, adds its input x at its B, and reads the state at its C:
+Each head has a state S [n, p]. For each token, the state decays, the token's input x is added at its B, and the state
+is read at its C:
 
     S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_tᵀ         y_t = S_tᵀ C_t
 
@@ -9,17 +10,18 @@ and r_i the same from the chunk's first token on, the tokens of a chunk read
 
     Y = ((C Bᵀ) * L) diag(dt) X + diag(r) C S
 
-where S is the state before the chunk. Only the states pass from chunk to chunk. Where a document begins, decay is
-total: every factor that reaches over the first token of a document is 0.
+where S is the state before the chunk. Only the states pass from one chunk to the next. At the first token of a document
+the decay is total: every factor that spans it is 0.
 
 Shapes: x [s, b, heads, p]; dt [s, b, heads] > 0; a [heads] < 0; B, C [s, b, groups, n]. The heads of a group are
 adjacent.
 
-Operands in fp16 are computed in fp32. Those in bf16 are multiplied in bf16 and summed in fp32, as by the kernels of
-arXiv 2405.21060: x, B and C are exact. Rounded, by u = 2^-8 of themselves, are the weights of tokens in a chunk,
-((C Bᵀ) * L) diag(dt), with the factor of a token's own input on the diagonal; the inputs diag(dt) X that a chunk's end
-keeps; the states that its tokens read; and both terms of Y. States and their decays are fp32. So an output is off by at
-most ((1 + u)^3 - 1) Y*, and a state by u S*, beside the roundings of fp32, Y* and S* being what |x|, |B| and |C| give.
+fp16 operands are computed in fp32. bf16 operands are multiplied in bf16 and summed in fp32, as in the kernels of arXiv
+2405.21060: x, B and C are exact. These quantities are rounded, with a relative error of u = 2^-8: the weights of tokens
+in a chunk, ((C Bᵀ) * L) diag(dt), with the factor of a token's own input on the diagonal; the inputs diag(dt) X that a
+chunk adds to the state; the states that tokens read; and both terms of Y. States and their decays are kept in fp32. So
+an output is off by at most ((1 + u)^3 - 1) Y*, and a state by u S*, in addition to fp32 rounding. Y* and S* are the
+outputs and states that |x|, |B| and |C| give.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ CHUNKS = Chunks(128)
 def ssd_steps(
     x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Token by token; for a few tokens, and to check `ssd_chunks`, whose arguments and results these are."""
+    """Run the model token by token. Used for a few tokens, and as a reference for `ssd_chunks`, which takes the same
+    arguments and returns the same results."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x = x.to(wide)
     dt = dt.to(wide)
@@ -75,11 +78,11 @@ def ssd_chunks(
     state: Tensor | None = None,
     chunks: Chunks = CHUNKS,
 ) -> tuple[Tensor, Tensor]:
-    """In chunks of tokens: y [s, b, heads, p] and the state [b, heads, n, p] behind the last token, both in
-    fp32, or fp64 for fp64 operands.
+    """Run the model in chunks of tokens. Returns y [s, b, heads, p] and the state [b, heads, n, p] after the last
+    token, both in fp32, or in fp64 for fp64 operands.
 
-    `number` [s, b] counts the documents that have begun, 0 for tokens of the document that `state` is of; None for one
-    document. Without a state it is zero.
+    `number` [s, b] counts the documents that have begun; it is 0 for tokens that continue the document of `state`, and
+    None if there is only one document. The initial state is zero if `state` is None.
     """
     operands = region(operands_in_chunks, chunks.hardware.compiled)(x, dt, a, B, C, min(chunks.tokens, len(x)))
     y, final = ssd_of_chunks(operands, number, state, chunks.hardware, None, operands[1].dtype)
@@ -94,8 +97,8 @@ def ssd_of_chunks(
     direct: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """`ssd_chunks` of operands that are in chunks already, see `operands_in_chunks`: y in `dtype`, of whole chunks.
-    With factors `direct` [heads], y + direct x."""
+    """`ssd_chunks` for operands that are already in chunks, see `operands_in_chunks`. Returns y in `dtype`, for whole
+    chunks. If factors `direct` [heads] are given, returns y + direct x."""
     x, dt, g, B, C = operands
     _, samples, groups, heads, chunk, width = x.shape
     numbers = None if number is None else numbers_in_chunks(number, chunk)
@@ -115,7 +118,8 @@ def ssd_of_chunks(
 
 
 def operands_in_chunks(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """x, dt, dt a, B and C in chunks, see `in_chunks`; x, B and C in bf16 for x in bf16, all others in fp32 or fp64"""
+    """Return x, dt, dt a, B and C in chunks, see `in_chunks`. x, B and C stay bf16 if x is bf16; all others are fp32 or
+    fp64."""
     groups, wide = B.shape[2], torch.promote_types(x.dtype, torch.float32)
     own = x.dtype if x.dtype == torch.bfloat16 else wide
     dt = dt.to(wide)
@@ -126,16 +130,16 @@ def operands_in_chunks(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, c
 
 
 def _weighted_columns(x: Tensor, dt: Tensor, left: Tensor) -> Tensor:
-    """x [chunks, b, groups, heads of a group, chunk, p] times dt and left -> [chunks, b, groups, chunk, heads * p] in
-    the dtype of x"""
+    """x [chunks, b, groups, heads of a group, chunk, p], times dt and its decay `left` -> [chunks, b, groups, chunk,
+    heads * p] in the dtype of x"""
     return _columns(x * (dt * left)).flatten(-2).to(x.dtype)
 
 
 def _scores(
     products: Tensor, total: Tensor, dt: Tensor, direct: Tensor | None, number: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """((C Bᵀ) * L) diag(dt) + diag(direct) in `dtype`: products C Bᵀ [..., 1, i, j] of a group, `total`
-    [..., heads, i] as that of `decays`, dt [..., heads, j, 1] -> [..., heads, i, j]"""
+    """((C Bᵀ) * L) diag(dt) + diag(direct) in `dtype`, from the products C Bᵀ [..., 1, i, j] of a group, the `total`
+    [..., heads, i] that `decays` returns, and dt [..., heads, j, 1] -> [..., heads, i, j]"""
     later = torch.ones(products.shape[-2:], dtype=torch.bool, device=products.device).triu(1)
     change = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf)
     if number is not None:
@@ -149,15 +153,15 @@ def _scores(
 
 
 def _summed(out: Tensor, read: Tensor, reach: Tensor, dtype: torch.dtype) -> Tensor:
-    """What tokens have from their chunk [chunks, b, groups, heads of a group, chunk, p] and from the state before it
-    [chunks, b, groups, chunk, heads of a group, p] -> [chunks * chunk, b, heads, p]"""
+    """Sum of what tokens read from their own chunk [chunks, b, groups, heads of a group, chunk, p] and from the state
+    before it [chunks, b, groups, chunk, heads of a group, p] -> [chunks * chunk, b, heads, p]"""
     out, read = (_ContiguousGradient.apply(term) for term in (out, read))
     out = _columns(out) + read * reach.transpose(3, 4)
     return out.permute(0, 3, 1, 2, 4, 5).flatten(0, 1).flatten(2, 3).to(dtype)
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The operand, whose gradient a region writes in the order in which products read it."""
+    """Return the operand unchanged. A region writes its gradient in the order in which matrix products read it."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor) -> Tensor:
@@ -170,7 +174,8 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def _columns(x: Tensor) -> Tensor:
-    """x [..., heads of a group, chunk, p] -> [..., chunk, heads of a group, p]: columns of one product for a group"""
+    """x [..., heads of a group, chunk, p] -> [..., chunk, heads of a group, p]: the heads are columns of one product
+    per group"""
     return x.transpose(3, 4)
 
 
@@ -179,8 +184,8 @@ class ScanContext(AutogradContext):
 
 
 class _Scan(torch.autograd.Function):
-    """States from chunk to chunk: S_{c+1} = r_c S_c + Bᵀ X. Returns all S but the last one in the dtype of B, and that
-    apart."""
+    """Recurrence of states over chunks: S_{c+1} = r_c S_c + Bᵀ X. Returns all S except the last one, in the dtype of B,
+    and the last S separately."""
 
     # Bᵀ [chunks, b, groups, n, chunk], X [chunks, b, groups, chunk, heads of a group * p] in the dtype of B, carried r
     # [chunks, b, groups, 1, heads of a group, 1], state S [b, groups, n, heads of a group, p]
@@ -213,6 +218,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _of_kept(grads: Tensor, states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gradients of the states behind each chunk [chunks, b, groups, n, heads of a group, p] as columns in `dtype`
-    [chunks, b, groups, n, heads of a group * p], and of what is carried [chunks, b, groups, 1, heads of a group, 1]"""
+    """Gradients of the states after each chunk [chunks, b, groups, n, heads of a group, p] as columns in `dtype`
+    [chunks, b, groups, n, heads of a group * p], and gradients of the carried factors [chunks, b, groups, 1, heads of a
+    group, 1]"""
     return grads.flatten(-2).to(dtype), (grads * states).sum((3, 5), keepdim=True)

@@ -1,4 +1,7 @@
-"""Flags of Mamba-1, its rules, and facts about it before it is imported. No torch."""
+"""Flags of Mamba-1, its rules, and the facts that are needed before its module is imported.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ CHANNELS = "--mamba1-channels"
 @extension_flags("Mamba-1", part_of="model")
 @dataclass(frozen=True)
 class Mamba1Flags:
-    """The shape of Mamba-1 (arXiv 2312.00752)."""
+    """Shape of Mamba-1 (arXiv 2312.00752)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("mamba1", "S")
 
@@ -30,17 +33,17 @@ class Mamba1Flags:
     """Mamba-1: number of channels, each with its own state; default: 2 x hidden-size."""
 
     mamba1_state_dim: int = flag(16, above=0)
-    """Mamba-1: state size of a channel."""
+    """Mamba-1: state size per channel."""
 
     mamba1_step_rank: int | None = flag(None, above=0)
-    """Mamba-1: rank of the projection of step sizes; default hidden-size / 16, rounded up."""
+    """Mamba-1: rank of the step size projection; default: hidden-size / 16, rounded up."""
 
     mamba1_conv_kernel_dim: int = flag(4, above=0)
     """Mamba-1: kernel size of the causal convolution, in tokens."""
 
     mamba1_norm: str = flag("none", choices=("none", "plain", "weighted"))
-    """Mamba-1: norms of the projected step sizes, B and C: none, without weights (plain, Falcon-Mamba), or with them
-    (weighted, Jamba)."""
+    """Mamba-1: norms of the projected step sizes, B and C: none, plain (without weights, Falcon-Mamba) or weighted
+    (Jamba)."""
 
     mamba1_norm_epsilon: float | None = flag(None, above=0)
     """Mamba-1: epsilon of the norms of step sizes, B and C; default: --norm-epsilon."""
@@ -51,19 +54,19 @@ def channels_of(config: TransformerConfig) -> int:
 
 
 def low_rank_widths(config: TransformerConfig) -> tuple[int, int, int]:
-    """Widths of what is projected from the channels of a token: step sizes, B and C."""
+    """Number of step size, B and C features that are projected from a token's channels."""
     own = config.options(Mamba1Flags)
     return own.mamba1_step_rank or ceil(config.hidden_size / 16), own.mamba1_state_dim, own.mamba1_state_dim
 
 
 def described(config: TransformerConfig) -> str:
-    """Channels of Mamba-1, for a plan."""
+    """Text for a plan: the channels of Mamba-1."""
     rank, states, _ = low_rank_widths(config)
     return f", {channels_of(config)} channels with states of {states}, step sizes of rank {rank}"
 
 
 def mamba1(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of a model with Mamba-1."""
+    """Check models with Mamba-1."""
     own, default = c.model.options(Mamba1Flags), 2 * c.model.hidden_size
     if own.mamba1_norm == "none" and own.mamba1_norm_epsilon is not None:
         rule = "has no effect without --mamba1-norm plain or weighted"

@@ -1,12 +1,12 @@
 """Mamba-1 (arXiv 2312.00752, section 3.4).
 
-One projection gives inputs x and gates of each channel. x passes a causal convolution of each channel with itself and
-SiLU. A second projection, from all channels, gives B, C and, through a third one, the step sizes of channels; the
-selective scan mixes tokens, and its output times SiLU of the gates is projected back.
+One projection produces the inputs x and gates of each channel. x passes a depthwise causal convolution and SiLU. A
+second projection, from all channels, produces B, C and a low-rank vector, which a third one maps to the step sizes of
+channels. The selective scan mixes tokens, and its output times the SiLU of the gates is projected back.
 
-Each tensor-parallel rank has some of the channels, and the sum over ranks makes B, C and the low-rank step sizes. Under
-context parallelism an all-to-all trades sequence shards for channels, and another one trades the outputs back: each
-rank convolves and scans whole sequences of its channels. Gates stay where they are.
+Each tensor-parallel rank holds some of the channels, and a sum over ranks makes B, C and the low-rank step sizes. Under
+context parallelism, one all-to-all exchanges sequence shards for channels, and another returns the outputs: each rank
+convolves and scans whole sequences of its channels. The gates are not exchanged.
 """
 
 from __future__ import annotations
@@ -54,21 +54,22 @@ class Mamba1(BetweenProjections):
         decays = Init("constant", value=tuple(log(number) for number in range(1, states + 1)))
 
         self.norm, self.eps = own.mamba1_norm, own.mamba1_norm_epsilon or config.norm_epsilon
-        # Names and initial values are Mamba's.
+        # Names and initial values are those of Mamba.
         self.conv_weight = make_sharded_parameter(f"{name}.conv1d.weight", (channels, 1, taps), ctx, role="convolution")
         self.conv_bias = make_sharded_parameter(f"{name}.conv1d.bias", (channels,), ctx, role="bias", init=of_taps)
         x_proj = ParamMeta(f"{name}.x_proj.weight", (sum(self.widths), channels), {"tp": 1}, role="hidden")
         self.x_proj = make_parameter(x_proj, ctx)
-        """To step sizes, B and C."""
+        """Projects to step sizes, B and C."""
         self.dt_weight = make_sharded_parameter(
             f"{name}.dt_proj.weight", (channels, rank), ctx, role="hidden", init=of_rank
         )
         steps = Init("inverse_softplus", low=1e-3, high=0.1)
         self.dt_bias = make_sharded_parameter(f"{name}.dt_proj.bias", (channels,), ctx, role="bias", init=steps)
         self.a_log = make_sharded_parameter(f"{name}.A_log", (channels * states,), ctx, role="vector", init=decays)
-        """Logarithms of decays per step size. One dim: it is no matrix, which weight decay would change."""
+        """Logarithms of the decay rates per unit of step size. The parameter has one dimension, so that it does not
+        count as a matrix and get weight decay."""
         self.d = make_sharded_parameter(f"{name}.D", (channels,), ctx, role="vector", init=Init("ones"))
-        """Factor of the input in the output."""
+        """Factor of the input that is added to the output."""
         norms = zip(("dt", "b", "c"), self.widths if own.mamba1_norm == "weighted" else (), strict=False)
         self.norms = nn.ParameterList(
             make_parameter(ParamMeta(f"{name}.{of}_layernorm.weight", (width,), {}, Init("ones"), role="norm"), ctx)
@@ -89,7 +90,7 @@ class Mamba1(BetweenProjections):
         u, last = self.convolved(x, self._own(self.conv_weight), self._own(self.conv_bias), number, before)
         u = F.silu(u)
         dt, B, C = self._steps(u)
-        if cache is not None and (lengths := cache.lengths) is not None:  # padding leaves the state as it is
+        if cache is not None and (lengths := cache.lengths) is not None:  # padding leaves the state unchanged
             dt = dt.masked_fill(torch.arange(len(x), device=x.device)[:, None, None] >= lengths[:, None], 0.0)
             last = last_rows(x, before, lengths, len(last))
         rates = -self._own(self.a_log).to(dt.dtype).exp().view(-1, self.widths[-1])
@@ -106,8 +107,8 @@ class Mamba1(BetweenProjections):
     def _steps(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """u [s, b, channels/(tp*cp)] -> its step sizes, fp32 or wider, and B and C [s, b, states]
 
-        The sums over ranks are of all channels. What each rank makes of them is a part of their gradient, and of that
-        of norms over context ranks, whose gradients are added up as those of data-parallel ranks."""
+        The sums over ranks cover all channels. Each rank computes a part of their gradients, and of the gradients of
+        the norms. Context ranks add up the gradients of norms as data-parallel ranks do."""
         sums = reduce_from(reduce_from(F.linear(u, self._own(self.x_proj, 1)), self.tp), self.cp)
         parts = copy_to(sums, self.cp).split(self.widths, dim=-1)
         if self.norm != "none":
@@ -120,6 +121,6 @@ class Mamba1(BetweenProjections):
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """16 bits are computed in fp32."""
+    """16-bit inputs are computed in fp32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), x.shape[-1:], None if weight is None else weight.to(wide), eps).to(x.dtype)

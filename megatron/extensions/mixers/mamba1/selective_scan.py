@@ -1,14 +1,14 @@
 """The selective scan of Mamba-1 (arXiv 2312.00752, section 3).
 
-Each channel has a state h [n]. A token lets its numbers decay, each at its own rate, adds its input x at its B, and
-reads the state at its C:
+Each channel has a state h [n]. For each token, the elements of the state decay, each at its own rate, the token's input
+x is added at its B, and the state is read at its C:
 
     h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t         y_t = C_t . h_t
 
-The rates of a channel differ, so there is no form of matrix products. Tokens are divided into chunks: the recurrence
-runs in all chunks at once, from zero, and then from chunk to chunk, in about 2 sqrt(s) operations for s tokens. The
-backward computes the states again, for some channels at a time, and runs the adjoint recurrence from the last token to
-the first one.
+The rates within a channel differ, so matrix products cannot compute the recurrence. Instead, tokens are divided into
+chunks. The recurrence runs in all chunks at once, from zero, and then from chunk to chunk: about 2 sqrt(s) sequential
+operations for s tokens. The backward recomputes the states, for a few channels at a time, and runs the adjoint
+recurrence from the last token to the first.
 
 Shapes: x, dt [s, b, c]; a [c, n] < 0; B, C [s, b, n]; state [b, c, n]. 16-bit operands are computed in fp32.
 """
@@ -25,16 +25,16 @@ from torch.autograd.function import once_differentiable
 from megatron.core.torch_private import AutogradContext
 
 MOST_STATES = 2**26
-"""Numbers in the states of all tokens that exist at a time."""
+"""Largest number of state elements, over all tokens, that exist at the same time."""
 
 
 def selective_scan(
     x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """y [s, b, c] and the state behind the last token, both in fp32, or fp64 for fp64 operands.
+    """Return y [s, b, c] and the state after the last token, both in fp32, or in fp64 for fp64 operands.
 
-    `number` [s, b] counts the documents that have begun, 0 for tokens of the document that `state` is of; None for one
-    document. Without a state it is zero.
+    `number` [s, b] counts the documents that have begun; it is 0 for tokens that continue the document of `state`, and
+    None if there is only one document. The initial state is zero if `state` is None.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     x, dt, a, B, C = (t.to(wide) for t in (x, dt, a, B, C))
@@ -44,7 +44,7 @@ def selective_scan(
 
 
 def recurrence(decay: Tensor, written: Tensor, state: Tensor) -> Tensor:
-    """h_t = decay_t h_{t-1} + written_t: decay, written [s, ...], state [...] before them -> h [s, ...]"""
+    """h_t = decay_t h_{t-1} + written_t: decay, written [s, ...], initial state [...] -> h [s, ...]"""
     size = next(size for size in range(isqrt(len(decay)), 0, -1) if len(decay) % size == 0)
     reach, found = (x.unflatten(0, (-1, size)).clone() for x in (decay, written))
     for t in range(1, size):
@@ -57,7 +57,8 @@ def recurrence(decay: Tensor, written: Tensor, state: Tensor) -> Tensor:
 
 
 def adjoint(decay: Tensor, grad: Tensor) -> Tensor:
-    """Gradient of what each token writes, given that of the states: the recurrence from the last token on"""
+    """Gradient of what each token writes, from the gradients of the states: the recurrence runs backwards from the last
+    token"""
     later = torch.cat((torch.zeros_like(decay[:1]), decay[1:].flip(0)))
     return recurrence(later, grad.flip(0), torch.zeros_like(grad[0])).flip(0)
 
@@ -95,7 +96,7 @@ class _SelectiveScan(torch.autograd.Function):
             own = grad_y[..., part, None] * C.unsqueeze(-2)
             own[-1] += grad_final[:, part]
             of_written = adjoint(decay, own)
-            read = (of_written @ B.unsqueeze(-1)).squeeze(-1)  # gradient of dt x
+            read = (of_written @ B.unsqueeze(-1)).squeeze(-1)  # gradient with respect to dt x
             of_decay = of_written * decay * torch.cat((state[:, part].unsqueeze(0), states[:-1]))
             of_x[..., part] = read * dt[..., part]
             of_dt[..., part] = read * x[..., part] + (of_decay * a[part]).sum(-1)
@@ -107,7 +108,7 @@ class _SelectiveScan(torch.autograd.Function):
 
 
 def _parts(x: Tensor, C: Tensor) -> Iterator[slice]:
-    """Channels whose states are computed at a time."""
+    """Number of channels whose states are computed together."""
     size = max(1, MOST_STATES // max(1, C.numel()))
     return (slice(first, first + size) for first in range(0, x.shape[-1], size))
 
@@ -115,7 +116,7 @@ def _parts(x: Tensor, C: Tensor) -> Iterator[slice]:
 def _states(
     part: slice, x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, begins: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Decays, and states behind each token, of some channels: [s, b, c of the part, n] both"""
+    """Decays of some channels, and their states after each token: both are [s, b, c of the part, n]"""
     decay = (dt[..., part, None] * a[part]).exp()
     if begins is not None:
         decay = decay.masked_fill(begins[..., None, None], 0.0)

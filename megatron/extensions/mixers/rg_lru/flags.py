@@ -1,4 +1,7 @@
-"""Flags of RG-LRU, its rules, and facts about it before it is imported. No torch."""
+"""Flags of RG-LRU, its rules, and the facts that are needed before its module is imported.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ WIDTH, BLOCKS = "--rg-lru-width", "--rg-lru-num-blocks"
 @extension_flags("RG-LRU", part_of="model")
 @dataclass(frozen=True)
 class RgLruFlags:
-    """The shape of RG-LRU (arXiv 2402.19427)."""
+    """Shape of RG-LRU (arXiv 2402.19427)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("rg_lru", "R")
 
@@ -37,14 +40,14 @@ class RgLruFlags:
 
 
 def shape_of(config: TransformerConfig) -> tuple[int, int]:
-    """Blocks, and channels of each."""
+    """Number of blocks, and channels per block."""
     own = config.options(RgLruFlags)
     blocks = own.rg_lru_num_blocks or config.num_attention_heads
     return blocks, (own.rg_lru_width or config.hidden_size) // blocks
 
 
 def rg_lru(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of a model with RG-LRU."""
+    """Check models with RG-LRU."""
     own = c.model.options(RgLruFlags)
     hidden = c.model.hidden_size
     heads = c.model.num_attention_heads
@@ -59,7 +62,7 @@ def rg_lru(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def described(config: TransformerConfig) -> str:
-    """Channels of RG-LRU, for a plan."""
+    """Text for a plan: the channels of RG-LRU."""
     return ", {} blocks of {} channels".format(*shape_of(config))
 
 

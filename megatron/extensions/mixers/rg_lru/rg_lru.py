@@ -1,13 +1,13 @@
 """RG-LRU, the real-gated linear recurrent unit of Griffin (arXiv 2402.19427, section 2.4).
 
-One projection gives inputs and gates of each channel. Inputs pass a causal convolution of each channel with itself. Of
-its output x, each block of channels makes two gates, i of the input and r of the recurrence:
+One projection produces the inputs and gates of each channel. The inputs pass a depthwise causal convolution. From its
+output x, each block of channels computes two gates, i for the input and r for the recurrence:
 
     a_t = exp(-8 softplus(L) r_t)         h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
 
-The first token of a document has a factor of 1 in place of the square root. h times GeLU of the output's gates is
-projected back. Each tensor-parallel rank has some of the blocks. Under context parallelism an all-to-all trades
-sequence shards for blocks, and another one trades the outputs back. Gates of outputs stay where they are.
+At the first token of a document the square root is replaced with 1. h times the GeLU of the output gates is projected
+back. Each tensor-parallel rank holds some of the blocks. Under context parallelism, one all-to-all exchanges sequence
+shards for blocks, and another returns the outputs. The output gates are not exchanged.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from megatron.extensions.mixers.rg_lru.flags import RgLruFlags, shape_of
 from megatron.extensions.mixers.short_convolution.short_convolution import BetweenProjections, convolved
 
 SHARPNESS = 8.0
-"""Factor of the logarithm of decays."""
+"""Factor in the logarithm of the decay."""
 
 STEEPEST = 1000.0
-"""Bound of the derivative of the square root, which has none at 0."""
+"""Upper bound of the derivative of the square root, which is infinite at 0."""
 
 
 class RgLru(BetweenProjections):
@@ -62,11 +62,11 @@ class RgLru(BetweenProjections):
             weight = (f"{name}.{gate}.weight", (blocks, width, width), ctx)
             self.gates.append(make_sharded_parameter(*weight, role="hidden", init=of_gates, stacked=1))
             self.gates.append(make_sharded_parameter(f"{name}.{gate}.bias", (blocks, width), ctx, role="bias"))
-        # so that a state is multiplied by 0.9 to 0.999 per token where its gate is 1/8
+        # a state is multiplied by 0.9 to 0.999 per token if its gate is 1/8
         decays = Init("inverse_softplus", low=1e-3, high=0.105)
         self.decay = make_sharded_parameter(f"{name}.recurrent_param", (channels,), ctx, role="vector", init=decays)
-        """The inverse softplus of a decay."""
-        # Gates of the outputs, and inputs.
+        """Inverse softplus of the decay rate."""
+        # Output gates and inputs.
         self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", hidden, (2, channels), True, shard_dim=1), ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", channels, hidden, True), ctx)
         self.convolved, self.gated = region(convolved, ctx.compiled), region(gated_inputs, ctx.compiled)
@@ -89,7 +89,7 @@ class RgLru(BetweenProjections):
             torch.einsum("sbgi,gio->sbgo", u.unflatten(-1, (-1, self.width)), gate) for gate in (of_input, of_state)
         )
         kept, written = self.gated(u, i, r, input_bias, state_bias, decay, begins)
-        if cache is not None and (lengths := cache.lengths) is not None:  # padding leaves the state as it is
+        if cache is not None and (lengths := cache.lengths) is not None:  # padding leaves the state unchanged
             padding = torch.arange(len(x), device=x.device)[:, None, None] >= lengths[:, None]
             kept, written = kept.masked_fill(padding, 1.0), written.masked_fill(padding, 0.0)
             last = last_rows(x, before, lengths, len(last))
@@ -102,8 +102,8 @@ class RgLru(BetweenProjections):
 def gated_inputs(
     u: Tensor, i: Tensor, r: Tensor, input_bias: Tensor, state_bias: Tensor, decay: Tensor, begins: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """u [s, b, c], products i and r [s, b, blocks, w] of both gates, their biases [blocks, w], decay [c], begins
-    [s, b] -> factors of states and what is added to them, [s, b, c], fp32 or wider"""
+    """u [s, b, c], projections i and r [s, b, blocks, w] for both gates, their biases [blocks, w], decay [c], begins
+    [s, b] -> the factors of the states and the terms added to them, both [s, b, c] in fp32 or wider"""
     wide, first = torch.promote_types(u.dtype, torch.float32), begins.unsqueeze(-1)
     of_input, of_state = (
         (gate.to(wide) + bias.to(wide)).sigmoid().flatten(2) for gate, bias in ((i, input_bias), (r, state_bias))
@@ -114,13 +114,13 @@ def gated_inputs(
 
 
 def bounded_root(x: Tensor) -> Tensor:
-    """The square root, with a derivative of at most `STEEPEST`"""
+    """Square root with a derivative of at most `STEEPEST`"""
     value = x.detach()
     return value.sqrt() + (x - value) * (4 * value).clamp(min=STEEPEST**-2).rsqrt()
 
 
 class _Recurrence(torch.autograd.Function):
-    """`recurrence`, which saves its decays and results."""
+    """`recurrence` as an autograd function, which saves the decays and the results."""
 
     @staticmethod
     def forward(ctx: AutogradContext, decay: Tensor, written: Tensor, state: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Flags of short convolutions, their rules, and facts about them before they are imported. No torch."""
+"""Flags of short convolutions, their rules, and the facts that are needed before their module is imported.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from megatron.training.extensions import extension_flags
 @extension_flags("short convolutions", part_of="model")
 @dataclass(frozen=True)
 class ShortConvolutionFlags:
-    """The shape of short convolutions (LFM2, arXiv 2511.23404)."""
+    """Shape of short convolutions (LFM2, arXiv 2511.23404)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("short_convolution", "C")
 
@@ -30,7 +33,7 @@ class ShortConvolutionFlags:
 
 
 def convolutions(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of a model with short convolutions."""
+    """Check models with short convolutions."""
     yield from unless_shared(c, "--hidden-size", c.model.hidden_size, "the channels of short convolutions")
     yield from unless_aligned(c, "--hidden-size", c.model.hidden_size, 1, "channels of a short convolution")
 

@@ -1,10 +1,10 @@
-"""The short convolution of LFM2 (arXiv 2511.23404), between two gates.
+"""Short convolution between two gates, as in LFM2 (arXiv 2511.23404).
 
-One projection gives gates B and C and inputs x of each channel. B x passes a causal convolution of each channel with
-itself, of a few taps, and C times its output is projected back. Each tensor-parallel rank has some of the channels.
+One projection produces gates B and C and inputs x of each channel. B x passes a depthwise causal convolution of a few
+taps, and C times its output is projected back. Each tensor-parallel rank holds some of the channels.
 
-Under context parallelism an all-to-all trades sequence shards of B x for channels, and another one trades the outputs
-back: each rank convolves whole sequences of its channels. Both gates stay where they are.
+Under context parallelism, one all-to-all exchanges sequence shards of B x for channels, and another returns the
+outputs: each rank convolves whole sequences of its channels. Neither gate is exchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.extensions.mixers.short_convolution.flags import ShortConvolutionF
 
 
 class BetweenProjections(nn.Module):
-    """A mixer of `in_proj`, `_mix` and `out_proj`. What `_mix` computes is computed again in the backward."""
+    """Mixer that consists of `in_proj`, `_mix` and `out_proj`. The backward recomputes what `_mix` computes."""
 
     in_proj: nn.Module
     out_proj: nn.Module
@@ -43,8 +43,8 @@ class BetweenProjections(nn.Module):
         return self.out_proj(recomputed(self._mix, mixed, number, None) if again else self._mix(mixed, number, cache))
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
-        """mixed [s/cp, b, features/tp] of the first projection, number [s, b] of documents that have begun -> what the
-        second one projects"""
+        """mixed [s/cp, b, features/tp] from the first projection, number [s, b] of documents that have begun -> the
+        input of the second projection"""
         raise NotImplementedError
 
 
@@ -61,7 +61,7 @@ class ShortConvolution(BetweenProjections):
         within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
         of_bias = (f"{name}.conv1d.bias", (hidden,), ctx)
         self.conv_bias = make_sharded_parameter(*of_bias, role="bias", init=within) if bias else None
-        # Gates of the inputs, gates of the outputs, and inputs.
+        # Input gates, output gates, and inputs.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (3, hidden), bias, shard_dim=1)
         self.in_proj = column_parallel(in_proj, ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", hidden, hidden, bias), ctx)
@@ -76,7 +76,7 @@ class ShortConvolution(BetweenProjections):
         states = None if cache is None else cache.states(self.layer)
         before = None if states is None else states[0].transpose(0, 1)
         y, last = self.convolved(x, weight, bias, number, before)
-        if cache is not None:  # whose next tokens follow the last one that is no padding
+        if cache is not None:  # the next tokens follow the last token that is not padding
             last = last if cache.lengths is None else last_rows(x, before, cache.lengths, len(last))
             cache.set_states(self.layer, last.transpose(0, 1))
         return behind_gate * heads_to_sequence(y, self.cp).flatten(2)
@@ -86,7 +86,7 @@ def convolved(
     x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor | None, before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """x [s, b, c], weight [c, 1, taps], bias [c], number [s, b], before [taps - 1, b, c] -> the convolution [s, b, c],
-    and its last inputs [taps - 1, b, c]; see `short_convolution`. 16 bits are computed in fp32."""
+    and its last inputs [taps - 1, b, c]; see `short_convolution`. 16-bit inputs are computed in fp32."""
     before = None if before is None else before.unsqueeze(-1)
     y, last = short_convolution(x.unsqueeze(-1), weight, number, before)
     y = y.squeeze(-1)

@@ -1,4 +1,4 @@
-"""The flag of routing by hashes, and facts about it before it is imported. No torch."""
+"""The flag of routing by hashes, and facts that are needed before it is imported. This module does not import torch."""
 
 from __future__ import annotations
 

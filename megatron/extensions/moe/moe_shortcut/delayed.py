@@ -47,7 +47,7 @@ class DelayedExperts(nn.Module):
 
 
 class SumOfBoth(nn.Module):
-    """Hidden states behind the last layer."""
+    """Hidden states after the last layer."""
 
     def forward(self, stream: Tensor) -> Tensor:
         """[s, b, 2h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""

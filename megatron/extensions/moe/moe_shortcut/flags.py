@@ -1,4 +1,7 @@
-"""The flag of shortcut-connected experts, and facts about them before they are imported. No torch."""
+"""The flag of shortcut-connected experts, and facts that are needed before they are imported.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

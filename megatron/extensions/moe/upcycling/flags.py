@@ -1,4 +1,4 @@
-"""Flags of upcycling, and its rules. No torch."""
+"""Flags of upcycling, and its rules. This module does not import torch."""
 
 from __future__ import annotations
 

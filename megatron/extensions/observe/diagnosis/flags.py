@@ -1,4 +1,7 @@
-"""Flags of diagnosis, their rules, its callbacks, and the configurations that have them. No torch."""
+"""Flags of diagnosis, their rules, its callbacks, and the configurations that have them.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

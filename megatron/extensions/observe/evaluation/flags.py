@@ -1,4 +1,4 @@
-"""Flags of --eval-tasks and its callback. No torch."""
+"""Flags of --eval-tasks and its callback. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows of tokens that a model is run on, from contexts and continuations, and batches of them. No torch.
+"""Rows of tokens that a model is run on, from contexts and continuations, and batches of them. This module does not
+import torch.
 
 A row is what the model reads, and the labels are the tokens that follow each; log-likelihoods are of the last
 `scored` of them. As in lm-evaluation-harness, what is too long is cut on the left. Batches are of rows of about one
@@ -26,7 +27,7 @@ class Row:
     """One sequence of a forward pass."""
 
     tokens: tuple[int, ...]
-    """The tokens that are read, and the one behind them."""
+    """The tokens that are read, and the one after them."""
 
     scored: int
     """The log-likelihoods of this many tokens at the end are summed."""
@@ -61,7 +62,8 @@ def prefix_token(tokenizer: Tokenizer) -> int:
 
 def continuation_row(tokenizer: Tokenizer, context: str, continuation: str, longest: int) -> tuple[Row, int]:
     """(row of a continuation, tokens that were cut). Spaces at the end of the context are taken as its continuation's
-    first, which is how they are tokenized. ValueError for a continuation without tokens, or longer than `longest`."""
+    first, which is how they are tokenized. Raises ValueError for a continuation without tokens, or longer than
+    `longest`."""
     if context:
         spaces = len(context) - len(context.rstrip())
         if spaces:
@@ -92,7 +94,7 @@ def rolling_rows(tokenizer: Tokenizer, text: str, longest: int) -> Iterator[Row]
 
 @dataclass(frozen=True)
 class Round:
-    """Micro-batches of one shape, run one after the other on each replica of the model."""
+    """Micro-batches of one shape, run one after another on each replica of the model."""
 
     length: int
     """Tokens of a row; shorter rows are padded on the right."""

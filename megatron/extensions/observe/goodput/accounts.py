@@ -1,4 +1,4 @@
-"""The wall time of a run by what it was spent on, over all its starts. No torch.
+"""The wall time of a run by what it was spent on, over all its starts. This module does not import torch.
 
 Goodput is useful step time over wall time:
 

@@ -1,4 +1,4 @@
-"""Flags of goodput. No torch."""
+"""Flags of goodput. This module does not import torch."""
 
 from __future__ import annotations
 

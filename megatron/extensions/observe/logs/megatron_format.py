@@ -1,5 +1,5 @@
 """Megatron-LM's tags of TensorBoard and Weights & Biases, and its console lines (--log-format megatron), for dashboards
-and programs that are made for them. No torch."""
+and programs that are made for them. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OVER_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-no
 
 def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
     """(tag, value, step) of each number of a record. Values that Megatron-LM does not log keep our name; values of a
-    table have that of the table before it and the number of the row behind it."""
+    table have that of the table before it and the number of the row after it."""
     for key, value in record.items():
         if isinstance(value, Mapping):
             yield from ((f"{key}/{tag}", number, record["iteration"]) for tag, number in _of_table(value))

@@ -1,4 +1,4 @@
-"""The console's lines on a terminal: at most two rows for an interval. No torch."""
+"""The console's lines on a terminal: at most two rows for an interval. This module does not import torch."""
 
 from __future__ import annotations
 

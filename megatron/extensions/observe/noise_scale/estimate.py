@@ -1,4 +1,5 @@
-"""Estimates the gradient noise scale from the norms of small and large batches' gradients. No torch.
+"""Estimates the gradient noise scale from the norms of small and large batches' gradients. This module does not import
+torch.
 
 The simple noise scale is tr(S) / |G|^2, with G the gradient of the expected loss and S the covariance of one sample's
 gradient. The squared norm of a mean gradient over B samples has the expectation |G|^2 + tr(S) / B, so that two batch

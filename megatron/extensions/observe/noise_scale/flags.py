@@ -1,4 +1,4 @@
-"""Flags of the gradient noise scale. No torch."""
+"""Flags of the gradient noise scale. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of audits of a live run. No torch."""
+"""Flags of audits of a live run. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank a difference between two computations of a step points to. No torch.
+"""Which rank a difference between two computations of a step points to. This module does not import torch.
 
 Each rank has three recordings of one step of its replica: its own, that of its peer in another replica, and, once the
 two differ, its own again. A rank is the source of a difference if what it computed differs first, or what it received

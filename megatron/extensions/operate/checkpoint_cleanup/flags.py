@@ -1,4 +1,4 @@
-"""Flags of what checkpoints are kept, and the rule about them. No torch."""
+"""Flags of what checkpoints are kept, and the rule about them. This module does not import torch."""
 
 from __future__ import annotations
 

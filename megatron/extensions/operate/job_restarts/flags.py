@@ -1,4 +1,4 @@
-"""Flags of restarts within the processes of the launcher. No torch."""
+"""Flags of restarts within the processes of the launcher. This module does not import torch."""
 
 from __future__ import annotations
 

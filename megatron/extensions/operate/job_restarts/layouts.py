@@ -1,5 +1,5 @@
 """The layout in which a run continues on fewer ranks, with the same global batch: the fastest that fits, as the planner
-predicts. No torch.
+predicts. This module does not import torch.
 
 Where the planner has no rates of the device, as on CPUs, those of an H100 rank the layouts. The layout of the run's own
 flags with fewer replicas is one of them.

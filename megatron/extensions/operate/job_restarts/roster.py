@@ -1,5 +1,5 @@
-"""Which process of the launcher plays which rank: a pure function of the processes that live, and of their hosts. No
-torch.
+"""Which process of the launcher plays which rank: a pure function of the processes that live, and of their hosts. This
+module does not import torch.
 
 A process of the launcher is called a worker, by the number that the launcher has given it. The roster of a start lists
 the worker of each rank; workers that live and are not in it are spares.

@@ -1,4 +1,4 @@
-"""Parts of stored files, kept on the local disk for all processes of a host. No torch.
+"""Parts of stored files, kept on the local disk for all processes of a host. This module does not import torch.
 
 A file of the cache has one block of a stored file, with its checksum, so that a block that a power cut or the disk has
 damaged is fetched again. Its folder is named by what identifies the stored file's content. The processes of a host

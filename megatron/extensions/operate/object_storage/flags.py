@@ -1,4 +1,4 @@
-"""Flags of object storage, and the schemes of its URLs. No torch."""
+"""Flags of object storage, and the schemes of its URLs. This module does not import torch."""
 
 from __future__ import annotations
 

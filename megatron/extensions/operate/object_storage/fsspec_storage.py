@@ -1,4 +1,4 @@
-"""A storage of objects, reached by fsspec. No torch.
+"""A storage of objects, reached by fsspec. This module does not import torch.
 
 Writing follows `Storage`: a folder holds `.unfinished` until all else is written, its manifest last. So nothing relies
 on renames, and a folder whose upload was cut off is never seen. Each request has a time limit and is repeated for a

@@ -1,4 +1,4 @@
-"""Limits of this process's requests to object storage, and what they have moved. No torch."""
+"""Limits of this process's requests to object storage, and what they have moved. This module does not import torch."""
 
 from __future__ import annotations
 

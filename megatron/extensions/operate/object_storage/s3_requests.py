@@ -1,4 +1,7 @@
-"""Requests to S3 that fsspec has no method for: uploads in parts from memory, conditional writes. No torch."""
+"""Requests to S3 that fsspec has no method for: uploads in parts from memory, conditional writes.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

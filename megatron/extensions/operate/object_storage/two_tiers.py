@@ -50,7 +50,7 @@ def local_root(folder: str, save: str) -> Path:
 
 
 class Uploads:
-    """Uploads complete checkpoints one after the other, on one rank; of those that wait, the newest alone."""
+    """Uploads complete checkpoints one after another, on one rank; of those that wait, the newest alone."""
 
     doing = "uploading the last checkpoint"
 

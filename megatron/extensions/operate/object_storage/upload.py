@@ -1,4 +1,4 @@
-"""Copies a complete checkpoint from the local disk to the folder of --save. No torch."""
+"""Copies a complete checkpoint from the local disk to the folder of --save. This module does not import torch."""
 
 from __future__ import annotations
 

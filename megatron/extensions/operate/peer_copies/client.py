@@ -1,4 +1,7 @@
-"""Talks to holders: starts that of this host, sends parts to others, and reads parts back. No torch."""
+"""Talks to holders: starts that of this host, sends parts to others, and reads parts back.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Notes of the failure that ended a start of a run, and what the next one tells of its recovery. No torch."""
+"""Notes of the failure that ended a start of a run, and what the next one tells of its recovery.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of copies in the memory of peers. No torch."""
+"""Flags of copies in the memory of peers. This module does not import torch."""
 
 from __future__ import annotations
 

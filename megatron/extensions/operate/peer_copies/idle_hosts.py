@@ -1,5 +1,5 @@
 """Hosts that have no ranks, and whose copies are read all the same: what a process of the launcher there offers, and
-where the ranks find it. No torch."""
+where the ranks find it. This module does not import torch."""
 
 from __future__ import annotations
 

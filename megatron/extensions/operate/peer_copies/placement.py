@@ -1,5 +1,5 @@
-"""Placement of copies: which hosts hold a copy of which part of the training state, and what a loss of hosts leaves. No
-torch.
+"""Placement of copies: which hosts hold a copy of which part of the training state, and what a loss of hosts leaves.
+This module does not import torch.
 
 Hosts form groups of N + 1, and each host keeps its own parts and copies of the parts of the others in its group, as the
 mixed placement of GEMINI (SOSP 2023). A loss is fatal only if it takes a whole group: with hosts spread over all others

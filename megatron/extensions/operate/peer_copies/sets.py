@@ -1,4 +1,7 @@
-"""Complete sets of copies: what the hosts hold, and the newest step of which every part is there. No torch."""
+"""Complete sets of copies: what the hosts hold, and the newest step of which every part is there.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of the watch over other hosts, and of files that stop a run. No torch."""
+"""Flags of the watch over other hosts, and of files that stop a run. This module does not import torch."""
 
 from __future__ import annotations
 

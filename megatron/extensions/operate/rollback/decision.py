@@ -1,4 +1,5 @@
-"""The state to which a run goes back at a spike, and the batches that it passes over. No torch.
+"""The state to which a run goes back at a spike, and the batches that it passes over. This module does not import
+torch.
 
 Both follow from the number of the spike and the flags, and not from what a process happens to hold: a run that is
 resumed, or repeated, decides the same.

@@ -1,4 +1,4 @@
-"""Flags of rollbacks. No torch."""
+"""Flags of rollbacks. This module does not import torch."""
 
 from __future__ import annotations
 

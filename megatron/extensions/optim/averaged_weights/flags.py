@@ -1,4 +1,4 @@
-"""Flags of averaged weights, and the averages that they name. No torch."""
+"""Flags of averaged weights, and the averages that they name. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The table of muP and CompleteP: how a parameter's numbers change with the model's width and depth. No torch.
+"""The table of muP and CompleteP: how a parameter's numbers change with the model's width and depth. This module does
+not import torch.
 
 Table 8 of muP (arXiv 2203.03466), which tied embeddings permit too, and table 1 of CompleteP (arXiv 2505.01618). The
 logits have the factor 1 / width. Weights of routers and gates, whose outputs have no factor, follow table 3, which is

@@ -1,4 +1,4 @@
-"""Flags of muP and CompleteP, and where their parts are. No torch."""
+"""Flags of muP and CompleteP, and where their parts are. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Initial values and groups of parameters under muP and CompleteP, and their table. No torch."""
+"""Initial values and groups of parameters under muP and CompleteP, and their table.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multipliers of a model under muP and CompleteP, and rules of their flags. No torch."""
+"""Multipliers of a model under muP and CompleteP, and rules of their flags. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Flags of Muon, QK-clip, the precision-aware optimizer and named parameters, and where their parts are. No torch."""
+"""Flags of Muon, QK-clip, the precision-aware optimizer and named parameters, and where their parts are.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Groups of parameters by name, with a learning rate or weight decay of their own (--param-group), and parameters that
-are not trained (--freeze). No torch."""
+are not trained (--freeze). This module does not import torch."""
 
 from __future__ import annotations
 

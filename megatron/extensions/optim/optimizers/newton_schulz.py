@@ -1,4 +1,4 @@
-"""Coefficients of the Newton-Schulz iteration that orthogonalizes a matrix. No torch.
+"""Coefficients of the Newton-Schulz iteration that orthogonalizes a matrix. This module does not import torch.
 
 One step maps each singular value s to a*s + b*s**3 + c*s**5. No step need converge: a few of them bring all singular
 values of a matrix of norm 1 near 1.

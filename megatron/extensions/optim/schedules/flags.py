@@ -1,4 +1,4 @@
-"""Flags of schedules of pieces and of branches, and their rules. No torch."""
+"""Flags of schedules of pieces and of branches, and their rules. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A schedule of learning rates as pieces, each a shape and a length: `warm-up 1%, hold rest, 1-sqrt 20%`. No torch.
+"""A schedule of learning rates as pieces, each a shape and a length: `warm-up 1%, hold rest, 1-sqrt 20%`. This module
+does not import torch.
 
 Lengths are in samples, tokens or percent of the schedule, so that a schedule means the same under a batch-size ramp-up
 and at a resume. A rate is a factor of the peak, --lr.

@@ -1,4 +1,4 @@
-"""The schedule of pieces as the optimizer calls it. No torch."""
+"""The schedule of pieces as the optimizer calls it. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedule, and where its parts are. No torch."""
+"""The schedule, and where its parts are. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of PipeDream-2BW. No torch."""
+"""Rules of PipeDream-2BW. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of stages by hand, and where their split is. No torch."""
+"""Flags of stages by hand, and where their split is. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Pipeline stages written by hand: the grammar of --pipeline-model-parallel-layout. No torch.
+"""Pipeline stages written by hand: the grammar of --pipeline-model-parallel-layout. This module does not import torch.
 
-A stage is a sequence of E (embedding), t (transformer layer), m (module of multi-token prediction) and L (norm, head
-and loss); | separates stages. m stands right before L, whose head it shares. A symbol or a group in parentheses is
-repeated by *n: `Et*3|(tt|)*2mL` is `Ettt|tt|tt|mL`. Commas and spaces are ignored.
+A stage is a sequence of E (embedding), t (transformer layer), m (multi-token prediction module) and L (norm, head and
+loss); | separates stages. m stands right before L, whose head it shares. A symbol or a group in parentheses is repeated
+by *n: `Et*3|(tt|)*2mL` is `Ettt|tt|tt|mL`. Commas and spaces are ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def layers_of_stages(text: str) -> tuple[int, ...]:
 
 
 def multi_token_depths(text: str) -> int:
-    """The number of modules of multi-token prediction. Raises ValueError as `layers_of_stages` does."""
+    """The number of multi-token prediction modules. Raises ValueError as `layers_of_stages` does."""
     return expanded(text).count("m")
 
 

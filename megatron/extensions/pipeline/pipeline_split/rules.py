@@ -1,4 +1,4 @@
-"""Rules of stages by hand. No torch."""
+"""Rules of stages by hand. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of pipeline stages by the flags, and their errors. No torch."""
+"""Layers of pipeline stages by the flags, and their errors. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of optimizer post-validation. No torch."""
+"""Rules of optimizer post-validation. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def without_use(c: RunConfig) -> RunConfig:
 
 
 def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """A step is rolled back from copies of what an update changes, and the forward passes behind it are run again."""
+    """A step is rolled back from copies of what an update changes, and the forward passes after it are run again."""
     if c.parallel.pipeline_model_parallel_size == 1:
         yield Problem.no_effect(SWITCH, None, "--pipeline-model-parallel-size above 1")
         return

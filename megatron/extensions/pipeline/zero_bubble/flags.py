@@ -1,4 +1,4 @@
-"""The schedules of pipelines without bubbles. No torch."""
+"""The schedules of pipelines without bubbles. This module does not import torch."""
 
 from __future__ import annotations
 

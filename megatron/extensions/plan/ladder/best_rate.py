@@ -1,4 +1,4 @@
-"""The best learning rate of sizes that were swept, and of a larger one. No torch."""
+"""The best learning rate of sizes that were swept, and of a larger one. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Prediction of a ladder as a run reads it: the curve of the validation loss, with a band. No torch."""
+"""Prediction of a ladder as a run reads it: the curve of the validation loss, with a band.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A SLURM array with a task for each rung. No torch."""
+"""A SLURM array with a task for each rung. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of the runs of a ladder: validation losses from their metrics.jsonl. No torch."""
+"""Results of the runs of a ladder: validation losses from their metrics.jsonl. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Ladder:
         return [word for field, value in rung.changes for word in (field_table()[field].name, str(value))]
 
     def flags(self, rung: Rung, folder: Path) -> list[str]:
-        """Flags of a rung behind those of the target. It saves at evaluations unless these say otherwise."""
+        """Flags of a rung after those of the target. It saves at evaluations unless these say otherwise."""
         place, interval = str(folder / rung.name), str(self.interval(rung))
         saves = [] if self.config.checkpoint.save_interval is not None else ["--save-interval", interval]
         return [*self.changes(rung), "--eval-interval", interval, *saves, "--save", place, "--load", place]

@@ -1,4 +1,4 @@
-"""The validation loss of a record of metrics.jsonl. No torch."""
+"""The validation loss of a record of metrics.jsonl. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class ActivationPlan(StageParts):
     def _with_peaks(
         self, total: StageMemory, units: Sequence[Unit], stage: Stage, parts: Sequence[StageMemory]
     ) -> StageMemory:
-        """`total` with the peaks of a stage that runs its parts one after the other. What the part before has offloaded
+        """`total` with the peaks of a stage that runs its parts one after another. What the part before has offloaded
         is on the device too: in the forward pass not yet let go of, in the backward fetched ahead."""
         forward = [0]
         backward = [0]

@@ -1,4 +1,7 @@
-"""What the planner tells a run: the FLOPs of its model, and the plan of a device that ran out of memory. No torch."""
+"""What the planner tells a run: the FLOPs of its model, and the plan of a device that ran out of memory.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The options of plans, searches and rehearsals, where the planner's parts are, and the registry of sections that other
-extensions add to plans. No torch."""
+extensions add to plans. This module does not import torch."""
 
 from __future__ import annotations
 

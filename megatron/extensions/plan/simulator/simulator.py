@@ -53,7 +53,7 @@ class StageCosts:
         """(time, part of it in which nothing is computed) of an action alone, or of two that run in turns.
 
         A pass hands over when it has started an all-to-all, and takes over again when the other one does. All-to-alls
-        run one after the other.
+        run one after another.
         """
         left = [self.exchanges_of(action) for action in actions]
         part = [self.time(action) / (count + 1) for action, count in zip(actions, left, strict=True)]

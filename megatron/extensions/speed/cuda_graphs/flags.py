@@ -1,4 +1,4 @@
-"""Flags of CUDA graphs, what they exclude, and where their runner is. No torch."""
+"""Flags of CUDA graphs, what they exclude, and where their runner is. This module does not import torch."""
 
 from __future__ import annotations
 

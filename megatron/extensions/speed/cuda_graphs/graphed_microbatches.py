@@ -64,7 +64,7 @@ class CudaRecorder:
 
 
 class GraphedMicrobatches:
-    """Runs micro-batches one after the other: in the first `warm_up_steps` steps as they come, then from a recording.
+    """Runs micro-batches one after another: in the first `warm_up_steps` steps as they come, then from a recording.
 
     `run(batch, seed)` is the forward and the backward of seed * loss sum, and returns the loss sum. All micro-batches
     have one shape. The gradients of the batch that is recorded are added by its first replay: recording computes

@@ -1,4 +1,4 @@
-"""Flags of fp8, and where its parts are. No torch."""
+"""Flags of fp8, and where its parts are. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -358,7 +358,7 @@ class RowwiseGemms(Fp8Gemms):
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
         x, cuts = x.detach(), self.cuts
         by_rows, by_columns = amax_of_rows_and_columns(x, wanted, self.compiled)
-        # Weight gradients sum over tokens. Every rank has all of them, but in front of a whole weight.
+        # Weight gradients sum over tokens. Every rank has all of them, but before a whole weight.
         self._amax_over_ranks(by_rows, (cuts.inputs, cuts.inputs, cuts.outputs)[which])
         self._amax_over_ranks(by_columns, (cuts.tokens, cuts.outputs, cuts.tokens)[which])
         return _scaled(cast_transpose(x, by_rows, by_columns, self.format_of(which), self.compiled), wanted)

@@ -1,4 +1,4 @@
-"""Rules of fp8. No torch."""
+"""Rules of fp8. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flag of fusions, and the parts that they replace. No torch."""
+"""The flag of fusions, and the parts that they replace. This module does not import torch."""
 
 from __future__ import annotations
 

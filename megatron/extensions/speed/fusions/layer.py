@@ -2,7 +2,7 @@
 with SwiGLU whose activation is cast to fp8 where it is computed, and its gradient too.
 
 The MLP is for `--compile` with scales that are known before (--fp8-recipe delayed): neither the activation nor the
-gradient of its input is stored in 16 bits. Stand-ins carry the casts to the linear layers before and behind it.
+gradient of its input is stored in 16 bits. Stand-ins carry the casts to the linear layers before and after it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _CastSwiGLUContext(AutogradContext):
 
 
 class _CastSwiGLU(torch.autograd.Function):
-    """SwiGLU of the output [s, b, 2f] of a layer, cast [s, b, f] as the layer behind it wants its input."""
+    """SwiGLU of the output [s, b, 2f] of a layer, cast [s, b, f] as the layer after it wants its input."""
 
     @staticmethod
     def forward(ctx: _CastSwiGLUContext, hidden: Tensor, cast: InputCast, of_hidden: OutputGradient) -> Tensor:

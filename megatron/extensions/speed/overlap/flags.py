@@ -1,4 +1,4 @@
-"""Flags of overlapped communication, and registration of its parts. No torch."""
+"""Flags of overlapped communication, and registration of its parts. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the nearest values that problems name legal under all rules. No torch.
+"""Makes the nearest values that problems name legal under all rules. This module does not import torch.
 
 A rule names the nearest value that it accepts by itself. Another rule of the same flag may refuse that one, so values
 are tried before a message names them."""

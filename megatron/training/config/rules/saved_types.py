@@ -1,4 +1,7 @@
-"""Types of the values in a checkpoint's metadata, which anyone may have written, checked on reading. No torch."""
+"""Types of the values in a checkpoint's metadata, which anyone may have written, checked on reading.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Attention to selected keys by Triton's kernels, in place of `attend_to_selected` and `selected_attention_gradients`.
+"""Attention to selected keys by Triton kernels, in place of `attend_to_selected` and `selected_attention_gradients`.
 
-Every set of keys becomes a list of places for each query, and the sets one list behind another, over all keys in one
+Every set of keys becomes a list of places for each query, and the sets one list after another, over all keys in one
 tensor: the keys of a window and those that a query could see are listed too. A place of -1 is no key.
 
 Gradients of keys are added in fp32 where they are computed, in any order, or summed in a second pass, in one order: in
@@ -76,7 +76,7 @@ def adds_gradients(device: torch.device, keys: int, count: int) -> bool:
 
 
 def fits(q: Tensor, width: int) -> bool:
-    """Return whether kernels of GPUs compute attention of queries [n, b, h, w] with values of this width."""
+    """Return whether GPU kernels compute attention of queries [n, b, h, w] with values of this width."""
     half = q.dtype in (torch.float16, torch.bfloat16)
     narrow = width <= WIDEST_VALUES and q.shape[-1] - width <= WIDEST_REST
     return half and narrow and not (width % 8 or q.shape[-1] % 8) and q.shape[0] > 0

@@ -1,7 +1,7 @@
-"""The gradients of the indexer's loss over selected keys by Triton's kernels, in place of `divergence`.
+"""The gradients of the indexer's loss over selected keys by Triton kernels, in place of `divergence`.
 
 Every query is computed with the keys that it has selected alone. In plain torch a chunk of queries has products of all
-heads of the indexer with all keys in memory.
+indexer heads with all keys in memory.
 
 Gradients of keys are added in fp32 where they are computed, in any order, or summed by a second kernel, in one order. A
 chunk of queries then has the gradients of its scores in memory, [rows, b, keys] in fp32.
@@ -39,7 +39,7 @@ SLOW_ADDITIONS = 150
 
 
 def fits(index: Index, loss: Loss) -> bool:
-    """Return whether kernels of GPUs compute this loss: of selected keys, with known log-sum-exps of attention."""
+    """Return whether GPU kernels compute this loss: of selected keys, with known log-sum-exps of attention."""
     listed = loss.picked is not None and loss.lse is not None
     narrow = index.q.shape[-1] <= WIDEST and index.q.shape[2] <= MOST_HEADS
     half = index.q.dtype in (torch.float16, torch.bfloat16) and index.q.dtype == index.weights.dtype

@@ -1,8 +1,8 @@
 """Triton kernels of the gradients of the indexer's loss (`divergence.py`).
 
-A program computes one query, all heads of the indexer at once. It gathers the query's keys twice: first for the
-log-sum-exp of their scores, then for the gradients of the query and of the weights of heads. Products are transposed,
-[keys, heads], as those of attention are.
+A program computes one query, all indexer heads at once. It gathers the query's keys twice: first for the log-sum-exp of
+their scores, then for the gradients of the query and of the weights of heads. Products are transposed, [keys, heads],
+as those of attention are.
 
 The gradients of keys are either added in fp32 where they are computed, in any order, or summed by a second kernel. A
 program of that kernel holds a block of keys and goes through the queries in order. It computes their products with all

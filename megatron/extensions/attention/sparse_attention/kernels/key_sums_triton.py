@@ -117,7 +117,7 @@ class Readers(NamedTuple):
     firsts: Tensor
     """[b, blocks]: the first query that lists a key of a block."""
     ends: Tensor
-    """[b, blocks]: behind the last one."""
+    """[b, blocks]: after the last one."""
 
 
 def readers_of(picked: Tensor, s: int, block: int) -> Readers:

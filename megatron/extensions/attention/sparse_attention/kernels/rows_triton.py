@@ -109,7 +109,7 @@ def scaled(sums, factors):
 
 @triton.jit
 def end_of_list(lists, count, SCAN: tl.constexpr):
-    """The place behind the last key of a list."""
+    """The place after the last key of a list."""
     found = 0
     j = tl.arange(0, SCAN)
     for start in range(0, count, SCAN):

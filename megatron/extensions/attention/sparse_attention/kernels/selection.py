@@ -1,4 +1,4 @@
-"""Selection by Triton's kernels, in place of `scores_of_keys` and `largest_scores`.
+"""Selection by Triton kernels, in place of `scores_of_keys` and `largest_scores`.
 
 Neither products with single heads nor a sorted row are in memory. Scores are those of plain torch up to rounding, which
 rounds products of 16 bits to 16 bits first. Of equal scores the later ones are selected, as there.
@@ -32,7 +32,7 @@ WIDEST, SAMPLED = 128, 64
 
 
 def fits(q: Tensor) -> bool:
-    """Return whether kernels of GPUs compute scores of queries [n, b, heads, d]."""
+    """Return whether GPU kernels compute scores of queries [n, b, heads, d]."""
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= WIDEST and q.numel() > 0
 
 

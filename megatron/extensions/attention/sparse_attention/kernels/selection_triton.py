@@ -1,8 +1,8 @@
 """Triton kernels of selection (`selection.py`): the indexer's scores, and the keys with the largest ones.
 
-Scores: a program holds a block of keys and goes through queries, whose products with all heads of the indexer it
-rectifies, weights and sums up at once. Selection: a program finds the least selected score of a query, digit by digit
-from the top (radix select), and then lists the keys.
+Scores: a program holds a block of keys and goes through queries, whose products with all indexer heads it rectifies,
+weights and sums up at once. Selection: a program finds the least selected score of a query, digit by digit from the top
+(radix select), and then lists the keys.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -60,7 +60,7 @@ def _ordered(x):
 def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, PLACES: tl.constexpr):
     """scores [n, b, keys], and the first and last key [n, 1 or b] that a query sees -> out [n, b, topk]: the keys with
     the largest scores in ascending order, the later ones of equal scores. Where there are fewer, -1 stands for keys
-    that it does not see: first for those behind it, as many as there are."""
+    that it does not see: first for those after it, as many as there are."""
     samples, count, topk = sizes
     row, sample = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     bound = row * bound_rows + sample * bound_samples

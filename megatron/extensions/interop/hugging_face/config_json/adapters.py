@@ -1,4 +1,5 @@
-"""Keys of config.json with rules of their own: classes that a family's file names under "adapters". No torch.
+"""Keys of config.json with rules of their own: classes that a family's file names under "adapters". This module does
+not import torch.
 
 `read` takes the fields of TransformerConfig that the family's tables give, and the values of config.json under the
 family's names. It returns the fields with those that its keys determine, or raises ValueError for values that we cannot

@@ -1,4 +1,7 @@
-"""Layers of DeepSeek-V4 in a config.json: their kinds, routing by hashes, and both rotary embeddings. No torch."""
+"""Layers of DeepSeek-V4 in a config.json: their kinds, routing by hashes, and both rotary embeddings.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of a config.json by type. No torch.
+"""Values of a config.json by type. This module does not import torch.
 
 A config.json may come from anyone, so that every value is an `object` until one of these functions has looked at it.
 They raise TypeError for a value of another type, and KeyError for an absent number or text.

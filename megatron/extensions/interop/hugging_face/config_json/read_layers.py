@@ -172,12 +172,12 @@ def chunks_from_hf(hf: Values) -> Fields:
 
 
 def selecting(period: int, offset: int, layers: int) -> list[bool]:
-    """Return whether each layer selects keys: the first `offset` ones do, and each `period`-th behind them."""
+    """Return whether each layer selects keys: the first `offset` ones do, and each `period`-th after them."""
     return [max(number - offset, 0) % period == 0 for number in range(1, layers + 1)]
 
 
 def selections_from_hf(hf: Values) -> Fields:
-    """Which layers select keys: the first ones, and each N-th behind them."""
+    """Which layers select keys: the first ones, and each N-th after them."""
     period = count(hf, "index_topk_freq")
     offset = whole(hf, "index_skip_topk_offset")
     layers = whole(hf, "num_hidden_layers")

@@ -1,4 +1,7 @@
-"""Reads rotary embeddings of a config.json: bases, rotated channels, and scaling for longer contexts. No torch."""
+"""Reads rotary embeddings of a config.json: bases, rotated channels, and scaling for longer contexts.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Flags of a run that starts from a Hugging Face folder in --load: the model's, and the tokenizer's. No torch."""
+"""Flags of a run that starts from a Hugging Face folder in --load: the model's, and the tokenizer's.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

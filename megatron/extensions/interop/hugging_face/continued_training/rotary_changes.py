@@ -1,4 +1,5 @@
-"""Rotary embeddings and context lengths that continued training changes from those of a Hugging Face folder. No torch.
+"""Rotary embeddings and context lengths that continued training changes from those of a Hugging Face folder. This
+module does not import torch.
 
 The shapes of weights do not depend on them, so that flags of a run may differ from config.json. The run's checkpoints
 and exports have the new values.

@@ -24,7 +24,7 @@ from megatron.core.transformer.recompute import computing_again
 from megatron.extensions.observe.diagnosis.layer_stats.alarms import OUTPUT
 
 Key = tuple[str, int]
-"""(statistic, number of the layer in the model). The layers of multi-token prediction count on behind the last one."""
+"""(statistic, number of the layer in the model). The layers of multi-token prediction count on after the last one."""
 
 QUERIES = "query_norm"
 KEYS = "key_norm"

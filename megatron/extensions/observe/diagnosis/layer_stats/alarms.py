@@ -1,4 +1,4 @@
-"""Names the layer or the tensor-parallel rank whose statistics are out of line. No torch.
+"""Names the layer or the tensor-parallel rank whose statistics are out of line. This module does not import torch.
 
 Layers are compared by each statistic of `layers` that is a number, and parameters of one kind, as all
 `mlp.linear_fc1.weight`, by their weights. Tensor-parallel ranks are compared by the norms of the weights and gradients
@@ -8,7 +8,7 @@ equal norms have been drawn from one seed, of which a loss says nothing.
 The rule for both is one for a member of a group of equals that grows while the others do not. The members have a value
 each record. A straight line is fitted to the logarithms of a member's last `WINDOW` values. Its steepness is relative
 to the median of the group, so growth that all share, as in warm-up, does not count. A member is out of line if, in two
-records one after the other, its line rises by more than the logarithm of the threshold beside that median, and
+records one after another, its line rises by more than the logarithm of the threshold beside that median, and
 
 - `OWN` times as steeply as four in five of its own lines in the `HISTORY` windows that ended before this one began:
   what it does all the time is noise;
@@ -202,7 +202,7 @@ ROUNDING = 1e-6
 
 
 class LayerAlarms:
-    """Judges the records of a run, one after the other. After a resumption it starts from empty."""
+    """Judges the records of a run, one after another. After a resumption it starts from empty."""
 
     def __init__(self, threshold: float) -> None:
         """`threshold`: --layer-growth-threshold; 0 for no alarms."""
@@ -278,7 +278,7 @@ def _factor(value: float) -> str:
 
 def _by_layer(record: LayerRecord) -> dict[str, dict[int, float]]:
     """Values of layers by statistic, and norms of weights by kind of parameter. A layer that puts out more makes all
-    behind it do so: `output_gain` identifies it."""
+    after it do so: `output_gain` identifies it."""
     found = {
         name: values
         for name, values in record.layers.items()

@@ -1,5 +1,5 @@
 """One trace from the spans of all ranks: on one clock, with arrows for messages, and the pipeline's part of each step
-as measured and as simulated with the measured times. No torch.
+as measured and as simulated with the measured times. This module does not import torch.
 
 An action's time is that of its slice without the wait for its message, which comes first. The plan runs the action
 lists of the run with the median time of each kind of action of each stage, so that what it lacks beside the measurement

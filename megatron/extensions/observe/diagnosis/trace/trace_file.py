@@ -1,4 +1,5 @@
-"""The file of a trace: JSON in the trace-event format of Chrome, gzipped, which Perfetto opens. No torch.
+"""The file of a trace: JSON in the trace-event format of Chrome, gzipped, which Perfetto opens. This module does not
+import torch.
 
 Format: "Trace Event Format" of the Chromium project. Each rank is a process, `pid`; its threads are tracks. Times, `ts`
 and `dur`, are microseconds since the beginning of the trace on the clock of rank 0's host. `otherData` holds facts

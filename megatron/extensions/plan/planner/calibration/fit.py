@@ -1,4 +1,4 @@
-"""Constants of a device file, fitted to measured times. No torch.
+"""Constants of a device file, fitted to measured times. This module does not import torch.
 
 Each model is a line, so that least squares gives it; points count by their relative error, and no constant is negative.
 What only whole steps show, as the time of the host for each operation, is fitted to measured steps (`fit_steps`).

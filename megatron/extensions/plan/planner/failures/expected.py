@@ -1,4 +1,5 @@
-"""Expected goodput of a run on devices that fail, the best interval of saves, and the spare nodes that pay. No torch.
+"""Expected goodput of a run on devices that fail, the best interval of saves, and the spare nodes that pay. This module
+does not import torch.
 
 Failures are a Poisson process: a run of W devices, each with `rate` failures a day, fails every M = 86400 / (rate W)
 seconds on average. A run that saves after every tau seconds of steps, is stopped by each save for delta seconds and

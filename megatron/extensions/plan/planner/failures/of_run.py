@@ -1,4 +1,7 @@
-"""The failures of a planned run: its predicted step and memory, and the saves that it has made so far. No torch."""
+"""The failures of a planned run: its predicted step and memory, and the saves that it has made so far.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Comparison of rehearsed ranks: their collectives, and the parts of a checkpoint that they write. No torch.
+"""Comparison of rehearsed ranks: their collectives, and the parts of a checkpoint that they write. This module does not
+import torch.
 
 The collectives of one group must be the same, in one order. A message needs its receive at the other end, of the same
 size, and messages of two ranks over one group must be sent and received in one order, as NCCL ignores tags. The boxes

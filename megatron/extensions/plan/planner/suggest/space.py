@@ -1,4 +1,4 @@
-"""The layouts that --suggest searches, and the configuration and the flags of each. No torch.
+"""The layouts that --suggest searches, and the configuration and the flags of each. This module does not import torch.
 
 A layout is legal if validation says so. What is generated here merely divides, so that little of it is refused.
 """
@@ -255,8 +255,8 @@ class SearchedRun:
         return resolve(with_named(self.given, values_of(self.given, layout)), self.world_size)
 
     def flags(self, config: RunConfig) -> list[str]:
-        """Flags that turn the run's own command line into `config`, behind it or in place of its own; those of
-        `dropped` must go."""
+        """Flags that turn the run's own command line into `config`, after it or in place of its own; those of `dropped`
+        must go."""
         found: list[str] = []
         for flag, value, own in self._differing(config):
             if value != flag.default or (own != value and value is not None) or flag.field in ALWAYS:

@@ -1,5 +1,5 @@
-"""What a rank does with one micro-batch in a part of a stage, as lists of events, and the memory that it takes. No
-torch.
+"""What a rank does with one micro-batch in a part of a stage, as lists of events, and the memory that it takes. This
+module does not import torch.
 
 Events depend on the shapes of a rank's part of the model alone, not on a device or on where ranks lie, so that one
 recording serves the memory, the FLOPs and the times of all devices and placements of its groups.

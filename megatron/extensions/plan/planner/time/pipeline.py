@@ -1,4 +1,5 @@
-"""How long a pipeline takes: the schedule's own lists, simulated with the times of each stage. No torch.
+"""How long a pipeline takes: the schedule's own lists, simulated with the times of each stage. This module does not
+import torch.
 
 After its warm-up a schedule repeats itself every p micro-batches. So long steps are not simulated whole: what a further
 round of micro-batches adds is measured between two short ones.
@@ -32,7 +33,7 @@ class Schedule:
     group: int | None = None
     in_turns: bool = False
     validates: bool = False
-    """True if no rank waits for the others between two steps: ends are then those of a step behind another one."""
+    """True if no rank waits for the others between two steps: ends are then those of a step after another one."""
 
     flows: bool = False
     """True if a step begins before the one before ends: the same of ends."""
@@ -105,7 +106,7 @@ class Schedule:
 
 
 STEPS = 4
-"""Steps that are simulated one after the other. Of the last two the differences of their ends count."""
+"""Steps that are simulated one after another. Of the last two the differences of their ends count."""
 
 
 def consecutive(lists: Lists, steps: int) -> Lists:

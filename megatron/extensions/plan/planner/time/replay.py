@@ -1,4 +1,4 @@
-"""Time of a list of events on one kind of device and placement of ranks. No torch.
+"""Time of a list of events on one kind of device and placement of ranks. This module does not import torch.
 
 Large collectives follow the ring: a rank of n sends (n - 1) / n of the operand, twice that in an all-reduce. Within a
 node each rank has a link of its own. Between nodes the ranks of a node share its adapters, and all of them are at work

@@ -105,7 +105,7 @@ def load_bounds(bounds, sample, i, in_i):
 @triton.jit
 def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
     """For rows that see the ranges [first, stop): where the first block begins, where those begin and end that every
-    row sees whole, and the number of the others before and behind them."""
+    row sees whole, and the number of the others before and after them."""
     begin = tl.min(tl.where(inside, first, size)) // BLOCK * BLOCK
     end = tl.maximum(tl.max(tl.where(inside, stop, 0)), begin)
     end = begin + (end - begin + BLOCK - 1) // BLOCK * BLOCK

@@ -107,7 +107,7 @@ def _amax_of_rows_and_columns(x: Tensor, wanted: tuple[bool, bool], _: bool) -> 
 
 
 def on_triton(x: Tensor, *_: object) -> bool:
-    """Return whether a matrix is cast by Triton's kernels, which take none without elements."""
+    """Return whether a matrix is cast by Triton kernels, which take none without elements."""
     return runs_triton(x) and x.numel() > 0
 
 

@@ -139,7 +139,7 @@ class Engine:
         return not (self.waiting or self.growing)
 
     def submit(self, request: Request) -> Generation:
-        """Puts a request behind those that wait. One that cannot be answered has its `finish_reason` at once."""
+        """Puts a request after those that wait. One that cannot be answered has its `finish_reason` at once."""
         found = Generation(request)
         if problem := self.why_refused(request):
             found.finish_reason, found.error = "error", problem

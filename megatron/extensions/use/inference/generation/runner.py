@@ -38,7 +38,7 @@ class Pass:
     """New tokens of each row. With none this is no pass, only a sign of life."""
 
     drop: tuple[int, ...] = ()
-    """Rows that are dropped before, one after the other."""
+    """Rows that are dropped before, one after another."""
 
     prompt_logprobs: int | None = None
     """Of the only row, the log-probability of each token but the first, and so many most likely ones."""
