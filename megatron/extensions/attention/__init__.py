@@ -1,1 +1,1 @@
-"""Kinds of softmax attention, and context parallelism for them."""
+"""Softmax attention variants, and context parallelism for them."""

@@ -1,1 +1,1 @@
-"""Layers around the mixers: activations, residual streams, patterns of layers."""
+"""Layer parts other than mixers: activations, residual streams, layer patterns."""

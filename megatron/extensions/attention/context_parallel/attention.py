@@ -1,15 +1,16 @@
-"""Attention over context-parallel ranks with gathered keys and values, or with heads in place of the sequence.
+"""Attention over context-parallel ranks that gather keys and values, or that exchange sequence shards for heads.
 
 All-gather (as in Llama 3, arXiv:2407.21783): the forward all-gathers keys and values before attention; the backward
-reduce-scatters their gradients. This is cheap where there are few key groups. The communication overlaps with nothing.
+reduce-scatters their gradients. This is cheap if there are few key groups. The communication does not overlap with
+computation.
 
-All-to-all (a2a, DeepSpeed Ulysses, arXiv:2309.14509): one all-to-all trades the sharding of the sequence for a sharding
-of the heads, so that each rank computes the whole sequence for some heads; another one trades the output back. A rank
-sends fewer bytes the more ranks there are. The number of ranks must divide both the heads and the key groups.
+All-to-all (a2a, DeepSpeed Ulysses, arXiv:2309.14509): one all-to-all exchanges sequence shards for head shards, so that
+each rank computes the whole sequence for some heads; another one returns the output. The more ranks there are, the
+fewer bytes each rank sends. The number of ranks must divide both the heads and the key groups.
 
-Both (a2a+p2p, as LoongTrain's 2D attention, arXiv:2406.18485): all-to-all among neighbouring ranks, as of one node, and
-a ring among the ranks at the same place of each group. Fewer bytes cross nodes than in one ring, and fewer heads are
-needed than for all-to-all.
+Both (a2a+p2p, like LoongTrain's 2D attention, arXiv:2406.18485): an all-to-all among neighbouring ranks, such as those
+of one node, and a ring among the ranks with the same place in each group. Fewer bytes cross nodes than with one ring,
+and fewer heads are needed than with all-to-all alone.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def gathered_attention(
 def _gathered(
     q: Tensor, kv: Tensor, width: int, cp: Axis, causal: Causal, shards: Shards, sinks: Tensor | None
 ) -> Tensor:
-    """Attention of the rows of any shards, to keys of `width` channels and values `kv` [s/cp, b, groups, d + dv]. Keys
-    that no other rank sees are not gathered."""
+    """Attention for the rows of any shards, to keys of `width` channels and values that `kv` [s/cp, b, groups, d + dv]
+    holds together. Keys that no other rank attends to are not gathered."""
     held, sent = shards.held[cp.rank], shards.sent[cp.rank]
     spans, parts = list(held), list(kv.split([len(span) for span in held]))
     if sent:
@@ -62,7 +63,7 @@ def _gathered(
 
 
 def _rows(x: Tensor, rows: Spans) -> Tensor:
-    """x [m, ...] -> [n, ...]: some rows"""
+    """x [m, ...] -> [n, ...]: selected rows"""
     return torch.cat([x[each.start : each.stop] for each in rows])
 
 
@@ -86,7 +87,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal,
     """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans`, sinks [heads / cp] of this
     rank's heads -> [s/cp, b, heads, dv]
 
-    Rank r computes heads r * heads / cp to (r + 1) * heads / cp - 1.
+    Rank r computes the heads from r * heads / cp to (r + 1) * heads / cp - 1.
     """
     qkv, split = _by_rank(q, k, v, cp)
     q, k, v = split(sequence_to_heads(qkv, cp))
@@ -109,8 +110,8 @@ def nested_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, 
 
 
 def _by_rank(q: Tensor, k: Tensor, v: Tensor, ranks: Axis) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
-    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv] -> [s/cp, b, ranks, heads/ranks * d + ...], and what
-    divides [s, b, heads/ranks * d + ...] of one rank into its queries, keys and values."""
+    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv] -> [s/cp, b, ranks, heads/ranks * d + ...], and a
+    function that splits one rank's [s, b, heads/ranks * d + ...] into queries, keys and values."""
     parts = [x.unflatten(2, (ranks.size, -1)).flatten(3) for x in (q, k, v)]
     widths, channels = [part.shape[3] for part in parts], [x.shape[3] for x in (q, k, v)]
 
@@ -131,17 +132,18 @@ def _ascending(x: Tensor, spans: Spans) -> Tensor:
 
 
 def _as_held(x: Tensor, spans: Spans) -> Tensor:
-    """x [m, ...] in ascending order of positions -> [m, ...] at the positions `spans`: `_ascending` undone"""
+    """x [m, ...] in ascending order of positions -> [m, ...] at the positions `spans`: the inverse of `_ascending`"""
     order = sorted(range(len(spans)), key=lambda place: spans[place].start)
     parts = x.split([len(spans[place]) for place in order])
     return torch.cat([parts[order.index(place)] for place in range(len(spans))])
 
 
 def sequence_to_heads(x: Tensor, cp: Axis) -> Tensor:
-    """x [s/cp, b, cp, ...], sharded by `rank_spans` -> [s, b, ...]: the whole sequence of block cp.rank of dim 2"""
-    return from_rank_order(swap_blocks(x.movedim(2, 0), cp).flatten(0, 1), cp.size)  # dim 0 of blocks: source rank
+    """x [s/cp, b, cp, ...], sharded by `rank_spans` -> [s, b, ...]: the whole sequence of block cp.rank along dim 2"""
+    # dim 0 numbers the blocks by source rank
+    return from_rank_order(swap_blocks(x.movedim(2, 0), cp).flatten(0, 1), cp.size)
 
 
 def heads_to_sequence(x: Tensor, cp: Axis) -> Tensor:
-    """x [s, b, ...] -> [s/cp, b, cp, ...]: `sequence_to_heads` undone"""
+    """x [s, b, ...] -> [s/cp, b, cp, ...]: the inverse of `sequence_to_heads`"""
     return swap_blocks(to_rank_order(x, cp.size).unflatten(0, (cp.size, -1)), cp).movedim(0, 2)

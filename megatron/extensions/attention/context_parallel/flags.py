@@ -1,4 +1,4 @@
-"""Other ways of context parallelism, and their rules. This module does not import torch."""
+"""Further context parallelism methods, and their rules. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megatron.training.config.run_config import RunConfig
 
 
 def heads_over_context(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """With a2a, the context ranks share the heads of a tensor-parallel rank; with a2a+p2p, groups of them do."""
+    """Check that context ranks can share heads: with a2a all context ranks share the heads of a tensor-parallel rank,
+    with a2a+p2p groups of them do."""
     m, p = c.model, c.parallel
     cp, tp = p.ranks_by_heads, p.tensor_model_parallel_size
     if tp < 1:
@@ -29,7 +30,7 @@ def heads_over_context(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def nested_ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """With a2a+p2p, the context ranks form two levels."""
+    """Check the two levels of context ranks that a2a+p2p needs."""
     cp, sizes = c.parallel.context_parallel_size, c.parallel.hierarchical_context_parallel_sizes
     flag, shown = "--hierarchical-context-parallel-sizes", " ".join(map(str, sizes or ()))
     if sizes is None:

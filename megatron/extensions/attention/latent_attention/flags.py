@@ -1,4 +1,4 @@
-"""Flags and rules of multi-latent attention, and facts that are needed before it is imported.
+"""Flags and rules of multi-latent attention, and the facts that are needed before its module is imported.
 
 This module does not import torch.
 """
@@ -23,16 +23,16 @@ from megatron.training.extensions import extension_flags
 @extension_flags("multi-latent attention", part_of="model")
 @dataclass(frozen=True)
 class LatentAttentionFlags:
-    """Ranks and head widths of multi-latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    """Latent ranks and head widths of multi-latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
     NO_EFFECT_WITHOUT: ClassVar = Condition(
         "--multi-latent-attention", lambda config: config.model.attention == "multi_latent_attention"
     )
 
     multi_latent_attention: bool = flag(False, effective="attention")
-    """Use multi-latent attention (MLA): keys and values of all heads are projected from one narrow latent per token,
-    and with --q-lora-rank so are queries. Short for --attention-module multi_latent_attention. --qk-layernorm
-    normalizes the latents."""
+    """Use multi-latent attention (MLA): the keys and values of all heads are projected from one narrow latent per
+    token. With --q-lora-rank, the queries are projected from a latent too. Short for --attention-module
+    multi_latent_attention. --qk-layernorm normalizes the latents."""
 
     q_lora_rank: int | None = flag(None, above=0)
     """MLA: query latent width. Default: queries are projected from hidden states directly."""
@@ -41,29 +41,29 @@ class LatentAttentionFlags:
     """MLA: key-value latent width."""
 
     qk_head_dim: int = flag(128, above=0)
-    """MLA: channels of a query or key head without rotary embedding."""
+    """MLA: channels per query and key head without rotary embedding."""
 
     qk_pos_emb_head_dim: int = flag(64, above=0)
-    """MLA: channels of a query or key head with rotary embedding. All heads share the rotary channels of the key."""
+    """MLA: channels per query and key head with rotary embedding. All heads share the rotary channels of the key."""
 
     v_head_dim: int = flag(128, above=0)
-    """MLA: channels of a value head."""
+    """MLA: channels per value head."""
 
     mla_scale_latents: bool = False
-    """MLA: multiply normalized latents by the square root of --hidden-size / latent width (LongCat-Flash)."""
+    """MLA: multiply the normalized latents by the square root of --hidden-size / latent width (LongCat-Flash)."""
 
     latent_norm_epsilon: float | None = flag(None, above=0, no_effect_without="--qk-layernorm")
-    """MLA: epsilon in latent norms, 1e-6 in DeepSeek-V3; default: --layernorm-epsilon."""
+    """MLA: epsilon of the latent norms, 1e-6 in DeepSeek-V3; default: --layernorm-epsilon."""
 
 
 def widths(config: TransformerConfig) -> HeadWidths:
-    """Channels of heads of multi-latent attention."""
+    """Channels of multi-latent attention heads."""
     own = config.options(LatentAttentionFlags)
     return HeadWidths(own.qk_head_dim + own.qk_pos_emb_head_dim, own.qk_pos_emb_head_dim, own.v_head_dim)
 
 
 def latents(config: TransformerConfig) -> str:
-    """Widths of latents, for a plan."""
+    """Text for a plan: the latent widths."""
     own = config.options(LatentAttentionFlags)
     queries = f" for queries {own.q_lora_rank}," if own.q_lora_rank else ""
     return f", latents{queries} for keys and values {own.kv_lora_rank}"
@@ -73,7 +73,7 @@ MLA = "--multi-latent-attention"
 
 
 def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of a model with multi-latent attention."""
+    """Check models with multi-latent attention."""
     m = c.model
     if m.attention_module not in ("self_attention", "multi_latent_attention"):
         yield Problem.exclusive(MLA, None, f"--attention-module {m.attention_module}")
@@ -117,12 +117,12 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _aligned(c: RunConfig, facts: LinearFormatFacts) -> Iterator[Problem]:
-    """Each rank's matrices in another format must have aligned dimensions, and so must its tokens that are projected to
-    latents."""
+    """Check that each rank's matrices have aligned dimensions if they have another format, and that the number of its
+    tokens that are projected to latents is aligned too."""
     m = c.model
     own = c.options(LatentAttentionFlags)
     tp = c.parallel.tensor_model_parallel_size
-    if m.moe_latent_size is None:  # else that of experts says so
+    if m.moe_latent_size is None:  # otherwise the rule about experts reports it
         yield from tokens_for_latents(c)
     heads = m.num_attention_heads // tp if tp > 0 and m.num_attention_heads % tp == 0 else 0
     if heads < 1:

@@ -1,11 +1,11 @@
 """Multi-latent attention (MLA): DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3, arXiv 2412.19437, section 2.1.
 
-Queries, and keys together with values, are projected down to a latent per token and from there up to heads. Heads of
-queries and keys have channels without position, and rotary ones; the rotary channels of the key are projected from the
-hidden states directly and shared by all heads.
+Queries, and keys together with values, are projected down to one latent per token, and from there up to heads. Query
+and key heads have channels without a position, and rotary channels. The rotary channels of the key are projected
+directly from the hidden states, and all heads share them.
 
-Every tensor-parallel rank computes whole latents and its own heads: the projections down are replicated, those up are
-sharded by heads.
+Every tensor-parallel rank computes the whole latents and its own heads: the down-projections are replicated, and the
+up-projections are sharded by heads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class Latents(NamedTuple):
-    """Inputs from which a token's heads are projected."""
+    """Latents and rotary key of tokens, from which the heads are projected."""
 
     q: Tensor
     """[s, b, q_lora_rank], or the hidden states [s, b, h] without a query latent; [s/tp, ...] under sequence
@@ -44,12 +44,14 @@ class Latents(NamedTuple):
     """[s, b, kv_lora_rank]; [s/tp, ...] under sequence parallelism."""
 
     key: Tensor
-    """[s, b, 1, qk_pos_emb_head_dim]: the key's channels that a rotary embedding is to rotate, for all heads."""
+    """[s, b, 1, qk_pos_emb_head_dim]: the channels of the key, shared by all heads, to which the rotary embedding is
+    applied."""
 
 
 @dataclass(frozen=True)
 class LatentLinears:
-    """Linear layers of multi-latent attention. Only linear_proj has a bias, if outputs of attention have biases."""
+    """Linear layers of multi-latent attention. Only linear_proj has a bias, and only if attention outputs have
+    biases."""
 
     q_down: ReplicatedLinear | None
     """linear_q_down_proj; None without a query latent."""
@@ -68,11 +70,11 @@ class LatentLinears:
     """linear_proj [h, heads * v_head_dim]."""
 
     norms: dict[str, int]
-    """Name -> width of the norms of latents, if there are any."""
+    """Maps the names of the latent norms to their widths; empty if there are none."""
 
 
 def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
-    """The linear layers and norms of multi-latent attention (arXiv 2405.04434, equations 37 to 47)."""
+    """Return the linear layers and norms of multi-latent attention (arXiv 2405.04434, equations 37 to 47)."""
     own = config.options(LatentAttentionFlags)
     hidden = config.hidden_size
     heads = config.num_attention_heads
@@ -94,9 +96,10 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
 
 
 class MultiLatentAttention(nn.Module):
-    """Projections down to latents, their norms, projections up to heads, positions, core, projection back.
+    """Multi-latent attention: down-projections, latent norms, up-projections, positions, core attention, output
+    projection.
 
-    Neighbouring rotary channels form a pair, as in DeepSeek's weights.
+    Adjacent rotary channels form a pair, as in DeepSeek's weights.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -145,7 +148,7 @@ class MultiLatentAttention(nn.Module):
         return self.linear_proj(out)
 
     def logit_rows(self) -> tuple[HeadRows, ...]:
-        """The rows of the projections up to heads. The rotary key is shared by all heads."""
+        """Number of rows of the up-projections. All heads share the rotary key."""
         of_q = (RowKind.QUERY, self.key_width), (RowKind.QUERY_OF_SHARED_KEY, self.rotary_width)
         of_kv = (RowKind.KEY, self.key_width), (RowKind.OTHER, self.value_width)
         return HeadRows(self.linear_q, 1, of_q), HeadRows(self.linear_kv_up, 1, of_kv)
@@ -167,7 +170,7 @@ class MultiLatentAttention(nn.Module):
         return self.rotate(self._queries(latents, context), kv, latents.key, *self._tables(context))
 
     def _tables(self, context: BatchContext) -> tuple[Tensor, ...]:
-        """Cosines and sines; none in a layer without rotary embedding."""
+        """Cosines and sines; None in a layer without rotary embedding."""
         return () if self.rotation is None else context.rotary[self.rotation]
 
     def _queries(self, latents: Latents, context: BatchContext) -> Tensor:
@@ -178,10 +181,11 @@ class MultiLatentAttention(nn.Module):
         return scaled_queries(q, context.query_scales)
 
     def _behind_cache(self, latents: Latents, cache: EarlierTokens, context: BatchContext) -> Tensor:
-        """Attention that caches latents: [s, b, heads/tp * v_head_dim]
+        """Attention with a cache of latents: [s, b, heads/tp * v_head_dim]
 
-        The latents are the keys and values of one group of all heads. The projection up to keys is applied to the
-        queries instead, and that up to values to the output, so no earlier token is projected again (section 2.1.2).
+        The latents serve all heads as the keys and values of one group. The up-projection of keys is applied to the
+        queries instead, and the up-projection of values to the output, so that no earlier token is projected again
+        (section 2.1.2).
         """
         key = rotated(latents.key, *self._tables(context))
         kv = self.to_heads(latents.kv, self.tp).unsqueeze(2)
@@ -194,8 +198,8 @@ class MultiLatentAttention(nn.Module):
         return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
 
     def _absorbed(self, latents: Latents, context: BatchContext) -> tuple[Tensor, Tensor]:
-        """Queries [s, b, heads/tp, kv_lora_rank + qk_pos_emb_head_dim] of latents in place of keys, and the projection
-        [heads/tp, v_head_dim, kv_lora_rank] of what they attend to, up to values."""
+        """Returns queries [s, b, heads/tp, kv_lora_rank + qk_pos_emb_head_dim] that attend to latents instead of keys,
+        and the up-projection of values [heads/tp, v_head_dim, kv_lora_rank]."""
         up_key, up_value = self.linear_kv_up.weight.split((self.key_width, self.value_width), dim=1)
         q, rotary = self._queries(latents, context).split((self.key_width, self.rotary_width), dim=-1)
         rotary = rotated(rotary, *self._tables(context))
@@ -203,13 +207,13 @@ class MultiLatentAttention(nn.Module):
 
 
 def rotated(x: Tensor, *tables: Tensor) -> Tensor:
-    """x [s, b, heads, r], rotated by cosines and sines if there are any."""
+    """x [s, b, heads, r], rotated unless there are no cosines and sines."""
     return apply_rotary_interleaved(x, *tables) if tables else x
 
 
 def rotated_heads(q: Tensor, kv: Tensor, key: Tensor, *tables: Tensor) -> Heads:
     """q [s, b, heads, d + r], keys and values kv [s, b, heads, d + v], shared rotary channels key [s, b, 1, r] ->
-    rotated queries and keys [s, b, heads, d + r], values [s, b, heads, v], each in memory of its own"""
+    rotated queries and keys [s, b, heads, d + r], values [s, b, heads, v]. Each result has its own memory."""
     rotary = key.shape[-1]
     plain = q.shape[-1] - rotary
     q, q_rotary = q.split((plain, rotary), dim=-1)

@@ -1,12 +1,13 @@
 """Compressed attention of DeepSeek-V4, sections 2.3.1 (CSA) and 2.3.2 (HCA) of its report.
 
-A query sees the last tokens of its document, and keys that are made of consecutive earlier tokens: with a ratio of 4
-those that an indexer selects, each made of two windows of 4 tokens, with a larger ratio all. One key, which is also the
-value, serves all heads. Its last channels are rotated by its position, of a compressed key by that of its first token;
-outputs are rotated back by the query's position. Formulas are those of Hugging Face's DeepSeek-V4.
+A query attends to the last tokens of its document, and to compressed keys, which are computed from consecutive earlier
+tokens. With a ratio of 4 an indexer selects the compressed keys, each of which covers two windows of 4 tokens; with a
+larger ratio the query attends to all of them. One key, which is also the value, serves all heads. Its last channels are
+rotated by its position, which for a compressed key is the position of its first token. Outputs are rotated back by the
+query's position. The formulas are those of Hugging Face's DeepSeek-V4.
 
-Every tensor-parallel rank computes all keys and its own heads. Context-parallel ranks gather keys and what compressed
-ones are made of. Compressed keys begin again with each document.
+Every tensor-parallel rank computes all keys and its own heads. Context-parallel ranks gather the keys, and the inputs
+of the compressed keys. No compressed key spans two documents.
 """
 
 from __future__ import annotations
@@ -54,23 +55,24 @@ from megatron.extensions.attention.sparse_attention.sparse_attention import Sele
 
 
 class Windows(NamedTuple):
-    """Windows of consecutive tokens of which compressed keys are made: as many as the longest sample could have."""
+    """Windows of consecutive tokens from which compressed keys are computed, for the longest possible sample."""
 
     first: Tensor
-    """[windows, 1 or b] int64: position of the first token; 0 for those that do not exist."""
+    """[windows, 1 or b] int64: position of the first token; 0 for windows that do not exist."""
 
     follows: Tensor
-    """[windows, 1 or b] bool: whether the window before is of the same document."""
+    """[windows, 1 or b] bool: True if the previous window is in the same document."""
 
     begin: Tensor
-    """[s, 1 or b] int64: position at which the document of a token begins."""
+    """[s, 1 or b] int64: position of the first token of each token's document."""
 
     before: Tensor
-    """[s, 1 or b] int64: windows of earlier documents."""
+    """[s, 1 or b] int64: number of windows in earlier documents."""
 
 
 def windows_of(documents: Documents | None, length: int, ratio: int, device: torch.device) -> Windows:
-    """Windows of whole samples of `length` tokens. Tokens at the end of a document that fill no window are in none."""
+    """Return the windows of whole samples of `length` tokens. Tokens at the end of a document that do not fill a window
+    belong to none."""
     if documents is not None:
         return _windows_of_documents(documents, length, ratio, device)
     numbers = torch.arange(length // ratio if ratio else 0, device=device)[:, None]
@@ -95,7 +97,7 @@ def _windows_of_documents(documents: Documents, length: int, ratio: int, device:
 
 
 class Compressor(nn.Module):
-    """Weighted means of windows of tokens, normalized and rotated."""
+    """Weighted means over windows of tokens, normalized and rotated."""
 
     def __init__(
         self,
@@ -107,9 +109,9 @@ class Compressor(nn.Module):
         width: int,
         partial_over: tuple[str, ...],
     ) -> None:
-        """`ratio` tokens make a key of `width` channels. `partial_over` is that of parameters which act on whole
-        sequences. Rows come twice where keys are made of two windows: the rows of the next window's key, then the rows
-        of the window's own."""
+        """Each `ratio` tokens give a key of `width` channels. `partial_over` is the value for parameters that act on
+        whole sequences. If a key covers two windows, rows come in pairs: the rows for the next window's key, then the
+        rows for the window's own key."""
         super().__init__()
         rows = width * (2 if ratio == SELECTED else 1)
         hidden = config.hidden_size
@@ -125,11 +127,12 @@ class Compressor(nn.Module):
         self.rotary_width = config.options(LatentAttentionFlags).qk_pos_emb_head_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, h] -> [s, b, 2 * rows]: what compressed keys are made of"""
+        """x [s, b, h] -> [s, b, 2 * rows]: the inputs of compressed keys"""
         return torch.cat((self.linear_wkv(x), self.linear_wgate(x)), dim=-1)
 
     def keys(self, made_of: Tensor, windows: Windows, packed: bool, *tables: Tensor) -> Tensor:
-        """made_of [s, b, 2 * rows] and cosines and sines [s, b, r / 2] of whole samples -> [windows, b, width]"""
+        """made_of [s, b, 2 * rows], and cosines and sines [s, b, r / 2], of whole samples -> compressed keys [windows,
+        b, width]"""
         ratio, (count, samples) = self.ape.shape[0], (len(windows.first), made_of.shape[1])
         if packed:
             at = windows.first[:, None] + torch.arange(ratio, device=made_of.device)[:, None]
@@ -149,7 +152,7 @@ class Compressor(nn.Module):
 
 
 class CompressedIndexer(nn.Module):
-    """Queries of its own heads, weights of heads, and keys of windows. No gradient leaves it."""
+    """Indexer with its own query heads, head weights, and compressed keys. Its inputs receive no gradient."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -167,14 +170,15 @@ class CompressedIndexer(nn.Module):
         )
 
     def forward(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [s, b, h], q [s, b, q_lora_rank] or x again -> queries, what keys are made of, weights"""
+        """x [s, b, h], q [s, b, q_lora_rank] or x again -> indexer queries, inputs of its compressed keys, head
+        weights"""
         x, q = x.detach(), q.detach()
         weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
         return self.linear_wq_b(q).unflatten(-1, (self.heads, self.width)), self.compressor(x), weights
 
 
 class CompressedKeys(SelectedKeys):
-    """Attention to the last tokens and to compressed keys, and the projections of the outputs of groups of heads."""
+    """Attention to the last tokens and to compressed keys, followed by the projections of groups of heads."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         # Sinks start at zero, as in Megatron-LM.
@@ -189,12 +193,12 @@ class CompressedKeys(SelectedKeys):
         assert rotation is not None
         self.rotation: Rotation = rotation
         self.compressors: tuple[Compressor, ...] = ()
-        """Compressors of keys and of the indexer's keys, which other modules own."""
+        """Compressors of keys and of indexer keys. Other modules own them."""
 
     def forward(self, q: Tensor, kv: Tensor, *more: Tensor | BatchContext) -> Tensor:
-        """q [s, b, heads/tp, d], kv [s, b, d], both rotated; with compressed keys what these are made of; with an
-        indexer what its keys are made of, and its queries and weights, which are those of this rank's tokens under
-        sequence parallelism; and the context -> [s, b, groups/tp * o_lora_rank]. s/cp under context parallelism."""
+        """q [s, b, heads/tp, d] and kv [s, b, d], both rotated; with compressed keys, their inputs; with an indexer,
+        the inputs of its keys, its queries and its weights, which under sequence parallelism cover this rank's tokens
+        only; and the context -> [s, b, groups/tp * o_lora_rank]. s/cp under context parallelism."""
         operands, context = parted(more)
         made_of, index = operands[: len(self.compressors)], operands[len(self.compressors) :]
         tables = context.rotary[self.rotation]
@@ -228,7 +232,7 @@ class CompressedKeys(SelectedKeys):
     def _seen(
         self, q: Tensor, kv: Tensor, windows: Windows, cache: EarlierTokens | None, context: BatchContext
     ) -> tuple[Queries, Queries]:
-        """The tokens and the compressed keys that the queries of this rank's part of the sequence could see."""
+        """The tokens and compressed keys that this rank's queries may attend to."""
         (n, b, heads, width) = q.shape
         length = len(kv)
         window = self.near
@@ -259,11 +263,12 @@ class CompressedKeys(SelectedKeys):
 
 
 class CompressedAttention(MultiLatentAttention):
-    """Latent of queries, heads, one key, compressed keys, core, projection back. Neighbouring rotary channels form a
-    pair, as in DeepSeek's weights. Every head's query is normalized without a weight."""
+    """Compressed attention: query latent, query heads, one key, compressed keys, core attention, output projection.
+    Adjacent rotary channels form a pair, as in DeepSeek's weights. The query of each head is normalized without a
+    weight."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        nn.Module.__init__(self)  # its parameters are others
+        nn.Module.__init__(self)  # this layer has other parameters than its base class
         own, of_groups = config.options(LatentAttentionFlags), config.options(CompressedAttentionFlags)
         linears = latent_linears(name, config)
         self.tp = ctx.tp
@@ -274,7 +279,7 @@ class CompressedAttention(MultiLatentAttention):
         self.linear_q = column_parallel(linears.q, ctx)
         kv = ReplicatedLinear(f"{name}.linear_kv_proj", hidden, self.width, False)
         self.linear_kv = ReplicatedParallelLinear(kv, ctx)
-        """A key that is also a value, for all heads."""
+        """Projects to the key, which is also the value, of all heads."""
         of_norms = replace(config, norm_epsilon=own.latent_norm_epsilon or config.norm_epsilon)
         self.eps = of_norms.norm_epsilon
         norms = {norm: size for norm, size in linears.norms.items() if norm.endswith("q_layernorm")}
@@ -313,7 +318,7 @@ class CompressedAttention(MultiLatentAttention):
         return q, self.kv_layernorm(self.linear_kv(x)), *made_of, *index
 
     def _heads(self, latents: tuple[Tensor, ...], context: BatchContext) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """The operands of `CompressedKeys`."""
+        """Return the operands of `CompressedKeys`."""
         (q, kv, *more) = latents
         width = self.rotary_width
         tables = self._tables(context)
@@ -331,6 +336,6 @@ class CompressedAttention(MultiLatentAttention):
 
 
 def rotated_last(x: Tensor, width: int, *tables: Tensor) -> Tensor:
-    """x [s, b, heads, d] with its last `width` channels rotated by cosines and sines"""
+    """x [s, b, heads, d], with its last `width` channels rotated by the cosines and sines"""
     plain, rotary = x.split((x.shape[-1] - width, width), dim=-1)
     return torch.cat((plain, apply_rotary_interleaved(rotary, *tables)), dim=-1)

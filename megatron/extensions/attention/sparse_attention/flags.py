@@ -1,4 +1,4 @@
-"""Flags and rules of sparse and of compressed attention, and facts that are needed before they are imported.
+"""Flags and rules of sparse and compressed attention, and the facts that are needed before either is imported.
 
 This module does not import torch.
 """
@@ -25,12 +25,12 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 
 MLA = "multi_latent_attention"
 COMPRESSED, SELECTED = "dsv4_hybrid", 4
-"""The variant with compressed keys, and the ratio of compression of layers that select among them."""
+"""Name of the variant with compressed keys, and the compression ratio of layers that select among them."""
 
 
 def has_indexer(config: RunConfig) -> bool:
-    """Return whether some layer selects keys."""
-    with suppress(ValueError):  # of patterns that other rules refuse
+    """Return True if any layer selects keys."""
+    with suppress(ValueError):  # if other rules refuse the pattern
         variants = config.model.linear_attentions
         return "dsa" in variants or (COMPRESSED in variants and SELECTED in ratios(config.model))
     return True
@@ -39,25 +39,25 @@ def has_indexer(config: RunConfig) -> bool:
 @extension_flags("sparse attention", part_of="model")
 @dataclass(frozen=True)
 class SparseAttentionFlags:
-    """The indexer of DeepSeek sparse attention (DSA, DeepSeek-V3.2, arXiv 2512.02556, section 2.1)."""
+    """Indexer of DeepSeek sparse attention (DSA, DeepSeek-V3.2, arXiv 2512.02556, section 2.1)."""
 
     NO_EFFECT_WITHOUT: ClassVar = Condition(
         f"--experimental-attention-variant dsa or D in {PATTERN} or 4 in --csa-compress-ratios", has_indexer
     )
 
     dsa_indexer_n_heads: int = flag(64, above=0)
-    """DSA: query heads of the indexer."""
+    """DSA: number of indexer query heads."""
 
     dsa_indexer_head_dim: int = flag(128, above=0)
-    """DSA: channels of a head of the indexer, of which --qk-pos-emb-head-dim are rotated: the first ones, of compressed
-    keys the last."""
+    """DSA: channels per indexer head. --qk-pos-emb-head-dim of them are rotated: the first ones, or with compressed
+    keys the last ones."""
 
     dsa_indexer_topk: int = flag(2048, above=0, may_change=True)
-    """DSA: keys that each query sees, those with the largest scores of the indexer."""
+    """DSA: number of keys that each query attends to, those with the largest indexer scores."""
 
     dsa_indexer_topk_freq: int = flag(1, above=0)
-    """DSA: only each N-th layer selects keys; those after it see the same, and have no indexer (arXiv 2603.12201, and
-    GLM-5.2). Multi-token prediction modules select."""
+    """DSA: only every N-th layer selects keys; the layers in between reuse them and have no indexer (arXiv 2603.12201,
+    GLM-5.2). Multi-token prediction modules always select."""
 
     dsa_indexer_skip_topk_offset: int = flag(
         0,
@@ -66,15 +66,17 @@ class SparseAttentionFlags:
             "--dsa-indexer-topk-freq above 1", lambda c: c.options(SparseAttentionFlags).dsa_indexer_topk_freq > 1
         ),
     )
-    """DSA: the first layers all select, up to this one, from which --dsa-indexer-topk-freq counts; 0 is the first layer
-    too."""
+    """DSA: number of first layers that all select. --dsa-indexer-topk-freq counts from the last of them; 0 counts from
+    the first layer."""
 
     dsa_indexer_loss_coeff: float = flag(0.0, at_least=0, may_change=True, keeps_saved=True, training_only=True)
-    """DSA: coefficient of the indexer's loss, the divergence of its distribution over keys from that of attention. The
-    indexer learns from this loss alone, and nothing else does: with 0 it does not learn."""
+    """DSA: coefficient of the indexer loss, the divergence of the indexer's distribution over keys from that of
+    attention. The indexer learns from this loss alone, and nothing else learns from it: with 0, the indexer does not
+    learn."""
 
     dsa_indexer_use_sparse_loss: bool = flag(False, may_change=True, training_only=True)
-    """DSA: compare both distributions over the selected keys, and not over all keys that a query could see."""
+    """DSA: compare the two distributions over the selected keys only, instead of over all keys that a query may attend
+    to."""
 
 
 @extension_flags("compressed attention", resolve=f"{__name__}:with_head_dim", part_of="model")
@@ -88,27 +90,29 @@ class CompressedAttentionFlags:
     )
 
     csa_compress_ratios: str | None = None
-    """Compressed attention: tokens for each compressed key, by layer, such as "([0]*2+[4,128]*20)". With 0, queries see
-    only the last tokens. With 4, two windows of 4 tokens make a key, and an indexer selects keys (CSA); with another
-    number, queries see all earlier keys (HCA). Multi-token prediction modules may follow; by default they are like the
-    last layer."""
+    """Compressed attention: tokens per compressed key, by layer, such as "([0]*2+[4,128]*20)". With 0, queries attend
+    to the last tokens only. With 4, each key covers two windows of 4 tokens, and an indexer selects keys (CSA); with
+    another number, queries attend to all earlier keys (HCA). Entries for multi-token prediction modules may follow; by
+    default they equal the last layer's."""
 
     csa_window_size: int = flag(128, above=0)
-    """Compressed attention: tokens that a query sees beside compressed keys, its own included."""
+    """Compressed attention: number of last tokens, including its own, that a query attends to besides compressed
+    keys."""
 
     csa_compress_rotary_base: float = flag(40000.0, above=0, keeps_saved=True)
-    """Compressed attention: base of the rotary frequencies of layers with compressed keys, 160000 in DeepSeek-V4.
-    Others have --rotary-base, without YaRN."""
+    """Compressed attention: base of the rotary frequencies in layers with compressed keys, 160000 in DeepSeek-V4. Other
+    layers use --rotary-base, without YaRN."""
 
     o_groups: int = flag(8, above=0)
-    """Compressed attention: groups of heads, the outputs of each of which are projected by themselves first."""
+    """Compressed attention: number of groups of heads. The outputs of each group are first projected separately."""
 
     o_lora_rank: int = flag(1024, above=0)
-    """Compressed attention: channels that the outputs of a group of heads are projected to."""
+    """Compressed attention: width to which the outputs of a group of heads are projected."""
 
 
 def ratios(config: TransformerConfig) -> tuple[int, ...]:
-    """Ratio of each layer and multi-token prediction module. Raises ValueError if the list cannot be read."""
+    """Compression ratio of each layer and multi-token prediction module. Raises ValueError if the list cannot be
+    read."""
     found, layers = listed_ratios(config), config.num_layers
     if len(found) < layers:
         raise ValueError(f"the list must have a number for each of {layers} layers, and has {len(found)} entries")
@@ -116,12 +120,13 @@ def ratios(config: TransformerConfig) -> tuple[int, ...]:
 
 
 def listed_ratios(config: TransformerConfig) -> tuple[int, ...]:
-    """The numbers of the list. Raises ValueError if it cannot be read."""
+    """Return the numbers of the list. Raises ValueError if it cannot be read."""
     return layer_numbers(config.options(CompressedAttentionFlags).csa_compress_ratios or "", None, least=0)
 
 
 def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKind:
-    """The rotary embedding of a layer. The window stands for all that it sees: compressed keys are few."""
+    """Return the rotary embedding of a layer. The window counts as the whole attention range of a layer, because
+    compressed keys are few."""
     own, ratio = config.options(CompressedAttentionFlags), 0
     with suppress(ValueError):
         ratio = ratios(config)[number]
@@ -131,15 +136,15 @@ def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKi
 
 
 def selects(config: TransformerConfig, number: int) -> bool:
-    """Whether a layer, or a multi-token prediction module, has an indexer; others see what the last one before them has
-    selected."""
+    """Return True if a layer, or a multi-token prediction module, has an indexer. The others reuse the keys that the
+    last indexer before them selected."""
     own = config.options(SparseAttentionFlags)
     since = max(number + 1 - max(own.dsa_indexer_skip_topk_offset, 1), 0)
     return number >= config.num_layers or since % own.dsa_indexer_topk_freq == 0
 
 
 def indexer(config: TransformerConfig) -> str:
-    """The indexer, for a plan."""
+    """Text for a plan: the indexer."""
     own = config.options(SparseAttentionFlags)
     heads = f"{own.dsa_indexer_n_heads} indexer heads of {own.dsa_indexer_head_dim}"
     found = f", {own.dsa_indexer_topk} keys for each query by {heads}"
@@ -147,14 +152,14 @@ def indexer(config: TransformerConfig) -> str:
 
 
 def compressed_keys(config: TransformerConfig) -> str:
-    """Windows and compressed keys, for a plan."""
+    """Text for a plan: windows and compressed keys."""
     window, kinds = config.options(CompressedAttentionFlags).csa_window_size, {*ratios(config)} - {0}
     found = f", windows of {window}" + "".join(f", keys of {ratio} tokens" for ratio in sorted(kinds))
     return found + (indexer(config) if SELECTED in kinds else "")
 
 
 def has_loss(c: RunConfig) -> bool:
-    """Return whether the indexer's loss is trained and logged."""
+    """Return True if the indexer loss is trained and logged."""
     return has_indexer(c) and c.options(SparseAttentionFlags).dsa_indexer_loss_coeff > 0
 
 
@@ -162,8 +167,8 @@ VARIANT = "--experimental-attention-variant"
 
 
 def with_head_dim(config: RunConfig) -> RunConfig:
-    """The configuration of a model with compressed attention with --qk-head-dim such that keys are as wide as values,
-    which they are too, as Megatron-LM derives it. A value that is not the default stays."""
+    """Derive --qk-head-dim as Megatron-LM does: with compressed attention keys serve as values, so they must be equally
+    wide. A value other than the default is kept."""
     latent = config.options(LatentAttentionFlags)
     width = latent.v_head_dim - latent.qk_pos_emb_head_dim
     compressed = config.model.experimental_attention_variant == COMPRESSED
@@ -174,22 +179,22 @@ def with_head_dim(config: RunConfig) -> RunConfig:
 
 
 class KeySet(NamedTuple):
-    """One set of the keys of a layer."""
+    """One set of keys that a layer attends to."""
 
     most: int
-    """Keys that a query sees at most."""
+    """Largest number of keys that a query attends to."""
     tokens: int = 1
-    """That make a key."""
+    """Tokens per key."""
     window: int | None = None
-    """Tokens that a query sees; None for all up to its own."""
+    """Number of last tokens that a query attends to; None for all tokens up to its own."""
     selects: bool = False
 
 
 class SparseShape(NamedTuple):
-    """Attention to selected keys in a layer of one rank."""
+    """Shape of attention to selected keys in one layer on one rank."""
 
     length: int
-    """Tokens of a sample, whose keys context parallelism gathers."""
+    """Tokens per sample, whose keys context parallelism gathers."""
     heads: int
     width: int
     """Channels of keys; the first `values` are the values."""
@@ -199,7 +204,7 @@ class SparseShape(NamedTuple):
 
 
 def sparse_shapes(config: RunConfig) -> list[SparseShape]:
-    """Those of a run, one for each kind of layer."""
+    """Return the shapes in a run, one for each kind of layer."""
     model, own = config.model, config.options(SparseAttentionFlags)
     latent, variants = config.options(LatentAttentionFlags), set(config.model.linear_attentions)
     length, heads = model.seq_length, model.num_attention_heads // config.parallel.tensor_model_parallel_size
@@ -222,7 +227,7 @@ def sparse_shapes(config: RunConfig) -> list[SparseShape]:
 
 
 def untrained_indexer(c: RunConfig) -> Iterator[Problem]:
-    """The notice about an indexer that does not learn: it learns from its own loss alone."""
+    """Return a notice if the indexer does not learn because its own loss is off."""
     if has_indexer(c) and not has_loss(c) and not c.training.skip_train:
         coeff, rule = c.options(SparseAttentionFlags).dsa_indexer_loss_coeff, "leaves the indexer as it is initialized"
         remedy = "add --dsa-indexer-loss-coeff 1 to train it"
@@ -230,7 +235,7 @@ def untrained_indexer(c: RunConfig) -> Iterator[Problem]:
 
 
 def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of a model with sparse attention."""
+    """Check models with sparse attention."""
     m = c.model
     own = c.options(SparseAttentionFlags)
     name = "--experimental-attention-variant"
@@ -261,10 +266,10 @@ def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _shared_selections(c: RunConfig) -> Iterator[Problem]:
-    """Selected keys stay on their pipeline stage."""
+    """Check that no pipeline stage needs keys that another stage has selected."""
     m = c.model
     if m.vocab_size is None:
-        return  # on which the stages depend: judged again when the tokenizer is known
+        return  # the stages depend on it; this rule runs again when the tokenizer is known
     try:
         from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
 
@@ -288,7 +293,7 @@ def _shared_selections(c: RunConfig) -> Iterator[Problem]:
 
 
 def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of a model with compressed attention."""
+    """Check models with compressed attention."""
     m = c.model
     p = c.parallel
     own = c.options(CompressedAttentionFlags)

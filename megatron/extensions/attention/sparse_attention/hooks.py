@@ -1,4 +1,4 @@
-"""The indexer's loss in a run: its scale, and its mean in the log."""
+"""Callback that scales the indexer loss and logs its mean."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron.training.run import TrainingRun
 
 
 class IndexerLoss(Callback):
-    """Scales the loss of indexers, and logs it."""
+    """Scale the indexer loss, and log it."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         return (IndexerTallies(run),)
 
 
 class IndexerTallies(Tallies):
-    """Sums of the divergence over the tokens of all layers on one rank. Tensor-parallel ranks have different tokens
-    under sequence parallelism."""
+    """Sum of the divergence over the tokens and layers of one rank. Under sequence parallelism, tensor-parallel ranks
+    have different tokens."""
 
     def __init__(self, run: TrainingRun) -> None:
         modules = [module for model in run.stages.values() for module in model.modules()]
@@ -33,9 +33,9 @@ class IndexerTallies(Tallies):
         super().__init__(tallies, 1, counts, run.runtime.device)
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """The micro-batches with what gradients of auxiliary losses are multiplied by."""
+        """Return the micro-batches with the factor for gradients of auxiliary losses."""
         return [replace(batch, aux_scale=scale) for batch in batches]
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
-        """Mean divergence of a token, in nats, over layers; None where no indexer is trained."""
+        """Mean divergence per token and layer, in nats; None if no indexer is trained."""
         return {"indexer_loss": means(summed)[0]}

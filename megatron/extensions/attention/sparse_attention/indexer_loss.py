@@ -1,8 +1,8 @@
-"""The indexer's loss, in chunks of queries. Over selected keys GPUs compute it by kernels (`kernels/divergence.py`).
+"""The indexer loss, in chunks of queries. Over selected keys, GPU kernels compute it (`kernels/divergence.py`).
 
-DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The loss of a token is KL(p, softmax(scores)), p being the mean over
-heads of attention's weights, over the selected keys or over all that the query could see (equations 3 and 4). Where
-attention has more sets of keys, p is the part of its weights that selected keys have, divided by its sum.
+DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The loss of a token is KL(p, softmax(scores)). p is the mean over heads
+of the attention weights, over the selected keys or over all keys that the query may attend to (equations 3 and 4). If
+attention has several sets of keys, p consists of the weights of the selected keys, divided by their sum.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from megatron.extensions.attention.sparse_attention.selection import Index, Quer
 
 
 class Loss(NamedTuple):
-    """The attention that the indexer is compared with."""
+    """The attention with which the indexer is compared."""
 
     q: Tensor
-    """[n, b, h, w] of all queries of this rank's part of the sequence, of its heads; `k` [s, b, w]."""
+    """[n, b, h, w]: all queries of this rank's part of the sequence, for its heads; `k` is [s, b, w]."""
     k: Tensor
     picked: Tensor | None
-    """Selected keys; None for all."""
+    """Selected keys; None for all keys."""
     queries: Queries
     scale: float
     heads: Axis
-    """The ranks that have other heads."""
+    """The ranks that hold the other heads."""
     own: range
-    """The rows that this rank's index has the queries of."""
+    """The rows whose queries this rank's indexer holds."""
     beside: Tensor | None = None
-    """[n, b, h]: log-sum-exps of the scores of what else is attended to."""
+    """[n, b, h]: log-sum-exps of the scores of everything else that is attended to."""
     lse: Tensor | None = None
-    """[n, b, h]: those of all that is attended to, if that is `picked` and what is beside."""
+    """[n, b, h]: log-sum-exps over all that is attended to, if that is `picked` and the rest."""
 
 
 @operation
 @torch_function
 def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """The sum over this rank's queries of KL(p, softmax(scores)), and its gradients: with G = softmax(scores) - p those
-    of weights are G ReLU(q · k), and those of q · k are G w where it is above 0."""
+    """Sum over this rank's queries of KL(p, softmax(scores)), and its gradients. With G = softmax(scores) - p, the
+    gradients of the weights are G ReLU(q · k), and those of q · k are G w where q · k is above 0."""
     wide = torch.promote_types(index.q.dtype, torch.float32)
     total = torch.zeros((), dtype=torch.float64, device=index.q.device)
     found = Index(*(torch.zeros(x.shape, dtype=wide, device=x.device) for x in index))
@@ -64,7 +64,7 @@ def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
         mine = chunk.moved(loss.own.start)
         products = index_products(index, mine)
         logs = index_scores(index, mine, products).masked_fill(hidden, -torch.inf).log_softmax(-1)
-        logs.masked_fill_(hidden, -torch.inf)  # where a query sees no key, all are not a number
+        logs.masked_fill_(hidden, -torch.inf)  # if a query has no keys, all its values are NaN
         total += (torch.xlogy(p, p) - p * logs.masked_fill(hidden, 0.0)).sum(dtype=torch.float64)
         g = (logs.exp_() - p).transpose(0, 1).unsqueeze(2)  # [b, rows, 1, keys]
         found.weights[mine.rows] = (products @ g.mT).squeeze(-1).transpose(0, 1)
@@ -85,8 +85,8 @@ class LossContext(AutogradContext):
 
 
 class AttachLoss(torch.autograd.Function):
-    """Passes `out` through. The backward adds the gradients of the indexer's loss times `scale`, and the loss to the
-    tally, [sum of divergences, tokens]; without a loss the gradients are zero."""
+    """Return `out` unchanged. The backward adds the gradients of the indexer loss times `scale`, and adds the loss to
+    the tally [sum of divergences, tokens]; without a loss the gradients are zero."""
 
     @staticmethod
     def forward(

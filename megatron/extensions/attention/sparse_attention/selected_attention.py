@@ -1,11 +1,11 @@
 """Attention to selected keys, in chunks of queries.
 
-Attention is that of one key group whose values are the first channels of its keys, as in the form of multi-latent
-attention that attends to latents. Keys may be of several sets that share a softmax, as those of tokens and compressed
-ones of DeepSeek-V4.
+Attention has one key group, and the first channels of its keys are its values, as in the form of multi-latent attention
+that attends to latents. Several sets of keys may share a softmax, such as the tokens and the compressed keys of
+DeepSeek-V4.
 
-GPUs compute both passes by kernels (`kernels/attention.py`) where these are faster. Shapes: n queries of b samples,
-s keys, h heads.
+GPU kernels (`kernels/attention.py`) compute both passes where they are faster. Shapes: n queries of b samples, s keys,
+h heads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from megatron.extensions.attention.sparse_attention.selection import Chunk, Quer
 
 
 class Rows:
-    """A chunk of queries with the keys that they attend to: those selected for each, or all before a position."""
+    """A chunk of queries with the keys that they attend to: keys selected for each query, or all keys before a
+    position."""
 
     def __init__(self, q: Tensor, k: Tensor, queries: Queries, chunk: Chunk, picked: Tensor | None) -> None:
         """q [n, b, h, w], k [s, b, w], picked [n, b, topk] or None for all keys"""
@@ -50,7 +51,7 @@ class Rows:
 
     @cached_property
     def k(self) -> Tensor:
-        """[keys, b, w], or the selected ones [rows, b, topk, w]"""
+        """[keys, b, w], or the selected keys [rows, b, topk, w]"""
         return self.all_keys[self.keys] if self.flat is None else self.all_keys.flatten(0, 1)[self.flat]
 
     def scores(self, scale: float) -> Tensor:
@@ -68,7 +69,7 @@ class Rows:
         return weights @ keys if self.flat is not None else self._by_sample(weights, keys.transpose(0, 1))
 
     def add_to_keys_(self, out: Tensor, weights: Tensor, rows: Tensor) -> None:
-        """out [s, b, w] += weights [rows, b, h, keys or topk] times rows [rows, b, h, w], by key."""
+        """out [s, b, w] += weights [rows, b, h, keys or topk] times rows [rows, b, h, w], for each key."""
         if self.flat is not None:
             add_rows_(out.flatten(0, 1), self.flat.flatten(), (weights.mT @ rows).flatten(0, 2))
         else:
@@ -76,7 +77,7 @@ class Rows:
             out[self.keys] += (next(both).mT @ next(both)).transpose(0, 1)
 
     def distribution(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """weights [rows, b, keys or topk] of what is attended to -> [rows, b, keys], and which keys are not."""
+        """weights [rows, b, keys or topk] of the attended keys -> [rows, b, keys], and a mask of the other keys."""
         if self.flat is None:
             return weights, self.hidden
         assert self.picked is not None
@@ -91,7 +92,7 @@ class Rows:
 
 
 class Keys(NamedTuple):
-    """How queries see a set of keys."""
+    """How queries attend to a set of keys."""
 
     queries: Queries
     picked: Tensor | None = None
@@ -103,16 +104,16 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 
 class Attended(NamedTuple):
-    """What attention of a rank's queries results in."""
+    """Result of attention for a rank's queries."""
 
     out: Tensor
     """[n, b, h, width]"""
     lse: Tensor
     """[n, b, h]: log-sum-exps of all scores and sinks; fp32 for 16-bit inputs."""
     of_first: Tensor
-    """The same of the scores of the first set of keys and sinks."""
+    """The same, of the scores of the first set of keys and of sinks."""
     highest: Tensor | None
-    """[h]: the largest scores, where they are wanted."""
+    """[h]: the largest scores, if they are requested."""
 
 
 @operation
@@ -126,8 +127,8 @@ def attend_to_selected(
     width: int,
     notes: bool,
 ) -> Attended:
-    """q [n, b, h, w], sinks [h] or None, and for each of `seen` a set of keys k [s, b, w], whose first `width` channels
-    are values. `notes`: whether the largest scores are wanted."""
+    """q [n, b, h, w], sinks [h] or None, and for each entry of `seen` a set of keys k [s, b, w], whose first `width`
+    channels are values. `notes`: True to return the largest scores."""
     out = q.new_empty(*q.shape[:3], width)
     lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     of_first, highest = torch.empty_like(lse), None
@@ -162,7 +163,7 @@ def selected_attention_gradients(
 ) -> tuple[Tensor, ...]:
     """Gradients of q, and of each set of keys in the precision of sums.
 
-    With P the weights: dS = P * (dO vᵀ - rowsum(dO * O)), and dV = Pᵀ dO."""
+    With the weights P: dS = P * (dO vᵀ - rowsum(dO * O)), and dV = Pᵀ dO."""
     dq, dk = torch.empty_like(q), [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in k]
     for parts in _parts(q, k, seen):
         at = parts[0].rows
@@ -185,9 +186,9 @@ def selected_attention_gradients(
 @operation
 @torch_function
 def attended_weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> Tensor:
-    """[rows, b, keys or topk]: attention's weights of the keys of `rows`, whose queries are q [rows, b, h, w], summed
-    over heads. `beside` [rows, b, h] are log-sum-exps of the scores of what else is attended to, `lse` those of all
-    that is, where they are known."""
+    """[rows, b, keys or topk]: attention weights of the keys of `rows`, whose queries are q [rows, b, h, w], summed
+    over heads. `beside` [rows, b, h] has the log-sum-exps of the scores of everything else that is attended to; `lse`
+    has those of everything, if they are known."""
     scores = rows.scores(scale)
     total = scores.logsumexp(-1)
     total = total if beside is None else torch.logaddexp(total, beside)
@@ -199,8 +200,9 @@ class SelectedContext(AutogradContext):
 
 
 class AttentionToSelected(torch.autograd.Function):
-    """`attend_to_selected`, and its gradients: returns the outputs and the log-sum-exps, of all scores and of those of
-    the first set. Saved are operands, outputs and log-sum-exps. `note` is called with the largest scores [h]."""
+    """`attend_to_selected` with gradients. Returns the outputs, and the log-sum-exps over all scores and over those of
+    the first set. Saves the operands, outputs and log-sum-exps for the backward. Calls `note` with the largest scores
+    [h]."""
 
     @staticmethod
     def forward(
@@ -238,7 +240,7 @@ class AttentionToSelected(torch.autograd.Function):
 
 
 def _parts(q: Tensor, k: Sequence[Tensor], seen: tuple[Keys, ...]) -> Iterator[list[Rows]]:
-    """By chunk of queries, the rows of each set of keys."""
+    """For each chunk of queries, the rows of each set of keys."""
     hardware, of_sets = seen[0].queries.hardware, list(zip(*(each.queries.chunks for each in seen), strict=True))
     for chunks in hardware.each(of_sets):
         sets = zip(k, seen, chunks, strict=True)

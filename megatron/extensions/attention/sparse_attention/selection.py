@@ -1,9 +1,9 @@
-"""Selection of keys by an indexer, in chunks of queries.
+"""Key selection by an indexer, in chunks of queries.
 
-DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. With queries q of the indexer's heads h, one key k per token, and weights
-w per head, the score of token j for the query of token i is the sum over h of w_ih ReLU(q_ih · k_j) (equation 1).
+DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The indexer has queries q in heads h, one key k per token, and head
+weights w. The score of token j for the query of token i is the sum over h of w_ih ReLU(q_ih · k_j) (equation 1).
 
-No more than a chunk of scores is in memory. Shapes: n queries of b samples, s keys, h heads.
+At most one chunk of scores is in memory at a time. Shapes: n queries of b samples, s keys, h heads.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron.core.kernels import operation
 from megatron.core.tensor_parallel.layers import Hardware
 
 CHUNK = 2**27
-"""Elements of the largest tensor of a chunk of queries."""
+"""Largest number of elements of any tensor of a chunk of queries."""
 
 MERGED, MERGED_ROWS = 2**26, 1024
-"""Scores and queries of the largest chunk by kernels."""
+"""Largest number of scores, and of queries, per chunk if kernels compute it."""
 
 
 class Chunk(NamedTuple):
@@ -31,33 +31,34 @@ class Chunk(NamedTuple):
 
     rows: slice
     keys: int
-    """Keys that some of them see: all before this position."""
+    """The keys that any of these queries attends to are before this position."""
     first: int = 0
-    """The keys from this position on."""
+    """The keys that any of these queries attends to begin at this position."""
 
     def moved(self, start: int) -> Chunk:
-        """The same queries, their rows counted from `start`."""
+        """The same queries, with rows counted from `start`."""
         return self._replace(rows=slice(self.rows.start - start, self.rows.stop - start))
 
 
 class Queries(NamedTuple):
-    """Positions of the keys that queries could see, [n, 1 or b] int64, and the chunks that they are computed in."""
+    """Positions of the keys that queries may attend to, [n, 1 or b] int64, and the chunks in which they are
+    computed."""
 
     first: Tensor
     last: Tensor
     chunks: tuple[Chunk, ...]
     hardware: Hardware
     most: int
-    """The most keys that a query could see."""
+    """Largest number of keys that a query may attend to."""
 
     def hidden(self, chunk: Chunk) -> Tensor:
-        """[rows, 1 or b, keys] bool, true where a query could not see the key."""
+        """[rows, 1 or b, keys] bool, True if the query may not attend to the key."""
         keys = torch.arange(chunk.first, chunk.keys, device=self.last.device)
         return (keys > self.last[chunk.rows, :, None]) | (keys < self.first[chunk.rows, :, None])
 
 
 class Index(NamedTuple):
-    """Operands of the indexer's scores."""
+    """Operands of the indexer scores."""
 
     q: Tensor
     """[n, b, indexer heads, d]"""
@@ -68,8 +69,8 @@ class Index(NamedTuple):
 
 
 def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) -> tuple[Chunk, ...]:
-    """Chunks of at most `longest` queries at the positions `spans`, each within one of equal shards of the rows. Of
-    queries after earlier tokens `keys` are the tokens that there are."""
+    """Chunks of at most `longest` queries at the positions `spans`, each within one of the equal shards of the rows. If
+    queries follow earlier tokens, `keys` is the total number of tokens."""
     shard = sum(map(len, spans)) // shards
     found = list[Chunk]()
     row = 0
@@ -83,8 +84,8 @@ def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) 
 
 
 def merged(chunks: Sequence[Chunk], samples: int) -> tuple[Chunk, ...]:
-    """Chunks of queries at adjacent positions joined, up to `MERGED_ROWS` queries and `MERGED` scores: kernels keep the
-    scores of keys alone in memory, and need many queries to fill a GPU."""
+    """Join chunks of queries at adjacent positions, up to `MERGED_ROWS` queries and `MERGED` scores: kernels store only
+    the scores of keys in memory, and need many queries to fill a GPU."""
     found = list[Chunk]()
     for chunk in chunks:
         if found:
@@ -113,15 +114,15 @@ def index_scores(index: Index, chunk: Chunk, products: Tensor) -> Tensor:
 
 def largest(scores: Tensor, topk: int) -> Tensor:
     """scores [rows, b, keys] -> [rows, b, topk] int32: the keys with the largest scores in ascending order, the later
-    ones of equal scores. -1 for those with a score of -inf. ReLU makes many scores equal: the choice must not depend on
-    how queries are divided."""
+    ones among equal scores. -1 replaces keys with a score of -inf. ReLU makes many scores equal, and the choice must
+    not depend on how queries are divided."""
     least = scores.topk(topk, sorted=False).values.amin(-1, keepdim=True)
     above, equal = scores > least, scores == least
     wanted = topk - above.sum(-1, keepdim=True)
     latest = equal.flip(-1).cumsum(-1).flip(-1) <= wanted
     keys, last = torch.arange(scores.shape[-1], device=scores.device), scores.shape[-1] - 1
     chosen = torch.where(above | (equal & latest), keys, last + 1).topk(topk, largest=False, sorted=True).values
-    chosen = chosen.clamp_(max=last)  # where a score is NaN, fewer are chosen
+    chosen = chosen.clamp_(max=last)  # if a score is NaN, fewer keys are chosen
     return chosen.masked_fill_(scores.gather(-1, chosen) == -torch.inf, -1).to(torch.int32)
 
 
@@ -137,7 +138,7 @@ def scores_of_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 @operation
 @torch_function
 def largest_scores(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """`largest` of the keys that queries could see, those from `first` to `last` [n, 1 or b]."""
+    """`largest` over the keys that queries may attend to, from `first` to `last` [n, 1 or b]."""
     keys = torch.arange(scores.shape[-1], device=scores.device)
     hidden = (keys > last.unsqueeze(-1)) | (keys < first.unsqueeze(-1))
     return largest(scores.masked_fill(hidden, -torch.inf), topk)
@@ -151,7 +152,7 @@ def keys_of_chunks(index: Index, queries: Queries, topk: int) -> Tensor:
 
 
 def selected_in(chunks: Sequence[Chunk], index: Index, queries: Queries, topk: int) -> Tensor:
-    """`selected`, in these chunks."""
+    """`selected`, in the given chunks."""
     n, b = index.q.shape[:2]
     picked = torch.full((n, b, topk), -1, dtype=torch.int32, device=index.q.device)
     for chunk in queries.hardware.each(chunks):
@@ -169,5 +170,5 @@ def selected_in(chunks: Sequence[Chunk], index: Index, queries: Queries, topk: i
 
 @torch.no_grad()
 def selected(index: Index, queries: Queries, topk: int) -> Tensor:
-    """[n, b, topk] int32: the keys that each query sees, in ascending order, but for -1 where it could see fewer."""
+    """[n, b, topk] int32: the keys that each query attends to, in ascending order, filled up with -1."""
     return keys_of_chunks(index, queries, topk)

@@ -1,12 +1,12 @@
 """DeepSeek sparse attention (DSA): DeepSeek-V3.2, arXiv 2512.02556, section 2.1.
 
-Multi-latent attention whose queries see only the keys that an indexer selects. Attention is computed with latents: the
-projection up to keys is applied to the queries instead, and that up to values to the output, so that all heads share
-the keys that are gathered for a query.
+Multi-latent attention in which queries attend only to the keys that an indexer selects. Attention is computed with
+latents: the up-projection of keys is applied to the queries instead, and the up-projection of values to the output, so
+that all heads share the keys that are gathered for a query.
 
-Every tensor-parallel rank holds the indexer whole. Under sequence parallelism it selects for the queries of its tokens,
-and ranks gather what each has selected. Under context parallelism ranks gather latents and the indexer's keys of the
-whole sequence, whatever --cp-comm-type other layers have: both are narrow.
+Every tensor-parallel rank holds the indexer whole. Under sequence parallelism the indexer selects keys for the queries
+of its rank's tokens, and ranks gather the selections. Under context parallelism ranks gather the latents and indexer
+keys of the whole sequence, both of which are narrow, whatever --cp-comm-type other layers have.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.extensions.attention.sparse_attention.selection import CHUNK, Inde
 
 
 class IndexerLinears(NamedTuple):
-    """Linear layers of the indexer, with Megatron-LM's names, which every rank holds whole. None has a bias."""
+    """Linear layers of the indexer, with Megatron-LM's names. Every rank holds them whole. None has a bias."""
 
     q: ReplicatedLinear
     """linear_wq_b [indexer heads * channels, q_lora_rank], or [..., h] without a query latent."""
@@ -55,7 +55,7 @@ class IndexerLinears(NamedTuple):
 
 
 def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
-    """The linear layers of the indexer of this name."""
+    """Return the linear layers of the indexer with this name."""
     own = config.options(SparseAttentionFlags)
     hidden = config.hidden_size
     heads, width = own.dsa_indexer_n_heads, own.dsa_indexer_head_dim
@@ -68,14 +68,14 @@ def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
 
 
 def of_key_norm(config: TransformerConfig) -> TransformerConfig:
-    """The settings of the LayerNorm of the indexer's key, whatever norms the model has. Its epsilon is that of
-    latents."""
+    """Settings of the LayerNorm of the indexer key, which do not depend on the model's norms. Its epsilon is the
+    epsilon of latent norms."""
     epsilon = config.options(LatentAttentionFlags).latent_norm_epsilon or config.norm_epsilon
     return replace(config, norm_epsilon=epsilon, apply_layernorm_1p=False, norm_parameters="all")
 
 
 class Indexer(nn.Module):
-    """Queries of its own heads, one key for all of them, and weights of heads. No gradient leaves it."""
+    """Indexer with its own query heads, one key for all of them, and head weights. Its inputs receive no gradient."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class Indexer(nn.Module):
         self.k_norm = LayerNorm(f"{name}.k_norm", self.width, of_key_norm(config), ctx, partial_over)
 
     def forward(self, x: Tensor, q: Tensor) -> Index:
-        """x [s, b, h], and q [s, b, q_lora_rank] or x again; [s/tp, ...] under sequence parallelism. Nothing is rotated
-        yet."""
+        """x [s, b, h], and q [s, b, q_lora_rank] or x again; [s/tp, ...] under sequence parallelism. The results are
+        not rotated yet."""
         x, q = x.detach(), q.detach()
         weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
         return Index(
@@ -98,7 +98,7 @@ class Indexer(nn.Module):
 
 
 class SparseLatents(NamedTuple):
-    """`Latents`, and the operands of the indexer's scores."""
+    """`Latents`, and the operands of the indexer scores."""
 
     q: Tensor
     kv: Tensor
@@ -116,12 +116,12 @@ def parted(operands: Sequence[Tensor | BatchContext]) -> tuple[list[Tensor], Bat
 
 
 class SelectedKeys(CoreAttention):
-    """Attention to the keys that the indexer selects, and the projection up to values."""
+    """Attention to the keys that the indexer selects, and the up-projection of values."""
 
     def __init__(
         self, name: str, config: TransformerConfig, ctx: TPContext, width: int, sinks: Sequence[ParamMeta] = ()
     ) -> None:
-        """`width`: channels of keys that are values."""
+        """`width`: key channels that are values."""
         super().__init__(name, config, ctx, sinks)
         own = config.options(SparseAttentionFlags)
         self.width = width
@@ -131,11 +131,11 @@ class SelectedKeys(CoreAttention):
         self.index_heads, self.shares = own.dsa_indexer_n_heads, own.dsa_indexer_topk_freq > 1
         self.sparse_loss = own.dsa_indexer_use_sparse_loss
         self.rows = ctx.tp if ctx.sequence_parallel else Axis()
-        """The ranks that have other rows of the indexer's operands."""
+        """The ranks that hold the other rows of the indexer's operands."""
         self.kernel = self.varlen_kernel = TorchKernel(self.scale)
         self.always_tiles, self.sink_heads = True, slice(0, self.local_heads)
         self.tally = torch.zeros(2, dtype=torch.float64, device=ctx.device)
-        """Sum of divergences and number of tokens in the step so far."""
+        """Sum of divergences and number of tokens so far in the step."""
 
     def forward(
         self,
@@ -175,19 +175,19 @@ class SelectedKeys(CoreAttention):
             return picked
         last = queries.last
         assert not has_values(last), "a stage begins with a layer without an indexer"
-        every = max(chunk.keys for chunk in queries.chunks) <= self.topk  # a plan runs each layer by itself
+        every = max(chunk.keys for chunk in queries.chunks) <= self.topk  # a plan runs each layer separately
         return None if every else last.unsqueeze(-1).expand(-1, samples, self.topk)
 
     def _attend(self, q: Tensor, seen: tuple[Keys, ...], *k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return AttentionToSelected.apply(q, self._sinks, seen, self.scale, self.width, self.note, *k)
 
     def _own(self, index: Index) -> range:
-        """The rows that this rank's index has the queries of."""
+        """The rows whose queries this rank's indexer holds."""
         rows = len(index.q)
         return range(self.rows.rank * rows, (self.rows.rank + 1) * rows)
 
     def _select(self, index: Index, queries: Queries) -> Tensor | None:
-        """[n, b, topk] keys that each query sees; None where all see every earlier one."""
+        """[n, b, topk] keys that each query attends to; None if all attend to every earlier one."""
         if max(chunk.keys for chunk in queries.chunks) <= self.topk:
             return None
         own = self._own(index)
@@ -207,7 +207,7 @@ class SelectedKeys(CoreAttention):
         lse: Tensor,
         beside: Tensor | None = None,
     ) -> Tensor:
-        """`out`, whose backward adds the indexer's loss in training."""
+        """Return `out`; in training, its backward adds the indexer loss."""
         if not self.training:
             return out
         trained = index.q.requires_grad and self.coeff > 0 and context.aux_scale is not None
@@ -218,7 +218,7 @@ class SelectedKeys(CoreAttention):
         return AttachLoss.apply(out, loss, scale, self.tally, *index)
 
     def _queries(self, q: Tensor, k: Tensor, cache: EarlierTokens | None, context: BatchContext) -> Queries:
-        """The keys that the queries of this rank's part of the sequence could see."""
+        """The keys that this rank's queries may attend to."""
         (n, b, heads, width), length = q.shape, len(k)
         of_query = b * max(self.index_heads * length, max(heads, width) * min(self.topk, length))
         if cache is not None:
@@ -234,7 +234,7 @@ class SelectedKeys(CoreAttention):
 
 @lru_cache(maxsize=64)
 def document_begins(documents: Documents, length: int, device: torch.device) -> Tensor:
-    """[s, b]: position at which the document of each token of whole samples of `length` tokens begins."""
+    """[s, b]: position of the first token of each token's document, for whole samples of `length` tokens."""
     begins = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
         begins[list(places), sample] = places
@@ -244,7 +244,7 @@ def document_begins(documents: Documents, length: int, device: torch.device) -> 
 class SparseAttention(MultiLatentAttention):
     """Multi-latent attention to the keys that an indexer selects.
 
-    Neighbouring rotary channels form a pair in the indexer too, where they are the first ones of a head.
+    Adjacent rotary channels form a pair in the indexer too, where they are the first channels of a head.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -259,7 +259,7 @@ class SparseAttention(MultiLatentAttention):
         return latents if self.indexer is None else SparseLatents(*latents, *self.indexer(x, latents.q))
 
     def _heads(self, latents: Latents | SparseLatents, context: BatchContext) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """The operands of `SelectedKeys`."""
+        """Return the operands of `SelectedKeys`."""
         tables = self._tables(context)
         q, up_value = self._absorbed(Latents(*latents[:3]), context)
         k = torch.cat((self.to_heads(latents.kv, self.tp), rotated(latents.key, *tables).squeeze(2)), dim=-1)

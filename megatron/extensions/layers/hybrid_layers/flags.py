@@ -1,4 +1,4 @@
-"""The flag of layers of one sublayer each, and what flags of linear attentions depend on.
+"""Flag for layers with one sublayer each, and the condition on which flags of linear attentions depend.
 
 This module does not import torch.
 """
@@ -15,11 +15,11 @@ from megatron.training.extensions import extension_flags
 
 PATTERN = "--hybrid-layer-pattern"
 DENSE, EXPERTS = "-", "E"
-"""Letters of an MLP, and of one of experts."""
+"""Letters of a dense MLP, and of a mixture of experts."""
 
 
 def has_linear_attention(name: str, letter: str) -> Condition:
-    """Return the condition that flags of a linear attention depend on."""
+    """Return the condition on which the flags of a linear attention depend."""
 
     def holds(config: RunConfig) -> bool:
         try:
@@ -38,7 +38,7 @@ def has_linear_attention(name: str, letter: str) -> Condition:
 )
 @dataclass(frozen=True)
 class HybridConfig(LayerPattern):
-    """Layers of one sublayer each."""
+    """Layers with one sublayer each."""
 
     hybrid_layer_pattern: str | None = flag(
         None,

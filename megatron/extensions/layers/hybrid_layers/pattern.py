@@ -1,4 +1,4 @@
-"""The pattern that states the sublayers of each layer in Megatron-LM's letters. This module does not import torch."""
+"""Pattern that gives the sublayers of each layer in Megatron-LM's letters. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron.training.config.rules.model import without_attention
 from megatron.training.config.run_config import RunConfig
 
 LAYOUT = "pipeline_model_parallel_layout"
-"""Field of the extension that cuts a model into stages by hand."""
+"""Field of the extension that divides a model into stages by hand."""
 
 
 class LayerPattern(NamedTuple):
-    """A pattern's letters."""
+    """Letters of a parsed pattern."""
 
     stages: tuple[str, ...]
-    """Letters of the layers of each pipeline stage; one stage where the pattern has none."""
+    """Letters of the layers, by pipeline stage; one stage if the pattern has no borders."""
 
     modules: tuple[str, ...]
     """Letters of each multi-token prediction module."""
@@ -33,23 +33,23 @@ class LayerPattern(NamedTuple):
 
     @property
     def without_stages(self) -> str:
-        """The text that states the same model."""
+        """Text of the same pattern."""
         return "/".join((self.layers, *self.modules))
 
 
 def read_pattern(text: str) -> LayerPattern:
-    """The letters of --hybrid-layer-pattern, legal or not."""
+    """Parse the letters of --hybrid-layer-pattern, legal or not."""
     layers, *modules = text.split("/")
     return LayerPattern(tuple(layers.split("|")), tuple(modules))
 
 
 def attention_letter(config: TransformerConfig) -> str:
-    """The letter of layers with the model's attention."""
+    """Letter of layers with the model's attention."""
     return config.attention_mixer.letter or "*"
 
 
 def letters(config: TransformerConfig) -> dict[str, Sublayers]:
-    """Letter -> the layer that it stands for in this model."""
+    """Maps each letter to the layer that it stands for in this model."""
     variants = {MIXERS.facts(name).letter: with_attention(name) for name in ATTENTION_VARIANTS}
     found = {attention_letter(config): Sublayers(attends=True)} | variants
     found |= {DENSE: Sublayers(mlp=True), EXPERTS: Sublayers(mlp=True, experts=True)}
@@ -57,8 +57,8 @@ def letters(config: TransformerConfig) -> dict[str, Sublayers]:
 
 
 def hybrid_layers(config: TransformerConfig) -> tuple[Sublayers, ...]:
-    """Sublayers of all layers of a model with a pattern, followed by those of its multi-token prediction modules:
-    without letters of their own these are like the last layer. Raises ValueError if the pattern is not legal."""
+    """Sublayers of all layers of a model with a pattern, followed by those of its multi-token prediction modules, which
+    equal the last layer unless they have letters of their own. Raises Raises ValueError if the pattern is not legal."""
     known, pattern = letters(config), read_pattern(config.options(HybridConfig).hybrid_layer_pattern or "")
     unknown = next((letter for letter in "".join((pattern.layers, *pattern.modules)) if letter not in known), None)
     if unknown is not None:
@@ -81,14 +81,14 @@ def hybrid_layers(config: TransformerConfig) -> tuple[Sublayers, ...]:
 
 
 def _together(parts: list[Sublayers]) -> Sublayers:
-    """The layer that has all these parts: a mixer, an MLP, or both."""
+    """Return the layer that has all these parts: a mixer, an MLP, or both."""
     first, last = parts[0], parts[-1]
     return Sublayers(first.attends, first.linear, last.mlp, last.experts)
 
 
 def with_pattern(config: RunConfig) -> RunConfig:
-    """The configuration with the numbers of layers, the multi-token prediction modules and the stages that
-    --hybrid-layer-pattern states. The model's pattern is then the same at every layout."""
+    """Return the configuration with the layers, multi-token prediction modules and stages that --hybrid-layer-pattern
+    gives. The model's pattern is then the same under every layout."""
     model, text = config.model, config.options(HybridConfig).hybrid_layer_pattern
     if text is None:
         return config
@@ -102,7 +102,7 @@ def with_pattern(config: RunConfig) -> RunConfig:
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Which patterns a model can have."""
+    """Check the patterns that a model can have."""
     m, pattern = c.model, c.options(HybridConfig).hybrid_layer_pattern
     if pattern is None:
         return

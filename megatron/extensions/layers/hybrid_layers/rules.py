@@ -1,4 +1,4 @@
-"""Rules that mixers share. This module does not import torch."""
+"""Rules shared by mixers. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron.training.config.run_config import RunConfig
 
 
 def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default: int = 0) -> Iterator[Problem]:
-    """The problem of a number of `what` that tensor- and context-parallel ranks cannot share evenly. Without a value of
-    the flag it is the `default`."""
+    """Report a number of `what` that tensor- and context-parallel ranks cannot share evenly. The number is `default` if
+    the flag is not given."""
     tp = c.parallel.tensor_model_parallel_size
     cp = c.parallel.context_parallel_size
     count = value or default
@@ -28,8 +28,8 @@ def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default
 def unless_aligned(
     c: RunConfig, flag: str, value: int | None, each: int, what: str, default: int = 0, *, cut: bool = True
 ) -> Iterator[Problem]:
-    """The problem of a number, a part of which a rank has if it is `cut`, where each of them makes `each` rows or
-    columns of a rank's matrices, which are `what`, and these are too few or too many for the format of linear layers.
+    """Report a number that does not fit the format of linear layers. Each unit of it gives `each` rows or columns of a
+    rank's matrices, which are `what`; if it is `cut`, each rank has a part of it.
     """
     tp, count = c.parallel.tensor_model_parallel_size, value or default
     parts = tp if cut else 1

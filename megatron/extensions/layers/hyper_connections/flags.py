@@ -1,4 +1,5 @@
-"""Flags of hyper-connections, and facts that are needed before they are imported. This module does not import torch."""
+"""Flags of hyper-connections, and the facts that are needed before they are imported. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         why = "a layer of your own adds outputs to hidden states by itself"
         yield Problem.exclusive(SWITCH, None, f"--layer-module {module}", why)
     if own.enable_mhc_connections and config.model.recomputes("mhc") and config.model.num_layers > 0:
-        with suppress(ValueError):  # of a pattern that other rules refuse
+        with suppress(ValueError):  # if other rules refuse the pattern
             if not any(kind.mixes and kind.mlp for kind in config.model.layers):
                 rule = "has no effect where every layer is one sublayer: it acts between two of them"
                 yield Problem("--recompute-modules", "mhc", rule, "remove it", harmless=True)
@@ -55,7 +56,8 @@ class HyperConnectionFlags:
     """mHC: iterations of Sinkhorn-Knopp, which make rows and columns of the mixing matrix sum to 1."""
 
     mhc_init_gating_factor: float = 0.01
-    """mHC: initial scale of the token-dependent part of a sublayer's weights. For the final sum of streams it is 1."""
+    """mHC: initial scale of the token-dependent part of a sublayer's weights. The final sum of streams starts at a
+    scale of 1."""
 
     mhc_epsilon: float = flag(1e-6, at_least=0)
     """mHC: epsilon added to a sublayer's input weights, and to entries and sums of the mixing matrix."""
@@ -69,7 +71,7 @@ def is_chosen(config: TransformerConfig) -> bool:
 
 
 def stream_size(config: TransformerConfig) -> int:
-    """Channels of all streams, side by side."""
+    """Channels of all streams, concatenated."""
     return config.options(HyperConnectionFlags).mhc_num_residual_streams * config.hidden_size
 
 

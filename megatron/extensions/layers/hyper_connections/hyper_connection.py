@@ -1,12 +1,12 @@
 """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880; hyper-connections: arXiv 2409.19606).
 
-The residual stream is n streams side by side, [s, b, n * h]. A sublayer f reads a weighted sum of them, and
+The residual stream consists of n concatenated streams, [s, b, n * h]. A sublayer f reads a weighted sum of them, and
 
     x'_k = sum_j res[j, k] x_j + post_k f(sum_j pre_j x_j),
 
-where pre, post and the doubly stochastic matrix res are functions of the token's streams. Formulas are those of Hugging
-Face's DeepSeek-V4. Every token is computed by itself, so that tensor parallelism replicates the weights, and sequence
-and context parallelism need no communication.
+where pre, post and the doubly stochastic matrix res are functions of the token's streams. The formulas are those of
+Hugging Face's DeepSeek-V4. Each token is computed independently, so tensor parallelism replicates the weights, and
+sequence and context parallelism need no communication.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Sublayer = Callable[[Tensor, BatchContext], Tensor]
 
 
 class PendingMix:
-    """Streams after a sublayer that the next sublayer of the layer recomputes in the backward."""
+    """Streams after a sublayer, which the layer's next sublayer recomputes in the backward."""
 
     def __init__(self, parts: Mix, compiled: bool) -> None:
         self.parts, self.compiled = parts, compiled
@@ -49,9 +49,9 @@ class PendingMix:
 
 
 class TokenWeights(nn.Module):
-    """Weights that are a function of the streams of a token: a projection of them, normed, beside factors and a bias.
+    """Weights that depend on the streams of a token: a normalized projection of the streams, with factors and a bias.
 
-    What this computes is computed again in the backward, from the streams: only they are kept.
+    The backward recomputes everything from the streams, so only these are saved.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
@@ -61,7 +61,7 @@ class TokenWeights(nn.Module):
         self.epsilons, self.compiled = Epsilons(config.norm_epsilon, own.mhc_epsilon), ctx.compiled
 
     def of_kept(self, function: Callable[[Tensor], T], x: Tensor) -> T:
-        """function(x), of which x alone is kept"""
+        """function(x), which saves x alone for the backward"""
         return recomputed(function, x) if self.training else function(x)
 
     def projected(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -75,16 +75,16 @@ class TokenWeights(nn.Module):
 
 
 class HyperConnection(TokenWeights):
-    """Feeds a sublayer from the streams, mixes these and adds its output.
+    """Compute the input of a sublayer from the streams, mix the streams, and add the sublayer's output.
 
-    With --recompute-modules mhc the first of two sublayers leaves the mix to the second one, which keeps none of it.
+    With --recompute-modules mhc the first of two sublayers leaves the mixing to the second one, which saves none of it.
     """
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(config, ctx)
         width, name = config.residual_size, f"{sublayer}_hyper_connection"
         rows = self.streams * (self.streams + 2)
-        """Rows of the weights that a sublayer reads by, of the weights of its output, and of the mixing matrix."""
+        """Rows of the weights for a sublayer's input, of the weights for its output, and of the mixing matrix."""
         bound = sqrt(6 / (rows + width))
         factor = Init("constant", value=config.options(HyperConnectionFlags).mhc_init_gating_factor)
 
@@ -92,7 +92,7 @@ class HyperConnection(TokenWeights):
             partial_over = sequence_partial(ctx.sequence_parallel)
             return make_parameter(ParamMeta(f"{name}.{key}", shape, {}, init, partial_over, role=role), ctx)
 
-        # Names and initial values are those of Megatron-LM's branch dev.
+        # Names and initial values are those of Megatron-LM's dev branch.
         self.mapping_proj = made("mapping_proj.weight", (rows, width), "gate", Init("uniform", low=-bound, high=bound))
         self.alpha_pre, self.alpha_post, self.alpha_res = (
             made(f"alpha_{of}", (1,), "vector", factor) for of in ("pre", "post", "res")
@@ -103,7 +103,7 @@ class HyperConnection(TokenWeights):
 
     @staticmethod
     def enter(x: Tensor, config: TransformerConfig) -> Tensor:
-        """[s, b, h] -> [s, b, n * h]: each stream begins as the hidden states"""
+        """[s, b, h] -> [s, b, n * h]: each stream starts as a copy of the hidden states"""
         return x.repeat(1, 1, config.residual_size // config.hidden_size)
 
     @staticmethod
@@ -142,7 +142,7 @@ class MeanOfStreams(TokenWeights):
 
 
 class SumOfStreams(TokenWeights):
-    """The same by a sum of the streams, whose weights are a function of the token."""
+    """Hidden states after the last layer: a sum of the streams with token-dependent weights."""
 
     def __init__(self, norm: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(config, ctx)
@@ -153,7 +153,7 @@ class SumOfStreams(TokenWeights):
 
         self.hc_head_fn = made("hc_head_fn", (self.streams, config.residual_size), "gate")
         self.hc_head_base = made("hc_head_base", (self.streams,), "bias")
-        # It starts at 1, as in Megatron-LM and transformers, whatever --mhc-init-gating-factor says.
+        # This starts at 1, as in Megatron-LM and transformers, whatever --mhc-init-gating-factor says.
         self.hc_head_scale = made("hc_head_scale", (1,), "vector", Init("constant", value=1.0))
 
     def forward(self, x: Stream) -> Tensor:

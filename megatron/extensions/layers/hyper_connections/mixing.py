@@ -1,6 +1,6 @@
-"""Formulas of hyper-connections: weights of streams, and what they mix.
+"""Formulas of hyper-connections: stream weights, and the mixing of streams.
 
-Shapes: x [..., n, h] are n streams. Weights are fp32 where streams have 16 bits, and so are the sums before they are
+Shapes: x [..., n, h] has n streams. If streams have 16 bits, weights and sums are fp32, and the sums are then
 rounded."""
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron.core.torch_private import AutogradContext
 
 class Epsilons(NamedTuple):
     norm: float
-    """Added to the mean square of all streams of a token."""
+    """Epsilon added to the mean square over all streams of a token."""
 
     weights: float
-    """Added to the weights that a sublayer reads by, and to entries and sums of the mixing matrix."""
+    """Epsilon added to the input weights of a sublayer, and to entries and sums of the mixing matrix."""
 
 
 class Mix(NamedTuple):
-    """What the streams after a sublayer are made of."""
+    """Operands from which the streams after a sublayer are computed."""
 
     x: Tensor
     """[..., n, h]"""
@@ -36,14 +36,14 @@ class Mix(NamedTuple):
     """[..., n]: weights of the output in each stream."""
 
     res: Tensor
-    """[..., n, n]: the mixing matrix, of which column k makes stream k."""
+    """[..., n, n]: the mixing matrix; its column k has the weights of stream k."""
 
     y: Tensor
     """[..., h]: the output."""
 
 
 def doubly_stochastic(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """[..., n, n] -> nonnegative matrices whose rows and columns sum to 1, but for rounding and eps: Sinkhorn-Knopp
+    """[..., n, n] -> nonnegative matrices whose rows and columns sum to 1, up to rounding and eps: Sinkhorn-Knopp
     (arXiv 2512.24880, equation 9)."""
     matrix = logits.softmax(-1) + eps
     for iteration in range(iterations):
@@ -83,7 +83,7 @@ def contracted(x: Tensor, projected: Tensor, factor: Tensor, bias: Tensor, epsil
 
 
 def mixed_streams(x: Tensor, post: Tensor, res: Tensor, y: Tensor) -> Tensor:
-    """The streams after a sublayer: stream k is the sum of res[j, k] x[j] over j, and post[k] y."""
+    """Streams after a sublayer: stream k is the sum over j of res[j, k] x[j], plus post[k] y."""
     streams = (
         _sum([w.unsqueeze(-1) * stream for w, stream in _pairs(column, x)]) + of_y.unsqueeze(-1) * y
         for column, of_y in zip(res.unbind(-1), post.unbind(-1), strict=True)
@@ -109,7 +109,7 @@ class _MixContext(AutogradContext):
 
 
 class MixFunction(torch.autograd.Function):
-    """`mixed_streams`, which keeps each operand once."""
+    """`mixed_streams` as an autograd function that saves each operand once."""
 
     @staticmethod
     def forward(ctx: _MixContext, x: Tensor, post: Tensor, res: Tensor, y: Tensor, compiled: bool) -> Tensor:
@@ -125,7 +125,7 @@ class MixFunction(torch.autograd.Function):
 
 
 def _inverse_norm(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
-    """[..., 1]: of all streams of a token"""
+    """[..., 1]: mean square over all streams of a token"""
     return torch.rsqrt(x.to(dtype).square().mean((-2, -1)) + eps).unsqueeze(-1)
 
 

@@ -1,4 +1,4 @@
-"""Layers whose sublayers add to their normalized inputs, as MiniMax-Text-01 has them.
+"""Layers whose sublayers add to their normalized inputs, as in MiniMax-Text-01.
 
 Chosen by --layer-module normed_residual. Its flag: --residual-weight.
 

@@ -1,4 +1,5 @@
-"""The flag of layers that add to their normalized inputs, and their rules. This module does not import torch."""
+"""Flag of layers whose sublayers add to their normalized inputs, and the rules of these layers. This module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class NormedResidualFlags:
     NO_EFFECT_WITHOUT: ClassVar = CHOICE
 
     residual_weight: float = flag(1.0, above=0)
-    """Layers that add to their normalized inputs: the factor of these. --residual-multiplier is that of outputs."""
+    """Layers that add to their normalized inputs: factor of the normalized inputs. --residual-multiplier scales the
+    outputs."""
 
 
 LAYERS.register(NAME, f"{__package__}.layer:NormedResidualLayer")

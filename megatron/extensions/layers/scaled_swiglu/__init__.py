@@ -1,2 +1,2 @@
-"""SwiGLU with factors of its gates and outputs, as Falcon-H1 has it: `--activation-func scaled_swiglu` and
+"""SwiGLU with factors for its gates and outputs, as in Falcon-H1: `--activation-func scaled_swiglu` and
 `--swiglu-multipliers`. Read `scaled_swiglu.py`."""

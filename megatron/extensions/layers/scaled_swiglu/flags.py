@@ -1,4 +1,4 @@
-"""Registers the activation function, its flag and its rule. This module does not import torch."""
+"""Registration of scaled SwiGLU, its flag and its rule. This module does not import torch."""
 
 from __future__ import annotations
 

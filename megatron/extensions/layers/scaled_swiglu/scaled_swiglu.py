@@ -12,7 +12,7 @@ from megatron.extensions.layers.scaled_swiglu.flags import ScaledSwiGLUFlags
 
 
 class ScaledSwiGLU:
-    """silu(m gate) * n up, for --swiglu-multipliers m n: SwiGLU of the scaled halves, which alone are saved."""
+    """silu(m gate) * n up, for --swiglu-multipliers m n: SwiGLU of the scaled halves. Only the halves are saved."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         self.of_gate, self.of_output = config.options(ScaledSwiGLUFlags).swiglu_multipliers or (1.0, 1.0)

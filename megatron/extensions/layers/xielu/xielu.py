@@ -1,4 +1,4 @@
-"""The activation function xIELU."""
+"""xIELU activation function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.torch_private import AutogradContext
 
 BETA = 0.5
-"""Its slope at zero."""
+"""Slope at zero."""
 
 
 class XIELU(nn.Module):
@@ -27,7 +27,7 @@ class XIELU(nn.Module):
         super().__init__()
 
         def scalar(key: str, value: float) -> nn.Parameter:
-            # A tensor-parallel rank sees a part of the width: its gradient is one term of a sum.
+            # A tensor-parallel rank has a part of the width, so its gradient is one term of a sum.
             init = Init("constant", value=value)
             return make_parameter(ParamMeta(f"{name}.{key}", (1,), {}, init, ("tp",), role="vector"), ctx)
 

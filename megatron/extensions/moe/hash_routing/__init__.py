@@ -1,4 +1,4 @@
-"""Routing by hashes of tokens: experts of the first layers follow from a token's id alone, as in DeepSeek-V4.
+"""Hash routing: in the first layers the token id alone determines the experts, as in DeepSeek-V4.
 
 Flag: --moe-n-hash-layers.
 

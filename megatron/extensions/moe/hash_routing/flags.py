@@ -1,4 +1,4 @@
-"""The flag of routing by hashes, and facts that are needed before it is imported. This module does not import torch."""
+"""Flag of hash routing, and the facts that are needed before it is imported. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("hash routing", part_of="model", rules=rules)
 @dataclass(frozen=True)
 class HashRoutingFlags:
-    """Routing by hashes of tokens (Hash Layers, arXiv 2106.04426; DeepSeek-V4)."""
+    """Hash routing (Hash Layers, arXiv 2106.04426; DeepSeek-V4)."""
 
     NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
 

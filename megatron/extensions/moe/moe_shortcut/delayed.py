@@ -1,7 +1,7 @@
-"""The residual stream of shortcut-connected experts, [s, b, 2h]: hidden states, and what experts of the layer before
-have computed, which is added behind the next MLP (ScMoE, arXiv 2404.05019; LongCat-Flash).
+"""Residual stream of shortcut-connected experts, [s, b, 2h]: hidden states, and the output of the previous layer's
+experts, which is added after the next MLP (ScMoE, arXiv 2404.05019; LongCat-Flash).
 
-Every token is computed by itself, so that no layout needs further communication."""
+Each token is computed independently, so that no layout needs further communication."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.layers import TPContext
 
 
 class DelayedExperts(nn.Module):
-    """Adds the output of a sublayer to hidden states. That of experts waits until the next MLP."""
+    """Add the output of a sublayer to the hidden states. The output of experts is added after the next MLP."""
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

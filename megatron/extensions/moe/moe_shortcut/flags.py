@@ -1,4 +1,4 @@
-"""The flag of shortcut-connected experts, and facts that are needed before they are imported.
+"""Flag of shortcut-connected experts, and the facts that are needed before they are imported.
 
 This module does not import torch.
 """

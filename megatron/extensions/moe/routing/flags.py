@@ -1,4 +1,4 @@
-"""Flags of routing, their rules, and where its parts are. This module does not import torch."""
+"""Flags and rules of routing, and the import paths of its parts. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("routing", part_of="model", rules=rules, always=True)
 @dataclass(frozen=True)
 class RoutingFlags:
-    """Routers beside those of the trunk."""
+    """Routers in addition to those of the trunk."""
 
     NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
 
@@ -39,19 +39,19 @@ class RoutingFlags:
 
 
 def balances_choices(config: MoEConfig) -> bool:
-    """Return whether the choice of experts is balanced, without a loss."""
+    """Return True if the choice of experts is balanced without a loss."""
     return "sinkhorn" in config.moe_router_load_balancing_type
 
 
 def sinkhorn_scores(config: MoEConfig) -> str | None:
-    """Return the kind of scores that Sinkhorn routing fixes; None without it."""
+    """Return the score function that Sinkhorn routing uses; None without Sinkhorn routing."""
     if not balances_choices(config):
         return None
     return "sigmoid" if config.moe_router_topk == 1 else "pre_softmax"
 
 
 def _sinkhorn(m: MoEConfig) -> Iterator[Problem]:
-    """Sinkhorn routing balances by the choice of experts alone, and fixes the scores."""
+    """Check that nothing else balances the choice of experts or sets the scores under Sinkhorn routing."""
     sinkhorn = "--moe-router-load-balancing-type sinkhorn"
     if any(m.moe_aux_loss_coeff):
         yield Problem.exclusive("--moe-aux-loss-coeff", m.moe_aux_loss_coeff, sinkhorn, "it has no auxiliary loss")

@@ -1,4 +1,4 @@
-"""Routers that balance the choice of experts, or choose at random, and the weights of SparseMixer."""
+"""Routers that balance the choice of experts or choose at random, and the weights of SparseMixer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.extensions.moe.routing.flags import RoutingFlags, balances_choices
 
 
 class SpecialRouter(TopKRouter):
-    """A router whose choices in training are balanced by Sinkhorn's algorithm, or random."""
+    """Router whose choices in training are balanced by Sinkhorn's algorithm, or random."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
@@ -32,7 +32,7 @@ class SpecialRouter(TopKRouter):
 
     @staticmethod
     def make_scores(config: TransformerConfig) -> Scores:
-        """The scores of sparsemixer."""
+        """Scores of sparsemixer routing."""
         return SparseMixerScores(before_choice=False, eps=config.options(RoutingFlags).moe_sparsemixer_eps)
 
     def logits_of(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -51,8 +51,8 @@ class SpecialRouter(TopKRouter):
 
 @dataclass(frozen=True)
 class SparseMixerScores(SoftmaxScores):
-    """For each chosen expert in turn, a softmax over those not chosen before it whose logits are near the largest one
-    (SparseMixer, arXiv 2409.12136, section 2.1.2, without its random choice in training)."""
+    """For each chosen expert in turn, a softmax over the experts that were not chosen earlier and whose logits are near
+    the largest one (SparseMixer, arXiv 2409.12136, section 2.1.2, without its random choice in training)."""
 
     eps: float
 
@@ -67,10 +67,11 @@ class SparseMixerScores(SoftmaxScores):
 
 
 class RandomLogits(nn.Module):
-    """For benchmarks: replaces logits by random numbers that depend on seed, layer, sample, place in the sample and
-    expert only, so that experts receive about equally many tokens, whatever the router has learnt.
+    """Replace logits by random numbers, for benchmarks. They depend only on the seed, layer, sample, position in the
+    sample and expert, so that experts receive about equally many tokens, whatever the router has learnt.
 
-    Uniform in [-2, 2). Gradients pass straight through to the logits, so that the step costs what it always does.
+    The numbers are uniform in [-2, 2). Gradients pass straight through to the logits, so that a step costs the same as
+    usual.
     """
 
     def __init__(self, name: str, seed: int) -> None:
@@ -78,13 +79,13 @@ class RandomLogits(nn.Module):
         self.key = site_key(seed, name)
 
     def forward(self, logits: Tensor, places: Tensor, context: BatchContext) -> Tensor:
-        """logits [s, b, E] and places [s] of this rank's tokens -> [s, b, E]"""
+        """logits [s, b, E] and positions [s] of this rank's tokens -> [s, b, E]"""
         bits = random_bits(self.key, context.sample_index, places, logits.shape[-1])
         return _StraightThrough.apply(logits, bits.to(logits.dtype) * 2.0**-30)
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The second operand, with the gradient of the first."""
+    """Return the second operand, with the gradient of the first."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, value: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 SINKHORN_ITERATIONS = 16
-"""A fixed number: a test for convergence would wait for the device, and could end differently at another layout."""
+"""A fixed number: a convergence test would wait for the device, and could end differently under another layout."""
 
 
 @torch.no_grad()
@@ -105,15 +106,15 @@ def sinkhorn_bias(logits: Tensor, places: Tensor, sequence: Axis) -> Tensor:
     """Logarithms of the experts' Sinkhorn factors: logits [s, b, E] of this rank's tokens -> [b, E].
 
     The rows (tokens) and columns (experts) of exp(logits) are scaled until all rows have equal sums, and all columns
-    too. A token's experts are then those of its k largest entries, so that those of each sequence receive about equally
-    many tokens (Clark et al., arXiv 2202.01169, S-BASE). A token's own factor does not affect its choice, so what
-    remains is a bias of each expert, in the logarithm.
+    too. A token's experts are then its k largest entries, so that the experts of each sequence receive about equally
+    many tokens (Clark et al., arXiv 2202.01169, S-BASE). A token's own factor does not affect its choice, so in the
+    logarithm only a bias for each expert remains.
 
-    Tokens of a sequence are scaled together, whichever ranks hold them, and no others: neither layout nor micro-batch
-    size changes the choice. `places` [s] are the tokens' places in their sequences, which ranks along `sequence` hold.
-    Collective over it.
+    The tokens of one sequence are scaled together, whichever ranks hold them, and separately from other sequences:
+    neither the layout nor the micro-batch size changes the choice. `places` [s] are the positions of the tokens in
+    their sequences, which are sharded along `sequence`. Collective over `sequence`.
     """
-    whole = all_gather(logits, sequence)[all_gather(places, sequence).argsort()]  # in the same order at every layout
+    whole = all_gather(logits, sequence)[all_gather(places, sequence).argsort()]  # in the same order under every layout
     bias = whole.new_zeros(whole.shape[1:])
     for _ in range(SINKHORN_ITERATIONS):
         of_tokens = (whole + bias).logsumexp(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Loads a dense model into a mixture of experts. Each rank reads the boxes of its own parameters."""
+"""Load a dense model into a mixture of experts. Each rank reads the boxes of its own parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Box = tuple[slice, ...]
 
 
 class DenseStart(Callback):
-    """Starts a run from the dense model in --load, or resumes it from --save once that holds checkpoints."""
+    """Start a run from the dense model in --load, or resume it from --save if that has checkpoints."""
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
         config, state = begun.config, begun.state
@@ -57,7 +57,8 @@ class DenseStart(Callback):
 
 
 def check_fits(source: Source, config: RunConfig, load: str) -> None:
-    """Raises ValueError if the model in --load is not dense, or differs from the run's in more than experts."""
+    """Raise ValueError if the model in --load is not dense, or differs from the run's model in anything other than
+    experts."""
     dense = source.config.model
     if dense.num_experts is not None:
         rule = f"has {dense.num_experts} experts in a layer, and --moe-use-upcycling starts from a dense model"
@@ -71,11 +72,11 @@ def check_fits(source: Source, config: RunConfig, load: str) -> None:
 
 
 class DenseWeights:
-    """The weights of a mixture of experts, made of those of a dense model.
+    """Weights of a mixture of experts, computed from those of a dense model.
 
-    The outputs of a token's k experts are summed with weights whose sum is the scaling factor s. If each MLP is divided
-    into G experts, each of its parts has the weight s / G in sum, so that linear_fc2 of the experts is multiplied by
-    G / s, and its bias by 1 / s.
+    The outputs of a token's k experts are summed with weights that sum to the scaling factor s. If each MLP is divided
+    into G experts, the weights of each part sum to s / G. Therefore linear_fc2 of the experts is multiplied by G / s,
+    and its bias by 1 / s.
     """
 
     def __init__(self, source: Source, config: RunConfig) -> None:
@@ -89,8 +90,8 @@ class DenseWeights:
         self._last: tuple[str, Tensor] | None = None
 
     def fill(self, name: str, offset: tuple[int, ...], box: Tensor) -> None:
-        """Writes the box of a parameter that begins at `offset`. Parameters that only the mixture of experts has, and
-        states, keep their initial values. Raises ValueError if the dense model lacks another one."""
+        """Write the box of a parameter that begins at `offset`. Parameters that only the mixture of experts has, and
+        states, keep their initial values. Raises ValueError if the dense model lacks any other parameter."""
         slices = tuple(slice(start, start + size) for start, size in zip(offset, box.shape, strict=True))
         if EXPERTS in name:
             self._fill_experts(name, slices, box)
@@ -99,14 +100,15 @@ class DenseWeights:
                 box.copy_(self._router_of_parts(self.metas[name])[slices])
         elif name in self.source.metas:
             rows = min(slices[0].stop, self.source.metas[name].global_shape[0]) - slices[0].start
-            box[: max(rows, 0)].copy_(self._dense(name, box.dtype)[slices])  # more rows only pad the vocabulary
+            # the remaining rows only pad the vocabulary
+            box[: max(rows, 0)].copy_(self._dense(name, box.dtype)[slices])
         elif name.startswith(MULTI_TOKEN):
             self.left.add(name)
         elif name in self.metas:
             raise ValueError(f"the dense model has no {name}")
 
     def _fill_experts(self, name: str, slices: Box, box: Tensor) -> None:
-        """The experts of a layer: expert e has part e % G of the MLP's width."""
+        """Weights of a layer's experts: expert e has part e % G of the MLP's width."""
         kind = name.partition(EXPERTS)[2]
         dense_name = name.replace(EXPERTS, ".mlp.")
         if name.startswith(MULTI_TOKEN) and dense_name not in self.source.metas:
@@ -123,21 +125,21 @@ class DenseWeights:
             own.copy_(part[slices[1:]] * self.factors.get(kind, 1.0) + started)
 
     def _router_of_parts(self, meta: ParamMeta) -> Tensor:
-        """The router's initial values, with those of the first part of each MLP for all of its parts."""
+        """Initial values of the router; all parts of an MLP get the values of its first part."""
         whole = torch.empty(meta.global_shape)
         whole.meta = meta  # type: ignore[attr-defined]
         initialize_parameters_([whole], self.seed, ParallelState().coords)
         return whole[:: self.parts].repeat_interleave(self.parts, dim=0)
 
     def _dense(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A parameter of the dense model. The last one stays in memory, because boxes of one parameter follow each
-        other."""
+        """Read a parameter of the dense model. The last one stays in memory, because the boxes of one parameter follow
+        each other."""
         if self._last is None or self._last[0] != f"{name} {dtype}":
             self._last = f"{name} {dtype}", self.source.read(name, dtype)
         return self._last[1]
 
     def described(self, load: str) -> str:
-        """What was made of which model, and how routers and noise began."""
+        """Text for the log: which model was upcycled, and how routers and noise were initialized."""
         return " " + "; ".join([f"upcycled the dense model in --load {load}", *_facts(self.model, self)])
 
 

@@ -1,4 +1,4 @@
-"""Flags of upcycling, and its rules. This module does not import torch."""
+"""Flags and rules of upcycling. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class UpcyclingFlags:
     equal."""
 
     def changes_model(self) -> Collection[str]:
-        """Fields in which the run differs from the model in --load: `ChangesModel`."""
+        """Fields in which the run may differ from the model in --load: `ChangesModel`."""
         return ("num_experts",) if self.moe_use_upcycling else ()
 
 
 def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
-    """The parts of each MLP are all experts of a token."""
+    """Check that all parts of each MLP are experts of each token."""
     name = "--moe-upcycling-granularity"
     assert m.num_experts is not None
     for flag_name, value in (("--num-experts", m.num_experts), ("--moe-router-topk", m.moe_router_topk)):
@@ -73,8 +73,8 @@ def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
 
 
 def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
-    """(flag, value, whether it is given, what it makes of experts' outputs): settings by which experts that are copies
-    of an MLP would compute something else."""
+    """(flag, value, True if it is given, effect on the experts' outputs): settings under which copies of an MLP would
+    not compute the same as the MLP."""
     m, scores = config.model, config.model.moe_router_scores
     unequal = "the weights of a token's experts do not sum to a constant"
     own = scores in ("sigmoid", "sqrtsoftplus")

@@ -1,12 +1,14 @@
-"""Attention to selected keys by Triton kernels, in place of `attend_to_selected` and `selected_attention_gradients`.
+"""Attention to selected keys with Triton kernels, which replace `attend_to_selected` and
+`selected_attention_gradients`.
 
-Every set of keys becomes a list of places for each query, and the sets one list after another, over all keys in one
-tensor: the keys of a window and those that a query could see are listed too. A place of -1 is no key.
+All keys are concatenated in one tensor. Each query has one list of places in it, which joins its lists for all sets of
+keys. The keys in a window, and the keys that a query may attend to, are listed too. A place of -1 means no key.
 
-Gradients of keys are added in fp32 where they are computed, in any order, or summed in a second pass, in one order: in
-deterministic runs, on GPUs that add single numbers only (all but Hopper and Blackwell of data centers), and where lists
-hold at least `DENSE` of all keys. The second pass multiplies all pairs of a query and a key from the first query that
-has selected a key of a block to the last one: that costs less than additions where queries have selected much.
+Gradients of keys are either added in fp32 where they are computed, in any order, or summed in a second pass, in a fixed
+order. The second pass is used in deterministic runs, on GPUs that add only single numbers (all except data center
+Hopper and Blackwell), and if lists hold at least `DENSE` of all keys. For each block of keys, the second pass
+multiplies all pairs of a query and a key, from the first query that selected a key of the block to the last. That costs
+less than additions if queries have selected many keys.
 """
 
 from __future__ import annotations
@@ -32,22 +34,22 @@ from megatron.extensions.attention.sparse_attention.selection import CHUNK, Quer
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 WIDEST_VALUES, WIDEST_REST = 512, 64
-"""Channels of the widest keys that the kernels take: values, and the others."""
+"""Channels of the widest keys that the kernels support: value channels, and other channels."""
 
 DENSE = 0.16
-"""Share of all keys that lists hold from which on a second pass sums the gradients of keys: where both take as long by
-the assumed rates of an H200 (`plan/planner/devices/h200.yaml`), which nobody has timed."""
+"""Fraction of all keys in lists from which a second pass sums the gradients of keys: there, both ways take the same
+time by the assumed rates of an H200 (`plan/planner/devices/h200.yaml`), which nobody has timed."""
 
 _plain_attend, _plain_gradients = unwrap(attend_to_selected), unwrap(selected_attention_gradients)
 
 SAMPLED = 1024
-"""Queries that kernels are compared on at most."""
+"""Largest number of queries with which kernels are compared."""
 
 TOLERANCE = 2.0**-6
 
 
 def listed(queries: Queries, picked: Tensor | None, samples: int) -> Tensor:
-    """[n, b, count] int32: places of the keys that each query sees; -1 where there are fewer."""
+    """[n, b, count] int32: places of the keys that each query attends to, padded with -1."""
     if picked is not None:
         return picked
     at = queries.first.unsqueeze(-1) + torch.arange(queries.most, device=queries.first.device)
@@ -56,8 +58,8 @@ def listed(queries: Queries, picked: Tensor | None, samples: int) -> Tensor:
 
 
 def joined_sets(seen: Sequence[Keys], k: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
-    """All keys [s, b, w], the places [n, b, count] that queries see among them, and how many of the first set these
-    begin with."""
+    """Return all keys [s, b, w], the places [n, b, count] of the keys that each query attends to, and how many of these
+    places, from the left, belong to the first set."""
     samples = k[0].shape[1]
     places = list[Tensor]()
     before = first = 0
@@ -70,25 +72,25 @@ def joined_sets(seen: Sequence[Keys], k: Sequence[Tensor]) -> tuple[Tensor, Tens
 
 
 def adds_gradients(device: torch.device, keys: int, count: int) -> bool:
-    """Return whether gradients of keys are added in any order."""
+    """Return True if gradients of keys are added in any order."""
     several = torch.cuda.get_device_capability(device)[0] in (9, 10)
     return several and not torch.are_deterministic_algorithms_enabled() and count < DENSE * keys
 
 
 def fits(q: Tensor, width: int) -> bool:
-    """Return whether GPU kernels compute attention of queries [n, b, h, w] with values of this width."""
+    """Return True if GPU kernels compute attention of queries [n, b, h, w] with values of this width."""
     half = q.dtype in (torch.float16, torch.bfloat16)
     narrow = width <= WIDEST_VALUES and q.shape[-1] - width <= WIDEST_REST
     return half and narrow and not (width % 8 or q.shape[-1] % 8) and q.shape[0] > 0
 
 
 def suits(q: Tensor, width: int) -> bool:
-    """Return whether the kernels run on these queries."""
+    """Return True if the kernels run on these queries."""
     return runs_triton(q) and fits(q, width)
 
 
 def _dense(x: Tensor) -> Tensor:
-    """A tensor whose channels are adjacent."""
+    """Return the tensor with adjacent channels."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -125,19 +127,19 @@ def gradients(
 
 
 def weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> Tensor:
-    """`attended_weights` of selected keys."""
+    """`attended_weights` for selected keys."""
     assert rows.picked is not None and lse is not None
     return listed_weights(q, rows.all_keys.contiguous(), rows.picked.to(torch.int32).contiguous(), lse, scale)
 
 
 def listed_weights(q: Tensor, k: Tensor, places: Tensor, lse: Tensor, scale: float) -> Tensor:
     """Weights [n, b, count] of the listed keys, summed over heads: q [n, b, h, w], k [s, b, w], lse [n, b, h]."""
-    # Channels of values and others are alike here.
+    # Channels of values and other channels are treated alike here.
     return _weights(_dense(q), k, places, lse.contiguous(), scale, min(q.shape[-1], WIDEST_VALUES))
 
 
 def weights_suit(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> bool:
-    """Return whether the kernel computes the weights: of selected keys, with known log-sum-exps."""
+    """Return True if the kernel computes the weights: it does for selected keys with known log-sum-exps."""
     return rows.picked is not None and lse is not None and suits(q, min(q.shape[-1], WIDEST_VALUES))
 
 
@@ -161,7 +163,8 @@ _attend = gpu_operator(
     _fake_attend,
     __package__,
 )
-"""Outputs [n, b, h, values], and log-sum-exps of all and of the first places, and the largest scores [n, b, h]."""
+"""Outputs [n, b, h, values]; log-sum-exps over all places and over the first places, and the largest scores, each [n,
+b, h]."""
 
 _weights = gpu_operator(
     "attention_triton:weights_of_selected",
@@ -178,15 +181,15 @@ _gradients = gpu_operator(
     _fake_gradients,
     __package__,
 )
-"""Gradients of q, and of k in fp32; with `adds` the latter are added in any order."""
+"""Gradients of q, and of k in fp32; with `adds` the gradients of k are added in any order."""
 
 
 BackwardOperands = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Keys, ...], tuple[Tensor, ...], float, int]
-"""Of `selected_attention_gradients`."""
+"""Arguments of `selected_attention_gradients`."""
 
 
 class Gathers(Protocol):
-    """The part of a plan's `Launches` that records kernels which gather rows."""
+    """The entry of a plan's `Launches` that records kernels which gather rows."""
 
     any_order: bool
     """True if kernels may add in any order."""
@@ -195,17 +198,18 @@ class Gathers(Protocol):
 
 
 HEADS, PARTS = 32, 4
-"""As planned: heads that a program gathers keys for, and programs of the second pass that share the queries."""
+"""Planned number of heads for which a program gathers keys, and of programs of the second pass that share the
+queries."""
 
 BLOCK_OF_KEYS, SLICE = 128, 192
-"""Keys and channels that a program of the second pass holds, as planned."""
+"""Planned number of keys and of channels that a program of the second pass holds."""
 
 MOST_BYTES = 2**28
-"""Of weights and gradients of scores of a chunk of queries, which the second pass needs."""
+"""Largest number of bytes of the weights and score gradients of a chunk of queries, which the second pass needs."""
 
 
 def pairs_of(seen: Sequence[Keys], samples: int) -> tuple[float, float]:
-    """Pairs of a query and a key that it sees, and of a query and a key that it could see."""
+    """Number of (query, key) pairs that are attended to, and number that could be."""
     some = every = 0.0
     for each in seen:
         for chunk in each.queries.chunks:
@@ -226,7 +230,7 @@ def planned_attend(
     width: int,
     notes: bool,
 ) -> Attended:
-    """The tensors that `attend` makes, for a plan."""
+    """Tensors that `attend` allocates, for a plan."""
     if not fits(q, width):
         return _plain_attend(q, sinks, seen, k, scale, width, notes)
     joined_sets(seen, k)
@@ -238,7 +242,7 @@ def planned_attend(
 
 
 def planned_gradients(launches: Gathers, *operands: *BackwardOperands) -> tuple[Tensor, ...]:
-    """The tensors that `gradients` makes, for a plan for GPUs that add."""
+    """Tensors that `gradients` allocates, for a plan, on GPUs that add."""
     grad, q, out, lse, *_ = operands
     seen, k = operands[4:6]
     scale, width = operands[6:]
@@ -260,8 +264,8 @@ def planned_gradients(launches: Gathers, *operands: *BackwardOperands) -> tuple[
 
 
 def _plan_second_pass(launches: Gathers, q: Tensor, picked: Tensor, keys: int, some: float, every: float) -> None:
-    """What is kept for a chunk of queries, and the sums over all of them. A program reads the places of its keys in the
-    lists, and what is listed, once for each slice of channels."""
+    """Tensors kept for a chunk of queries, and the sums over all chunks. A program reads the places of its keys in the
+    lists, and the listed rows, once for each slice of channels."""
     (n, b, heads, w), count = q.shape, picked.shape[-1]
     rows = min(n, max(1, MOST_BYTES // (2 * b * count * heads * q.element_size())))
     kept = q.new_empty(2, rows, b, count, heads)
@@ -276,14 +280,14 @@ def _plan_second_pass(launches: Gathers, q: Tensor, picked: Tensor, keys: int, s
 def planned_weights(
     launches: Gathers, q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None
 ) -> Tensor:
-    """The tensor that `weights` makes, for a plan."""
+    """Tensors that `weights` allocates, for a plan."""
     if rows.picked is None or lse is None or not fits(q, min(q.shape[-1], WIDEST_VALUES)):
         return unwrap(attended_weights)(q, rows, scale, beside, lse)
     return planned_listed_weights(launches, q, rows.picked, rows.picked.numel())
 
 
 def planned_listed_weights(launches: Gathers, q: Tensor, places: Tensor, pairs: float) -> Tensor:
-    """The tensor that `listed_weights` makes, for a plan, with so many pairs of a query and a key."""
+    """Tensors that `listed_weights` allocates, for a plan with this many pairs of a query and a key."""
     heads, width = q.shape[2:]
     launches.gathered(2.0 * pairs * heads * width, pairs * -(-heads // HEADS) * width * q.element_size())
     return torch.zeros(places.shape, dtype=torch.float32, device=q.device)
@@ -293,7 +297,7 @@ WeightsOperands = tuple[Tensor, Rows, float, Tensor | None, Tensor]
 
 
 def weight_samples(shapes: RunShapes) -> Iterator[WeightsOperands]:
-    """The first chunk of these queries, with selected keys."""
+    """First chunk of these queries, with selected keys."""
     for q, sinks, seen, k, scale, width, notes in samples(shapes):
         found = _plain_attend(q, sinks, seen, k, scale, width, notes)
         chunk = seen[-1].queries.chunks[0]
@@ -304,11 +308,11 @@ def weight_samples(shapes: RunShapes) -> Iterator[WeightsOperands]:
 
 
 Operands = tuple[Tensor, Tensor | None, tuple[Keys, ...], tuple[Tensor, ...], float, int, bool]
-"""Of `attend_to_selected`."""
+"""Arguments of `attend_to_selected`."""
 
 
 def samples(shapes: RunShapes) -> Iterator[Operands]:
-    """The last queries of a sequence, as each kind of layer of a run has them."""
+    """Samples for each kind of layer of a run: the last queries of a sequence."""
     if shapes.config is None:
         return
     for shape in sparse_shapes(shapes.config):
@@ -316,7 +320,7 @@ def samples(shapes: RunShapes) -> Iterator[Operands]:
 
 
 def sample_of(shape: SparseShape, shapes: RunShapes) -> Operands:
-    """Random queries and keys; lists are of random keys."""
+    """Random queries and keys; lists contain random keys."""
     n, b = min(SAMPLED, shapes.length), max(1, shapes.tokens // shapes.length)
     last = torch.arange(shape.length - n, shape.length, device=shapes.device)[:, None]
     longest = max(1, CHUNK // (b * shape.heads * max(shape.width, sum(each.most for each in shape.sets))))
@@ -347,7 +351,7 @@ def sample_of(shape: SparseShape, shapes: RunShapes) -> Operands:
 
 
 def backward_samples(shapes: RunShapes) -> Iterator[BackwardOperands]:
-    """The same queries with outputs and their gradients."""
+    """The same queries, with outputs and output gradients."""
     for q, sinks, seen, k, scale, width, notes in samples(shapes):
         found = _plain_attend(q, sinks, seen, k, scale, width, notes)
         yield shapes.random(*found.out.shape), q, found.out, found.lse, seen, k, scale, width

@@ -1,11 +1,12 @@
-"""Triton kernels of attention to selected keys (`attention.py`).
+"""Triton kernels for attention to selected keys (`attention.py`).
 
-A program computes one query in some heads of a sample: it gathers the query's keys in blocks, once for all of these
-heads. Scores are transposed, [keys, heads], so that products have the keys or the channels as their rows, and fill
-tensor cores with as few as 16 heads. Channels of values are in four parts, whose gradients fit registers one by one.
+A program computes one query of a sample for some heads: it gathers the query's keys in blocks, once for all of these
+heads. Scores are transposed, [keys, heads], so that the rows of the products are keys or channels, and as few as 16
+heads fill the tensor cores. The value channels are divided into four parts, so that the gradients of one part fit in
+registers.
 
 The gradients of keys are either added in fp32 where they are computed, in any order, or summed in a second pass
-(`key_sums_triton.py`), for which the weights of listed keys and the gradients of their scores are kept.
+(`key_sums_triton.py`). For that pass, the weights of listed keys and their score gradients are stored.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -43,7 +44,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _log2_sum(a, b):
-    """log2(2^a + 2^b) of a number b and a, which may be -infinity."""
+    """log2(2^a + 2^b) of a number b and of a, which may be -infinity."""
     top = tl.maximum(a, b)
     return top + tl.log2(tl.exp2(a - top) + tl.exp2(b - top))
 
@@ -52,8 +53,9 @@ def _log2_sum(a, b):
 def selected_forward(
     q, k, picked, sinks, out, sums, sizes, to_log2, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr, SCAN: tl.constexpr
 ):
-    """q [n, b, heads, w], k [s, b, w], picked [n, b, count], sinks [heads] or None -> out [n, b, heads, values], and in
-    `sums` [n, b, heads] the log-sum-exps of all scores, those of the first of each list, and the largest scores."""
+    """q [n, b, heads, w], k [s, b, w], picked [n, b, count], sinks [heads] or None -> out [n, b, heads, values]; and in
+    `sums` [n, b, heads] the log-sum-exps over all scores and over the first places of each list, and the largest
+    scores."""
     samples, heads, count, first = sizes
     PART: tl.constexpr = WIDTHS[2]
     HEADS: tl.constexpr = BLOCKS[0]
@@ -96,7 +98,7 @@ def selected_forward(
 
 @triton.jit
 def _add_to_keys(dk, at, inside, values, start: tl.constexpr, size: tl.constexpr):
-    """Adds values [keys, HELD] to `size` channels from `start` on of the rows of dk that begin at `at`, in any
+    """Add values [keys, HELD] to `size` channels, beginning at `start`, of the rows of dk that begin at `at`, in any
     order."""
     c = tl.arange(0, values.shape[1])
     where = dk + at[:, None] + (start + c)[None, :]
@@ -105,13 +107,13 @@ def _add_to_keys(dk, at, inside, values, start: tl.constexpr, size: tl.constexpr
 
 @triton.jit
 def _of_keys(ds, queries, p, grads):
-    """[keys, PART]: gradients of keys as keys and as values."""
+    """[keys, PART]: gradients of rows as keys and as values."""
     return dot(p, grads, tl.dot(ds, queries, input_precision="ieee"))
 
 
 @triton.jit
 def _add_gradients(dk, at, inside, ds, queries, of_queries, p, grads, WIDTHS: tl.constexpr):
-    """Adds gradients to all channels of keys, in any order."""
+    """Add gradients to all channels of keys, in any order."""
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]
     _add_to_keys(dk, at, inside, _of_keys(ds, queries[0], p, grads[0]), 0, VALUES)
@@ -139,9 +141,9 @@ def selected_backward(
     BLOCKS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """dq [n, b, heads, w], and where `dk` [s, b, w] is given, additions to it in any order; elsewhere `kept` receives
-    the weights of listed keys and the gradients of their scores [n, b, count, heads]. `delta` [n, b, heads] are the
-    sums of grad * out."""
+    """dq [n, b, heads, w]; and, if `dk` [s, b, w] is given, additions to it in any order. Otherwise `kept` receives the
+    weights of listed keys and the gradients of their scores [n, b, count, heads]. `delta` [n, b, heads] has the sums of
+    grad * out."""
     samples, heads, count = sizes
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]
@@ -201,7 +203,7 @@ def selected_delta(grad, out, delta, samples, heads, values, HELD: tl.constexpr,
 def selected_weights(
     q, k, picked, lse, out, sizes, to_log2, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr, SCAN: tl.constexpr
 ):
-    """out [n, b, count], of zeros: weights of the listed keys, summed over heads."""
+    """out [n, b, count], initially zero: weights of the listed keys, summed over heads."""
     samples, heads, count = sizes
     HEADS: tl.constexpr = BLOCKS[0]
     KEYS: tl.constexpr = BLOCKS[1]
@@ -226,34 +228,34 @@ def selected_weights(
             if h0 > 0:
                 total += tl.load(into, mask=start + j < count, other=0.0)
             tl.store(into, total, mask=start + j < count)
-        tl.debug_barrier()  # the next heads read what other threads have stored
+        tl.debug_barrier()  # the next heads read values that other threads stored
 
 
 class Tiling(NamedTuple):
-    """Blocks of the kernels on one kind of GPU."""
+    """Block sizes of the kernels on one kind of GPU."""
 
     forward: Blocks
     of_queries: Blocks
     adding: Blocks
-    """Gradients of queries, with additions to those of keys."""
+    """Gradients of queries, with additions to the gradients of keys."""
     of_keys: Tile
 
 
 HOPPER = Tiling(Blocks(32, 64, 8, 2), Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 2), Tile(128, 64, (128, 64), 8, 2))
-"""For compute capability 9, with 227 KiB of shared memory a program."""
+"""Compute capability 9, with 227 KiB of shared memory per program."""
 
 BLACKWELL = Tiling(Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Tile(128, 64, (128, 64), 8, 2))
-"""For compute capability 10: larger blocks take more shared memory than there is."""
+"""Compute capability 10: larger blocks would exceed its shared memory."""
 
 SMALL = Tiling(Blocks(32, 32, 8, 2), Blocks(16, 32, 8, 1), Blocks(16, 32, 8, 1), Tile(64, 32, (128, 64), 8, 2))
-"""For others, with 99 KiB."""
+"""Other GPUs, with 99 KiB of shared memory per program."""
 
 SCAN = 1024
-"""Places of a list that are looked at together for its end."""
+"""Number of list places that are read together to find the end of the list."""
 
 
 def tiling(device: torch.device) -> Tiling:
-    """The blocks for a GPU. Raises RuntimeError for GPUs that are too old."""
+    """Return the block sizes for a GPU. Raises RuntimeError if the GPU is too old."""
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         raise RuntimeError(f"no kernel for compute capability {capability[0]}.{capability[1]}")
@@ -272,7 +274,7 @@ def _scan(count: int) -> int:
 def attend_selected(
     q: Tensor, k: Tensor, picked: Tensor, sinks: Tensor | None, first: int, scale: float, values: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `attention.py`."""
+    """Kernel call; see `attention.py`."""
     (n, b, heads, width), count = q.shape, picked.shape[-1]
     out = q.new_empty(n, b, heads, values)
     sums = tuple(torch.empty(n, b, heads, dtype=torch.float32, device=q.device) for _ in range(3))
@@ -292,7 +294,7 @@ def attend_selected(
 
 
 def weights_of_selected(q: Tensor, k: Tensor, picked: Tensor, lse: Tensor, scale: float, values: int) -> Tensor:
-    """See `attention.py`."""
+    """Kernel call; see `attention.py`."""
     (n, b, heads, width), count = q.shape, picked.shape[-1]
     out = torch.zeros(n, b, count, dtype=torch.float32, device=q.device)
     blocks, widths = tiling(q.device).forward, tuple(Widths.of(width, values))
@@ -304,7 +306,7 @@ def weights_of_selected(q: Tensor, k: Tensor, picked: Tensor, lse: Tensor, scale
 def selected_gradients(
     grad: Tensor, q: Tensor, k: Tensor, picked: Tensor, out: Tensor, lse: Tensor, scale: float, adds: bool
 ) -> tuple[Tensor, Tensor]:
-    """See `attention.py`."""
+    """Kernel call; see `attention.py`."""
     n, b, heads, width = q.shape
     values, count = out.shape[-1], picked.shape[-1]
     found, widths = tiling(q.device), Widths.of(width, values)

@@ -1,10 +1,11 @@
-"""The gradients of the indexer's loss over selected keys by Triton kernels, in place of `divergence`.
+"""Gradients of the indexer loss over selected keys with Triton kernels, which replace `divergence`.
 
-Every query is computed with the keys that it has selected alone. In plain torch a chunk of queries has products of all
-indexer heads with all keys in memory.
+Each query is computed with its selected keys only. In plain torch, a chunk of queries holds the products of all indexer
+heads with all keys in memory.
 
-Gradients of keys are added in fp32 where they are computed, in any order, or summed by a second kernel, in one order. A
-chunk of queries then has the gradients of its scores in memory, [rows, b, keys] in fp32.
+Gradients of keys are either added in fp32 where they are computed, in any order, or summed by a second kernel, in a
+fixed order. In the second case, a chunk of queries holds the gradients of its scores in memory, [rows, b, keys] in
+fp32.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from megatron.extensions.attention.sparse_attention.selection import Chunk, Inde
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 KEYS, PARTS = 128, 4
-"""Keys that a program of the second pass holds, and programs that share the queries of these, as planned."""
+"""Planned number of keys that a program of the second pass holds, and of programs that share the queries of these
+keys."""
 
 MOST_HEADS = 64
-"""Heads of the indexer that a program holds at most."""
+"""Largest number of indexer heads that a program holds."""
 
 SLOW_ADDITIONS = 150
-"""FLOPs of products that an H200 does while it adds a byte of fp32 to rows, by the assumed rates of
+"""FLOPs of matrix products that an H200 computes in the time of adding one fp32 byte to rows, by the assumed rates of
 `plan/planner/devices/h200.yaml`, which nobody has timed."""
 
 
 def fits(index: Index, loss: Loss) -> bool:
-    """Return whether GPU kernels compute this loss: of selected keys, with known log-sum-exps of attention."""
+    """Return True if GPU kernels compute this loss: they do for selected keys with known log-sum-exps of attention."""
     listed = loss.picked is not None and loss.lse is not None
     narrow = index.q.shape[-1] <= WIDEST and index.q.shape[2] <= MOST_HEADS
     half = index.q.dtype in (torch.float16, torch.bfloat16) and index.q.dtype == index.weights.dtype
@@ -47,13 +49,13 @@ def fits(index: Index, loss: Loss) -> bool:
 
 
 def sums_later(keys: int, count: int, heads: int) -> bool:
-    """Return whether a second pass over all pairs of a query and a key takes less time than additions: it does 4 FLOPs
-    for each channel of a head, where a selected key has 4 bytes added to each channel."""
+    """Return True if a second pass over all pairs of a query and a key takes less time than additions. It computes 4
+    FLOPs for each channel of a head and pair; additions add 4 bytes to each channel of a selected key."""
     return count * SLOW_ADDITIONS >= keys * heads
 
 
 def loss_chunks(loss: Loss, samples: int) -> tuple[Chunk, ...]:
-    """The chunks of the loss joined, those of the queries of each rank's index by themselves."""
+    """Chunks of the loss, joined; the queries of each rank's indexer stay separate."""
     size = len(loss.own)
     shards = (loss.queries.chunks[0].rows.start, len(loss.q))
     found = list[Chunk]()
@@ -88,7 +90,7 @@ def by_kernels(index: Index, loss: Loss) -> tuple[Tensor, Index]:
 
 
 def _results(index: Index) -> tuple[Tensor, Index]:
-    """The sum of divergences, zero, and gradients, that of keys zero and in fp32."""
+    """The sum of divergences, initially zero, and the gradients; those of keys are zero and in fp32."""
     of_keys = torch.zeros(index.k.shape, dtype=torch.float32, device=index.k.device)
     found = Index(torch.empty_like(index.q), of_keys, torch.empty_like(index.weights))
     return torch.zeros((), dtype=torch.float64, device=index.k.device), found
@@ -108,12 +110,13 @@ _gradients = gpu_operator(
     _fake_gradients,
     __package__,
 )
-"""Divergences [n, b] of queries, and gradients of q, weights, and of the first `keys` of k in fp32, from the weights of
-attention of listed keys [n, b, count], summed over heads. With `adds` the gradients of keys are added in any order."""
+"""Divergences [n, b] of queries, and gradients of q, of the weights, and of the first `keys` of k in fp32, from the
+attention weights of the listed keys [n, b, count], summed over heads. With `adds`, the gradients of keys are added in
+any order."""
 
 
 def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """The tensors that `by_kernels` makes, for a plan for GPUs that add."""
+    """Tensors that `by_kernels` allocates, for a plan, on GPUs that add."""
     if not fits(index, loss):
         return unwrap(divergence)(index, loss)
     assert loss.picked is not None
@@ -134,7 +137,7 @@ def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tens
 def _planned_gradients(
     launches: attention.Gathers, index: Index, rows: slice, keys: int, pairs: float, adds: bool
 ) -> Tensor:
-    """The gradients of keys, by one kernel or two."""
+    """Gradients of keys, by one or two kernels."""
     q, k = index.q[rows], index.k
     heads, width = q.shape[2:]
     channels, read = float(heads * width), 2 * pairs * width * q.element_size()
@@ -149,7 +152,7 @@ def _planned_gradients(
 
 
 def samples(shapes: RunShapes) -> Iterator[tuple[Index, Loss]]:
-    """The last queries of a sequence, as `attention.samples` has them, with keys of the indexer."""
+    """The queries of `attention.samples`, the last ones of a sequence, with indexer keys."""
     if shapes.config is None:
         return
     own = shapes.config.options(SparseAttentionFlags)
@@ -167,7 +170,7 @@ def samples(shapes: RunShapes) -> Iterator[tuple[Index, Loss]]:
 
 
 def _log_sums(q: Tensor, seen: Keys, k: Tensor, scale: float) -> Tensor:
-    """[n, b, h]: log-sum-exps of the scores of a set of keys."""
+    """[n, b, h]: log-sum-exps of the scores of one set of keys."""
     chunks = seen.queries.chunks
     return torch.cat([Rows(q, k, seen.queries, chunk, seen.picked).scores(scale).logsumexp(-1) for chunk in chunks])
 

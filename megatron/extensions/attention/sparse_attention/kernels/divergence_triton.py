@@ -1,12 +1,12 @@
-"""Triton kernels of the gradients of the indexer's loss (`divergence.py`).
+"""Triton kernels for the gradients of the indexer loss (`divergence.py`).
 
-A program computes one query, all indexer heads at once. It gathers the query's keys twice: first for the log-sum-exp of
-their scores, then for the gradients of the query and of the weights of heads. Products are transposed, [keys, heads],
-as those of attention are.
+A program computes one query for all indexer heads at once. It gathers the query's keys twice: first for the log-sum-exp
+of their scores, then for the gradients of the query and of the head weights. Products are transposed, [keys, heads], as
+in attention.
 
 The gradients of keys are either added in fp32 where they are computed, in any order, or summed by a second kernel. A
-program of that kernel holds a block of keys and goes through the queries in order. It computes their products with all
-keys of the block; the gradients of scores are zero where a query has not selected a key.
+program of that kernel holds a block of keys and visits the queries in order. It computes their products with all keys
+of the block; the gradient of a score is zero if the query did not select the key.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,29 +23,29 @@ from torch import Tensor
 from megatron.extensions.attention.sparse_attention.kernels.rows_triton import dot, end_of_list, load_rows
 
 PARTS = 4
-"""Programs that share the queries of a block of keys."""
+"""Number of programs that share the queries of a block of keys."""
 
 
 class Blocks(NamedTuple):
-    """How the kernels work."""
+    """Block sizes of the kernels."""
 
     listed: int = 64
-    """Keys that a program of a query gathers at a time."""
+    """Keys that a program for a query gathers together."""
     keys: int = 128
     """Keys that a program of the second kernel holds."""
     columns: int = 64
-    """Heads of all queries that it multiplies these by at a time."""
+    """Query heads that such a program multiplies its keys by at a time."""
 
 
 BLOCKS = Blocks()
 
 SCAN = 1024
-"""Places of a list that are looked at together for its end."""
+"""Number of list places that are read together to find the end of the list."""
 
 
 @triton.jit
 def _listed(k, lists, at, count, samples, sample, WIDTH: tl.constexpr, HELD: tl.constexpr):
-    """Listed keys and their rows."""
+    """Listed keys, and their rows."""
     key = tl.load(lists + at, mask=at < count, other=-1)
     return key, load_rows(k, (key.to(tl.int64) * samples + sample) * WIDTH, key >= 0, 0, WIDTH, HELD)
 
@@ -63,9 +63,9 @@ def _sums_of_list(
     HELD: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """The log-sum-exp of the scores of listed keys, and the sum of attention's weights."""
+    """Log-sum-exp of the scores of listed keys, and sum of the attention weights."""
     samples, sample, count = sizes
-    # Of each place of a block by itself: sums over a block would make all threads wait.
+    # Each place of a block has its own sum: sums over a block would make all threads wait.
     top = tl.full([KEYS], float("-inf"), tl.float32)
     total = tl.zeros([KEYS], tl.float32)
     mass = tl.zeros([KEYS], tl.float32)
@@ -102,13 +102,13 @@ def divergence_of_row(
     KEYS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """q [n, b, heads, d], k [s, b, d], weights [n, b, heads], picked and attended [n, b, count] -> in `found` the
-    divergences [n, b], the gradients of q and weights, and those of scores [n, b, keys], None where they are added to
-    dk [keys, b, d]."""
+    """q [n, b, heads, d], k [s, b, d], weights [n, b, heads], picked and attended [n, b, count] -> `found`: the
+    divergences [n, b], the gradients of q and weights, and those of scores [n, b, keys], which are None if they are
+    added to dk [keys, b, d] instead."""
     samples, heads, count, keys = sizes
     sums, dq, dw, dense = found
     sample = tl.program_id(1).to(tl.int64)
-    # Rows that see the most come first.
+    # Rows with the most keys come first.
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * samples + sample
     lists, of_attention = picked + row * count, attended + row * count
     h, j = tl.arange(0, HEADS), tl.arange(0, KEYS)
@@ -195,14 +195,14 @@ def divergence_of_keys(
 
 
 def warps_of(heads: int, adds: bool) -> int:
-    """Of a program of a query: enough for its sums to fit registers."""
+    """Number of warps of a program for a query: enough for its sums to fit in registers."""
     return 8 if adds or heads > 16 else 4
 
 
 def gradients_of_listed(
     q: Tensor, k: Tensor, weights: Tensor, picked: Tensor, attended: Tensor, keys: int, adds: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `divergence.py`."""
+    """Kernel call; see `divergence.py`."""
     (n, b, heads, width), count = q.shape, picked.shape[-1]
     sums = torch.empty(n, b, dtype=torch.float32, device=q.device)
     dq, dw = torch.empty_like(q), torch.empty_like(weights)

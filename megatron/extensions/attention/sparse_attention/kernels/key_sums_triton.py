@@ -1,8 +1,8 @@
-"""The gradients of keys summed in a fixed order: the second pass of the backward of attention to selected keys.
+"""Gradients of keys, summed in a fixed order: the second pass of the backward of attention to selected keys.
 
-The first pass leaves the weights of listed keys and the gradients of their scores in memory, a chunk of queries at a
-time. A program holds some of the channels of a block of keys, and multiplies these by the queries and by the gradients
-of outputs, in ascending order. Keys of the block that a query has not selected have zeros.
+The first pass stores the weights of listed keys and the gradients of their scores, one chunk of queries at a time. A
+program holds some channels of a block of keys, and multiplies the stored values by the queries and by the output
+gradients, in ascending order. Keys of the block that a query did not select contribute zeros.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,17 +20,17 @@ from megatron.extensions.attention.sparse_attention.kernels.rows_triton import d
 from megatron.extensions.speed.fusions.attention.row_blocks_triton import Rows
 
 PARTS = 4
-"""Programs that share the queries of a block of keys."""
+"""Number of programs that share the queries of a block of keys."""
 
 
 class Tile(NamedTuple):
-    """How a program works."""
+    """Block sizes of a program."""
 
     keys: int
     columns: int
-    """Heads of all queries that it multiplies at a time."""
+    """Query heads that it multiplies at a time."""
     channels: tuple[int, int]
-    """That it holds: a power of two, and half of that."""
+    """Channels that it holds: a power of two, and half of it."""
     warps: int
     stages: int
 
@@ -55,8 +55,8 @@ def selected_sum(
 ):
     """dk [parts, s, b, w] in fp32 += sums over the queries of a part, in ascending order.
 
-    `weights` and `ds` [n, b, count, heads]. `readers`: the place [n, b, blocks * KEYS] at which a query lists a key, or
-    -1, and the first query and the end [b, blocks] of those that list a key of a block."""
+    `weights` and `ds` [n, b, count, heads]. `readers` has the place [n, b, blocks * KEYS] at which a query lists a key,
+    or -1, and the range [b, blocks] of queries that list a key of a block: the first one and the end."""
     samples, heads, count, s = sizes
     places, firsts, ends = readers
     part, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -110,18 +110,18 @@ def _add(into, sums, inside, c, WIDTH: tl.constexpr):
 
 
 class Readers(NamedTuple):
-    """Of the keys of a chunk of queries. int32."""
+    """Which queries list the keys of a block, for a chunk of queries. All int32."""
 
     places: Tensor
-    """[n, b, blocks * block]: where a query lists a key, or -1."""
+    """[n, b, blocks * block]: the place at which a query lists a key, or -1."""
     firsts: Tensor
     """[b, blocks]: the first query that lists a key of a block."""
     ends: Tensor
-    """[b, blocks]: after the last one."""
+    """[b, blocks]: one past the last query that lists a key of a block."""
 
 
 def readers_of(picked: Tensor, s: int, block: int) -> Readers:
-    """picked [n, b, count], places among s keys or -1. The host waits for nothing."""
+    """picked [n, b, count]: places among s keys, or -1. The host does not wait for the device."""
     n, b, count = picked.shape
     blocks = triton.cdiv(s, block)
     places = torch.full((n, b, blocks * block + 1), -1, dtype=torch.int32, device=picked.device)
@@ -135,7 +135,7 @@ def readers_of(picked: Tensor, s: int, block: int) -> Readers:
 
 
 def sum_of_keys_(dk: Tensor, grad: Tensor, q: Tensor, picked: Tensor, weights: Tensor, ds: Tensor, tile: Tile) -> None:
-    """Adds the sums of a chunk of queries to dk [parts, s, b, w], in the same order each time."""
+    """Add the sums of a chunk of queries to dk [parts, s, b, w], in the same order each time."""
     parts, s, b, width = dk.shape
     heads, values = q.shape[2], grad.shape[-1]
     held = min(tile.columns, triton.next_power_of_2(max(16, heads)))

@@ -1,4 +1,5 @@
-"""Parts of Triton kernels that gather selected rows: channels in parts, products of these, and where a program is."""
+"""Building blocks of Triton kernels that gather selected rows: channels in parts, products of these, and the position
+of a program."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -11,15 +12,15 @@ import triton.language as tl
 
 
 class Widths(NamedTuple):
-    """Channels of keys, and the powers of two that hold them."""
+    """Number of key channels, and the powers of two that hold them."""
 
     values: int
     """The first channels, which are the values."""
     rest: int
     part: int
-    """Holds a quarter of the values."""
+    """Power of two that holds a quarter of the value channels."""
     held_rest: int
-    """Holds the rest; 0 where there is none."""
+    """Power of two that holds the other channels; 0 if there are none."""
 
     @classmethod
     def of(cls, width: int, values: int) -> Widths:
@@ -29,7 +30,7 @@ class Widths(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """How a program works."""
+    """Block sizes of a program."""
 
     heads: int
     keys: int
@@ -39,7 +40,8 @@ class Blocks(NamedTuple):
 
 @triton.jit
 def load_rows(x, at, inside, start: tl.constexpr, size: tl.constexpr, HELD: tl.constexpr):
-    """[rows, HELD]: `size` channels from `start` on of the rows that begin `at` elements behind x; zeros outside."""
+    """[rows, HELD]: `size` channels, beginning at `start`, of the rows that begin `at` elements after x; zeros
+    outside."""
     c = tl.arange(0, HELD)
     where = x + at[:, None] + (start + c)[None, :]
     if size >= HELD:
@@ -49,7 +51,7 @@ def load_rows(x, at, inside, start: tl.constexpr, size: tl.constexpr, HELD: tl.c
 
 @triton.jit
 def load_values(x, at, inside, WIDTHS: tl.constexpr):
-    """The four parts of the values of rows."""
+    """The four parts of the value channels of rows."""
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]
     return (
@@ -62,7 +64,7 @@ def load_values(x, at, inside, WIDTHS: tl.constexpr):
 
 @triton.jit
 def load_rest(x, at, inside, values, WIDTHS: tl.constexpr):
-    """The channels of rows behind the values; something else where there are none."""
+    """The channels of rows after the values; arbitrary contents if there are none."""
     found = values[0]
     if WIDTHS[3]:
         found = load_rows(x, at, inside, WIDTHS[0], WIDTHS[1], WIDTHS[3])
@@ -76,7 +78,7 @@ def dot(a, b, sums):
 
 @triton.jit
 def products(a, b):
-    """Products [rows of a, rows of b] of all parts of values, in fp32."""
+    """Products [rows of a, rows of b] over all value parts, in fp32."""
     found = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     return dot(a[3], tl.trans(b[3]), dot(a[2], tl.trans(b[2]), dot(a[1], tl.trans(b[1]), found)))
 
@@ -92,7 +94,7 @@ def scores_of(keys, rest, queries, of_queries, WIDTHS: tl.constexpr):
 
 @triton.jit
 def add_rows(sums, keys, weights):
-    """Adds the products of keys [keys, PART] by weights [keys, heads] to sums [PART, heads], by part."""
+    """Add the products of keys [keys, PART] and weights [keys, heads] to sums [PART, heads], part by part."""
     return (
         dot(tl.trans(keys[0]), weights, sums[0]),
         dot(tl.trans(keys[1]), weights, sums[1]),
@@ -109,7 +111,7 @@ def scaled(sums, factors):
 
 @triton.jit
 def end_of_list(lists, count, SCAN: tl.constexpr):
-    """The place after the last key of a list."""
+    """One past the place of the last key of a list."""
     found = 0
     j = tl.arange(0, SCAN)
     for start in range(0, count, SCAN):
@@ -120,8 +122,8 @@ def end_of_list(lists, count, SCAN: tl.constexpr):
 
 @triton.jit
 def place_of(samples, heads, BLOCK: tl.constexpr):
-    """Row, sample and heads of a program, which heads there are, and the elements of [n, b, heads] before them. Rows
-    that see the most come first, and programs of a row are beside each other: they read the same keys."""
+    """Row, sample and heads of a program, a mask of existing heads, and the elements of [n, b, heads] before them. Rows
+    with the most keys come first, and programs of one row are adjacent because they read the same keys."""
     blocks = tl.cdiv(heads, BLOCK)
     row = (tl.num_programs(0) // blocks - 1 - tl.program_id(0) // blocks).to(tl.int64)
     sample = tl.program_id(1).to(tl.int64)
@@ -131,7 +133,7 @@ def place_of(samples, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_heads(x, values, before, h, in_h, start: tl.constexpr, size: tl.constexpr, WIDTH: tl.constexpr):
-    """Stores values [HELD, heads] in `size` channels from `start` on of x [n, b, heads, WIDTH]."""
+    """Store values [HELD, heads] in `size` channels, beginning at `start`, of x [n, b, heads, WIDTH]."""
     c = tl.arange(0, values.shape[0])
     at = x + (before + h)[None, :] * WIDTH + (start + c)[:, None]
     tl.store(at, values.to(x.dtype.element_ty), mask=in_h[None, :] & (c < size)[:, None])

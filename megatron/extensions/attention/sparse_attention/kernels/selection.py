@@ -1,7 +1,8 @@
-"""Selection by Triton kernels, in place of `scores_of_keys` and `largest_scores`.
+"""Selection with Triton kernels, which replace `scores_of_keys` and `largest_scores`.
 
-Neither products with single heads nor a sorted row are in memory. Scores are those of plain torch up to rounding, which
-rounds products of 16 bits to 16 bits first. Of equal scores the later ones are selected, as there.
+Neither the products of single heads nor a sorted row is stored in memory. Scores equal those of plain torch up to
+rounding; plain torch first rounds 16-bit products to 16 bits. Among equal scores the later ones are selected, as in
+plain torch.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from megatron.extensions.attention.sparse_attention.selection import (
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 WIDEST, SAMPLED = 128, 64
-"""Channels of the widest heads of an indexer that the kernel takes, and queries that kernels are compared on."""
+"""Channels of the widest indexer heads that the kernel supports, and the number of queries with which kernels are
+compared."""
 
 
 def fits(q: Tensor) -> bool:
-    """Return whether GPU kernels compute scores of queries [n, b, heads, d]."""
+    """Return True if GPU kernels compute scores of queries [n, b, heads, d]."""
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= WIDEST and q.numel() > 0
 
 
@@ -48,7 +50,7 @@ def largest(found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
 
 
 def keys(index: Index, queries: Queries, topk: int) -> Tensor:
-    """`keys_of_chunks`, of chunks that are joined: kernels keep the scores of keys alone in memory."""
+    """`keys_of_chunks` for joined chunks: kernels store only the scores of keys in memory."""
     return selected_in(merged(queries.chunks, index.q.shape[1]), index, queries, topk)
 
 
@@ -72,7 +74,7 @@ _largest = gpu_operator(
 
 
 class Multiplies(Protocol):
-    """The part of a plan's `Launches` that records products."""
+    """The entry of a plan's `Launches` that records matrix products."""
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None: ...
 
@@ -80,7 +82,7 @@ class Multiplies(Protocol):
 
 
 def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """The tensor that `scores` makes, for a plan."""
+    """Tensors that `scores` allocates, for a plan."""
     if not fits(q):
         return unwrap(scores_of_keys)(q, k, weights)
     out = _fake_scores(q, k, weights)
@@ -91,7 +93,7 @@ def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) 
 
 
 def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """The tensor that `largest` makes, for a plan: a row is read from memory once, and again from the cache."""
+    """Tensors that `largest` allocates, for a plan: a row is read from memory once, and then again from the cache."""
     if found.dtype != torch.float32:
         return unwrap(largest_scores)(found, first, last, topk)
     for _ in range(2):
@@ -100,12 +102,12 @@ def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Te
 
 
 def planned_keys(launches: Multiplies, index: Index, queries: Queries, topk: int) -> Tensor:
-    """The tensors that `keys` makes, for a plan."""
+    """Tensors that `keys` allocates, for a plan."""
     return keys(index, queries, topk) if fits(index.q) else unwrap(keys_of_chunks)(index, queries, topk)
 
 
 def _score_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Queries of one sample and all keys, of each kind of layer that selects."""
+    """Queries of one sample and all keys, for each kind of layer that selects."""
     if shapes.config is None:
         return
     own = shapes.config.options(SparseAttentionFlags)
@@ -116,7 +118,7 @@ def _score_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor]]
 
 
 def _largest_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
-    """Scores many of which are equal."""
+    """Scores with many ties."""
     for q, k, _ in _score_samples(shapes):
         assert shapes.config is not None
         topk = min(len(k), shapes.config.options(SparseAttentionFlags).dsa_indexer_topk)
@@ -140,7 +142,7 @@ KEYS = FusedKernel(
     keys,
     keys_of_chunks,
     lambda index, *_: kernel_for("scores_of_keys", *index) is not None,
-    lambda shapes: (),  # its parts are compared by themselves
+    lambda shapes: (),  # its parts are compared separately
     0.0,
     planned_keys,
 )

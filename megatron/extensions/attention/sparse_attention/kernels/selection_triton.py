@@ -1,8 +1,8 @@
-"""Triton kernels of selection (`selection.py`): the indexer's scores, and the keys with the largest ones.
+"""Triton kernels for selection (`selection.py`): the indexer scores, and the keys with the largest scores.
 
-Scores: a program holds a block of keys and goes through queries, whose products with all indexer heads it rectifies,
-weights and sums up at once. Selection: a program finds the least selected score of a query, digit by digit from the top
-(radix select), and then lists the keys.
+Scores: a program holds a block of keys and visits queries. It computes their products with all indexer heads, and
+rectifies, weights and sums these at once. Selection: a program finds the smallest selected score of a query, digit by
+digit from the top (radix select), and then lists the keys.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 KEYS, QUERIES = 128, 16
-"""Keys and queries of a program of scores."""
+"""Keys and queries per program of the score kernel."""
 
 PLACES = 1024
-"""Scores that are looked at together."""
+"""Scores that are read together."""
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def score_keys(
 
 @triton.jit
 def _ordered(x):
-    """uint32 in the order of fp32 numbers; zeros of both signs are equal."""
+    """uint32 in the order of fp32 numbers; positive and negative zero are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     flipped = tl.where(bits < 0, tl.full([], -1, tl.int32), tl.full([], -(2**31), tl.int32))
     return (bits ^ flipped).to(tl.uint32, bitcast=True)
@@ -58,9 +58,10 @@ def _ordered(x):
 
 @triton.jit
 def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, PLACES: tl.constexpr):
-    """scores [n, b, keys], and the first and last key [n, 1 or b] that a query sees -> out [n, b, topk]: the keys with
-    the largest scores in ascending order, the later ones of equal scores. Where there are fewer, -1 stands for keys
-    that it does not see: first for those after it, as many as there are."""
+    """scores [n, b, keys], and the first and last key [n, 1 or b] that a query may attend to -> out [n, b, topk]: the
+    keys with the largest scores in ascending order, the later ones among equal scores. If there are fewer keys, -1
+    fills the other places: places at the end stand for keys after the last one, as many as exist, and places at the
+    start for the rest."""
     samples, count, topk = sizes
     row, sample = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     bound = row * bound_rows + sample * bound_samples
@@ -71,7 +72,7 @@ def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, P
     into = out + (row * samples + sample) * topk
     i = tl.arange(0, PLACES)
     digits = tl.arange(0, 256)
-    # Digits of the least selected score, and how many with these digits are selected.
+    # Digits of the smallest selected score, and the number of scores with these digits that are selected.
     prefix = tl.full([], 0, tl.uint32)
     wanted = tl.minimum(topk, seen)
     equal = seen
@@ -113,7 +114,7 @@ def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, P
 
 
 def scores_of_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """See `selection.py`."""
+    """Kernel call; see `selection.py`."""
     n, b, heads, width = q.shape
     out = torch.empty(n, b, k.shape[0], dtype=torch.float32, device=q.device)
     held, of_heads = triton.next_power_of_2(max(16, width)), min(64, triton.next_power_of_2(max(16, heads)))
@@ -124,7 +125,7 @@ def scores_of_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 
 
 def largest_scores(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """See `selection.py`."""
+    """Kernel call; see `selection.py`."""
     n, b, count = scores.shape
     out = torch.empty(n, b, topk, dtype=torch.int32, device=scores.device)
     strides = first.stride(0), first.stride(1) if first.shape[1] > 1 else 0
