@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron.core.collectives import start_all_gather, start_reduce_scatter
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.fused import fused_parts
@@ -127,8 +126,8 @@ class Chain(ShardUpdate):
         self.dtype = ddp.main_dtype
         self.on_host = any(shard.on_host for shard in shards)
         self.device = shards[0].device if shards else ddp.device
-        self.by_element = OPTIMIZERS.facts(config.elementwise).by_element
-        """True if each element is updated by itself, so that there are no requests."""
+        self.by_element = not config.updates_together
+        """True if each element of every parameter is updated by itself, so that there are no requests."""
         compiled = not self.on_host and ddp.parallel_config.compiles(ddp.device.type)
         stage = StageOfUpdate(ddp.layouts, state.dims, self.axis, self.dtype, self.device, compiled)
         self._fused = fused_parts(config, shards, stage)

@@ -233,8 +233,9 @@ def test_other_spellings_are_read_as_ours(capsys: pytest.CaptureFixture[str]) ->
     command = command_line(f"{TINY} {theirs} --zero-stage 3 --cpu-optimizer".split(), Launch())
     ours += " --data-parallel-sharding-strategy optim_grads_params --optimizer-cpu-offload"
     assert command.config == parse_args(f"{TINY} {ours}".split()) and len(command.notes) == 5
-    line = failure(f"{TINY} --optimizer soap", capsys)[0]
-    assert line == "--optimizer soap: asks for the SOAP optimizer, which is not built; use adam or sgd or muon"
+    line = failure(f"{TINY} --optimizer adaptive_muon", capsys)[0]
+    told = "asks for Muon with a second moment, which is not built; use adam or sgd or muon or soap"
+    assert line == f"--optimizer adaptive_muon: {told}"
     line = failure(f"{TINY} --checkpoint-activations 3", capsys)[0]
     assert line.startswith("--checkpoint-activations 3: takes no value; or use --recompute-granularity")
 

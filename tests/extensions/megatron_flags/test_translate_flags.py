@@ -51,13 +51,13 @@ def test_a_script_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_what_has_no_translation_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--num-layers 24 --mtp-use-repeated-layer --deepspeed --optimizer soap"
+    flags = "--num-layers 24 --mtp-use-repeated-layer --deepspeed --optimizer adaptive_muon"
     assert main(["--", *flags.split()]) == 1
     printed = capsys.readouterr().out
     assert "Without effect here:\n  --deepspeed: DeepSpeed is not used" in printed
     refused = printed.partition("Not translated:\n")[2]
     assert "--mtp-use-repeated-layer: asks for this variant of multi-token prediction, which is not built" in refused
-    assert "--optimizer soap" in refused and "the SOAP optimizer" in refused
+    assert "--optimizer adaptive_muon" in refused and "Muon with a second moment" in refused
 
 
 @pytest.mark.usefixtures("forget_extensions_at_once")

@@ -268,6 +268,7 @@ MET: dict[str, Callable[[Run], bool]] = {
         lambda run: run.uses("muon") and run.compresses and (run.value("o_groups") or 1) > 1
     ),
     "`--optimizer lion`": lambda run: run.uses("lion"),
+    "`--optimizer soap`": lambda run: run.uses("soap"),
     "`--embedding-init-method-std`": (
         lambda run: (
             run.model.embedding_init_method_std is not None and "embeddings" in run.config.optimizer.weight_decay_on

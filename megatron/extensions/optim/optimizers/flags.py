@@ -1,4 +1,4 @@
-"""Flags of Muon, QK-clip, the precision-aware optimizer and named parameters, and where their parts are.
+"""Flags of Muon, SOAP, QK-clip, the precision-aware optimizer and named parameters, and where their parts are.
 
 This module does not import torch.
 """
@@ -33,7 +33,7 @@ class MuonFlags:
 
     NO_EFFECT_WITHOUT: ClassVar = Condition(
         "--optimizer muon",
-        lambda config: bool(OPTIMIZERS.facts(config.optimizer.optimizer).whole_roles(config.optimizer)),
+        lambda config: "muon_scalar_optimizer" in OPTIMIZERS.facts(config.optimizer.optimizer).fields,
     )
 
     muon_momentum: float = flag(0.9, at_least=0, below=1)
@@ -75,6 +75,24 @@ class MuonFlags:
 
     moe_router_skip_muon: bool = flag(False, no_effect_without="--num-experts")
     """Muon: update the router weight with --muon-scalar-optimizer."""
+
+
+@extension_flags("SOAP", may_change=True)
+@dataclass(frozen=True)
+class SoapFlags:
+    """--optimizer soap: Adam in the eigenbasis of Shampoo's factors, for the matrices of hidden layers; Adam for
+    embeddings, output layer, norms and biases. Both have --adam-beta1, --adam-beta2 and --adam-eps."""
+
+    NO_EFFECT_WITHOUT: ClassVar = Condition("--optimizer soap", lambda config: config.optimizer.optimizer == "soap")
+
+    soap_precondition_frequency: int = flag(10, above=0)
+    """SOAP: updates between two steps of the power iteration that lets the bases follow the factors."""
+
+    soap_shampoo_beta: float | None = flag(None, at_least=0, below=1)
+    """SOAP: decay of the factors, averages of products of gradients; default: --adam-beta2."""
+
+    soap_max_precondition_dim: int = flag(10_000, above=0)
+    """SOAP: longest side of a matrix that has a factor; a longer one is not rotated."""
 
 
 @extension_flags("QK-clip", may_change=True, rules=f"{HERE}.rules:qk_clip", resolve=f"{HERE}.rules:with_max_logits")
@@ -194,6 +212,12 @@ OPTIMIZERS.register(
     others=lambda optimizer: optimizer.options(MuonFlags).muon_scalar_optimizer,
     fields=("muon_scalar_optimizer", "moe_router_skip_muon"),
     product_dtypes=product_dtypes,
+)
+OPTIMIZERS.register(
+    "soap",
+    f"{HERE}.soap:soap",
+    whole_roles=lambda optimizer: frozenset({"hidden", "gate", "router"}),
+    others=lambda optimizer: "adam",
 )
 OPTIMIZERS.substitute(
     "adam",

@@ -1,0 +1,148 @@
+"""SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's two factors, for each matrix of the hidden layers.
+
+For a matrix G [m, n] with L <- beta L + (1 - beta) G G^T [m, m] and R likewise of G^T G [n, n], the update is
+Q_L Adam(Q_L^T G Q_R) Q_R^T, where Q_L and Q_R are bases of eigenvectors of the L and R of the steps before. Every
+--soap-precondition-frequency steps, a step of power iteration and a QR decomposition let them follow L and R.
+
+The formulas are those of the authors' program (github.com/nikhilvyas/SOAP), with its order of operations: the first
+update only begins L and R, and weight decay acts on the moved parameter. There is one difference, so that every layout
+has the same update. A matrix that is not square has directions of which its gradients say nothing so far. Their basis
+is rounding error there; here they keep the basis that they had, at first the unit vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.optimizer.transforms import (
+    ParameterUpdate,
+    Requests,
+    State,
+    Transform,
+    matrix_size,
+    of_matrices,
+)
+from megatron.core.param_meta import ParamMeta
+from megatron.extensions.optim.optimizers.flags import SoapFlags
+
+SIDES = ("left", "right")
+
+
+def soap(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
+    """--optimizer soap, of the matrices of hidden layers."""
+    return [Soap(config)]
+
+
+class Soap(Transform):
+    """The whole update, with learning rate and weight decay."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.options = config.options(SoapFlags)
+        self.betas = config.adam_beta1, config.adam_beta2
+        self.eps = config.adam_eps
+        given = self.options.soap_shampoo_beta
+        self.shampoo_beta = config.adam_beta2 if given is None else given
+
+    def sides(self, meta: ParamMeta) -> Iterator[tuple[str, int]]:
+        """Returns the sides of a matrix that have a factor, with their lengths."""
+        for side, size in zip(SIDES, matrix_size(meta), strict=True):
+            if size <= self.options.soap_max_precondition_dim:
+                yield side, size
+
+    def states(self, meta: ParamMeta) -> Sequence[State]:
+        moments = [of_matrices(name, meta, *matrix_size(meta)) for name in ("rotated_avg", "rotated_avg_sq")]
+        sides = list(self.sides(meta))
+        factors = [of_matrices(side, meta, size, size) for side, size in sides]
+        return [*moments, *factors, *(of_matrices(f"{side}_basis", meta, size, size) for side, size in sides)]
+
+    def flops(self, meta: ParamMeta) -> int:
+        """Returns the FLOPs of products: of the factors, of two changes of basis, and of the power iteration with two
+        further changes of basis, divided by the updates between two iterations."""
+        every = self.options.soap_precondition_frequency
+        area, sizes = prod(matrix_size(meta)), [size for _, size in self.sides(meta)]
+        per_update, per_iteration = 3 * area * sum(sizes), sum(size**3 for size in sizes) + 2 * area * sum(sizes)
+        return 2 * prod(meta.global_shape[: meta.stacked]) * (per_update + per_iteration // every)
+
+    def update(self, x: ParameterUpdate) -> Requests:
+        done = int(x.step.item()) - 1
+        """Updates of this parameter so far that moved it: the first one does not."""
+
+        def moved(matrix: Tensor, states: dict[str, Tensor]) -> Tensor:
+            return self.direction(matrix, states, done, self.eps * x.eps_mult)
+
+        direction = yield from x.whole(x.update, moved)
+        if not done:
+            x.update = torch.zeros_like(direction)
+            return
+        corrections = [1 - beta**done for beta in self.betas]
+        step = direction * (-x.lr * corrections[1] ** 0.5 / corrections[0])
+        x.update = step - x.lr * x.weight_decay * (x.param + step)
+
+    def direction(self, matrix: Tensor, states: dict[str, Tensor], done: int, eps: float) -> Tensor:
+        """Returns the change of a matrix [m, n] without Adam's corrections, and then takes the gradient into the
+        factors, so that no gradient is seen in a basis that it has formed itself."""
+        basis = [states.get(f"{side}_basis") for side in SIDES]
+        direction = matrix
+        if done:
+            rotated = rotate(matrix, basis)
+            average, square = states["rotated_avg"], states["rotated_avg_sq"]
+            average.mul_(self.betas[0]).add_(rotated, alpha=1 - self.betas[0])
+            square.mul_(self.betas[1]).add_(rotated.square(), alpha=1 - self.betas[1])
+            direction = rotate(average / square.sqrt().add_(eps), basis, back=True)
+        for side, gram in ("left", lambda: matrix @ matrix.mT), ("right", lambda: matrix.mT @ matrix):
+            if side in states:
+                states[side].lerp_(gram(), 1 - self.shampoo_beta)
+        if not done:
+            for side in SIDES:
+                if side in states:
+                    states[f"{side}_basis"].copy_(eigenbasis(states[side]))
+        elif done % self.options.soap_precondition_frequency == 0:
+            follow(states, basis)
+        return direction
+
+
+def rotate(matrix: Tensor, basis: Sequence[Tensor | None], back: bool = False) -> Tensor:
+    """Returns Q_L^T X Q_R, or `back` Q_L X Q_R^T; a side without basis stays."""
+    left, right = (None if each is None else each.mT if back else each for each in basis)
+    matrix = matrix if left is None else left.mT @ matrix
+    return matrix if right is None else matrix @ right
+
+
+def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
+    """One step of power iteration for each factor. The average of gradients is rotated into the new bases; the
+    average of squares, which cannot be, keeps the order of its directions."""
+    average = rotate(states["rotated_avg"], basis, back=True)
+    for dim, side in enumerate(SIDES):
+        if side in states:
+            old = states[f"{side}_basis"]
+            power = states[side] @ old
+            order = torch.argsort((old * power).sum(0), descending=True, stable=True)
+            found, sizes = torch.linalg.qr(power[:, order])
+            new = completed(found, sizes.diagonal().abs(), old[:, order])
+            states[f"{side}_basis"].copy_(new)
+            states["rotated_avg_sq"].copy_(states["rotated_avg_sq"].index_select(dim, order))
+    new_basis = [states.get(f"{side}_basis") for side in SIDES]
+    states["rotated_avg"].copy_(rotate(average, new_basis))
+
+
+def eigenbasis(factor: Tensor) -> Tensor:
+    """Returns the eigenvectors of a factor as columns, the largest eigenvalue first. LAPACK finds them in fp64, as in
+    fp32 it may not converge."""
+    values, vectors = torch.linalg.eigh(factor.double())
+    values, vectors = values.flip(0).to(factor.dtype), vectors.flip(1).to(factor.dtype)
+    return completed(vectors, values, torch.eye(len(values), dtype=factor.dtype, device=factor.device))
+
+
+def completed(columns: Tensor, sizes: Tensor, others: Tensor) -> Tensor:
+    """Returns orthonormal columns, of which those whose size is rounding error, beside the largest size, follow from
+    `others` in their place."""
+    noise = 4 * len(sizes) ** 0.5 * torch.finfo(sizes.dtype).eps * sizes.amax()
+    found = sizes > noise
+    if found.all():
+        return columns
+    return torch.linalg.qr(torch.where(found, columns, others))[0]
