@@ -1,1 +1,1 @@
-"""Less memory per device: states and activations on the host."""
+"""Techniques that reduce memory per device: states and activations in host memory."""

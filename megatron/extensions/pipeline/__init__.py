@@ -1,1 +1,1 @@
-"""Pipeline schedules, and how layers are divided among stages."""
+"""Pipeline schedules, and the division of layers among stages."""

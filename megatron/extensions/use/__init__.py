@@ -1,1 +1,1 @@
-"""Use of a trained model."""
+"""Inference with trained models."""

@@ -1,5 +1,5 @@
-"""States of the optimizer and saved activations in host memory.
+"""Optimizer states and saved activations in host memory.
 
-Flags: `--optimizer-cpu-offload` and those of its share and memory; `--cpu-offloading` and those of its layers. Read
-`host_update.py` first for states, `saved_activations.py` for activations.
+Flags: `--optimizer-cpu-offload` and the flags of its fraction and memory; `--cpu-offloading` and the flags of its
+layers. Read `host_update.py` first for states, `saved_activations.py` for activations.
 """

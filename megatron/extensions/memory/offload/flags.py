@@ -1,4 +1,4 @@
-"""Flags of states, activations and weights in host memory, and where their parts are.
+"""Flags that keep states, activations or weights in host memory, and the import paths of the implementation.
 
 This module does not import torch.
 """
@@ -60,9 +60,9 @@ def rules_of_activation(config: RunConfig, world_size: int) -> Iterator[Problem]
         return
     try:
         longest = model.num_layers // pipeline_layout(model, config.parallel).num_stages
-        if layers > longest:  # than the average; how long stages are depends on the vocabulary
+        if layers > longest:  # than the average; the lengths of stages depend on the vocabulary
             if model.vocab_size is None:
-                return  # judged again when the tokenizer is known
+                return  # this rule runs again when the tokenizer is known
             from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
 
             longest = max(len(stage.layers) for stage in pipeline_stages(model, config.parallel))

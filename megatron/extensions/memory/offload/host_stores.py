@@ -1,4 +1,4 @@
-"""The entry of HOST_MEMORY: the update of states in host memory, and the store of activations there."""
+"""Entry of HOST_MEMORY: the update of states in host memory, and the store for activations there."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class HostStores:
     def update(
         config: OptimizerConfig, shards: Sequence[Shard], chains: Sequence[ShardUpdate], threads: int | None
     ) -> HostUpdate:
-        """What --optimizer-cpu-offload asks for."""
+        """Return the update that --optimizer-cpu-offload requests."""
         return HostUpdate(config, shards, chains, threads)
 
     @staticmethod
     def activations(config: ModelParallelConfig, device: torch.device | str) -> ActivationOffload:
-        """What --cpu-offloading asks for, for the stages of a rank."""
+        """Return the store that --cpu-offloading requests, for the stages of one rank."""
         options = config.options(ActivationFlags)
         return ActivationOffload(options.cpu_offloading_num_layers, options.min_offloaded_tensor_size, device)

@@ -1,12 +1,12 @@
 """Update of optimizer states in host memory, overlapped with its copies (--optimizer-cpu-offload).
 
-As in ZeRO-Offload (Ren et al., arXiv 2101.06840, section 4), gradients are copied to the host, the host makes the
-update, and parameters are copied back. States never leave the host, so they need no pinned memory. Gradients and
-parameters pass through a few slots: while one chunk is updated, the gradients of the next one arrive and the parameters
-of the last one leave, on a stream for each direction. The device updates its own states meanwhile.
+As in ZeRO-Offload (Ren et al., arXiv 2101.06840, section 4), gradients are copied to the host, the host updates, and
+parameters are copied back. States never leave the host, so they need no pinned memory. Gradients and parameters pass
+through a few slots: while one chunk is updated, the gradients of the next chunk arrive and the parameters of the
+previous chunk leave, each direction on its own stream. Meanwhile the device updates the states that it holds.
 
-Unlike with ZeRO-Offload's delayed update, a step is complete when it returns: it is that of the same optimizer on the
-device, to rounding of its kernels.
+Unlike ZeRO-Offload's delayed update, a step is complete when it returns: it equals the step of the same optimizer on
+the device, up to kernel rounding.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from megatron.extensions.memory.offload.placement import host_slots
 
 
 class CopyQueue:
-    """Copies between device and host, in order, beside the device's current stream; without a GPU they are made at
-    once."""
+    """Copies between device and host, in order, on a stream besides the device's current one; without a GPU they are
+    made immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start_after(self, event: torch.cuda.Event | None = None) -> None:
-        """Makes later copies wait for `event`, or for what has been launched on the current stream."""
+        """Make later copies wait for `event`, or for everything that has been launched on the current stream."""
         if self._stream is not None:
             self._stream.wait_event(event or torch.cuda.current_stream(self._stream.device).record_event())
 
     def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Starts a copy. Returns an event of its end."""
+        """Start a copy. Returns an event that marks its end."""
         if self._stream is None:
             target.copy_(source)
             return None
@@ -46,13 +46,14 @@ class CopyQueue:
             return self._stream.record_event()
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """Makes the current stream wait for `event`."""
+        """Make the current stream wait for `event`."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
     @contextmanager
     def after_copies(self) -> Iterator[None]:
-        """What is launched within the block waits for the copies started so far; later work of the device does not."""
+        """Make kernels that are launched within the block wait for the copies started so far; later kernels do not
+        wait."""
         if self._stream is None:
             yield
             return
@@ -60,30 +61,30 @@ class CopyQueue:
             yield
 
     def synchronize(self) -> None:
-        """Waits, on the host, for the copies started so far."""
+        """Wait, on the host, for the copies started so far."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def join(self) -> None:
-        """Makes the current stream wait for the copies started so far."""
+        """Make the current stream wait for the copies started so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 class Slots:
-    """Tensors [elements] of host memory that chunks pass through in turns, each with the copy that it waits for."""
+    """Tensors [elements] of host memory that chunks use in turns, each with the copy that it waits for."""
 
     def __init__(self, number: int, elements: int, dtype: torch.dtype, pinned: bool) -> None:
         self.tensors = [torch.empty(elements, dtype=dtype, device="cpu", pin_memory=pinned) for _ in range(number)]
         self._events: list[torch.cuda.Event | None] = [None] * number
 
     def start_copy(self, chunk: int, copy: Callable[[Tensor], torch.cuda.Event | None]) -> None:
-        """Starts a copy that reads or writes the slot of a chunk."""
+        """Start a copy that reads or writes the slot of a chunk."""
         place = chunk % len(self.tensors)
         self._events[place] = copy(self.tensors[place])
 
     def ready(self, chunk: int) -> Tensor:
-        """The slot of a chunk, once the copy started last in it has ended."""
+        """Return the slot of a chunk, once the last copy started in it has ended."""
         place = chunk % len(self.tensors)
         if (event := self._events[place]) is not None:
             event.synchronize()
@@ -95,7 +96,7 @@ class Slots:
 
 
 class HostUpdate:
-    """Updates `shards`, whose states are in host memory, each by its chain of `chains`."""
+    """Update `shards`, whose states are in host memory, each by its chain in `chains`."""
 
     def __init__(
         self,
@@ -104,11 +105,11 @@ class HostUpdate:
         chains: Sequence[ShardUpdate],
         threads: int | None,
     ) -> None:
-        """`threads`: of the update, by default torch's."""
+        """`threads`: number of threads for the update; by default torch's."""
         options = config.options(HostStateFlags)
         copied = [pair for pair in zip(shards, chains, strict=True) if not pair[0].bucket.on_host]
         self.shards, self.chains = [shard for shard, _ in copied], [chain for _, chain in copied]
-        """Those whose gradients and parameters are on the device."""
+        """Shards whose gradients and parameters are on the device."""
         self._here = [pair for pair in zip(shards, chains, strict=True) if pair[0].bucket.on_host]
         number, elements = host_slots([shard.numel for shard in self.shards])
         params, grads = shards[0].device_params, shards[0].device_grads
@@ -121,11 +122,11 @@ class HostUpdate:
 
     @property
     def nbytes(self) -> int:
-        """Host memory beside that of states."""
+        """Bytes of host memory in addition to the states."""
         return self._grads.nbytes + self._params.nbytes
 
     def start(self) -> None:
-        """Starts to copy the first gradients. They must be final but for a factor, and no later kernel may read the
+        """Start to copy the first gradients. They must be final except for a factor, and no later kernel may read the
         parameters before `update` has been called."""
         self._to_host.start_after()
         self._to_device.start_after()
@@ -133,12 +134,13 @@ class HostUpdate:
             self._start_grads(chunk)
 
     def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:
-        """Starts to copy what `update` needs to know, so that it does not wait for kernels launched later."""
+        """Start to copy the values that `update` needs, so that it does not wait for kernels that are launched
+        later."""
         return HostCopy[float](torch.stack([skip, updates, torch.ones_like(skip) if factor is None else factor]))
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
-        """One update after `start`, with the `scalars` of this step; gradients are `scaled` by their factor, or taken
-        as they are. Kernels launched from now on see the new parameters. Waits for the gradients."""
+        """Make one update after `start`, with the `scalars` of this step. If `scaled`, gradients are multiplied by
+        their factor. Kernels that are launched from now on read the new parameters. Waits for the gradients."""
         skip, updates, factor = (torch.tensor(value, dtype=torch.float64) for value in scalars.read())
         if skip > 0:
             return
@@ -166,7 +168,8 @@ class HostUpdate:
 def _update(
     shard: Shard, chain: ShardUpdate, grads: Tensor, params: Tensor, values: StepValues, factor: Tensor | None
 ) -> None:
-    """Updates a shard from gradients in host memory, which are scaled by their factor there, into parameters there."""
+    """Update a shard from gradients in host memory, which are multiplied by their factor there, and write parameters to
+    host memory."""
     shard.attach(grads, params)
     if factor is not None:
         chain.scale_gradients(factor)

@@ -1,8 +1,8 @@
-"""Weights, gradients and states in files that are mapped into memory (--offload-weights-folder).
+"""Weights, gradients and states in memory-mapped files (--offload-weights-folder).
 
-The host's memory is then a cache of a disk: the system reads and writes pages as they are used. A file has no name once
-it is mapped, so that its space is free again when the run ends, however it ends. Space is reserved when a file is
-made: a page that finds no room on the disk later would end the process without a message.
+Host memory then acts as a cache of a disk: the operating system reads and writes pages as they are used. A file is
+unlinked once it is mapped, so that its space becomes free when the run ends, however it ends. Space is reserved when a
+file is made: a page that later found no room on the disk would end the process without a message.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ NAME = "--offload-weights-folder"
 
 
 class MappedFiles:
-    """Makes tensors in files of a folder."""
+    """Allocates tensors in files of a folder."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         Path(folder).mkdir(parents=True, exist_ok=True)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros in a file of their own. Raises ValueError if there is no room for it."""
+        """Return zeros in a new file. Raises ValueError if there is no room for it."""
         if not (nbytes := numel * dtype.itemsize):
             return torch.zeros(0, dtype=dtype)
         descriptor, name = tempfile.mkstemp(prefix=".weights-", dir=self.folder)
@@ -57,7 +57,8 @@ class MappedFiles:
 
 
 class WeightsFolder(Callback):
-    """Checks, before anything is taken, that a disk has room for what all ranks of its node keep there."""
+    """Check, before any space is reserved, that the disk has room for everything that all ranks of its node keep
+    there."""
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
         folder = config.options(HostWeightFlags).offload_weights_folder
@@ -78,7 +79,7 @@ class WeightsFolder(Callback):
 def bytes_of_units(
     layouts: tuple[BufferLayout, ...], optimizer: OptimizerConfig, params: torch.dtype, main: torch.dtype
 ) -> int:
-    """Bytes that a rank keeps of matrices, their gradients and their states."""
+    """Bytes that a rank needs for matrices, their gradients and their states."""
     names = str(params).removeprefix("torch."), str(main).removeprefix("torch.")
     gradient = getattr(torch, optimizer.gradients_dtype) if optimizer.gradients_dtype else main
     kind = optimizer.state_plan.main_kind(optimizer, *names, on_host=True)
@@ -92,7 +93,7 @@ def bytes_of_units(
 
 
 def check_room(folder: str, needed: int, world: Axis) -> None:
-    """Raises ValueError, on every rank, if a disk has less room than all ranks that write there need."""
+    """Raise ValueError, on every rank, if a disk has less room than all ranks that write to it need."""
     disk = socket.gethostname(), os.stat(folder).st_dev
     asked: dict[tuple[str, int], list[int]] = {}
     for place, nbytes, free in gather_objects((disk, needed, shutil.disk_usage(folder).free), world):

@@ -1,20 +1,22 @@
-"""Offload of saved activations: what layers save for their backward waits in host memory (Ren et al., ZeRO-Offload,
-arXiv 2101.06840, moves states in this way; Rhu et al., vDNN, arXiv 1602.08124, activations).
+"""Offload of saved activations: tensors that layers save for their backward wait in host memory (Ren et al.,
+ZeRO-Offload, arXiv 2101.06840, moves states in this way; Rhu et al., vDNN, arXiv 1602.08124, activations).
 
-The layers of a stage that are offloaded are its first ones, whose activations wait longest. Each part, a layer or
-layers that are recomputed together, copies what it saves to the host while it computes, on a stream of its own. The
-device's tensors are freed when the next part has computed, so at most two parts' tensors are held. In the backward the
-copies of a part are fetched while the part after it computes, into memory of their own, which autograd frees as it
-would free the originals.
+Of each stage, the first layers are offloaded, because their activations wait longest. A part is one layer, or several
+layers that are recomputed together. Each part copies the tensors that it saves to the host while it computes, on a
+separate stream. The device's tensors are freed after the next part has computed, so at most two parts' tensors are
+held. In the backward, the copies of a part are fetched while the part after it computes. They get new memory, which
+autograd frees as it would free the originals.
 
-Hooks of saved tensors see what autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). They leave on the device
+Hooks for saved tensors see the tensors that autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). They leave on
+the device
 
-- parameters and buffers, and what all layers share, as rotary tables: these are not this micro-batch's to let go of;
-- the input that another stage has sent, which the pipeline's executor holds;
+- parameters and buffers, and tensors that all layers share, such as rotary tables, which do not belong to one
+  micro-batch;
+- the input that another stage has sent, which the pipeline executor holds;
 - tensors with fewer elements than `--min-offloaded-tensor-size`.
 
-Tensors that are views of the same memory travel once. With recomputation, what a part keeps for it travels: the input
-of a layer that is recomputed as a whole, or what is left beside recomputed modules.
+Tensors that are views of the same memory are copied once. With recomputation, only the tensors that a part keeps for it
+are copied: the input of a layer that is recomputed as a whole, or the tensors outside recomputed modules.
 """
 
 from __future__ import annotations
@@ -41,18 +43,19 @@ class HostBuffer:
     """uint8 [a power of two]"""
 
     read: torch.cuda.Event | None = None
-    """When the last copy from it has ended, on a GPU."""
+    """Event at the end of the last copy from the buffer, on a GPU."""
 
 
 def rounded_up(nbytes: int) -> int:
-    """The size of the buffer for this many bytes: a power of two, as torch's allocator of pinned memory takes it. So
-    few sizes occur where shapes differ from step to step, as with experts."""
+    """Buffer size for this many bytes: a power of two, as in torch's allocator of pinned memory. So only a few sizes
+    occur even if shapes differ from step to step, as with experts."""
     return 1 << max(0, nbytes - 1).bit_length()
 
 
 class HostPool:
-    """Host buffers by size: pinned for copies from and to a GPU, plain memory on CPU. Pinning takes milliseconds, so a
-    run pins each buffer once. The pool grows to the most that were taken at the same time, of each size, and stays so.
+    """Host buffers by size: pinned for copies from and to a GPU, pageable on CPU. Pinning takes milliseconds, so a run
+    pins each buffer once. For each size, the pool grows to the largest number of buffers that were in use at the same
+    time, and does not shrink.
     """
 
     def __init__(self, pinned: bool, device: str = "cpu") -> None:
@@ -60,12 +63,12 @@ class HostPool:
             size, dtype=torch.uint8, pin_memory=pinned, device=device
         )
         self.nbytes = 0
-        """Bytes of all buffers, taken and free."""
+        """Bytes of all buffers, used and free."""
         self._free: dict[int, list[HostBuffer]] = {}
-        self._returned: deque[HostBuffer] = deque()  # appended to by finalizers, which may run in any thread
+        self._returned: deque[HostBuffer] = deque()  # finalizers append to it, and they may run in any thread
 
     def take(self, nbytes: int) -> HostBuffer:
-        """A buffer of at least `nbytes`, which nobody else has until it is given back."""
+        """Return a buffer of at least `nbytes`, which is not in use until it is given back."""
         while self._returned:
             buffer = self._returned.popleft()
             self._free.setdefault(len(buffer.memory), []).append(buffer)
@@ -80,9 +83,9 @@ class HostPool:
 
 
 class ActivationOffload:
-    """Offload of one rank's stages, which share host buffers and streams.
+    """Offload for the stages of one rank, which share host buffers and streams.
 
-    The first `num_layers` layers of each stage are offloaded, tensors of at least `smallest` elements.
+    Offloads the first `num_layers` layers of each stage, and in them tensors of at least `smallest` elements.
     """
 
     def __init__(self, num_layers: int, smallest: int, device: torch.device | str) -> None:
@@ -93,21 +96,24 @@ class ActivationOffload:
         self.to_host, self.to_device = CopyQueue(self.device), CopyQueue(self.device)
 
     def reset(self, pinned: bool = True) -> HostPool:
-        """Starts again with an empty pool of host buffers, in plans on meta tensors of meta ones."""
+        """Start again with an empty pool of host buffers. In plans, whose tensors are meta tensors, the buffers are
+        too."""
         self.sent = 0
-        """Bytes that have been copied to the host so far."""
+        """Bytes copied to the host so far."""
         self.pool = HostPool(pinned and self.device.type == "cuda", "meta" if self.device.type == "meta" else "cpu")
         return self.pool
 
     def begin(self, x: Tensor, shared: object) -> OffloadedPass:
-        """A forward pass with input x of a stage's layers. Tensors in `shared`, an object or a mapping, stay."""
+        """Begin a forward pass with input x through the layers of a stage. Tensors in `shared`, an object or a mapping,
+        stay on the device."""
         stays = {storage_id(tensor) for tensor in tensors_in(shared)}
         if x.is_leaf:
             stays.add(storage_id(x))
         return OffloadedPass(self, stays)
 
     def send(self, x: Tensor) -> tuple[HostBuffer, torch.cuda.Event | None]:
-        """Copies x, uint8 [bytes], to the host, behind what has been launched: (where to, when it is there)."""
+        """Copy x, uint8 [bytes], to the host after the work launched so far. Returns (buffer, event at the end of the
+        copy)."""
         buffer = self.pool.take(len(x))
         self.to_host.start_after()
         if buffer.read is not None:
@@ -116,15 +122,15 @@ class ActivationOffload:
         return buffer, self.to_host.copy(x, buffer.memory[: len(x)])
 
     def fetch(self, buffer: HostBuffer, nbytes: int) -> Tensor:
-        """uint8 [bytes] in new memory of the device, which has arrived when `buffer.read` has happened."""
+        """uint8 [bytes] in new device memory; the contents are there once `buffer.read` has occurred."""
         into = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.to_device.start_after()  # the memory may have been another tensor's just now
+        self.to_device.start_after()  # the memory may have belonged to another tensor until now
         buffer.read = self.to_device.copy(buffer.memory[:nbytes], into)
         return into
 
 
 class OffloadedPass:
-    """One micro-batch's way through the layers of a stage."""
+    """One micro-batch in the layers of a stage."""
 
     def __init__(self, offload: ActivationOffload, stays: set[int]) -> None:
         self.offload, self.stays = offload, stays
@@ -132,7 +138,7 @@ class OffloadedPass:
 
     @contextmanager
     def part(self, offloaded: bool, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Around the forward pass of a part. What the part before it has left on the device is let go of after it."""
+        """Context of the forward pass of a part. Device tensors that the previous part has saved are freed after it."""
         if offloaded:
             self.parts.append(part := Part(self.offload, self.stays | {storage_id(tensor) for tensor in parameters}))
             with part.saving():
@@ -143,15 +149,15 @@ class OffloadedPass:
         self._let_go(self.parts[-2:-1])
 
     def watch(self, output: object) -> None:
-        """When the gradient of the last part's output is known, its backward begins: it needs its own tensors, and the
-        part before it will be next."""
+        """Called when the gradient of the last part's output is known and its backward begins: that part needs its own
+        tensors, and the previous part is next."""
         parts = [part for part in reversed(self.parts[-2:]) if part is not None]
         for tensor in tensors_in(output) if parts else ():
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: _fetch(parts))
 
     def end(self) -> None:
-        """Behind the last part."""
+        """Called after the last part."""
         self._let_go(self.parts[-1:])
 
     def _let_go(self, parts: Iterable[Part | None]) -> None:
@@ -166,25 +172,25 @@ def _fetch(parts: Iterable[Part]) -> None:
 
 
 class Part:
-    """Tensors that one part of a stage has saved of one micro-batch."""
+    """Tensors that one part of a stage has saved for one micro-batch."""
 
     def __init__(self, offload: ActivationOffload, stays: set[int]) -> None:
         self.offload, self.stays = offload, stays
         self._held: dict[int, _Moved] = {}
-        """By memory, while the device has it too."""
+        """Saved storages by address, while they are still on the device."""
         self._moved: list[weakref.ref[_Moved]] = []
-        """Those that autograd still needs."""
+        """Storages that autograd still needs."""
         self._sent: torch.cuda.Event | None = None
-        """When all of them are on the host; None on CPU."""
+        """Event after which all of them are on the host; None on CPU."""
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Tensors that autograd saves are offloaded."""
+        """Context in which tensors that autograd saves are offloaded."""
         with saving_by(self), saved_tensors_hooks(self.pack, unpacked):
             yield
 
     def pack(self, x: Tensor) -> Tensor | _View:
-        """Placeholder of x in the graph: x itself if it stays."""
+        """Return the placeholder of x in the graph; x itself if it stays on the device."""
         offload, key = self.offload, storage_id(x)
         if x.layout != torch.strided or x.device.type != offload.device.type or x.numel() < offload.smallest:
             return x
@@ -197,14 +203,14 @@ class Part:
         return _View(self._held[key], x.dtype, x.size(), x.stride(), int(x.storage_offset()))
 
     def let_go(self) -> None:
-        """Lets go of the device's memory: tensors made in it from now on wait until the copies have ended."""
+        """Free the device memory: tensors allocated in it from now on wait until the copies have ended."""
         self.offload.to_device.wait(self._sent)
         for moved in self._held.values():
             moved.original = None
         self._held.clear()
 
     def fetch(self) -> None:
-        """Starts to fetch what the backward needs."""
+        """Start to fetch the tensors that the backward needs."""
         for found in self._moved:
             if (moved := found()) is not None:
                 moved.fetch()
@@ -227,8 +233,8 @@ class _View(NamedTuple):
 
 
 class _Moved:
-    """The memory of saved tensors: on its way to the host, there, and on its way back. It lives as long as the graph
-    needs one of the tensors; its buffer is then free for others."""
+    """Storage of saved tensors, which moves to the host and back. It lives as long as the graph needs one of its
+    tensors; then its buffer is free for others."""
 
     def __init__(self, offload: ActivationOffload, original: Tensor) -> None:
         self.offload, self.nbytes = offload, len(original)
@@ -239,7 +245,7 @@ class _Moved:
         self.host, self.sent = offload.send(original)
 
     def fetch(self) -> None:
-        """Starts the copy back, once, unless the device has the tensor still."""
+        """Start the copy back, once, unless the storage is still on the device."""
         if self.host is None or self.original is not None:
             return
         self._back, self._arrived = self.offload.fetch(self.host, self.nbytes), self.host.read
@@ -247,7 +253,7 @@ class _Moved:
         self.host = None
 
     def fetched(self) -> Tensor:
-        """The memory on the device, uint8 [bytes], for what is launched from now on."""
+        """The storage on the device, uint8 [bytes], for kernels that are launched from now on."""
         if self.original is not None:
             return self.original
         self.fetch()
@@ -260,12 +266,12 @@ class _Moved:
         self._arrived = None
 
     def __del__(self) -> None:
-        self._wait()  # memory that nobody has read may not be given to others while it is written
+        self._wait()  # memory that nobody has read must not be reused while it is written
         if self.host is not None:
             self.offload.pool.give_back(self.host)
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """All of the memory that x is a view of, uint8 [bytes], as far as it has whole elements of x."""
+    """The whole storage of x, uint8 [bytes], as far as it has whole elements of x."""
     elements = x.untyped_storage().nbytes() // x.dtype.itemsize
     return x.detach().as_strided((elements,), (1,), 0).view(torch.uint8)

@@ -1,18 +1,18 @@
 """Weights in host memory (--offload-weights): the matrices of a unit are on the device only while a pass needs them.
 
-A unit is a transformer layer, or a module outside of layers with matrices of its own: the embedding and the output
-layer are streamed like layers. What is kept between passes, parameters and fp32 sums of gradients, is in host memory,
-where the optimizer updates it; vectors such as norms and biases stay on the device. As in ZeRO-Infinity (Rajbhandari
-et al., arXiv 2104.07857, section 5) and L2L (Pudipeddi et al., arXiv 2002.05645):
+A unit is a transformer layer, or another module with matrices: the embedding and the output layer are streamed like
+layers. Parameters and fp32 gradient sums are kept in host memory between passes, and the optimizer updates them there;
+vectors such as norms and biases stay on the device. As in ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857, section
+5) and L2L (Pudipeddi et al., arXiv 2002.05645):
 
-- parameters of the unit that comes next are copied to the device while a unit computes, forward and backward;
-- gradients of a unit leave the device while the next one computes, into the sums on the host themselves;
-- from the second micro-batch on, the sum of a unit comes back to the device before its backward adds to it, as if it
-  had never left: so every sum has the bits that it has without offloading, and the host adds nothing.
+- the parameters of the next unit are copied to the device while a unit computes, forward and backward;
+- the gradients of a unit leave the device while the next one computes, directly into the sums on the host;
+- from the second micro-batch on, the sum of a unit is copied back to the device before its backward adds to it, as if
+  it had never left. So every sum is bit-equal to the sum without offloading, and the host adds nothing.
 
-`UnitSharding` decides when a unit is needed and which one comes next; here is where its bytes come from and go to. At
-most two units' parameters are on the device, and at most three units' gradients: one that leaves, one that is added to,
-and one that comes. Among several data-parallel ranks (ZeRO-3) each keeps its shards on its host; these are copied, then
+`UnitSharding` decides when a unit is needed and which one is next; this module copies its bytes. At most two units'
+parameters are on the device, and at most three units' gradients: one that leaves, one that is being accumulated, and
+one that arrives. With several data-parallel ranks (ZeRO-3), each keeps its shards on its host; these are copied, then
 gathered, and reduced shards are added to the sums on the device.
 """
 
@@ -59,7 +59,7 @@ class Arrival(Pending):
     event: torch.cuda.Event | None = None
 
     def wait(self) -> Tensor:
-        """Makes what is launched from now on wait for the copy."""
+        """Make kernels that are launched from now on wait for the copy."""
         if self.queue is not None:
             self.queue.wait(self.event)
             self.queue = self.event = None
@@ -67,7 +67,7 @@ class Arrival(Pending):
 
 
 class HostUnitStore(ShardedUnits):
-    """Units of one rank in host memory, and the two directions of their copies."""
+    """Units of one rank in host memory, with a stream for each direction of their copies."""
 
     def __init__(self, config: ModelParallelConfig, device: torch.device) -> None:
         self.device = torch.device(device)
@@ -97,8 +97,8 @@ class HostUnitStore(ShardedUnits):
         return units
 
     def start_fetch(self, shard: Tensor, whole: Tensor, axis: Axis) -> Pending:
-        """Starts to copy a shard from the host, and to gather `whole` from those of all ranks. The memory of `whole`
-        may have been another tensor's just now: the copy waits for what has been launched."""
+        """Start to copy a shard from the host, and to gather `whole` from the shards of all ranks. The memory of
+        `whole` may have belonged to another tensor until now, so the copy waits for the work launched so far."""
         part = whole.chunk(axis.size)[axis.rank]
         self.to_device.start_after()
         event = self.to_device.copy(shard, part)
@@ -108,7 +108,7 @@ class HostUnitStore(ShardedUnits):
             return start_all_gather(part, axis, out=whole)
 
     def start_send(self, source: Tensor, target: Tensor) -> Arrival:
-        """Starts to copy to the host what has been launched."""
+        """Start to copy to the host, after the work launched so far."""
         self.to_host.start_after()
         return Arrival(target, queue=self.to_host, event=self.to_host.copy(source, target))
 
@@ -121,9 +121,10 @@ class StreamedBucket(UnitBucket):
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer, store: HostUnitStore) -> None:
         self.store = store
         self.summed = False
-        """True if `grad_shard` is the sum of this step's micro-batches so far, and not of the step before."""
+        """True if `grad_shard` has the sum over this step's micro-batches so far, and not the sum of the previous
+        step."""
         self.adding = False
-        """True once the micro-batch at hand has added to whole gradients."""
+        """True once the current micro-batch has added to the whole gradients."""
         self._coming: Pending | None = None
         self._leaving: Pending | None = None
         super().__init__(layout, buffer)
@@ -139,7 +140,8 @@ class StreamedBucket(UnitBucket):
             self.whole_params = True
 
     def open_grads(self) -> None:
-        """Makes room for contributions, and starts to fetch the sum so far. `await_sum` before the first one."""
+        """Allocate memory for contributions, and start to fetch the sum so far. Call `await_sum` before the first
+        contribution."""
         if self.whole_grads or not self.returns:
             super().open_grads()
             return
@@ -150,11 +152,11 @@ class StreamedBucket(UnitBucket):
 
     @property
     def returns(self) -> bool:
-        """True if a sum comes back to be added to: that of one rank, which has begun."""
+        """True if a sum is fetched to be added to: with one data-parallel rank, once the sum has begun."""
         return self.summed and self.axis.size == 1
 
     def await_sum(self) -> None:
-        """Waits for the sum that `open_grads` fetches."""
+        """Wait for the sum that `open_grads` fetches."""
         if self._coming is not None:
             self._coming.wait()
             self._coming = None
@@ -185,14 +187,14 @@ class StreamedBucket(UnitBucket):
 
     def _add_to_sum(self, reduced: Tensor) -> None:
         if self.summed:
-            total = self.grads.chunk(self.axis.size)[self.axis.rank]  # which has been reduced
+            total = self.grads.chunk(self.axis.size)[self.axis.rank]  # after it has been reduced
             self.store.start_fetch(self.grad_shard, total, ALONE).wait()
             reduced = total.add_(reduced)
         self.store.start_send(reduced, self.grad_shard).wait()
         self.summed = True
 
     def drop_grads(self) -> None:
-        assert self._leaving is None, "gradients on their way"
+        assert self._leaving is None, "gradients in flight"
         self.await_sum()
         self.adding = False
         super().drop_grads()
@@ -205,14 +207,14 @@ class StreamedBucket(UnitBucket):
             self.await_sum()
 
     def settle_sum(self) -> None:
-        """Ends a step: a sum that nothing was added to is zero."""
+        """End a step: a sum to which nothing was added is zero."""
         if not self.summed:
             self.grad_shard.zero_()
             self.summed = True
 
 
 class StreamedUnits(UnitSharding):
-    """Hooks of the units of one rank, which are in host memory."""
+    """Hooks for the units of one rank, which are in host memory."""
 
     buckets: Sequence[StreamedBucket]
     store: HostUnitStore
@@ -228,7 +230,7 @@ class StreamedUnits(UnitSharding):
     ) -> None:
         super().__init__(modules, params, buckets, shards_params, queue, casts)
         self.course = Order[Unit | StreamedBucket]()
-        """Passes of units, and first additions to buckets, by which the next sum is fetched ahead."""
+        """Order of unit passes, and of first additions to buckets, from which the next sum to fetch is known."""
         self._forward_since = False
         """True if a forward pass has begun since gradients were last sent."""
 
@@ -268,15 +270,15 @@ class StreamedUnits(UnitSharding):
         bucket.await_sum()
 
     def _fetch_ahead(self) -> None:
-        """Starts to fetch the sum that is added to next, if it is needed soon."""
+        """Start to fetch the sum that is added to next, if it is needed soon."""
         following = next((each for each in self.course.following(AHEAD) if isinstance(each, StreamedBucket)), None)
         if following is not None and following.returns and not following.whole_grads:
             self._make_room()
             following.open_grads()
 
     def _make_room(self) -> None:
-        """Frees gradients that were sent before the last forward passes: those of a backward pass' last unit have
-        arrived long ago."""
+        """Free gradients that were sent before the last forward passes: even those of the last unit of a backward pass
+        have arrived long ago."""
         if self._forward_since:
             self._finish(0)
             self._forward_since = False

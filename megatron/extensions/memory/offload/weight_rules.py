@@ -14,7 +14,7 @@ NAME = "--offload-weights"
 
 
 def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """What must be given beside it, and what cannot be."""
+    """Check the flags that it needs, and the flags that exclude it."""
     if not c.options(HostWeightFlags).offload_weights:
         return
     states = c.options(HostStateFlags)
@@ -33,14 +33,14 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Among several data-parallel ranks each keeps its shards, as ZeRO-3 divides them."""
+    """With several data-parallel ranks, each keeps its shards, divided as in ZeRO-3."""
     if c.parallel.num_distributed_optimizer_instances > 1:
         instances = f"--num-distributed-optimizer-instances {c.parallel.num_distributed_optimizer_instances}"
         yield Problem.exclusive(NAME, None, instances, "gradients of instances are added up on devices")
     try:
         dims = ParallelDims.from_config(c.parallel, world_size)
     except (ValueError, ZeroDivisionError):
-        return  # another rule says so
+        return  # another rule reports it
     ranks = max(dims.shards(False), dims.shards(True))
     if ranks > 1 and not c.ddp.shards_parameters:
         flag = "--data-parallel-sharding-strategy optim_grads_params"
@@ -49,7 +49,7 @@ def _ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _others(c: RunConfig) -> Iterator[Problem]:
-    """Flags of extensions that read or write weights where they are not, by their field."""
+    """By field, flags of extensions that read or write weights outside of the passes."""
     given = {field: getattr(options, field) for options in c.extension_options for field in vars(options)}
     for field, value, text, why in (
         ("cuda_graph_impl", "local", "--cuda-graph-impl local", "memory of weights comes and goes during the passes"),

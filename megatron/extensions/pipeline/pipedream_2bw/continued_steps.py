@@ -1,4 +1,5 @@
-"""Steps whose passes begin while the step before ends: the loop's step, and the pipeline that keeps what has begun."""
+"""Steps whose passes begin before the previous step has ended: the step function of the training loop, and the pipeline
+that keeps started passes."""
 
 from __future__ import annotations
 
@@ -21,19 +22,19 @@ from megatron.training.train_step import TrainStep, is_read
 
 
 class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
-    """Keeps messages and graphs of passes that belong to the next step, and chooses the weights of each pass."""
+    """Keep messages and graphs of passes that belong to the next step, and choose the weights of each pass."""
 
     optimizer: LateOptimizer
-    """Has both versions of the weights."""
+    """Owner of both versions of the weights."""
 
     _microbatches = 0
-    """Of the step being run: those from this number on are of the next step."""
+    """Number of the first micro-batch that belongs to the next step."""
 
     def run_step(
         self, actions: Sequence[Action], batches: Sequence[Batch], following: Sequence[Batch], seed: float
     ) -> list[Tensor]:
-        """Runs one step, and the passes of the `following` micro-batches that the list begins: the next call goes on
-        with them. Returns the loss sums of the step's own micro-batches, as `run` does."""
+        """Run one step, and those passes of the `following` micro-batches that the list contains; the next call
+        continues them. Returns the loss sums of the step's own micro-batches, as `run` does."""
         self._begin([*batches, *following], seed, training=True)
         self._microbatches = len(batches)
         self.run_actions(actions)
@@ -51,7 +52,7 @@ class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
         super().handle(action)
 
     def _number_from(self, first: int) -> None:
-        """Numbers what is held of micro-batches from `first` on."""
+        """Renumber everything that is held for micro-batches, beginning with `first`."""
         later = lambda action: action._replace(microbatch=action.microbatch - first)  # noqa: E731
         self.held = Held(
             outbox={later(send): tensor for send, tensor in self.held.outbox.items()},
@@ -61,20 +62,20 @@ class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
 
 
 class ContinuingPipeline(Pipeline):
-    """Runs the lists of steps that follow each other without a gap."""
+    """Run the lists of steps that follow each other without a gap."""
 
     executor_type = ContinuingExecutor
     executor: ContinuingExecutor
 
     following: Sequence[Batch] = ()
-    """Micro-batches of the next step, whose passes begin in the next call of `train`, and in that one alone."""
+    """Micro-batches of the next step. Their passes begin in the next call of `train`, and in no other."""
 
     _begun = 0
-    """Micro-batches of the last step, if it has begun passes of the next one."""
+    """Micro-batches of the last step, if it has begun passes of the next step."""
 
     @property
     def counting_rank(self) -> int | None:
-        return None  # the rank of the loss may still be in the step before
+        return None  # the rank that computes the loss may still be in the previous step
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
         following, self.following = self.following, ()
@@ -93,14 +94,14 @@ class ContinuingPipeline(Pipeline):
         return super().evaluate(batches)
 
     def drop_begun(self) -> None:
-        """Forgets the passes of the next step that have begun: the next call of `train` runs all of its passes."""
+        """Discard the passes of the next step that have begun: the next call of `train` runs all of its passes."""
         if self._begun:
             self.executor.drop()
             self._begun = 0
 
 
 class ContinuedStep(TrainStep):
-    """A step whose passes may have begun in the step before, and that begins those of the next one."""
+    """A step whose passes may have begun in the previous step, and that begins passes of the next step."""
 
     begun: StepInput | None = None
     """Inputs of the next step, if its passes have begun."""
@@ -114,7 +115,8 @@ class ContinuedStep(TrainStep):
             run.say(" weights before the last update are not loaded: both versions start from the newest ones")
 
     def inputs(self, step: Step) -> StepInput:
-        """Those at hand if passes of the step have begun in the step before. Reads those of the next one."""
+        """Return the current inputs if passes of this step began in the previous step. Reads the inputs of the next
+        step."""
         given = self._read(step)
         self.begun = None if is_read(self.run, step) else self._following(step)
         return given
@@ -127,7 +129,7 @@ class ContinuedStep(TrainStep):
         return self.begun if self.begun is not None and self.begun.step == step else super().inputs(step)
 
     def _following(self, step: Step) -> StepInput | None:
-        """Inputs of the next step; None if there is none with the same model, or meters look at it as a whole."""
+        """Inputs of the next step; None if no next step uses the same model, or if meters read each step as a whole."""
         run = self.run
         number, sample = step.iteration + 1, step.first_sample + step.samples
         if number in run.passed_over:

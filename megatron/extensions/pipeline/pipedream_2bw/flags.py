@@ -1,4 +1,4 @@
-"""The schedule, and where its parts are. This module does not import torch."""
+"""Registration of the 2bw schedule, and the import paths of its parts. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatron.extensions.pipeline.pipedream_2bw.rules import NAME, two_versions
 from megatron.training.step_parts import STEP_PARTS
 
 PREVIOUS = "previous_param"
-"""Kind of state, in checkpoints: the parameters before the last update, in their own dtype."""
+"""Kind of checkpoint state: the parameters before the last update, in their own dtype."""
 
 HERE = "megatron.extensions.pipeline.pipedream_2bw"
 
 
 @dataclass(frozen=True)
 class TwoVersions:
-    """No flags: what `--pipeline-schedule 2bw` asks of other parts of a run."""
+    """Requirements of `--pipeline-schedule 2bw` on other parts of a run. It has no flags."""
 
     kept: bool = False
 
 
 class StoredMain(StatePlan):
-    """Main parameters beside both versions, also in the precision of the parameters."""
+    """Keep main parameters in addition to both versions, even if they have the precision of the parameters."""
 
     optional = (PREVIOUS,)
 

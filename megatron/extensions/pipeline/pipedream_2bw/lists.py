@@ -1,4 +1,5 @@
-"""Lists of one step, cut from those of a run without an end: a step's passes begin while the one before it ends."""
+"""Lists of actions of one step, cut from the lists of an endless run: passes of a step begin before the previous step
+has ended."""
 
 from __future__ import annotations
 
@@ -10,18 +11,19 @@ from megatron.core.pipeline_parallel.schedules import Schedule, build_schedule, 
 
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 ENDS = BACKWARDS | {Kind.W, Kind.SEND_B}
-"""The actions that end the work of a rank on a micro-batch."""
+"""Actions that end a rank's work on a micro-batch."""
 
 
 @lru_cache(maxsize=64)
 def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: int) -> tuple[tuple[Action, ...], ...]:
-    """The lists of one step of a schedule that does not flush, for the executor.
+    """Return the action lists of one step of a schedule that does not flush, for the executor.
 
-    `before` and `after` are the micro-batches of the steps next to it, 0 where the pipeline is empty in between. The
-    passes of all three are in the order of one long step, of which each rank has the part from its last backward of the
-    step before to that of its own. Micro-batches are numbered from the first of this step on, so that those from
-    `microbatches` on are of the next step; VALIDATE stands before the first of these, whose pass needs the update of
-    the step before. Of the adjacent steps, only the passes that overlap with this one are built."""
+    `before` and `after` are the numbers of micro-batches of the adjacent steps, or 0 if the pipeline is empty there.
+    The passes of all three steps are ordered as one long step. Each rank gets the part after its last backward of the
+    previous step, up to its own last backward. Micro-batches are numbered from the first one of this step, so that
+    numbers from `microbatches` on belong to the next step. VALIDATE precedes the first pass of the next step, which
+    needs the update of the previous step. For the adjacent steps, only the passes that overlap with this step are
+    built."""
     before, after = min(before, 2 * p), min(after, 2 * p)
     end = before + microbatches
     compute = build_schedule(schedule, p, end + after)
@@ -33,9 +35,9 @@ def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: 
 
 
 def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
-    """Lists with communication in two parts: the first one ends, on each rank, with what brings the backward passes of
-    the first `microbatches` to their end. A receive stands in the first part if its send does: no message passes from
-    one part to the other, but what it brought may be read there."""
+    """Divide lists with communication into two parts: on each rank, the first part ends with the actions that complete
+    the backward passes of the first `microbatches`. A receive is in the first part if its send is: no message passes
+    from one part to the other, but the second part may use a tensor that the first part received."""
     heads: Schedule = []
     for actions in lists:
         ends = [i for i, a in enumerate(actions) if a.kind in ENDS and a.microbatch < microbatches]
@@ -50,7 +52,7 @@ def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
 
 
 def _with_validate(actions: list[Action], microbatches: int) -> tuple[Action, ...]:
-    """With VALIDATE before the first pass of micro-batches from this number on."""
+    """Insert VALIDATE before the first pass of any micro-batch with this number or a higher one."""
     first = next((i for i, a in enumerate(actions) if a.kind is Kind.F and a.microbatch >= microbatches), None)
     if first is None:
         return tuple(actions)

@@ -18,7 +18,7 @@ SCHEDULE = "--pipeline-schedule"
 
 
 def two_versions(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Refuses features that cannot be late, or in two versions."""
+    """Refuse features that do not support late updates, or two versions of the weights."""
     for other, why in _excluded(c):
         yield Problem.exclusive(SCHEDULE, NAME, other, why)
     if size := c.parallel.loss_chunk_tokens:
@@ -67,8 +67,8 @@ def _of_experts(m: TransformerConfig) -> Iterator[tuple[str, str]]:
 
 
 def _microbatches(c: RunConfig) -> Iterator[Problem]:
-    """Each update is needed by the second step after: a step has no fewer micro-batches than the pipeline has ranks
-    (arXiv 2006.09503, section 3.1)."""
+    """Each update is needed two steps later, so a step must have at least as many micro-batches as the pipeline has
+    ranks (arXiv 2006.09503, section 3.1)."""
     pp, sizes = c.parallel.pipeline_model_parallel_size, legal_sizes(c)
     per_pass = c.training.micro_batch_size * (c.parallel.data_parallel_size or 1)
     smallest = min([sizes.final, *(size for _, size in sizes.earlier)])
@@ -79,7 +79,7 @@ def _microbatches(c: RunConfig) -> Iterator[Problem]:
 
 
 def _no_use(c: RunConfig) -> Iterator[Problem]:
-    """Configurations in which ranks still wait for each other between steps."""
+    """Warn about configurations in which ranks still wait for each other between steps."""
     if c.parallel.pipeline_model_parallel_size == 1:
         return
     if c.logging.log_interval == 1:

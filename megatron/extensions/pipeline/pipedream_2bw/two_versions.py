@@ -1,16 +1,17 @@
 """Two versions of the weights, and updates that wait for the gradient norm while the next step runs.
 
-PipeDream-2BW (arXiv 2006.09503, section 3.1): a step's gradient is that of the weights before the last update,
+PipeDream-2BW (arXiv 2006.09503, section 3.1): the gradient of a step is computed with the weights before the last
+update,
 
     W(t+1) = W(t) - lr g(W(t-1)),
 
-so that its passes begin while the step before is not done, and the pipeline never empties. Here an update that clips
-follows exactly: gradients are kept until the norm over all stages is known; no rank waits for it. The update of step t
-is made on each rank before its first pass of step t+2 (VALIDATE), and until then the passes of step t+1 go on.
+so that its passes can begin before the previous step has ended, and the pipeline never empties. Here updates clip
+exactly: gradients are kept until the norm over all stages is known, and no rank waits for it. Each rank makes the
+update of step t before its first pass of step t+2 (VALIDATE); until then the passes of step t+1 continue.
 
-Parameters have two memories. The one of the newest version is the buffers' own, which is gathered and saved; an update
-writes into the other one, whose passes have all ended, and the two change places. Tensors saved by a forward pass for
-its backward pass therefore stay in place."""
+Parameters have two memories. The newest version is in the buffers' own memory, which is gathered and saved. An update
+writes into the other memory, whose passes have all ended, and then the two are swapped. Tensors that a forward pass has
+saved for its backward therefore stay in place."""
 
 from __future__ import annotations
 
@@ -30,18 +31,18 @@ from megatron.extensions.pipeline.pipedream_2bw.flags import PREVIOUS
 
 
 class VersionedShard(OptimizerShard):
-    """A shard whose updates read a copy of the gradients, and whose parameters change memories."""
+    """Shard whose updates read a copy of the gradients, and whose parameters change memories."""
 
     def __init__(self, spec: ShardSpec) -> None:
         super().__init__(spec)
         if self.aliased:
             self.aliased, self.main = False, self.params.clone()
         self.place, self.previous = spec.place, self.device_params
-        """Of this shard: parameters before the last update, a view of the other memory once there is one."""
+        """This shard's parameters before the last update: a view of the other memory, once that exists."""
         self.attach(torch.zeros_like(self.device_grads), self.device_params)
 
     def of_bucket(self, params: Tensor) -> Tensor:
-        """Its part of what this rank owns of the bucket's parameters."""
+        """The shard's range within the part of the bucket that this rank owns."""
         return params[self.place.start : self.place.stop]
 
     def exported(self) -> dict[str, Tensor]:
@@ -49,7 +50,7 @@ class VersionedShard(OptimizerShard):
 
 
 class _Waiting(NamedTuple):
-    """An update whose norm is on its way."""
+    """An update whose gradient norm is still being reduced."""
 
     update: Update
     result: StepResult
@@ -57,7 +58,7 @@ class _Waiting(NamedTuple):
 
 
 class LateOptimizer(DistributedOptimizer):
-    """Makes updates when they are needed: before the first pass of the second step after."""
+    """Make updates when they are needed: before the first pass two steps later."""
 
     def __init__(
         self,
@@ -69,9 +70,10 @@ class LateOptimizer(DistributedOptimizer):
         super().__init__(config, ddp, state, host_threads)
         self.versioned = [shard for shard in self.shards if isinstance(shard, VersionedShard)]
         self.is_read = True
-        """True if the result of the next `step` is read before the step after it."""
+        """True if the result of the next `step` is read before the following step."""
         self.other = [torch.full_like(buffer.param_data, torch.nan) for buffer in self.ddp.buffers]
-        """The memory of parameters before the last update, by buffer. NaN until they are loaded, or `start`."""
+        """Memory of the parameters before the last update, by buffer. It is NaN until it is loaded, or until
+        `start`."""
         self._newest = _views(self.ddp)
         self._exchange()
         self._previous = _views(self.ddp)
@@ -86,7 +88,7 @@ class LateOptimizer(DistributedOptimizer):
         return device + kept, host
 
     def begin_update(self, update: Update, own: Tensor, result: StepResult) -> None:
-        assert self._waiting is None, "the update of the step before is not made"
+        assert self._waiting is None, "the update of the previous step has not been made"
         if self.versioned:
             kept, grads = [shard.grads for shard in self.versioned], [shard.device_grads for shard in self.versioned]
             foreach_copy_(kept, grads)
@@ -96,7 +98,7 @@ class LateOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def end_update(self) -> None:
-        """Makes the update of the last step, if it is not made, and leaves the newest weights in use."""
+        """Make the update of the last step, if that is still to do, and use the newest weights."""
         if self._waiting is not None:
             (update, result, norm), self._waiting = self._waiting, None
             verdict = self.verdict(update, norm.wait(), result)
@@ -107,8 +109,8 @@ class LateOptimizer(DistributedOptimizer):
         self._use(self._newest)
 
     def use_for(self, of_next_step: bool) -> None:
-        """Before a pass: those before the last update, the newest ones for the step after, and as long as the update of
-        the step before is not made."""
+        """Choose the weights of a pass: those before the last update; for a pass of the next step, the newest ones.
+        Before the previous step's update is made, the newest weights are still those before the last update."""
         self._use(self._newest if of_next_step or self._waiting is not None else self._previous)
 
     def _use(self, version: list[Tensor]) -> None:
@@ -119,7 +121,7 @@ class LateOptimizer(DistributedOptimizer):
         self._in_use = version
 
     def _exchange(self) -> None:
-        """The two memories change places."""
+        """Swap the two memories."""
         for number, buffer in enumerate(self.ddp.buffers):
             buffer.param_data, self.other[number] = self.other[number], buffer.param_data
             for bucket in buffer.buckets:
@@ -131,8 +133,8 @@ class LateOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def start(self) -> bool:
-        """Makes the weights before the last update whole, of which each rank has loaded its shards; those that were not
-        loaded are the newest ones. Returns whether all of this rank's were loaded. Collective."""
+        """Gather the weights before the last update, of which each rank has loaded its shards. Weights that were not
+        loaded equal the newest ones. Returns True if all weights of this rank were loaded. Collective."""
         complete = True
         for shard in self.versioned:
             pieces = shard.pieces({PREVIOUS: shard.previous})
@@ -146,7 +148,7 @@ class LateOptimizer(DistributedOptimizer):
 
 
 def _views(ddp: DistributedDataParallel) -> list[Tensor]:
-    """The parameters in the buffers' present memory."""
+    """The parameters in the memory that the buffers use now."""
     views: dict[int, Tensor] = {}
     for buffer in ddp.buffers:
         for bucket in buffer.buckets:

@@ -1,4 +1,5 @@
-"""Flags of stages by hand, and where their split is. This module does not import torch."""
+"""Flags for the manual division of layers among pipeline stages, and the import path of the split. This module does not
+import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline stages written by hand: the grammar of --pipeline-model-parallel-layout. This module does not import torch.
+"""Grammar of --pipeline-model-parallel-layout, which lists pipeline stages by hand. This module does not import torch.
 
 A stage is a sequence of E (embedding), t (transformer layer), m (multi-token prediction module) and L (norm, head and
 loss); | separates stages. m stands right before L, whose head it shares. A symbol or a group in parentheses is repeated
@@ -10,15 +10,15 @@ from __future__ import annotations
 import re
 
 LONGEST = 100_000
-"""Symbols after repetition; more are a mistake."""
+"""Largest number of symbols after repetition; more are taken for a mistake."""
 
 TOKEN = re.compile(r"([EtmL|()])|\*(\d+)")
 
 
 def layers_of_stages(text: str) -> tuple[int, ...]:
-    """The number of transformer layers of each stage, by global stage number.
+    """Return the number of transformer layers of each stage, by global stage number.
 
-    Raises ValueError with a rule and a remedy, divided by a semicolon, if the text is not legal.
+    Raises ValueError if the text is not legal. Its message is a rule and a remedy, separated by a semicolon.
     """
     stages = expanded(text).split("|")
     whole = "".join(stages)
@@ -33,14 +33,15 @@ def layers_of_stages(text: str) -> tuple[int, ...]:
 
 
 def multi_token_depths(text: str) -> int:
-    """The number of multi-token prediction modules. Raises ValueError as `layers_of_stages` does."""
+    """Return the number of multi-token prediction modules. Raises ValueError as `layers_of_stages` does."""
     return expanded(text).count("m")
 
 
 def expanded(text: str) -> str:
-    """The text without repetitions, groups, commas and spaces. Raises ValueError as `layers_of_stages` does."""
+    """Expand the text: no repetitions, groups, commas or spaces remain. Raises ValueError as `layers_of_stages`
+    does."""
     rest = re.sub(r"[,\s]", "", text)
-    open_groups: list[list[str]] = [[]]  # of each open group its items so far, the outermost first
+    open_groups: list[list[str]] = [[]]  # the items so far of each open group, the outermost group first
     at = 0
     while at < len(rest):
         token = TOKEN.match(rest, at)
@@ -57,7 +58,7 @@ def expanded(text: str) -> str:
         elif symbol:
             open_groups[-1].append(symbol)
         elif not open_groups[-1]:
-            raise ValueError(f"has nothing before {token[0]} to repeat; put it behind a symbol or a group")
+            raise ValueError(f"has nothing before {token[0]} to repeat; put it after a symbol or a group")
         else:
             if len(open_groups[-1][-1]) * int(count) > LONGEST:
                 raise ValueError(f"has more than {LONGEST} symbols; use smaller repetitions")

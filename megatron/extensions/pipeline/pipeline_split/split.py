@@ -1,4 +1,5 @@
-"""Layers of pipeline stages by the flags, and their errors. This module does not import torch."""
+"""Number of layers of each pipeline stage according to the flags, and errors in these flags. This module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from megatron.extensions.pipeline.pipeline_split.layout_text import layers_of_st
 
 
 class StagesByHand:
-    """An entry of `STAGE_SPLITS`."""
+    """Entry of the registry `STAGE_SPLITS`."""
 
     @staticmethod
     def virtual(parallel: ModelParallelConfig) -> bool:
@@ -37,7 +38,8 @@ class StagesByHand:
 
     @staticmethod
     def fixed(model: TransformerConfig, parallel: ModelParallelConfig, layout: PipelineLayout) -> dict[int, int]:
-        """Stage -> its number of layers, where the flags say it. Raises ValueError if they do not fit the model."""
+        """Map each stage to its number of layers, if the flags specify it. Raises ValueError if they do not fit the
+        model."""
         flags = parallel.options(SplitFlags)
         if flags.pipeline_model_parallel_layout is not None:
             return dict(enumerate(stages_by_hand(model, parallel, flags.pipeline_model_parallel_layout)))
@@ -52,7 +54,8 @@ class StagesByHand:
 
 
 def stages_by_hand(model: TransformerConfig, parallel: ModelParallelConfig, text: str) -> tuple[int, ...]:
-    """Layers of each stage in `text`, of --pipeline-model-parallel-layout. Raises ValueError if they do not fit."""
+    """Return the number of layers of each stage in `text`, the value of --pipeline-model-parallel-layout. Raises
+    ValueError if the stages do not fit the model."""
     pp, named = parallel.pipeline_model_parallel_size, f"{LAYOUT} {text}"
     try:
         layers = layers_of_stages(text)
@@ -73,7 +76,7 @@ def stages_by_hand(model: TransformerConfig, parallel: ModelParallelConfig, text
 
 
 def _spread(count: int, parts: int) -> Iterator[int]:
-    """`count` in `parts` parts as even as possible, the larger ones first."""
+    """Divide `count` into `parts` numbers that are as equal as possible, larger ones first."""
     return (count // parts + (part < count % parts) for part in range(parts))
 
 

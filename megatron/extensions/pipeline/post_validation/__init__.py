@@ -1,4 +1,4 @@
-"""Updates before the gradient norm of the whole model is known, rolled back where the norm refuses them.
+"""Optimizer updates before the global gradient norm is known, rolled back if the norm requires it.
 
 Flag: `--optimizer-post-validation`. Read `post_validation.py`.
 """

@@ -1,4 +1,4 @@
-"""The flag of optimizer post-validation, and where its part is. This module does not import torch."""
+"""Flag of optimizer post-validation, and the import path of its implementation. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""Optimizer post-validation: an update is made before the gradient norm of the whole model is known, and checked later.
+"""Optimizer post-validation: make an update before the global gradient norm is known, and check it later.
 
 Qi et al., arXiv 2401.10241, section 4. A step that waits for the norm waits for the last backward of the slowest
-pipeline stage. With post-validation each stage starts the reduction of the norm, updates with what it knows (nothing is
-clipped; nothing is updated where its own gradients are not finite), and runs the first forward passes of the next step.
-At VALIDATE, before its first backward, the reduction has ended. If the step had to be clipped or skipped on any rank,
-all ranks roll back, repeat the update with the true factor, and repeat those forward passes.
+pipeline stage. With post-validation each stage starts the reduction of the norm, updates with the information that it
+has (nothing is clipped, and nothing is updated if its own gradients are not finite), and runs the first forward passes
+of the next step. At VALIDATE, before the first backward of that step, the reduction has ended. If the step had to be
+clipped or skipped on any rank, all ranks roll back, repeat the update with the correct factor, and repeat those forward
+passes.
 
-The paper rolls back by arithmetic in place, which rounds. Here states are copied before the update, so that a rolled
-back step has the bits of one that has waited; that takes the memory of a second set of this rank's shards. The paper
-also passes the partial norm from stage to stage. As one wrong guess on any rank makes all ranks run their forward
-passes again, that saves nothing, and is left out.
+The paper rolls back by in-place arithmetic, which rounds. Here states are copied before the update, so that a
+rolled-back step is bit-equal to one that waited. That takes the memory of a second set of this rank's shards. The paper
+also passes the partial norm from stage to stage. This is left out: one wrong guess on any rank makes all ranks repeat
+their forward passes, so it would save nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from megatron.training.train_step import TrainStep, is_read
 
 
 class RollbackCopies:
-    """A second set of `tensors`, allocated once, so that memory is final before the first step."""
+    """Second set of `tensors`, allocated once, so that memory use is final before the first step."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
@@ -49,14 +50,14 @@ class RollbackCopies:
 
     @torch.no_grad()
     def take(self, further: Sequence[Tensor] = ()) -> None:
-        """Copies the current values, and those of small `further` tensors."""
+        """Copy the current values, and the values of the small `further` tensors."""
         if self.tensors:
             foreach_copy_(self.copies, self.tensors)
         self._further = [(tensor, tensor.detach().clone()) for tensor in further]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Writes the values of the last `take` back."""
+        """Write back the values of the last `take`."""
         if self.tensors:
             foreach_copy_(self.tensors, self.copies)
         for tensor, copy in self._further:
@@ -68,7 +69,7 @@ class RollbackCopies:
 
 
 class _Unvalidated(NamedTuple):
-    """An update that was made ahead of its verdict, and the state before it that is no tensor."""
+    """An update that was made ahead of its verdict, with those parts of the earlier state that are not tensors."""
 
     update: Update
     result: StepResult
@@ -78,9 +79,9 @@ class _Unvalidated(NamedTuple):
 
 
 class PostValidatedOptimizer(DistributedOptimizer):
-    """Updates ahead of the norm, where no one reads the result of the step before the next one.
+    """Make updates before the norm is known, if no one reads the result of a step before the next step.
 
-    Main parameters, states, and gradients, which an update scales in place, are copied.
+    Main parameters, states and gradients are copied, because an update scales gradients in place.
     """
 
     def __init__(
@@ -96,12 +97,12 @@ class PostValidatedOptimizer(DistributedOptimizer):
         of_chain = [tensor for chain in self.chains for tensor in chain.tensors]
         self.copies = RollbackCopies([*(tensor for tensors in changed for tensor in tensors), *of_chain])
         self.is_read = True
-        """True if the result of the next `step` is read before the step after it."""
+        """True if the result of the next `step` is read before the following step."""
         self.step_state: Callable[[], Sequence[Tensor]] = tuple
-        """Returns the tensors that `Update.on_update` changes."""
+        """Return the tensors that `Update.on_update` changes."""
         self._unvalidated: _Unvalidated | None = None
         self._last: StepResult | None = None
-        """Of the step before."""
+        """Update of the previous step."""
 
     @property
     def nbytes(self) -> tuple[int, int]:
@@ -109,7 +110,7 @@ class PostValidatedOptimizer(DistributedOptimizer):
         return device + self.copies.nbytes, host
 
     def begin_update(self, update: Update, own: Tensor, result: StepResult) -> None:
-        assert self._unvalidated is None, "the step before is not validated"
+        assert self._unvalidated is None, "the previous step has not been validated"
         ahead = not self.is_read and self.likely_to_stand()
         self._last = result
         if not ahead:
@@ -123,8 +124,8 @@ class PostValidatedOptimizer(DistributedOptimizer):
         self.scaler.update(False)
 
     def likely_to_stand(self) -> bool:
-        """Whether the step before was neither clipped nor skipped. If it was, so may be this one, and waiting for the
-        norm costs less than rolling back."""
+        """True if the previous step was neither clipped nor skipped. If it was, this step may be too, and waiting for
+        the norm costs less than rolling back."""
         last, largest = self._last, self.config.clip_grad
         return last is None or not (last.skipped or (largest > 0 and last.grad_norm > largest))
 
@@ -133,9 +134,9 @@ class PostValidatedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def validate(self) -> bool:
-        """Waits for the verdict on a step that was updated ahead, if there is one. Returns whether it was rolled back,
-        the same on all ranks: parameters, states and what `on_update` changes are then to the bit what a step that had
-        waited would have left. Collective over the world."""
+        """Wait for the verdict on a step that was updated ahead, if there is one. Returns True, on all ranks alike, if
+        the step was rolled back: parameters, states and everything that `on_update` changes are then bit-equal to those
+        of a step that waited. Collective over the world."""
         if self._unvalidated is None:
             return False
         (update, result, norm, updates, scaler), self._unvalidated = self._unvalidated, None
@@ -153,32 +154,32 @@ class PostValidatedOptimizer(DistributedOptimizer):
 
 
 class StaleForwards(Exception):
-    """Parameters have changed since the forward passes that a run has made: run its list again from the start. Raised
-    on all ranks or on none, when no message is on its way."""
+    """Raised if parameters have changed since a run's forward passes: the caller must run its list again from the
+    start. It is raised on all ranks or on none, and only while no message is in flight."""
 
 
 class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
-    """Runs lists with VALIDATE, which may raise `StaleForwards`."""
+    """Run lists with VALIDATE, which may raise `StaleForwards`."""
 
     validate: Callable[[], bool]
-    """Returns whether parameters have changed, the same on all ranks."""
+    """Returns True, on all ranks alike, if parameters have changed."""
 
     def handle(self, action: Action) -> None:
         if action.kind is not Kind.VALIDATE:
             super().handle(action)
         elif self.validate():
-            self.drop()  # the cut has no message across it
+            self.drop()  # no message crosses the cut
             raise StaleForwards
 
 
 class ValidatingPipeline(Pipeline):
-    """Runs lists in which VALIDATE stands before the first backward pass of all."""
+    """Run lists in which VALIDATE precedes the first backward pass of all ranks."""
 
     executor_type = ValidatingExecutor
 
     @property
     def counting_rank(self) -> int | None:
-        return None  # the rank of the loss may still be in the step before
+        return None  # the rank that computes the loss may still be in the previous step
 
     def lists(self, microbatches: int, in_turns: bool = False) -> Lists:
         shape = self.schedule, self.pp.size, microbatches, self.layout.chunks
@@ -186,7 +187,7 @@ class ValidatingPipeline(Pipeline):
 
 
 class PostValidatedStep(TrainStep):
-    """Repeats the forward passes of a step where the update before them is rolled back."""
+    """Repeat the forward passes of a step if the update before them is rolled back."""
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)
@@ -198,7 +199,7 @@ class PostValidatedStep(TrainStep):
     def gradients(self, given: StepInput) -> Sums:
         try:
             return super().gradients(given)
-        except StaleForwards:  # the loss scale may be another one too
+        except StaleForwards:  # the loss scale may have changed too
             return self.gradients(self.prepared(given.step, given.batches))
 
     def update(self, step: Step, sums: Sums, factor: Tensor) -> StepResult:

@@ -16,13 +16,15 @@ WAIT_FOR_RANK_0 = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
 
 def without_use(c: RunConfig) -> RunConfig:
-    """The configuration with the flag turned off where no step can be made ahead: `post_validation` says so."""
+    """Return the configuration with the flag turned off if no step can be updated ahead. The rule `post_validation`
+    tells the user."""
     idle = c.parallel.pipeline_model_parallel_size == 1 or c.logging.log_interval == 1
     return c.with_options(PostValidationFlags()) if idle else c
 
 
 def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """A step is rolled back from copies of what an update changes, and the forward passes after it are run again."""
+    """A rolled-back step restores copies of everything that an update changes, and repeats the forward passes after
+    it."""
     if c.parallel.pipeline_model_parallel_size == 1:
         yield Problem.no_effect(SWITCH, None, "--pipeline-model-parallel-size above 1")
         return

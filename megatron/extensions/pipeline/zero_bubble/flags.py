@@ -1,4 +1,4 @@
-"""The schedules of pipelines without bubbles. This module does not import torch."""
+"""Registration of the zero-bubble schedules. This module does not import torch."""
 
 from __future__ import annotations
 

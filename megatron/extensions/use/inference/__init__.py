@@ -1,7 +1,7 @@
-"""Generation of text from checkpoints at any layout: prompts from files, chat, and an HTTP server.
+"""Text generation from checkpoints under any layout: prompts from files, chat, and an HTTP server.
 
-No flags of the training program: tools/generate_text.py and tools/serve.py have their own.
+The training program has no flags for it: tools/generate_text.py and tools/serve.py have their own.
 
-Read `generation.engine` first: it batches requests, whose passes `generation.runner` runs on all ranks. `model` loads a
-checkpoint for them, `openai_api` and `http_server` serve them.
+Read `generation.engine` first: it batches requests, and `generation.runner` runs their passes on all ranks. `model`
+loads a checkpoint; `openai_api` and `http_server` serve it.
 """

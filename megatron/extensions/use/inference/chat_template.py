@@ -1,7 +1,6 @@
-"""Chat, and its templates: messages to the text of a prompt, by the Jinja template that comes with a tokenizer.
+"""Chat templates: render messages to the text of a prompt with the Jinja template of a tokenizer.
 
-A template may come with a checkpoint of somebody else: it is run in a sandbox, in a process with limits of time and
-memory.
+A template may come from an untrusted checkpoint, so it runs in a sandbox, in a process with time and memory limits.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from megatron.extensions.use.inference.model import LoadedModel
 from megatron.extensions.use.inference.template_worker import TemplateWorker
 
 Message = Mapping[str, object]
-"""{"role": "user", "content": "..."} and so on."""
+"""Messages such as {"role": "user", "content": "..."}."""
 
 LONGEST_TEXT = 1 << 18
-"""Characters that a template may add to messages. Tokenizing takes seconds a million."""
+"""Characters that a template may add to messages. Tokenizing a million characters takes seconds."""
 
 
 class ChatTemplate:
-    """A template, and the special tokens that it may name."""
+    """A template, and the special tokens that it may use."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], origin: str) -> None:
-        """`origin` names the template in errors. Raises ValueError if it is no template."""
+        """`origin` names the template in errors. Raises ValueError if the text is not a template."""
         self.origin, self.tokens = origin, dict(tokens)
         self._worker = TemplateWorker(source)
         try:
@@ -42,8 +41,8 @@ class ChatTemplate:
             raise ValueError(f"chat template of {origin}: line {found['line']}: {found['wrong']}")
 
     def __call__(self, messages: Sequence[Message], **more: object) -> str:
-        """The text of a prompt that the assistant is to answer. Raises ValueError if the template refuses it, takes too
-        much time or memory, or makes a text far longer than the messages."""
+        """Render the prompt that the assistant is to answer. Raises ValueError if the template refuses the messages,
+        takes too much time or memory, or renders a text far longer than the messages."""
         checked_messages(messages)
         values = {"messages": list(map(dict, messages)), "add_generation_prompt": True, **self.tokens, **more}
         try:
@@ -62,8 +61,8 @@ class ChatTemplate:
 
 
 def find_chat_template(config: TokenizerConfig, file: Path | None) -> ChatTemplate:
-    """The template in `file`, of --chat-template, or the one that comes with the tokenizer. Raises ValueError if there
-    is none."""
+    """Return the template in `file`, the value of --chat-template, or else the tokenizer's template. Raises ValueError
+    if there is none."""
     settings, folder = _settings(config)
     known = {} if folder is None else role_texts(folder)
     if file is not None:
@@ -91,7 +90,7 @@ def _text_of(file: Path, named: str) -> str:
 
 
 def _default_of(templates: Sequence[object], file: str) -> object:
-    """The template called default of a list of templates with names."""
+    """Return the template named default from a list of named templates."""
     found = {}
     for number, each in enumerate(templates):
         if not (isinstance(each, dict) and isinstance(each.get("name"), str) and "template" in each):
@@ -104,7 +103,7 @@ def _default_of(templates: Sequence[object], file: str) -> object:
 
 
 def chat_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a template's text, in which it has written special tokens itself: none are added."""
+    """Token ids of a rendered template, which contains its own special tokens: none are added."""
     ids = tokenizer.tokenize(text)
     around = getattr(tokenizer, "added_around", None)
     before, behind = around() if around is not None else ([], [])
@@ -112,7 +111,7 @@ def chat_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def checked_messages(messages: object) -> Sequence[Message]:
-    """Returns the messages. Raises ValueError if they are no list of messages with roles and contents."""
+    """Return the messages. Raises ValueError unless they are a list of messages with roles and contents."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError('messages must be a list of {"role": ..., "content": ...}, at least one')
     for number, message in enumerate(messages):
@@ -127,7 +126,7 @@ def checked_messages(messages: object) -> Sequence[Message]:
 
 
 def plain_messages(messages: object) -> list[dict[str, object]]:
-    """The messages with contents that are lists of texts joined."""
+    """Join contents that are lists of texts."""
     return [{**message, "content": _joined(message["content"])} for message in checked_messages(messages)]
 
 
@@ -146,7 +145,7 @@ def _settings(config: TokenizerConfig) -> tuple[dict[str, object], Path | None]:
 
 
 def pieces(engine: Engine, generation: Generation) -> Iterator[str]:
-    """The text of a request that was submitted, as it becomes certain."""
+    """Yield the text of a submitted request as it becomes certain."""
     shown = 0
     while generation.finish_reason is None:
         engine.step()
@@ -163,9 +162,10 @@ def chat(
     ask: Callable[[], str | None],
     show: Callable[[str], None],
 ) -> None:
-    """A conversation: `ask` returns what the user says, None at the end, and `show` gets the answers piece by piece.
+    """Hold a conversation: `ask` returns the user's message, or None at the end, and `show` receives the answers piece
+    by piece.
 
-    Messages are kept, so the prompt grows; the oldest ones are left out, in pairs, where it would be too long.
+    Messages are kept, so the prompt grows; if it would be too long, the oldest messages are left out, in pairs.
     """
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages: list[Message] = []

@@ -1,5 +1,5 @@
-"""The training program has no flags of inference, and keeps the tokenizer's files for it; tools/generate_text.py and
-tools/serve.py have flags of their own. This module does not import torch."""
+"""Extension that keeps the tokenizer's files for inference. The training program has no inference flags;
+tools/generate_text.py and tools/serve.py have their own. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An HTTP server with the OpenAI API over a model, for trying it: FastAPI's routes, served by uvicorn.
+"""HTTP server with the OpenAI API for trying out a model: FastAPI routes, served by uvicorn.
 
-For many users, export the model and use a server made for that.
+For many users, export the model and use a production server.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ PATHS = "GET /health, GET /v1/models, POST /v1/completions and POST /v1/chat/com
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """Limits of a connection."""
+    """Limits for connections."""
 
     body_bytes: int = 4 * 2**20
     read_seconds: float = 20.0
-    """Until a request's body has come whole; also how long a connection may be idle."""
+    """Seconds within which the body of a request must arrive; also how long a connection may be idle."""
 
     answer_seconds: float = 600.0
     connections: int = 128
 
 
 class Connection(H11Protocol):
-    """Closes a connection whose next request has not begun, or whose head has not come whole, in time. uvicorn limits
-    only the time between an answer and the first byte of the next request."""
+    """Close a connection whose next request does not begin, or whose head is not complete, in time. uvicorn limits only
+    the time between an answer and the first byte of the next request."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -79,7 +79,7 @@ class Connection(H11Protocol):
 
 
 class ApiServer:
-    """Serves an API from the engine of a loop, in a thread of its own. Raises OSError if it cannot listen."""
+    """Serve an API from the engine of a loop, in a separate thread. Raises OSError if the server cannot listen."""
 
     def __init__(
         self, address: tuple[str, int], api: OpenAIApi, loop: EngineLoop, limits: HttpLimits, log: Callable[[str], None]
@@ -108,7 +108,7 @@ class ApiServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives waiting requests a second to receive the reason."""
+        """Give waiting requests a second to receive the reason."""
         self.server.should_exit = True
         self.thread.join()
         self.socket.close()
@@ -123,7 +123,7 @@ class ApiServer:
         return len(self.server.server_state.connections)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuses requests of more connections than there may be, and logs the others."""
+        """Refuse requests beyond the connection limit, and log all other requests."""
 
         async def logged(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -165,7 +165,7 @@ class ApiServer:
         except ValueError as error:
             raise ApiError(400, f"the body {error}") from None
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody reads it
+            return Response(status_code=400)  # the client no longer reads
         events, here = asyncio.Queue[Progress](), asyncio.get_running_loop()
 
         def tell(progress: Progress) -> None:
@@ -179,7 +179,7 @@ class ApiServer:
             raise ApiError(503 if self.loop.stopping.is_set() else 429, str(error)) from None
         except ApiError:
             raise
-        except Exception as error:  # a bug of this program: reported to the client and the log
+        except Exception as error:  # a bug in this program: reported to the client and in the log
             self.log("".join(traceback.format_exception(error)))
             raise ApiError(500, f"{type(error).__name__}: {error}") from None
         progress = self._progress(request, call, job, events)
@@ -196,7 +196,7 @@ class ApiServer:
         return JSONResponse(self.api.answer(call, job.generations))
 
     async def _body(self, request: Request) -> bytes:
-        """Raises ApiError if it is too long or comes too late, ClientDisconnect if it does not come whole."""
+        """Raises ApiError if the body is too long or arrives too late, ClientDisconnect if it is incomplete."""
         size = int(request.headers.get("Content-Length", 0))
         most = self.limits.body_bytes
         parts = list[bytes]()
@@ -215,7 +215,8 @@ class ApiServer:
     async def _progress(
         self, request: Request, call: Call, job: Job, events: asyncio.Queue[Progress]
     ) -> AsyncIterator[Progress]:
-        """Until every text has ended. Raises ApiError if one fails, ClientDisconnect when the client has gone."""
+        """Wait until every text has ended. Raises ApiError if a text fails, ClientDisconnect if the client has
+        disconnected."""
         gone, open_texts = asyncio.ensure_future(request.receive()), len(call.requests)
         try:
             while open_texts:
@@ -238,7 +239,7 @@ class ApiServer:
             self.loop.cancel(job)
 
     async def _stream(self, call: Call, job: Job, event: Progress, rest: AsyncIterator[Progress]) -> AsyncIterator[str]:
-        """Server-sent events. An error after the first piece is an event too."""
+        """Yield server-sent events. An error after the first piece is an event too."""
         count = len(call.requests)
         shown, counted = [0] * count, [0] * count
         try:

@@ -1,5 +1,5 @@
-"""Requests in JSON, of files and of the server, and what is wrong with them; prompts in JSON lines, and their texts in
-JSON lines, in the same order."""
+"""JSON requests of files and of the server, with their errors; prompts in JSON lines, and the generated texts in JSON
+lines in the same order."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from megatron.extensions.use.inference.generation.engine import MOST_LOGPROBS, L
 from megatron.extensions.use.inference.model import LoadedModel
 
 NAMED, NAME_LENGTH = 5, 60
-"""Number of unknown fields that an error names, and characters of each."""
+"""Number of unknown fields that an error names, and number of characters of each."""
 
 
 Number = TypeVar("Number", int, float, int | None, float | None)
 
 
 class Fields:
-    """Reads the fields of a JSON object one by one and collects what is wrong."""
+    """Read the fields of a JSON object one by one, and collect errors."""
 
     def __init__(self, body: Mapping[str, object]) -> None:
         self.body = body
         self.problems: list[tuple[str, str]] = []
-        """(field, what is wrong with it)"""
+        """(field, error)"""
 
     def only(self, known: Collection[str]) -> None:
-        """Every other field is a mistake. The first `NAMED` are named, as a search for similar names takes time."""
+        """Report every other field as an error. Only the first `NAMED` are named, because a search for similar names
+        takes time."""
         known = frozenset(known)
         wrong = [name for name in self.body if name not in known]
         for name in wrong[:NAMED]:
@@ -49,7 +50,7 @@ class Fields:
         self.problems.append((name, problem))
 
     def whole(self, name: str, default: Number, least: int = 0, most: int | None = None) -> int | Number:
-        """A whole number in a range, or null for the default."""
+        """An integer in a range, or null for the default."""
         value = self.body.get(name)
         if value is None:
             return default
@@ -79,7 +80,7 @@ class Fields:
         return value is True
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """A text or a list of texts, none of them empty."""
+        """A text or a list of texts, all of them nonempty."""
         value = self.body.get(name)
         found = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
@@ -104,7 +105,7 @@ class Fields:
         try:
             return Sampling(
                 temperature=self.number("temperature", default.temperature),
-                top_k=None if top_k is not None and top_k < 1 else top_k,  # as elsewhere, for no limit
+                top_k=None if top_k is not None and top_k < 1 else top_k,  # as elsewhere, 0 means no limit
                 top_p=self.number("top_p", default.top_p),
                 min_p=self.number("min_p", default.min_p),
                 repetition_penalty=self.number("repetition_penalty", default.repetition_penalty),
@@ -120,7 +121,7 @@ SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty
 
 
 def shown(value: object) -> str:
-    """A value as it stands in JSON, cut to a readable length."""
+    """JSON text of a value, cut to a readable length."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -129,7 +130,7 @@ def shown(value: object) -> str:
 
 
 def parsed(data: bytes) -> dict[str, object]:
-    """A JSON object in UTF-8. Raises ValueError that says where it is none."""
+    """Read a JSON object in UTF-8. Raises ValueError with the reason if the bytes are not one."""
     try:
         value = parse_json(data.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -155,7 +156,7 @@ MOST_STOPS = 64
 
 @dataclass(frozen=True)
 class Line:
-    """One line of input: a request, or what is wrong with it."""
+    """One line of input: a request, or its errors."""
 
     number: int
     request: Request | None = None
@@ -167,8 +168,8 @@ class Line:
 def read_lines(
     lines: Iterable[bytes], model: LoadedModel, defaults: Request, template: Callable[[Sequence[Message]], str]
 ) -> Iterator[Line]:
-    """Requests of lines that are not blank. `defaults` counts for what a line leaves out; its prompt is not used, and a
-    line without a seed has one of its own, made of that seed and the line's number."""
+    """Read the requests in lines that are not blank. `defaults` supplies the values that a line omits, except the
+    prompt. The seed of a line without one is derived from the default seed and the line number."""
     for number, data in enumerate(lines, 1):
         if not data.strip():
             continue
@@ -190,7 +191,7 @@ def read_lines(
 
 
 def _request_of(fields: Fields, defaults: Request) -> Callable[[Sequence[int]], Request]:
-    """Makes the request of a line from its tokens. Notes what is wrong with any of its fields."""
+    """Make the request of a line from its tokens. Reports errors in all of its fields."""
     fields.only(KNOWN)
     prompt = fields.body.get("prompt")
     if (prompt is None) == (fields.body.get("messages") is None):
@@ -211,15 +212,15 @@ def _request_of(fields: Fields, defaults: Request) -> Callable[[Sequence[int]], 
 
 
 def is_prompt(value: object) -> TypeGuard[str | list[int]]:
-    """Returns whether it is a text or a list of token ids."""
+    """Return True if the prompt is a text or a list of token ids."""
     return isinstance(value, str) or (isinstance(value, list) and all(type(each) is int for each in value))
 
 
 def answers(
     lines: Iterable[Line], engine: Engine, tokenizer: Tokenizer, token_ids: bool
 ) -> Iterator[dict[str, object]]:
-    """One object for each line, in their order: text, finish_reason, and on request token ids and log-probabilities; or
-    the line's number and its error."""
+    """Yield one object for each line, in order: text, finish_reason, and, if requested, token ids and
+    log-probabilities; or the line number and its error."""
     waiting: deque[Line] = deque()
 
     def requests() -> Iterator[Request]:
@@ -260,5 +261,5 @@ def logprob_object(found: Logprob, tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def json_logprob(value: float) -> float:
-    """JSON has no infinity."""
+    """JSON cannot express infinity."""
     return max(value, -9999.0)

@@ -1,4 +1,4 @@
-"""The files of a run's tokenizer, kept beside its checkpoints, so that a folder that is moved can be used alone."""
+"""Copies of a run's tokenizer files beside its checkpoints, so that a folder can be moved and used alone."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatron.training.hooks import Callback, RunView
 from megatron.training.run import TrainingRun
 
 BESIDE = (*FILES, "chat_template.jinja")
-"""Files beside a tokenizer.json that name its special tokens and have its chat template."""
+"""Files beside a tokenizer.json that contain its special tokens and chat template."""
 
 FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 class KeptTokenizer(Callback):
-    """Keeps the files in --save, unless the run only evaluates what another has saved there."""
+    """Copy the files to --save, unless the run only evaluates a checkpoint of another run there."""
 
     def on_start(self, run: RunView) -> None:
         assert isinstance(run, TrainingRun)
@@ -36,9 +36,9 @@ class KeptTokenizer(Callback):
 
 
 def keep_tokenizer(config: TokenizerConfig, folder: PurePath) -> None:
-    """Copies the tokenizer's files into `folder`/tokenizer. Existing equal files stay.
+    """Copy the tokenizer files into `folder`/tokenizer. Existing equal files stay.
 
-    Raises OSError if that cannot be written."""
+    Raises OSError if the files cannot be written."""
     for file in _files(config):
         target = folder / FOLDER / file.name
         content = file.read_bytes()
@@ -53,8 +53,8 @@ def keep_tokenizer(config: TokenizerConfig, folder: PurePath) -> None:
 
 
 def found_tokenizer(config: TokenizerConfig, checkpoints: PurePath) -> TokenizerConfig:
-    """The tokenizer of a run whose checkpoints, or one of them, are in this folder: where the run had it, or as it was
-    kept if its files are no longer there."""
+    """Tokenizer of the run that saved a checkpoint in this folder: the original files, or their copies if the originals
+    are gone."""
     if _present(config):
         return config
     for folder in (checkpoints / FOLDER, checkpoints.parent / FOLDER):
@@ -64,7 +64,7 @@ def found_tokenizer(config: TokenizerConfig, checkpoints: PurePath) -> Tokenizer
 
 
 def _named(config: TokenizerConfig) -> dict[str, str]:
-    """Field -> path of the files that a configuration names."""
+    """Maps each field to the path of a file that a configuration names."""
     return {field: path for field in FIELDS if (path := getattr(config, field)) is not None}
 
 
@@ -83,7 +83,7 @@ def _kept(config: TokenizerConfig, folder: PurePath) -> TokenizerConfig:
 
 
 def _files(config: TokenizerConfig) -> list[Path]:
-    """The existing files, or local copies of them."""
+    """Existing files, or local copies of them."""
     config = with_local_files(config)
     if config.tokenizer_type == "HuggingFaceTokenizer" and config.tokenizer_model is not None:
         try:

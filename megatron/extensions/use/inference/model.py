@@ -1,4 +1,4 @@
-"""A checkpoint's model for generation, on one rank or on several."""
+"""Model of a checkpoint for generation, on one rank or on several."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ RULES = (world, attention, tensor_parallel, linear_attention, mixers, experts, p
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model whose ranks have their stages."""
+    """A model with its stages divided among ranks."""
 
     runner: StageRunner
     tokenizer: Tokenizer
     tokenizer_config: TokenizerConfig
     config: RunConfig
-    """Configuration of the run that saved the checkpoint. For a Hugging Face folder, its model, tokenizer and number
-    format."""
+    """Configuration of the run that saved the checkpoint. For a Hugging Face folder, it has the model, tokenizer and
+    number format only."""
 
     layout: ModelParallelConfig = field(default_factory=ModelParallelConfig)
-    """How the model is cut here, whatever its number format."""
+    """Parallel layout here, whatever the number format is."""
 
     state: ParallelState = field(default_factory=ParallelState)
 
     @property
     def leads(self) -> bool:
-        """True if this rank takes requests; the others call `runner.follow()`."""
+        """True if this rank takes requests; the other ranks call `runner.follow()`."""
         return self.runner.leads
 
     def engine(self, rows: int) -> Engine:
         return Engine(self.runner, self.tokenizer.detokenize, rows)
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
-        """Token ids of a prompt, which may be given as such. An empty text begins a document. Raises ValueError if
-        there is no token for that."""
+        """Token ids of a prompt, which may already be token ids. An empty text begins a document. Raises ValueError if
+        no token begins a document."""
         if not isinstance(prompt, str):
             return prompt
         ids = tokenize_beginning(self.tokenizer, prompt)
@@ -81,11 +81,11 @@ def loaded_model(
     launch: Launch,
     tokenizer: TokenizerConfig | None = None,
 ) -> Iterator[LoadedModel]:
-    """The model of a checkpoint, saved at any layout, or of a Hugging Face folder, over the ranks of this launch.
-    Collective.
+    """Load the model of a checkpoint, saved under any layout, or of a Hugging Face folder, over the ranks of this
+    launch. Collective.
 
-    `tokenizer` replaces that of the run, whose copy beside the checkpoints is taken if its files are gone. Raises
-    ValueError if there is no readable checkpoint, or if the layout does not fit its model or the ranks.
+    `tokenizer` replaces the tokenizer of the run. If the files of that are gone, the copy beside the checkpoints is
+    used. Raises ValueError if there is no readable checkpoint, or if the layout does not fit the model or the ranks.
     """
     if problem := wrong_world(layout, launch.world_size):
         raise ValueError(str(problem))
@@ -105,14 +105,14 @@ def loaded_model(
 
 
 def control_axis(everyone: Axis) -> Axis:
-    """The group over which the leader sends commands to the others: over gloo, so that no GPU waits."""
+    """Group over which the leader sends commands to the other ranks: it uses gloo, so that no GPU waits."""
     if everyone.size == 1 or dist.get_backend(everyone.group) == "gloo":
         return everyone
     return replace(everyone, group=dist.new_group(list(everyone.ranks), backend="gloo"))
 
 
 def wrong_world(layout: ModelParallelConfig, world_size: int) -> Problem | None:
-    """Problem of the number of ranks. Generation needs each part of the model once."""
+    """Report a wrong number of ranks. Generation needs each part of the model once."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     ep, expt_tp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
     expt_tp = tp if expt_tp is None else expt_tp
@@ -130,8 +130,8 @@ def wrong_world(layout: ModelParallelConfig, world_size: int) -> Problem | None:
 
 
 def fitting_layout(layout: ModelParallelConfig, world_size: int, config: RunConfig) -> ModelParallelConfig:
-    """The layout of a checkpoint's model, with sequence parallelism where experts need it. Raises ValueError, with
-    every problem, if the model cannot be cut like this."""
+    """Layout of a checkpoint's model, with sequence parallelism if experts need it. Raises ValueError, with every
+    problem, if the model does not support this layout."""
     ep, has_experts = layout.expert_model_parallel_size, config.model.num_experts is not None
     if ep > 1 and not has_experts:
         problem = Problem("--expert-model-parallel-size", ep, "cuts experts, and the model has none", "remove it")

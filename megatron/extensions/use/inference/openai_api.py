@@ -1,7 +1,7 @@
-"""The OpenAI API's completions and chat completions: JSON of requests to `Request`s, and generations to JSON.
+"""OpenAI API for completions and chat completions: converts JSON requests to `Request`s, and generations to JSON.
 
-https://platform.openai.com/docs/api-reference/completions and .../chat. Beyond it, as other servers have them: top_k,
-min_p, repetition_penalty, stop_token_ids.
+https://platform.openai.com/docs/api-reference/completions and .../chat. Like other servers, it also supports top_k,
+min_p, repetition_penalty and stop_token_ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.extensions.use.inference.model import LoadedModel
 
 
 class ApiError(Exception):
-    """The error of a refused request."""
+    """Error response for a refused request."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -38,10 +38,10 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a single request."""
+    """Limits for a single request."""
 
     choices: int = 16
-    """Texts: prompts times n."""
+    """Number of texts: prompts times n."""
 
     new_tokens: int = 4096
     """max_tokens."""
@@ -59,7 +59,7 @@ class Call:
     include_usage: bool
     echo: bool
     prompts: list[str]
-    """Texts of the prompts, one for each choice, if they are echoed."""
+    """Prompt texts, one for each choice, if they are echoed."""
 
     n: int
     id: str
@@ -86,7 +86,7 @@ INERT: dict[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "parallel_tool_calls": (True, False),
 }
-"""Fields that are taken with these values alone, which ask for nothing."""
+"""Fields that are accepted only with these values, which request nothing."""
 
 
 class OpenAIApi:
@@ -107,7 +107,7 @@ class OpenAIApi:
         return {"object": "list", "data": [found | {"max_model_len": self.engine.longest}]}
 
     def call(self, body: Mapping[str, object], chat: bool) -> Call:
-        """Raises ApiError, with every wrong field."""
+        """Parse a request. Raises ApiError that lists every wrong field."""
         fields = Fields(body)
         fields.only([*(CHAT_FIELDS if chat else COMPLETION_FIELDS), *INERT])
         if body.get("model") not in (None, self.name):
@@ -183,7 +183,7 @@ class OpenAIApi:
                 for prompt in map(self.model.tokenize, prompts)
                 for choice in range(n)
             ]
-        except ValueError as error:  # of a tokenizer
+        except ValueError as error:  # errors of a tokenizer
             fields.refuse("prompt", str(error))
             return []
 
@@ -211,7 +211,7 @@ class OpenAIApi:
     # Answers
 
     def answer(self, call: Call, found: Sequence[Generation]) -> dict[str, object]:
-        """The whole answer."""
+        """Return the whole answer."""
         choices = []
         for index, each in enumerate(found):
             text = (call.prompts[index] if call.echo else "") + each.text
@@ -225,7 +225,8 @@ class OpenAIApi:
     def chunk(
         self, call: Call, index: int, text: str, tokens: Sequence[Logprob] | None, reason: str | None, first: bool
     ) -> dict[str, object]:
-        """A part of an answer: a piece of the text of a choice, log-probabilities of its tokens, why it ended."""
+        """Return a part of an answer: a piece of a choice's text, the log-probabilities of its tokens, and the reason
+        why it ended."""
         delta: dict[str, object] = {"role": "assistant"} if first else {}
         delta |= {"content": text} if text or first else {}
         logprobs = None
@@ -235,7 +236,7 @@ class OpenAIApi:
         return self._object(call, [choice(index, said, logprobs, reason)], ".chunk")
 
     def last_chunk(self, call: Call, counts: Sequence[int]) -> dict[str, object]:
-        """The counts of tokens that follow the text."""
+        """Return the token counts that follow the text."""
         return self._object(call, [], ".chunk") | {"usage": usage(call, counts)}
 
     def _object(self, call: Call, choices: Sequence[Mapping[str, object]], part: str = "") -> dict[str, object]:
@@ -243,7 +244,7 @@ class OpenAIApi:
         return {"id": call.id, "object": kind, "created": call.created, "model": self.name, "choices": choices}
 
     def text_logprobs(self, call: Call, found: Generation) -> Mapping[str, object]:
-        """Log-probabilities of a completion and of an echoed prompt, whose first token has none."""
+        """Log-probabilities of a completion, and of an echoed prompt, whose first token has none."""
         if not call.echo:
             return self._completion_logprobs(found.logprobs, 0)
         start = self.model.tokenizer.detokenize(found.request.prompt[:1])
@@ -279,7 +280,7 @@ class OpenAIApi:
 
 
 def usage(call: Call, counts: Sequence[int]) -> dict[str, int]:
-    """Tokens of the prompts, each once, and of all new texts."""
+    """Token counts: prompts, each counted once, and all new texts."""
     prompts = sum(len(request.prompt) for request in call.requests[:: call.n])
     return {"prompt_tokens": prompts, "completion_tokens": sum(counts), "total_tokens": prompts + sum(counts)}
 

@@ -1,4 +1,4 @@
-"""The thread that runs the engine for requests of others."""
+"""Thread that runs the engine for requests from other threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEARTBEAT = 2.0
 
 
 class Progress(NamedTuple):
-    """A text as it was after a step."""
+    """State of a text after a step."""
 
     choice: int
     text: str
@@ -27,23 +27,24 @@ class Progress(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """Requests that are answered together. `tell` gets the progress of each of them, from the engine's thread."""
+    """Requests that are answered together. `tell` receives the progress of each of them, and is called in the engine's
+    thread."""
 
     requests: Sequence[Request]
     deadline: float
     tell: Callable[[Progress], object]
     generations: list[Generation] = field(default_factory=list)
-    """Belongs to the thread of the engine until all of them have a finish_reason."""
+    """Belongs to the engine's thread until all requests have a finish_reason."""
 
 
 class Busy(Exception):
-    """Too many requests wait."""
+    """Raised if too many requests wait."""
 
 
 class EngineLoop:
-    """Submits jobs of other threads, steps the engine, and sends back what comes of it.
+    """Submit jobs of other threads, step the engine, and send back the results.
 
-    `run` runs in the main thread until `stop`; requests that are growing then have `grace` seconds to end.
+    `run` runs in the main thread until `stop`; growing requests then have `grace` seconds to end.
     """
 
     def __init__(self, engine: Engine, most_waiting: int, grace: float = 5.0) -> None:
@@ -53,13 +54,14 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
         self._owner: dict[Generation, tuple[Job, int]] = {}
         self._pending, self._lock = 0, threading.Lock()
-        """Texts that have been asked for and have not ended."""
+        """Number of texts that have been requested and have not ended."""
         self.stopping = threading.Event()
         self.failure: str | None = None
-        """Why the engine has ended."""
+        """Reason why the engine has ended."""
 
     def submit(self, requests: Sequence[Request], seconds: float, tell: Callable[[Progress], object]) -> Job:
-        """From any thread. Raises Busy if too many texts wait, or the server ends."""
+        """Submit a job; called from any thread. Raises Busy if too many texts wait, or if the server is shutting
+        down."""
         with self._lock:
             if self.stopping.is_set():
                 raise Busy("the server is shutting down")
@@ -73,21 +75,21 @@ class EngineLoop:
         return job
 
     def cancel(self, job: Job) -> None:
-        """From any thread: nobody waits for it any more."""
+        """Cancel a job that nobody waits for any more; called from any thread."""
         self._inbox.put(("cancel", job))
 
     def stop(self) -> None:
-        """From any thread, or a signal handler."""
+        """Stop the loop; called from any thread, or from a signal handler."""
         self.stopping.set()
         self._inbox.put(None)
 
     @property
     def pending(self) -> int:
-        """Texts that are growing or waiting."""
+        """Number of texts that are growing or waiting."""
         return self._pending
 
     def run(self) -> None:
-        """Raises the engine's error, after all jobs were informed."""
+        """Run until `stop`. Raises the engine's error after it has informed all jobs."""
         try:
             while not self.stopping.is_set():
                 self._turn(HEARTBEAT)
@@ -116,7 +118,8 @@ class EngineLoop:
                 self._tell(found)
 
     def _take(self, seconds: float) -> bool:
-        """Carries out what other threads ask for, and waits for that so long. False if nothing came."""
+        """Carry out what other threads have requested, waiting up to this long for a request. Returns False if none
+        arrived."""
         taken = False
         while True:
             try:
@@ -141,12 +144,12 @@ class EngineLoop:
                 self._tell(found)
 
     def _tell(self, found: Generation, reason: str | None = None, error: str | None = None) -> None:
-        """Tells who asked for a text how far it is; with a reason, that it has ended."""
+        """Tell the owner of a text about its progress; with a reason, that the text has ended."""
         if found not in self._owner:  # it was cancelled
             return
         job, index = self._owner[found]
         reason = reason or found.finish_reason
-        if reason is not None:  # before its owner hears of it, and asks how many are pending
+        if reason is not None:  # before its owner is informed and asks for the number of pending texts
             del self._owner[found]
             with self._lock:
                 self._pending -= 1

@@ -1,9 +1,9 @@
-"""Renders a chat template in a process of its own, with limits of time and memory.
+"""Process that renders a chat template, with time and memory limits.
 
-A template comes with a tokenizer, perhaps of somebody else. Jinja's sandbox keeps it from the interpreter, but not from
-nested loops or texts that double themselves, already while it is compiled. The process imports neither torch nor this
-package. Its first line of input holds the template, each other one the values for a rendering. It answers
-each line with a line of JSON.
+A template comes with a tokenizer, which may be untrusted. Jinja's sandbox protects the interpreter, but does not stop
+nested loops or texts that keep doubling, even at compile time. The process imports neither torch nor this package. Its
+first line of input has the template, and each further line the values for a rendering. It answers each line with a line
+of JSON.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 SECONDS = 10.0
-"""Time that a rendering may take; those of real templates take milliseconds."""
+"""Seconds that a rendering may take; real templates take milliseconds."""
 
 MEMORY = 1 << 30
 """Bytes of address space of the process."""
 
 
 class TemplateWorker:
-    """The process of one template. It is started again after it has been ended."""
+    """Process for one template. It is restarted after it has ended."""
 
     def __init__(self, source: str) -> None:
         self._source, self._lock = source, threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def compile(self) -> dict[str, object]:
-        """Starts the process. Returns an empty answer, or one with `line` and `wrong`. Raises ValueError at a limit."""
+        """Start the process. Returns an empty answer, or one with `line` and `wrong`. Raises ValueError if a limit is
+        exceeded."""
         with self._lock:
             return self._start()
 
     def render(self, values: dict[str, object]) -> dict[str, object]:
-        """An answer with `text`, or with `wrong`, the reason for which the template refuses the values.
+        """Return an answer with `text`, or with `wrong`, the reason why the template refuses the values.
 
-        Raises ValueError at a limit."""
+        Raises ValueError if a limit is exceeded."""
         with self._lock:
             if self._process is None:
                 self._start()
@@ -115,10 +116,10 @@ def main() -> None:
     from jinja2 import TemplateSyntaxError
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the program, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the signal is meant for the program, which ends this process
     template: Template | None = None
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)  # ends this process if the program has ended
+        signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)  # this process ends if the program has ended
         try:
             question, answer = json.loads(line), dict[str, object]()
             if template is None:

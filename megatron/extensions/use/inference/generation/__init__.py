@@ -1,7 +1,7 @@
-"""Text from a model: one token after the other, with cached keys and values, many texts at once.
+"""Text generation: one token after another, with cached keys and values, for many texts at once.
 
-`Engine` runs requests that come and go, each with its own sampling, seed, stop strings and log-probabilities, at any
-layout (`StageRunner`).
+`Engine` runs requests that arrive and end at any time, each with its own sampling, seed, stop strings and
+log-probabilities, under any layout (`StageRunner`).
 """
 
 from megatron.extensions.use.inference.generation.engine import Engine, Generation, Request, eos_ids

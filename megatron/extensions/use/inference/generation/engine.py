@@ -1,4 +1,4 @@
-"""Generation of many texts at once: requests wait for free rows of the cache, and leave them one by one."""
+"""Continuous batching: requests wait for free rows of the cache, and free them one by one."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ MOST_LOGPROBS = 100
 
 @dataclass(frozen=True)
 class Request:
-    """One text to be continued. Raises ValueError, with every problem, if a field is not legal by itself."""
+    """A text to continue. Raises ValueError, with every problem, if a field is not legal by itself."""
 
     prompt: Sequence[int]
-    """Token ids, at least one."""
+    """Token ids of the prompt, at least one."""
 
     max_new_tokens: int = 64
-    """Maximum number of new tokens; the longest text that the model can be run on is a limit too."""
+    """Maximum number of new tokens. The longest sequence that the model supports is a limit too."""
 
     sampling: Sampling = field(default_factory=Sampling)
 
     seed: int = 1234
-    """The new text depends on it, on the prompt and on the sampling, and on nothing else."""
+    """Random seed. The new text depends only on the seed, the prompt and the sampling."""
 
     stop: tuple[str, ...] = ()
-    """Texts that end the new text. It does not include them."""
+    """Strings that end the new text, which does not include them."""
 
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end the new text. It does not include them."""
+    """Tokens that end the new text, which does not include them."""
 
     eos_ids: frozenset[int] = frozenset()
-    """The same, for tokens by which the model itself ends a text."""
+    """Tokens with which the model itself ends a text; the new text does not include them."""
 
     logprobs: int | None = None
-    """Log-probabilities of the new tokens, and of this many most likely ones in their places, before sampling changes
-    them."""
+    """Return the log-probabilities of the new tokens, and of this many most likely tokens at each position, before
+    sampling changes them."""
 
     prompt_logprobs: bool = False
-    """The same of the prompt's tokens, all but the first."""
+    """Return the same for the tokens of the prompt, except the first."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -73,11 +73,11 @@ class Logprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens in its place, best first, with theirs."""
+    """The most likely tokens at its position, best first, with their log-probabilities."""
 
 
 WINDOW = 16
-"""Requests for each row that are sorted by length together."""
+"""Requests per cache row that are sorted by length together."""
 
 
 @dataclass(eq=False)
@@ -86,23 +86,23 @@ class Generation:
 
     request: Request
     tokens: list[int] = field(default_factory=list)
-    """New tokens. Those that a stop string ends with are among them, a token that ended the text is not."""
+    """New tokens. They include the tokens of a stop string, but not a token that ended the text."""
 
     text: str = ""
-    """Text of the new tokens as far as it is certain; empty without a tokenizer."""
+    """Text of the new tokens, as far as it is certain; empty without a tokenizer."""
 
     logprobs: list[Logprob] = field(default_factory=list)
-    """Log-probabilities of the new tokens, if they were asked for."""
+    """Log-probabilities of the new tokens, if the request asks for them."""
 
     prompt_logprobs: list[Logprob] = field(default_factory=list)
-    """Log-probabilities of the prompt's tokens but the first, if they were asked for."""
+    """Log-probabilities of the prompt's tokens except the first, if the request asks for them."""
 
     finish_reason: str | None = None
-    """None while it grows; "stop" by a stop string or a token of `stop_ids`, "eos" by one of `eos_ids`, "length" at
-    the last token that was asked for or that the model has a position for, "cancelled", or "error"."""
+    """None while the text grows; then "stop" (a stop string or a token of `stop_ids`), "eos" (a token of `eos_ids`),
+    "length" (the last token that was requested, or that the model has a position for), "cancelled", or "error"."""
 
     error: str | None = None
-    """Why there is no text, or no more of it."""
+    """Reason why there is no text, or no more text."""
 
     stream: TextStream | None = field(default=None, repr=False)
     budget: int = 0
@@ -110,11 +110,11 @@ class Generation:
 
 
 class Engine:
-    """Runs requests on the leader of a `StageRunner`.
+    """Run requests on the leader of a `StageRunner`.
 
-    At most `rows` texts grow at once; a waiting request takes the first row that is free. A forward pass reads at most
-    `prefill_tokens` tokens of prompts, padding included, or one prompt. `detokenize` is needed for text and stop
-    strings.
+    At most `rows` texts grow at the same time; a waiting request takes the first row that becomes free. A forward pass
+    reads at most `prefill_tokens` tokens of prompts, including padding, or a single prompt. Text and stop strings need
+    `detokenize`.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Engine:
         self.longest, self.vocab_size = runner.config.max_positions, runner.config.vocab_size or 0
         self.waiting: deque[Generation] = deque()
         self.growing: list[Generation] = []
-        """One for each row of the cache."""
+        """The generation in each row of the cache."""
         self._drop: list[int] = []
 
     @property
@@ -139,7 +139,7 @@ class Engine:
         return not (self.waiting or self.growing)
 
     def submit(self, request: Request) -> Generation:
-        """Puts a request after those that wait. One that cannot be answered has its `finish_reason` at once."""
+        """Append a request to the queue. If it cannot be answered, its `finish_reason` is set immediately."""
         found = Generation(request)
         if problem := self.why_refused(request):
             found.finish_reason, found.error = "error", problem
@@ -158,7 +158,7 @@ class Engine:
         return found
 
     def why_refused(self, request: Request) -> str | None:
-        """Why the model cannot answer a request; None if it can."""
+        """Reason why the model cannot answer a request; None if it can."""
         if (count := len(request.prompt)) >= self.longest:
             return (
                 f"has {count} tokens, and the model reads at most {self.longest} (--max-position-embeddings): shorten "
@@ -172,14 +172,14 @@ class Engine:
         return None
 
     def cancel(self, generation: Generation) -> None:
-        """Ends a request. Its row is free for the next one."""
+        """End a request. Its row is free for the next request."""
         if generation.finish_reason is None:
             with self._failures_of([generation]):
                 self._end(generation, "cancelled")
 
     def step(self) -> list[Generation]:
-        """Reads the prompts of waiting requests if rows are free, then adds a token to every growing text. Returns
-        those that changed."""
+        """Read the prompts of waiting requests if rows are free, then add a token to every growing text. Returns the
+        generations that changed."""
         changed = self._admit() if self.waiting and len(self.growing) < self.rows else []
         if self.growing:
             tokens = tuple(((each.tokens or each.request.prompt)[-1],) for each in self.growing)
@@ -187,16 +187,16 @@ class Engine:
         return list(dict.fromkeys(changed))
 
     def beat(self) -> None:
-        """Shows the other ranks that this one is alive, and fails if one of them is not."""
+        """Show the other ranks that this one is alive, and fail if one of them is not."""
         self.runner.run(Pass(drop=self._dropped()))
 
     def stop(self) -> None:
-        """Ends `follow` on the other ranks."""
+        """End `follow` on the other ranks."""
         self.runner.stop()
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation]:
-        """All requests, in their order. Some are read ahead, and shorter prompts are run first, as prompts of about one
-        length waste the least padding."""
+        """Run all requests, and yield them in their order. Some requests are read ahead, and shorter prompts run first,
+        because prompts of similar length waste the least padding."""
         found: deque[Generation] = deque()
         source, more = iter(requests), True
         while more or found:
@@ -238,7 +238,7 @@ class Engine:
             (generation,) = rows
             prompt = zip(generation.request.prompt[1:], outputs.prompt.tolist(), strict=True)
             generation.prompt_logprobs = [logprob_of(token, found) for token, found in prompt]
-        finite = outputs.logits.amax(-1).isfinite().tolist()  # the largest of logits with a NaN is NaN
+        finite = outputs.logits.amax(-1).isfinite().tolist()  # if a logit is NaN, so is the largest one
         live = [row for row, each in enumerate(rows) if finite[row] and each.budget]
         for row, generation in enumerate(rows):
             if not finite[row]:
@@ -255,7 +255,7 @@ class Engine:
         return rows
 
     def _sample(self, logits: Tensor, rows: list[Generation]) -> None:
-        """Adds the next token to each text. Texts that are sampled alike are sampled together."""
+        """Add the next token to each text. Texts with equal sampling are sampled together."""
         groups: dict[Sampling, list[int]] = {}
         for row, generation in enumerate(rows):
             groups.setdefault(generation.request.sampling, []).append(row)
@@ -271,13 +271,13 @@ class Engine:
 
     @contextmanager
     def _failures_of(self, rows: list[Generation]) -> Iterator[None]:
-        """Ends these texts that raise an error. The other texts go on."""
+        """End those of these texts that raise an error. The other texts continue."""
         try:
             yield
         except Exception as error:
             for generation in rows:
                 generation.error = f"its text cannot be continued: {type(error).__name__}: {error}"
-                generation.stream = None  # whose text may be what fails
+                generation.stream = None  # its text may be the cause of the failure
                 self._end(generation, "error")
 
     def _add(self, generation: Generation, token: int, logits: Tensor) -> None:
@@ -315,7 +315,7 @@ class Engine:
 
 
 def _next_tokens(sampling: Sampling, rows: Sequence[Generation], logits: Tensor) -> list[int]:
-    """The next token of each of these texts, which are sampled alike."""
+    """Sample the next token of each of these texts, whose sampling is equal."""
     uniform = [float(torch.rand((), generator=each.generator, dtype=torch.float64)) for each in rows]
     earlier = [[*each.request.prompt, *each.tokens] for each in rows] if sampling.repetition_penalty != 1 else ()
     tokens: list[int] = sampling.next_tokens(logits, torch.tensor(uniform, dtype=torch.float64), earlier).tolist()
@@ -323,17 +323,17 @@ def _next_tokens(sampling: Sampling, rows: Sequence[Generation], logits: Tensor)
 
 
 def logprob_of(token: int, found: Sequence[float]) -> Logprob:
-    """From a row of `token_logprobs`."""
+    """Convert a row of `token_logprobs`."""
     count = len(found) // 2
     best = zip(map(int, found[1 : 1 + count]), found[1 + count :], strict=True)
     return Logprob(token, found[0], tuple(best))
 
 
 def eos_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens by which the model ends a text."""
+    """Tokens with which the model ends a text."""
     return frozenset(token for token in (tokenizer.eod, tokenizer.eos) if token is not None)
 
 
 def prompt_seed(seed: int, number: int) -> int:
-    """The seed of the prompt of this number in a list, from that of the list."""
+    """Seed of the prompt with this number in a list, derived from the seed of the list."""
     return site_key(seed, f"prompt {number}")

@@ -1,7 +1,7 @@
-"""Key/value cache of generation: earlier tokens of several texts of different lengths, and attention to them.
+"""Key/value cache for generation: earlier tokens of several texts of different lengths, and attention to them.
 
-A text is a row of the cache, its tokens begin in column 0. New tokens of a forward pass are padded on the right to one
-number; a later pass writes over the padding, which no query sees.
+A text is a row of the cache; its tokens begin in column 0. The new tokens of a forward pass are padded on the right to
+equal length. No query attends to the padding, and a later pass overwrites it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from megatron.core.batch import CachedCore
 from megatron.core.config.layers import Span
 
 GROWTH = 64
-"""Columns are allocated in multiples of it, and by half as many again as there were."""
+"""The number of columns is a multiple of this, and grows by at least half."""
 
 
 class KeyValueCache:
-    """Keys and values of earlier tokens, or the latents that they are projected from, by layer, and states of layers
-    with linear attention. Memory grows with the texts."""
+    """Keys and values of earlier tokens, or the latents from which they are projected, by layer; and states of linear
+    attention layers. Memory grows with the texts."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
-        """Tokens of each row's text."""
+        """Number of tokens of each row's text."""
         self._layers: dict[int, tuple[Tensor, ...]] = {}  # each [rows, groups, columns, width]
         self._states: dict[int, tuple[Tensor, ...]] = {}  # each [rows, ...]
 
     def extend(
         self, counts: Sequence[int], device: torch.device, first: int | None = None, multiple: int = 1
     ) -> Cached:
-        """Begins a forward pass over counts[i] new tokens of row first + i. By default that is all rows; rows from
-        the number of rows on are new. The tokens are padded to the longest, and to a multiple of `multiple`."""
+        """Begin a forward pass over counts[i] new tokens of row first + i. By default the pass covers all rows. Rows
+        beyond the current number are new. The tokens are padded to the longest count, and to a multiple of
+        `multiple`."""
         first = 0 if first is None else first
         assert first <= len(self.lengths), f"row {first} of {len(self.lengths)}"
         self.lengths += [0] * (first + len(counts) - len(self.lengths))
@@ -43,18 +44,18 @@ class KeyValueCache:
         return Cached(self, first, past, tuple(counts), width, device)
 
     def drop(self, row: int) -> None:
-        """Removes a text. The last row takes its place."""
+        """Remove a text. The last row moves to its place."""
         last = len(self.lengths) - 1
         for tensors in (*self._layers.values(), *self._states.values()):
             for kept in tensors:
                 if row < last:
                     kept[row] = kept[last]
-                kept[last] = 0  # what is not finite would spoil the next text: zero times NaN is NaN
+                kept[last] = 0  # a value that is not finite would spoil the next text: zero times NaN is NaN
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
 
     def columns_of(self, layer: int, new: Sequence[Tensor], rows: int, columns: int) -> tuple[Tensor, ...]:
-        """The memory of a layer, [at least rows, groups, at least columns, width], grown where it is too small."""
+        """Memory of a layer, [at least rows, groups, at least columns, width], enlarged if it is too small."""
         old = self._layers.get(layer)
         have = (0, 0) if old is None else (old[0].shape[0], old[0].shape[2])
         if old is None or have[0] < rows or have[1] < columns:
@@ -73,7 +74,7 @@ class KeyValueCache:
         return None if states is None else tuple(x[first : first + count] for x in states)
 
     def set_states(self, layer: int, first: int, new: Sequence[Tensor]) -> None:
-        """Replaces the states [count, ...] of the rows from `first` on."""
+        """Replace the states [count, ...] of `count` rows, beginning with `first`."""
         rows = first + len(new[0])
         states = self._states.get(layer)
         if states is None or len(states[0]) < rows:
@@ -86,7 +87,7 @@ class KeyValueCache:
 
 
 class Cached:
-    """The part of a cache that one forward pass over b texts of s new tokens each reads and extends
+    """The part of a cache that one forward pass reads and extends, for b texts with s new tokens each
     (`megatron.core.batch.EarlierTokens`)."""
 
     def __init__(
@@ -104,17 +105,17 @@ class Cached:
         self.width = width
         self.rows, self.columns = len(counts), max(past) + width
         self.fresh = not any(past)
-        """True if no text has earlier tokens: attention is then that of a batch without a cache."""
+        """True if no text has earlier tokens: attention is then the same as for a batch without a cache."""
         self._past = torch.tensor(past, device=device)
         self.positions = self._past[:, None] + torch.arange(width, device=device)
         """[b, s]"""
         self.lengths = None if min(counts) == width else torch.tensor(counts, device=device)
-        """[b] numbers of new tokens; None if no text is padded."""
+        """[b]: number of new tokens of each text; None if no text is padded."""
         self._seen: dict[Span, Tensor] = {}
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...] | None:
-        """Keeps keys and values [s, b, groups, width] of the new tokens. Returns those of all tokens
-        [b, groups, columns, width]; None if there are no earlier ones."""
+        """Store keys and values [s, b, groups, width] of the new tokens. Returns the keys and values of all tokens [b,
+        groups, columns, width]; None if there are no earlier tokens."""
         stop = self.first + self.rows
         kept = self.cache.columns_of(layer, new, stop, self.columns)
         rows = torch.arange(self.first, stop, device=self.positions.device)[:, None]
@@ -126,19 +127,19 @@ class Cached:
         return None if self.fresh else tuple(x[self.first : stop, :, : self.columns] for x in kept)
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """A layer's cache of earlier tokens, [b, ...] each; None if there are none."""
+        """A layer's states after the earlier tokens, [b, ...] each; None if there are no earlier tokens."""
         return None if self.fresh else self.cache.states_of(layer, self.first, self.rows)
 
     def set_states(self, layer: int, *new: Tensor) -> None:
-        """Replaces them."""
+        """Replace a layer's states."""
         self.cache.set_states(layer, self.first, new)
 
     def distances(self) -> Tensor:
-        """[b, s, columns]: place of each key minus place of each query"""
+        """[b, s, columns]: position of each key minus position of each query"""
         return torch.arange(self.columns, device=self.positions.device) - self.positions[:, :, None]
 
     def seen(self, span: Span) -> Tensor:
-        """[b, 1, 1, s, columns] bool, true where a query sees a key"""
+        """[b, 1, 1, s, columns] bool, True if the query attends to the key"""
         if span not in self._seen:
             distances = self.distances()
             seen = distances <= 0
@@ -153,7 +154,7 @@ class Cached:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CachedCore) -> Tensor:
         """q [s, b, heads, d], k [b, groups, columns, d], v [b, groups, columns, dv] -> [s, b, heads, dv]
 
-        Scores are fp32, or fp64 for fp64 operands. The cap, slopes [heads] of ALiBi and sinks [heads] are those of
+        Scores are fp32, or fp64 for fp64 operands. The cap, ALiBi slopes [heads] and sinks [heads] work as in
         `TorchKernel` and `add_sinks_`.
         """
         s, b, heads, _ = q.shape

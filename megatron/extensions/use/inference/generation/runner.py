@@ -1,7 +1,7 @@
-"""Forward passes of generation over the pipeline stages and ranks of a model.
+"""Forward passes for generation over the pipeline stages and ranks of a model.
 
-One rank leads: it decides which tokens a pass reads, sends that to the others (`Pass`), and receives the logits of the
-last stage. The others repeat the passes, on their stages and shards, until the leader stops."""
+One rank leads: it decides which tokens a pass reads, sends these to the others (`Pass`), and receives the logits of the
+last stage. The other ranks repeat the passes on their stages and shards until the leader stops."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ Forward = Callable[[Tensor | None, tuple[Batch, Cached]], Tensor]
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass over new tokens of some rows of the cache."""
+    """A forward pass over new tokens in some rows of the cache."""
 
     first: int = 0
-    """The first of these rows."""
+    """Number of the first row."""
 
     tokens: tuple[tuple[int, ...], ...] = ()
-    """New tokens of each row. With none this is no pass, only a sign of life."""
+    """New tokens of each row. If there are none, this is not a pass but a sign of life."""
 
     drop: tuple[int, ...] = ()
-    """Rows that are dropped before, one after another."""
+    """Rows to remove before the pass, one after another."""
 
     prompt_logprobs: int | None = None
-    """Of the only row, the log-probability of each token but the first, and so many most likely ones."""
+    """For a pass over one row: return the log-probability of each token except the first, and this many most likely
+    ones."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +50,19 @@ class Outputs:
     """Results of a pass, on the leader."""
 
     logits: Tensor
-    """[b, vocab_size] behind the last new token of each row."""
+    """[b, vocab_size]: logits after the last new token of each row."""
 
     prompt: Tensor | None = None
-    """[s - 1, 1 + 2 n] fp64: log-probability of each token, then the n most likely ones and their log-probabilities."""
+    """[s - 1, 1 + 2 n] fp64: log-probability of each token, then the n most likely tokens and their
+    log-probabilities."""
 
 
 class StageRunner:
-    """The stages of one rank, their cache, and the messages to and from other ranks.
+    """Stages of one rank, their cache, and the messages to and from other ranks.
 
-    `stages` maps the global number of each local stage to its module, `layout` says which pipeline rank has which.
-    `control` has the ranks that work together, the leader first; by default, those of `state`'s tensor and pipeline
-    parallelism. Experts of several data-parallel ranks need these too.
+    `stages` maps the global number of each local stage to its module; `layout` gives the pipeline rank of each stage.
+    `control` contains the ranks that work together, the leader first. By default these are the tensor- and
+    pipeline-parallel ranks of `state`. If experts are on several data-parallel ranks, it must contain these too.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class StageRunner:
         leader, last = self.control.ranks[0], self.layout.rank_of(self.layout.num_stages - 1)
         self.leads = self.control.rank == 0
         self.source = self.pp.ranks[last] if self.leads else None
-        """On the leader, the rank that sends it the logits."""
+        """On the leader, the rank that sends the logits."""
         self.sends_to = leader if self.pp.ranks[0] == leader and self.pp.rank == last else None
         self.cache = KeyValueCache()
         wire = "cpu" if self.control.group is None or dist.get_backend(self.control.group) == "gloo" else self.device
@@ -93,19 +95,19 @@ class StageRunner:
 
     @torch.inference_mode()
     def run(self, step: Pass) -> Outputs | None:
-        """On the leader: the pass on all ranks."""
+        """Run a pass on all ranks; called on the leader."""
         assert self.leads
         self._broadcast(step)
         return self._pass(step)
 
     @torch.inference_mode()
     def follow(self) -> None:
-        """On the other ranks: the leader's passes, until it stops."""
+        """Run the leader's passes until it stops; called on the other ranks."""
         while (step := self._broadcast(None)) is not None:
             self._pass(step)
 
     def stop(self) -> None:
-        """On the leader: ends `follow` on the others."""
+        """End `follow` on the other ranks; called on the leader."""
         self._broadcast(None)
 
     def _broadcast(self, step: Pass | None) -> Pass | None:
@@ -125,19 +127,19 @@ class StageRunner:
         rows = [[*tokens, *[0] * (cached.width - len(tokens))] for tokens in step.tokens]
         tokens = torch.tensor(rows, device=self.device)
         nothing = torch.zeros_like(tokens)
-        positions = cached.positions.clamp(max=self.config.max_positions - 1)  # of padding
+        positions = cached.positions.clamp(max=self.config.max_positions - 1)  # of the padding
         batch = Batch(tokens, nothing, nothing, nothing[:, 0], positions)
         with self.p2p.shaped((cached.width // self.multiple, len(rows), self.config.residual_size)):
             ended = self.executor.run(self._actions, [(batch, cached)], last_forward=lambda last, *given: last(*given))
         found = None
-        for hidden in ended:  # on the rank of the last stage
+        for hidden in ended:  # on the rank with the last stage
             model = self.stages[self.layout.num_stages - 1]
             hidden = all_gather(hidden, model.tp) if model.sequence_parallel else hidden
             found = self._outputs(model, hidden, tokens, counts, step)
         return self._to_leader(found, len(rows), counts, step)
 
     def _outputs(self, model: GPTModel, hidden: Tensor, tokens: Tensor, counts: list[int], step: Pass) -> Outputs:
-        """hidden [s, b, h] of the last stage"""
+        """hidden [s, b, h] after the last stage"""
         last = torch.tensor(counts, device=self.device) - 1
         logits = next_logits(model, hidden[last, torch.arange(len(counts), device=self.device)])
         prompt = None
@@ -152,7 +154,7 @@ class StageRunner:
         return Outputs(logits, prompt)
 
     def _to_leader(self, found: Outputs | None, rows: int, counts: list[int], step: Pass) -> Outputs | None:
-        """Sends the outputs from one rank of the last stage to the leader."""
+        """Send the outputs from one rank of the last stage to the leader."""
         mine = self.control.ranks[self.control.rank]
         if self.leads and self.source == mine:
             return found
@@ -177,19 +179,19 @@ def _with_cache(model: GPTModel, hidden: Tensor | None, given: tuple[Batch, Cach
 
 
 CHUNK = 256
-"""Tokens of a prompt whose logits are held at a time."""
+"""Tokens of a prompt whose logits are held at the same time."""
 
 
 def next_logits(model: GPTModel, hidden: Tensor) -> Tensor:
-    """Logits [n, vocab_size] of the token after each of hidden [n, h], which are whole; of the last stage."""
+    """Logits [n, vocab_size] of the token after each row of hidden [n, h], which is not sharded; on the last stage."""
     assert model.output_layer is not None, "only the last stage has logits"
-    logits = model.output_layer(hidden[None])  # under sequence parallelism, as many copies as there are ranks
+    logits = model.output_layer(hidden[None])  # under sequence parallelism, there are as many copies as ranks
     return model.whole_logits(logits[:1])[0]
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
-    """logits [n, vocab], tokens [n] -> [n, 1 + 2 top] fp64: log-probability of each token, then the most likely ones
-    and theirs"""
+    """logits [n, vocab], tokens [n] -> [n, 1 + 2 top] fp64: log-probability of each token, then the most likely tokens
+    and their log-probabilities"""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logprobs = logits.to(wide).log_softmax(-1)
     best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)

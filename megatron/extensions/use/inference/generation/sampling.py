@@ -1,4 +1,4 @@
-"""How the next token is drawn from its logits."""
+"""Sampling of the next token from its logits."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from torch import Tensor
 
 TEMPERATURES = 1e-6, 1e6
 PENALTIES = 1e-3, 1e3
-"""Bounds of --temperature, beside 0, and of --repetition-penalty."""
+"""Bounds of --temperature, apart from 0, and of --repetition-penalty."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn from its logits: repetition penalty, temperature, top_k, top_p, min_p, in this
-    order."""
+    """Sampling of the next token: repetition penalty, temperature, top_k, top_p and min_p are applied in this order."""
 
     temperature: float = 0.0
-    """Logits are divided by it; 0 takes the most likely token."""
+    """Divisor of the logits; 0 chooses the most likely token."""
 
     top_k: int | None = None
-    """Only this many of the most likely tokens."""
+    """Number of most likely tokens to choose from."""
 
     top_p: float | None = None
-    """Only the most likely tokens, as few as have this probability together (arXiv:1904.09751)."""
+    """Choose from the smallest set of most likely tokens with at least this total probability (arXiv:1904.09751)."""
 
     min_p: float | None = None
-    """Only tokens of at least this share of the probability of the most likely one (arXiv:2407.01082)."""
+    """Choose from tokens with at least this fraction of the probability of the most likely token (arXiv:2407.01082)."""
 
     repetition_penalty: float = 1.0
-    """Logits of tokens in the prompt or the new text are divided by it, negative ones multiplied (CTRL,
+    """Positive logits of tokens in the prompt or the new text are divided by it, and negative ones multiplied (CTRL,
     arXiv:1909.05858, section 4.1)."""
 
     def __post_init__(self) -> None:
@@ -52,14 +51,15 @@ class Sampling:
             raise ValueError("\n".join(problems))
 
     def next_tokens(self, logits: Tensor, uniform: Tensor, earlier: Sequence[Sequence[int]] = ()) -> Tensor:
-        """logits [b, vocab], uniform [b] random numbers in [0, 1), the tokens `earlier` of each text, which the
-        repetition penalty needs -> tokens [b]. Logits without a finite largest one give any token of the vocabulary."""
+        """logits [b, vocab], uniform [b] random numbers in [0, 1), and the tokens `earlier` of each text, which the
+        repetition penalty needs -> tokens [b]. If the largest logit is not finite, the result is an arbitrary token of
+        the vocabulary."""
         if self.repetition_penalty != 1:
             logits = self._penalized(logits, earlier)
         if self.temperature == 0:
             return logits.argmax(-1)
         wide = logits.double()
-        wide = wide - wide.amax(-1, keepdim=True)  # so that a temperature next to 0 divides no infinity
+        wide = wide - wide.amax(-1, keepdim=True)  # a temperature close to 0 must not divide an infinity
         values, tokens = (wide / self.temperature).sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             kept = min(self.top_k, values.shape[-1])
@@ -76,10 +76,11 @@ class Sampling:
         drawn = uniform.to(cumulative)[:, None] * cumulative[:, -1:]
         choice = torch.searchsorted(cumulative, drawn, right=True)
         last = (probabilities > 0).sum(-1, keepdim=True) - 1  # rounding must not choose an excluded token
-        return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)  # NaNs leave no token at all
+        # if there are NaNs, no token is left
+        return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)
 
     def _penalized(self, logits: Tensor, earlier: Sequence[Sequence[int]]) -> Tensor:
-        logits = logits.to(torch.float64, copy=True)  # whose range no product with a penalty exceeds
+        logits = logits.to(torch.float64, copy=True)  # no product with a penalty exceeds its range
         for row, text in zip(logits, earlier, strict=True):
             tokens = torch.tensor(sorted(set(text)), device=row.device)
             values = row[tokens]

@@ -1,22 +1,23 @@
-"""New text as its tokens come: characters are held back until they are whole, and texts that may become a stop string
-until it is known. No model."""
+"""Incremental decoding: incomplete characters, and text that may become a stop string, are held back until they are
+certain. This module needs no model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-"""Character to which tokenizers decode an incomplete one, once or for each of its bytes."""
+"""Character to which tokenizers decode an incomplete character, once or for each of its bytes."""
 
 MOST_BYTES = 3
-"""Bytes of an incomplete character of UTF-8."""
+"""Largest number of bytes of an incomplete UTF-8 character."""
 
 
 class TextStream:
-    """Decodes the tokens behind a prompt one by one.
+    """Decode the tokens after a prompt one by one.
 
-    A token is decoded with those before it, as some tokenizers write a word with or without a space, and some
-    characters in several tokens. `finish` returns what is held back; all that was returned, in a row, is the text.
+    A token is decoded together with earlier ones, because some tokenizers write a word with or without a space, and
+    some characters in several tokens. `finish` returns the text that is held back; all returned pieces together are the
+    text.
     """
 
     def __init__(self, detokenize: Callable[[Sequence[int]], str], prompt: Sequence[int], stop: Sequence[str]) -> None:
@@ -24,24 +25,24 @@ class TextStream:
         self._tokens = list(prompt[-CONTEXT:])
         self._first, self._read = 0, len(self._tokens)
         self._decoded = detokenize(self._tokens)
-        """The text of the tokens from `_first` on that has been taken."""
+        """Number of characters, in the text of the tokens from `_first` on, that have been returned."""
         self._held = ""
         self.stopped = False
-        """True if a stop string has come."""
+        """True if a stop string has been found."""
 
     def add(self, token: int) -> str:
-        """The text that is certain now and was not before."""
+        """Add a token and return the text that has become certain."""
         self._tokens.append(token)
         return self._released(self._taken(final=False), final=False)
 
     def finish(self) -> str:
-        """All that was held back."""
+        """Return all text that was held back."""
         if self.stopped:
             return ""
         return self._released(self._taken(final=True), final=True)
 
     def _taken(self, final: bool) -> str:
-        """New whole characters."""
+        """Return new whole characters."""
         text = self._detokenize(self._tokens[self._first :])
         stable = text if final else _whole(text)
         new = stable[len(self._decoded) :] if len(stable) > len(self._decoded) else ""
@@ -64,11 +65,11 @@ class TextStream:
 
 
 CONTEXT = 16
-"""Tokens of the prompt that new ones are decoded with."""
+"""Number of prompt tokens that are decoded together with new tokens."""
 
 
 def _whole(text: str) -> str:
-    """Without what may become one character with the next tokens."""
+    """Remove an end that may become one character with the next tokens."""
     end = len(text)
     while end > max(0, len(text) - MOST_BYTES) and text[end - 1] == REPLACEMENT:
         end -= 1
@@ -76,5 +77,5 @@ def _whole(text: str) -> str:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Length of the longest end of `text` that is a beginning of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
