@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -249,3 +250,16 @@ def test_a_record_cut_off_by_a_kill_is_no_damage(tmp_path: Path, capsys: pytest.
     JsonLinesSink(path, 1).close()
     assert path.read_text() == '{"iteration": 1}\n' and list(tmp_path.iterdir()) == [path]
     assert capsys.readouterr().err == ""
+
+
+def test_a_start_does_not_hold_the_records_of_a_long_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"iteration": {number}, "text": "{"x" * 1000}"}}\n' for number in range(1, 2001)))
+    tracemalloc.start()
+    try:
+        JsonLinesSink(path, 1990).close()
+        _, highest = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(path.read_text().splitlines()) == 1990
+    assert highest < 300_000  # of 2 MB

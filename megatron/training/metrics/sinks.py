@@ -8,9 +8,10 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from io import StringIO
 from itertools import count
 from pathlib import Path, PurePath
 from typing import Any, Protocol
@@ -92,17 +93,16 @@ class JsonLinesSink:
         return next(name for name in names if not name.exists())
 
     def _truncate(self, path: Path, iteration: int) -> None:
-        kept, damaged = records_until(path.read_text(encoding="utf-8", errors="replace"), iteration)
-        self._known = records_of(kept, iteration)
-        if damaged:
+        """Leaves out later records, line by line: a long run has a large file, and reads it at every start."""
+        kept, temporary = RecordsUntil(iteration), path.with_name(path.name + ".tmp")
+        with path.open(encoding="utf-8", errors="replace") as old, temporary.open("w", encoding="utf-8") as new:
+            new.writelines(kept.of(old))
+        self._known = kept.last
+        if kept.damaged:
             copy = self._free_name(path)
             shutil.copyfile(path, copy)
-            told = (
-                f"{path}: lines that are no records of metrics are left out: {damaged}; {copy} has the file as it was"
-            )
-            print(visible(told), file=sys.stderr, flush=True)
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
+            told = f"{path}: lines that are no records of metrics are left out: {kept.damaged}; "
+            print(visible(f"{told}{copy} has the file as it was"), file=sys.stderr, flush=True)
         os.replace(temporary, path)
 
     def write(self, record: Record) -> None:
@@ -157,9 +157,9 @@ class StoredLinesSink:
         self._storage, self._path = storage_of(path), path
         self._unwritten, self._failing = b"", False
         old = self._storage.read(path) if self._storage.size(path) else b""
-        kept, dropped = records_until(old.decode(errors="replace"), resume_iteration)
-        self._known = records_of(kept, resume_iteration) if resume_iteration else set()
-        if old and (dropped or not resume_iteration):
+        kept, found = records_until(old.decode(errors="replace"), resume_iteration)
+        self._known = found.last if resume_iteration else set()
+        if old and (found.damaged or not resume_iteration):
             names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
             self._storage.write(next(name for name in names if not self._storage.exists(name)), old)
         self._storage.write(path, "".join(kept if resume_iteration else []).encode())
@@ -184,24 +184,40 @@ class StoredLinesSink:
         self._unwritten = b""
 
 
-def records_until(text: str, iteration: int) -> tuple[list[str], int]:
-    """The lines of records up to an iteration, and the number of lines that are no records."""
-    lines = text.split("\n")
-    if lines[-1].startswith("{"):
-        del lines[-1]  # a kill cut it off: records end with a line break
-    kept, damaged = [], 0
-    for line in filter(str.strip, lines):
-        try:
-            if parse_json(line)["iteration"] <= iteration:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            damaged += 1
-    return kept, damaged
+class RecordsUntil:
+    """The lines of records up to an iteration."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+        self.damaged = 0
+        """The number of lines that are no records."""
+
+        self.last = set[bytes]()
+        """The records of the iteration itself without their time, as `_without_time` makes them of those that are
+        written."""
+
+    def of(self, lines: Iterable[str]) -> Iterator[str]:
+        """The lines that are kept, of lines that end with a line break. One that a kill has cut off does not."""
+        for line in filter(str.strip, lines):
+            if line.lstrip().startswith("{") and not line.endswith("\n"):
+                continue
+            try:
+                record = parse_json(line)
+                number = record["iteration"]
+                kept = number <= self.iteration
+            except (ValueError, KeyError, TypeError):
+                self.damaged += 1
+                continue
+            if kept:
+                yield line
+            if number == self.iteration:
+                self.last.add(_without_time(record))
 
 
-def records_of(lines: Iterable[str], iteration: int) -> set[bytes]:
-    """The records of an iteration without their time, as `_without_time` makes them of those that are written."""
-    return {_without_time(record) for record in map(parse_json, lines) if record["iteration"] == iteration}
+def records_until(text: str, iteration: int) -> tuple[list[str], RecordsUntil]:
+    """The lines of records up to an iteration in the text of a file, and what else is known of them."""
+    found = RecordsUntil(iteration)
+    return list(found.of(StringIO(text))), found
 
 
 def _without_time(record: Record) -> bytes:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -145,21 +145,27 @@ def record_event(save: str | Path | None, event: str, **facts: object) -> None:
 
 def recorded_events(save: PurePath | None) -> list[dict[str, object]]:
     """The events of a run in its --save folder, oldest first; damaged lines are skipped. None without a folder."""
-    try:
-        text = b"" if save is None else storage_of(save).read(save / EVENTS)
-    except OSError:
-        return []
-    return parse_events(text.decode(errors="replace"))
+    return list(each_event(save))
+
+
+def each_event(save: PurePath | None) -> Iterator[dict[str, object]]:
+    """As `recorded_events`, but one after another: a long run has many."""
+    if save is None:
+        return
+    with suppress(OSError), storage_of(save).open(save / EVENTS) as file:
+        yield from _parsed(line.decode(errors="replace") for line in file)
 
 
 def parse_events(text: str) -> list[dict[str, object]]:
     """The events in the text of a `run_events.jsonl`; damaged lines are skipped."""
-    found: list[dict[str, object]] = []
-    for line in text.splitlines():
+    return list(_parsed(text.splitlines()))
+
+
+def _parsed(lines: Iterable[str]) -> Iterator[dict[str, object]]:
+    for line in lines:
         try:
             event = parse_json(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(event, dict):
-            found.append(event)
-    return found
+            yield event

@@ -72,6 +72,13 @@ def test_damaged_events_are_skipped() -> None:
     assert earlier_starts(parse_events(text), 3, 5.0).began == 5.0
 
 
+def test_events_of_older_runs_have_no_rollbacks() -> None:
+    old = event(4, useful=40)
+    old["seconds"] = {part: 1.0 for part in PARTS if part != "rolled_back"}
+    earlier = earlier_starts([old], 4, BEGAN + 8)
+    assert earlier.began == BEGAN and earlier.seconds["rolled_back"] == 0
+
+
 def test_a_clock_that_went_back_takes_nothing_away() -> None:
     assert earlier_starts([event(4, useful=40)], 4, BEGAN + 10).seconds == accounts.none() | {"useful": 40}
 

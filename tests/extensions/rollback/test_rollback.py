@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.extensions.operate.peer_copies.client import HOST
+from tests.apart import read_records
 from tests.extensions.rollback.runs import Run, poisoned
 from tests.forked import run_forked
 from tests.parity.matrix.combination import Combination
@@ -40,6 +41,34 @@ def test_a_spike_is_passed_over(ranks: int, flags: str, data: str, tmp_path: Pat
     run.assert_equal(told)
     (event,) = run.events("rollback")
     assert (event["iteration"], event["to"], event["passed_over"]) == (SPIKE, 12, [13, 14])
+
+
+SLOW = """
+import time
+from megatron.training.extensions import CALLBACKS
+from megatron.training.hooks import Callback
+
+@CALLBACKS.register("slow")
+class Slow(Callback):
+    def on_step_end(self, run):
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("interval", [1, 7])
+def test_goodput_names_steps_that_were_taken_back(interval: int, data: str, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    run = Run(tmp_path / "run", data, f"--log-goodput --log-interval {interval} --extension {tmp_path / 'slow.py'}")
+    said = run.start(BACK)
+    (event,) = run.events("rollback")
+    (*_, last) = run.events("goodput")
+    made = 0.1 * (event["iteration"] - event["to"] - 1)  # the step of the spike ends before the callback that waits
+    assert last["seconds"]["rolled_back"] >= made + event["seconds"]
+    records = read_records(run.save / "metrics.jsonl")
+    ends = [0, *(record["iteration"] for record in records)]
+    kept = sum((end - begin) * record["step_time"] for begin, end, record in zip(ends, ends[1:], records, strict=False))
+    assert last["seconds"]["useful"] + last["seconds"]["skipped"] == pytest.approx(kept, rel=0.02)
+    assert "rolled-back steps" in said
 
 
 def test_copies_in_the_memory_of_peers(data: str, tmp_path: Path) -> None:

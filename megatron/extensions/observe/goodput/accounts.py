@@ -2,7 +2,7 @@
 
 Goodput is useful step time over wall time:
 
-    wall    = useful + startup + evaluation + save + repeated + skipped + idle + other
+    wall    = useful + startup + evaluation + save + repeated + rolled_back + skipped + idle + other
     goodput = useful / wall
 
 Each start writes the event `goodput` to `run_events.jsonl`, with the seconds of every part up to then. The next start
@@ -12,7 +12,7 @@ not yet in that event has to be spent again, so it becomes `repeated`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron.training.metrics.console import duration
@@ -23,11 +23,15 @@ PARTS = {
     "evaluation": "evaluation",
     "save": "saves",
     "repeated": "repeated steps",
+    "rolled_back": "rolled-back steps",
     "skipped": "skipped steps",
     "idle": "idle between starts",
     "other": "other",
 }
 """The parts of the wall time, and their names in the log."""
+
+ADDED = ("rolled_back",)
+"""Parts that events of older runs do not have: they count as 0 there."""
 
 EVENT = "goodput"
 """The event of `run_events.jsonl`: iteration, "began" (first start, seconds since 1970), and "seconds" by part."""
@@ -85,17 +89,26 @@ def line(record: Mapping[str, object]) -> str:
     return " | ".join([f" goodput {shares['useful']:.1f} % of {duration(wall)}", *rest])
 
 
-def earlier_starts(events: Sequence[Mapping[str, object]], iteration: int, started: float) -> Earlier:
+def earlier_starts(events: Iterable[Mapping[str, object]], iteration: int, started: float) -> Earlier:
     """Return what earlier starts of a run have spent, for a process that started at `started`, in seconds since 1970,
-    and resumes from `iteration`.
+    and resumes from `iteration`. The events are read once and not kept: a long run has many.
 
     A start at iteration 0 begins a new run if there are saves that it could have resumed from.
     """
-    measured = [event for event in map(_event_of, events) if event is not None]
-    if not measured or (iteration == 0 and _has_saved(events, measured[-1].began)):
+    last: _Event | None = None
+    contained: _Event | None = None  # the newest of the same run at the iteration, or else at the largest before it
+    saved = 0.0
+    for event in events:
+        saved = max(saved, _save_time(event))
+        if (found := _event_of(event)) is None:
+            continue
+        if last is not None and found.began != last.began:
+            contained = None
+        last = found
+        if found.iteration <= iteration and (contained is None or contained.iteration <= found.iteration):
+            contained = found
+    if last is None or (iteration == 0 and saved >= last.began):
         return Earlier(started, none())
-    last = measured[-1]
-    contained = _contained(measured, last.began, iteration)
     of_steps = last.of_steps + last.seconds["repeated"]
     kept = contained.of_steps if contained is not None else 0.0
     idle = max(0.0, started - (last.began + sum(last.seconds.values())))
@@ -114,17 +127,10 @@ def last_account(events: Iterable[Mapping[str, object]]) -> tuple[int, Seconds] 
     return (found[-1].iteration, found[-1].seconds) if found else None
 
 
-def _contained(measured: Sequence[_Event], began: float, iteration: int) -> _Event | None:
-    """The newest event of the same run at an iteration, or else at the largest one before it."""
-    same = [event for event in measured if event.began == began and event.iteration <= iteration]
-    nearest = max((event.iteration for event in same), default=None)
-    return next((event for event in reversed(same) if event.iteration == nearest), None)
-
-
-def _has_saved(events: Iterable[Mapping[str, object]], began: float) -> bool:
-    """Return whether a save has succeeded since a time."""
-    saves = (event for event in events if event.get("event") == "save" and "error" not in event)
-    return any((_number(event.get("time")) or 0.0) >= began for event in saves)
+def _save_time(event: Mapping[str, object]) -> float:
+    """When a save has succeeded; 0 for all other events."""
+    succeeded = event.get("event") == "save" and "error" not in event
+    return (_number(event.get("time")) or 0.0) if succeeded else 0.0
 
 
 def _event_of(event: Mapping[str, object]) -> _Event | None:
@@ -133,7 +139,7 @@ def _event_of(event: Mapping[str, object]) -> _Event | None:
     began = _number(event.get("began"))
     if event.get("event") != EVENT or not isinstance(seconds, Mapping) or not isinstance(iteration, int):
         return None
-    found = {part: _number(seconds.get(part)) for part in PARTS}
+    found = {part: _number(seconds.get(part, 0 if part in ADDED else None)) for part in PARTS}
     known = {part: value for part, value in found.items() if value is not None}
     return _Event(iteration, began, known) if began is not None and len(known) == len(PARTS) else None
 

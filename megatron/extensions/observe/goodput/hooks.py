@@ -17,8 +17,11 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Evaluation, Log, Meter, RunView, Task
 from megatron.training.metrics.sinks import Record
 from megatron.training.progress import SAVE, Interval
-from megatron.training.reliability.run_status import record_event, recorded_events
+from megatron.training.reliability.run_status import each_event, record_event
 from megatron.training.run import TrainingRun
+
+KEPT = 10_000
+"""Steps of which the seconds are known until then, as a run may go back to any of them."""
 
 EVENT_SECONDS = 30.0
 """Least time between two events of log lines; each save has one too."""
@@ -39,12 +42,15 @@ class Goodput(Callback, Meter):
         self._own = accounts.none()
         self._counted: Interval | None = None
         self._at_step: tuple[Interval, float] = (run.interval, 0.0)
+        self._other = 0.0
+        self._until = torch.full((KEPT, 3), -1.0, dtype=torch.float64)
+        self._keep_until(run.progress.iteration)
         self._evaluation: tuple[float, float] | None = None
         self._event_at = 0.0
         self._earlier = Earlier(self._wall_began, accounts.none())
         if self._measures:
             self._earlier = accounts.earlier_starts(
-                recorded_events(self.config.checkpoint.save_root), run.progress.iteration, self._wall_began
+                each_event(self.config.checkpoint.save_root), run.progress.iteration, self._wall_began
             )
             self._own["startup"] = max(0.0, run.interval.start - self._began)
             run.timers.watchers.append(self._watched)
@@ -58,12 +64,33 @@ class Goodput(Callback, Meter):
         return (Task("goodput", 1, self._step_ended, counts=True, reads_result=False),) if self._measures else ()
 
     def _step_ended(self) -> None:
+        self._notice_rollback()
         self._at_step = (self._run.interval, self._run.interval.seconds())
+        self._other = self._unmeasured(self._with_steps(self._at_step[1]))
+        self._keep_until(self._run.progress.iteration)
+
+    def _keep_until(self, iteration: int) -> None:
+        """Keeps the seconds of steps in the log lines until an iteration."""
+        known = [float(iteration), self._own["useful"], self._own["skipped"]]
+        self._until[iteration % KEPT] = torch.tensor(known, dtype=torch.float64)
+
+    def _notice_rollback(self) -> None:
+        """Moves the time of steps that were taken back since the last one, and of going back, to their part. The run
+        has another interval then, though the one before was not logged."""
+        before, own = self._at_step[0], self._own
+        if self._run.interval is before or before is self._counted:
+            return
+        to = self._run.progress.iteration - 1
+        iteration, *seconds = self._until[to % KEPT].tolist()
+        own["useful"], own["skipped"] = seconds if iteration == to else (0.0, 0.0)
+        self._at_step = (self._run.interval, self._run.interval.seconds())
+        own["rolled_back"] += max(0.0, self._unmeasured(self._with_steps(self._at_step[1])) - self._other)
 
     def take(self) -> Tensor:
         """Seconds of each part from the first start on, [parts] float64; zeros on ranks that do not measure."""
         spent = torch.zeros(len(PARTS), dtype=torch.float64)
         if self._measures:
+            self._notice_rollback()
             seconds = self._seconds(self._with_steps(self._run.interval.seconds()))
             spent = torch.tensor([seconds[part] for part in PARTS], dtype=torch.float64)
         return spent.to(self._run.runtime.device)
@@ -126,8 +153,12 @@ class Goodput(Callback, Meter):
         """Seconds of each part since the first start; what no part has measured in this start is `other`."""
         if self._evaluation is not None:
             own["evaluation"] += self._evaluation[1] - self._evaluation[0]
-        own["other"] = max(0.0, time.perf_counter() - self._began - sum(own.values()))
+        own["other"] = self._unmeasured(own)
         return {part: self._earlier.seconds[part] + own[part] for part in PARTS}
+
+    def _unmeasured(self, own: Seconds) -> float:
+        """Seconds of this start that no part has measured."""
+        return max(0.0, time.perf_counter() - self._began - sum(own.values()))
 
     def _record_event(self) -> None:
         """Writes the parts up to the last step to `run_events.jsonl`, if the run has a --save folder."""
