@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -91,6 +92,13 @@ def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if has_one else ""
     start += f".{os.environ[START]}" if START in os.environ else ""
     return dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{start}", store)
+
+
+def start_of(key: str) -> int | None:
+    """The number of the start in the job (`START`) whose ranks have set a key by a store of `meet`; None for others."""
+    run, restart = (re.escape(os.environ.get(f"TORCHELASTIC_{name}", "")) for name in ("RUN_ID", "RESTART_COUNT"))
+    match = re.match(rf"\w+/{run}/{restart}\.(\d+)/", key)
+    return int(match[1]) if match else None
 
 
 def launcher_has_store() -> bool:

@@ -88,3 +88,42 @@ def test_what_hosts_without_ranks_offer(monkeypatch: pytest.MonkeyPatch) -> None
     assert there.offers(4, [1]) == ["copies"]
     assert there.offers(4, [1, 2]) == ["copies"]
     assert there.offers(4, []) == []
+
+
+def test_a_process_that_stood_still_does_not_take_others_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, now = parents.Clock(), parents.time.monotonic()
+    monkeypatch.setattr(parents.time, "monotonic", lambda: now + 3600)
+    assert clock.seconds() <= parents.LONGEST
+
+
+def test_earlier_starts_leave_nothing_in_the_store() -> None:
+    (there,) = parents_of(Peer.here())
+    start = Start((0,), (0,), rung="again")
+
+    def make(number: int) -> int:
+        there.ask(number)
+        there.gather(number, start, lambda came, hosts: start)
+        there.offer(number, "copies")
+        for name in ("board", "groups"):
+            dist.PrefixStore(f"{name}//.{number}", there.store).set("0//key", "value")
+        there.forget(number)
+        while there._old:
+            there.tidy()
+        return int(there.store.num_keys())
+
+    assert len({make(number) for number in range(1, 6)}) == 1
+
+
+def test_one_that_comes_late_to_a_start_whose_keys_are_gone_ends() -> None:
+    there, late = parents_of(Peer.here(), Peer.here())
+    there.forget(3)
+    assert late.asked(2)
+    assert late.gather(2, BEFORE, lambda came, hosts: BEFORE).ends == "the others have gone on without it"
+
+
+def test_a_rank_is_lost_unless_its_parent_lives_or_the_run_has_ended() -> None:
+    ended = Peer(Peer.here().host, os.getpid(), Peer.here().namespace, "of another time")
+    there, _ = parents_of(Peer.here(), ended)
+    assert there.lost([1]) and not there.lost([0, 1])
+    there.leave(0, ())
+    assert not there.lost([1])

@@ -5,8 +5,8 @@ A parent is a process of the launcher; the numbers that the launcher gives them 
 Keys of the store: parent/W, who worker W is; beat/W, changes while it lives; again/N, asks for start N; here/N/W, it
 has come to start N; decides/N, the parent that decides how that is made; start/N, what it has decided; over, the exit
 code of a parent that has ended for good; left/W, W has read that; offer/N/W, the copies on the host of W, which has no
-rank in start N. The store is that of the launcher, or else of worker
-0.
+rank in start N; newest, the number of the last start. The keys of a start, and those that its ranks have set, are
+deleted during the next one. The store is that of the launcher, or else of worker 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.extensions.operate.job_restarts.roster import Roster
 from megatron.extensions.operate.peer_copies.client import host_name
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
-from megatron.training.reliability.rank_store import Peer, launcher_has_store, meet
+from megatron.training.reliability.rank_store import Peer, launcher_has_store, meet, start_of
 
 LOOK = 0.05
 """Seconds between two looks at a child, or at the other parents."""
@@ -47,13 +47,40 @@ DECIDES = 30.0
 """Seconds in which a parent decides how a start is made, with a search for another layout."""
 
 SILENT = 2.5
-"""Seconds without a sign of life after which a parent on another machine counts as gone."""
+"""Seconds without a sign of life after which a parent on another machine counts as gone while a start is made."""
+
+LOST = 30.0
+"""Seconds without one after which it counts as gone at any other time, when no parent waits for it."""
+
+LONGEST = 1.0
+"""Seconds that count, at most, of those between two looks."""
+
+DELETED = 200
+"""Old keys that are deleted at a time."""
+
+KINDS = ("again", "decides", "start", "here", "offer")
+"""First words of the parents' keys of a start."""
 
 T = TypeVar("T")
 
 
 class LostStoreError(ConnectionError):
     """The store of the parents does not answer."""
+
+
+class Clock:
+    """Seconds since its start in which this process has run. On a machine with too much to do, a process may stand
+    still for seconds between two looks, and so may the others, which are not gone for that."""
+
+    def __init__(self) -> None:
+        self._at, self._seconds = time.monotonic(), 0.0
+
+    def seconds(self) -> float:
+        """Looks at it."""
+        now = time.monotonic()
+        self._seconds += min(now - self._at, LONGEST)
+        self._at = now
+        return self._seconds
 
 
 def answered(call: Callable[[], T], seconds: float = ANSWER) -> T:
@@ -68,7 +95,9 @@ def answered(call: Callable[[], T], seconds: float = ANSWER) -> T:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
+    clock = Clock()
+    while thread.is_alive() and clock.seconds() < seconds:
+        thread.join(LOOK)
     if not results:
         raise LostStoreError("the store of the ranks does not answer")
     return results[0]
@@ -123,6 +152,12 @@ class Parents:
     """Worker -> its host for copies, and its process."""
 
     _beats: int = 0
+    _clock: Clock = field(default_factory=Clock)
+    _old: list[tuple[dist.Store, str]] = field(default_factory=list)
+    """Keys of earlier starts that this parent deletes."""
+
+    _silence: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Worker -> its last sign of life, and when that was seen first."""
 
     @classmethod
     def of(cls, config: RunConfig, launch: Launch) -> Parents:
@@ -146,16 +181,20 @@ class Parents:
 
     def asked(self, number: int) -> bool:
         """Return whether a parent has asked for a start."""
-        return answered(lambda: self.store.check([f"again/{number}"]))
+        return answered(lambda: self.store.check([f"again/{number}"])) or self._newest() >= number
+
+    def lost(self, workers: Collection[int]) -> bool:
+        """Return whether all of these workers have ended, and not for good, as far as this one knows."""
+        gone = all(self._is_gone(worker, self._silence, LOST) for worker in workers)
+        return gone and self.over() is None
 
     def leave(self, code: int, living: Collection[int]) -> None:
         """Says that this parent makes no other start, and with which exit code it ends. Worker 0, which may hold the
         store, stays until spares have read that."""
         answered(lambda: self.store.set("over", str(code)))
         self.left()
-        limit = time.monotonic() + PARTING
-        keys = [f"left/{worker}" for worker in living]
-        while self.worker == 0 and time.monotonic() < limit and not answered(lambda: self.store.check(keys)):
+        clock, keys = Clock(), [f"left/{worker}" for worker in living]
+        while self.worker == 0 and clock.seconds() < PARTING and not answered(lambda: self.store.check(keys)):
             time.sleep(LOOK)
 
     def left(self) -> None:
@@ -170,14 +209,16 @@ class Parents:
         """Waits until all parents that live have come to a start, and returns how it is made. A worker that is not in
         its `living` does not take part. `before`: the last start."""
         answered(lambda: self.store.set(f"here/{number}/{self.worker}", "1"))
-        limit, silence = time.monotonic() + ROLL, dict[int, tuple[int, float]]()
+        clock, silence = Clock(), dict[int, tuple[int, float]]()
         while True:
             if (found := self._decided(number)) is not None:
                 return found
+            if self._newest() > number:
+                return Start((), (), ends="the others have gone on without it")
             if self.over() is not None:
                 return Start((), (), ends="a rank has ended for good")
             missing = self._missing(number, before.living)
-            complete = time.monotonic() > limit or all(self._is_gone(worker, silence) for worker in missing)
+            complete = clock.seconds() > ROLL or all(self._is_gone(worker, silence) for worker in missing)
             if complete and self._decides(number):
                 came = [worker for worker in before.living if worker not in missing]
                 start = decide(came, {worker: self._peer(worker)[0] for worker in before.living})
@@ -185,14 +226,36 @@ class Parents:
             self.beat()
             time.sleep(LOOK)
 
+    def forget(self, number: int) -> None:
+        """Finds the keys of starts before this one, to which all that take part in it have come, for `tidy`. One that
+        comes to an earlier start later reads that there is a newer one."""
+        answered(lambda: self.store.set("newest", str(number)))
+        whole = self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
+        if not hasattr(whole, "list_keys"):  # torch 2.11 has no such call: old keys stay
+            return
+        for key in answered(whole.list_keys):
+            of = start_of(key)
+            if of is not None and of < number:
+                self._old.append((whole, key))
+        for key in answered(self.store.list_keys):
+            kind, _, rest = key.partition("/")
+            if kind in KINDS and int(rest.partition("/")[0]) < number:
+                self._old.append((self.store, key))
+
+    def tidy(self) -> None:
+        """Deletes some of the keys that `forget` has found."""
+        some, self._old = self._old[:DELETED], self._old[DELETED:]
+        if some:
+            answered(lambda: [store.delete_key(key) for store, key in some])
+
     def offer(self, number: int, offer: str) -> None:
         """Tells what this host, which may have no ranks, offers to a start."""
         answered(lambda: self.store.set(f"offer/{number}/{self.worker}", offer))
 
     def offers(self, number: int, workers: Collection[int]) -> list[str]:
         """What the hosts of these workers offer, of those that tell it in time."""
-        limit, keys = time.monotonic() + OFFERS, [f"offer/{number}/{worker}" for worker in workers]
-        while keys and time.monotonic() < limit and not answered(lambda: self.store.check(keys)):
+        clock, keys = Clock(), [f"offer/{number}/{worker}" for worker in workers]
+        while keys and clock.seconds() < OFFERS and not answered(lambda: self.store.check(keys)):
             time.sleep(LOOK)
         return [self._get(each) for each in keys if self._there(each)]
 
@@ -207,6 +270,9 @@ class Parents:
 
     def _propose(self, number: int, start: Start) -> None:
         answered(lambda: self.store.compare_set(f"start/{number}", "", start.to_json()))
+
+    def _newest(self) -> int:
+        return answered(lambda: int(self.store.get("newest")) if self.store.check(["newest"]) else -1)
 
     def _get(self, key: str) -> str:
         return answered(lambda: self.store.get(key).decode())
@@ -234,14 +300,14 @@ class Parents:
             self.peers[worker] = host, Peer(**peer)
         return self.peers[worker]
 
-    def _is_gone(self, worker: int, silence: dict[int, tuple[int, float]]) -> bool:
-        """Return whether a worker has ended: known at once on this machine, else by its silence. `silence`: worker ->
-        its last sign of life, and when that was seen first."""
-        peer, now = self._peer(worker)[1], time.monotonic()
+    def _is_gone(self, worker: int, silence: dict[int, tuple[int, float]], seconds: float | None = None) -> bool:
+        """Return whether a worker has ended: known at once on this machine, else by its silence, for `SILENT` if not
+        given. `silence`: worker -> its last sign of life, and when that was seen first."""
+        peer, now = self._peer(worker)[1], self._clock.seconds()
         if peer.namespace and peer.namespace == Peer.here().namespace:
             return not peer.state()
         key = f"beat/{worker}"
         beat = answered(lambda: int(self.store.get(key)) if self.store.check([key]) else -1)
         if silence.get(worker, (None,))[0] != beat:
             silence[worker] = beat, now
-        return now - silence[worker][1] > SILENT
+        return now - silence[worker][1] > (SILENT if seconds is None else seconds)

@@ -33,7 +33,7 @@ from megatron.extensions.operate.job_restarts.layouts import (
     layout_text,
     smaller_layout,
 )
-from megatron.extensions.operate.job_restarts.parents import LOOK, LostStoreError, Parents, Start
+from megatron.extensions.operate.job_restarts.parents import LOOK, Clock, LostStoreError, Parents, Start
 from megatron.extensions.operate.job_restarts.roster import fewer, replaced, spares_of
 from megatron.extensions.operate.peer_copies.faults import FEWER_RANKS, RUNG, SAME_RANKS, SPARES
 from megatron.extensions.operate.peer_copies.idle_hosts import leave_note, offered
@@ -51,6 +51,9 @@ ASK = 0.4
 
 GRACE = 8.0
 """Seconds in which a child ends by itself after another rank has failed."""
+
+STUCK = 30.0
+"""Seconds after SIGKILL for which a parent waits for a child that the kernel cannot end, as in a driver."""
 
 STOPPED = 6.0
 """Seconds for which a child may be stopped (SIGSTOP) while its parent runs."""
@@ -159,6 +162,8 @@ class Parent:
                     break
                 before, self._start = self._start, self._parents.gather(number + 1, self._start, self._decide)
                 self._tell(before)
+                if self.launch.rank in self._start.living[:1]:
+                    self._parents.forget(number + 1)
                 if why := self._start.ends:
                     break
                 if self.launch.rank not in self._start.living:
@@ -214,6 +219,9 @@ class Parent:
                         write_error_file("a spare rank, which ended with the others", time.time() + 1)
                     return code, "the run has ended"
                 self._parents.beat()
+                self._parents.tidy()
+                if self._parents.lost(self._start.roster):
+                    self._parents.ask(number + 1)  # nobody else can
                 time.sleep(ASK)
         return ExitCode.FAILED, ""
 
@@ -221,23 +229,37 @@ class Parent:
         """Waits for the end of a child, passes signals on to it, and ends it after another rank has failed. Returns its
         exit code."""
         with handled(lambda received, frame: child.signal(received)):
-            ask_at, end_at = time.monotonic(), float("inf")
-            ran_at = ask_at
+            clock = Clock()
+            ask_at = ran_at = 0.0
+            end_at = lost_at = stuck_at = float("inf")
             while (code := child.ended()) is None:
-                now = time.monotonic()
+                now = clock.seconds()
                 ran_at = ran_at if child.is_stopped() else now
                 if now > min(end_at, ran_at + STOPPED):
                     child.signal(signal.SIGKILL)
                     end_at = ran_at = float("inf")
+                    stuck_at = min(stuck_at, now + STUCK)
+                if now > stuck_at:
+                    print(f"process {child.pid} has not ended {STUCK:g} s after SIGKILL: a driver or a disk holds it")
+                    return -signal.SIGKILL
                 if now > ask_at:
                     ask_at = now + ASK
                     try:
                         self._parents.beat()
+                        self._parents.tidy()
+                        lost_at = min(lost_at, now) if self._parents.lost([self._next_worker()]) else float("inf")
+                        if now > lost_at + GRACE:  # no rank has noticed, as before they have met
+                            self._parents.ask(number + 1)
                         end_at = now + GRACE if end_at == float("inf") and self._parents.asked(number + 1) else end_at
                     except LostStoreError:
                         ask_at = float("inf")  # the child finds out
                 time.sleep(LOOK)
             return code
+
+    def _next_worker(self) -> int:
+        """The worker of the next rank: each parent looks after one other."""
+        roster = self._start.roster
+        return roster[(roster.index(self.launch.rank) + 1) % len(roster)]
 
     def _decide(self, came: Collection[int], host_of: dict[int, str]) -> Start:
         """How the next start is made by the workers that have come: the highest rung that is possible."""

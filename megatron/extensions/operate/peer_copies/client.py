@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -25,6 +26,9 @@ PROGRAM = Path(__file__).with_name("holder.py")
 HOST = "PEER_COPY_HOST"
 """Variable of the environment that names the host of a rank for copies, in place of its host name, so that ranks of one
 machine count as several hosts."""
+
+OPENS = 120.0
+"""Seconds in which a holder starts."""
 
 ANSWER = 30.0
 """Seconds in which a holder that lives takes or sends a chunk."""
@@ -66,6 +70,9 @@ def open_holder(folder: Path, keep: float) -> Address:
         words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True, cwd="/", text=True
     )
     assert process.stdout is not None
+    if not select.select([process.stdout], [], [], OPENS)[0]:
+        process.kill()
+        raise OSError(f"the holder of copies did not start: {' '.join(words)} was not ready after {OPENS:g} s")
     if process.stdout.readline() != "ready\n":
         raise OSError(f"the holder of copies did not start: {' '.join(words)} ended with {process.wait()}")
     process.stdout.close()

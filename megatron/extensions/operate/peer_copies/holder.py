@@ -43,6 +43,9 @@ ABOUT, WORLD = "holder.json", "world.json"
 FIRST = 300.0
 """Seconds, at least, in which the first rank connects."""
 
+STALLED = 300.0
+"""Seconds without a byte after which a sender counts as gone, as with a host that is lost in the middle of a part."""
+
 LONGEST = 1 << 20
 """Bytes of a request's line."""
 
@@ -149,6 +152,7 @@ class Connection(socketserver.StreamRequestHandler):
         """Stores a part: its header and its bytes follow."""
         path = self.server.path(request)
         header_of(path).unlink(missing_ok=True)
+        self.connection.settimeout(STALLED)
         header = self.rfile.read(int(request["header"]))
         with open(path, "r+b" if path.exists() else "w+b", buffering=0) as file:  # a generation that is gone: an error
             os.ftruncate(file.fileno(), int(request["nbytes"]))
@@ -158,6 +162,7 @@ class Connection(socketserver.StreamRequestHandler):
                     raise ValueError("the sender has ended")
                 file.write(data)
                 left -= len(data)
+        self.connection.settimeout(None)
         write_whole(header_of(path), header)
 
     def do_get(self, request: Mapping[str, Any]) -> None:

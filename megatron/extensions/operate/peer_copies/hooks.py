@@ -173,9 +173,9 @@ class PeerCopies(Callback):
 
     def checkpoint_of(self, iteration: int) -> MemoryCheckpoint | None:
         """The copies that this start has made of a step; None if they are no longer there. Collective."""
-        run, copies = self._run, self._copies
-        assert run is not None and copies is not None
-        copies.wait()
+        run = self._run
+        assert run is not None
+        self._await_copies()
         world = run.runtime.state.world
         held = gather_objects(inventory(self._folder, host_name()) if self._leads else Inventory(), world)
         for each in complete_sets(held):
@@ -274,8 +274,7 @@ class PeerCopies(Callback):
     def _copy(self) -> None:
         run, copies = self._run, self._copies
         assert run is not None and copies is not None
-        if late := copies.wait(60 * self.config.parallel.distributed_timeout_minutes):
-            raise LateRanksError(late, "their copies", run.runtime.watchdog.status.limit)
+        self._await_copies()
         if copies.failure and copies.failure != self._told:
             run.say(f" copies in memory of the last step are incomplete: {copies.failure}; those before remain")
         self._told = copies.failure
@@ -283,6 +282,13 @@ class PeerCopies(Callback):
         first = run.runtime.launch.rank == 0
         payload |= {"saved_iteration": run.runtime.watchdog.failures.saved}
         copies.copy(run.progress.iteration, tensors, payload if first else None)
+
+    def _await_copies(self) -> None:
+        """Waits for the copies in progress. Raises LateRanksError if they take longer than a collective may."""
+        if self._copies is None or self._run is None:
+            return
+        if late := self._copies.wait(60 * self.config.parallel.distributed_timeout_minutes):
+            raise LateRanksError(late, "their copies", self._run.runtime.watchdog.status.limit)
 
     def _note_fault(self) -> None:
         """Leaves a note of the failure by which the run ends, for the next start."""
@@ -305,8 +311,7 @@ class PeerCopies(Callback):
 
     def on_end(self, run: RunView) -> None:
         """Ends the holder: the state is on disk."""
-        if self._copies is not None:
-            self._copies.wait()
+        self._await_copies()
         gather_objects(None, self._run.runtime.state.world) if self._run is not None else None
         if self._leads:
             with suppress(OSError):

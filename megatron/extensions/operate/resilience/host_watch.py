@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
@@ -50,6 +51,9 @@ LOOK = 0.5
 
 ANSWER = 2.0
 """Seconds in which the kernel of a host that lives accepts a connection."""
+
+OPENS = 120.0
+"""Seconds in which the process for heartbeats starts."""
 
 TOKEN_BYTES = 16
 """Random bytes in the token of a start."""
@@ -182,6 +186,8 @@ class HostWatch(Watch):
             [sys.executable, "-I", "-S", str(PROGRAM), *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], OPENS)[0]:
+            raise OSError(f"the process for heartbeats of this host did not start in {OPENS:g} s")
         return int(self._process.stdout.readline() or 0)
 
     def _publish(self, port: int) -> None:
