@@ -146,3 +146,11 @@ def test_a_run_recovers_in_the_job_bitwise(tmp_path: Path) -> None:
     assert event["what"] == "process is gone" and 0 <= event["detected_after"] <= event["recovered_after"]
     assert event["steps_lost"] <= 1
     assert not list(run.memory.iterdir())
+
+
+def test_a_start_in_which_all_ranks_died_at_once_is_reported(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2, ["--restarts-in-job", "2"])
+    run.start(Planned("kill", 0, 2), Planned("kill", 1, 2))
+    (event,) = run.events("recovery")
+    assert event["what"] == "ended by SIGKILL" and event["who"].startswith("rank ")
+    assert event["steps_lost"] <= 1 and event["source"] == "copies in memory"

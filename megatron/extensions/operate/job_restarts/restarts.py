@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,8 +36,8 @@ from megatron.extensions.operate.job_restarts.layouts import (
 )
 from megatron.extensions.operate.job_restarts.parents import LOOK, Clock, LostStoreError, Parents, Start
 from megatron.extensions.operate.job_restarts.roster import fewer, replaced, spares_of
-from megatron.extensions.operate.peer_copies.faults import FEWER_RANKS, RUNG, SAME_RANKS, SPARES
-from megatron.extensions.operate.peer_copies.idle_hosts import leave_note, offered
+from megatron.extensions.operate.peer_copies.faults import FEWER_RANKS, RUNG, SAME_RANKS, SPARES, note_death
+from megatron.extensions.operate.peer_copies.idle_hosts import leave_note, memory_of, offered
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Log, Task
@@ -194,10 +195,13 @@ class Parent:
         spares = spares_of(roster, self._start.living)
         if rank == 0 and spares:
             leave_note(self.config, self._parents.offers(number, spares))
+        began = time.time()
         child = Kept(partial(self._attempt, config, launch), environ)
         code = self._watch(child, number)
         assert _progress is not None
         made = int.from_bytes(_progress[:8], "little")
+        if code < 0 and (folder := memory_of(self.config)) is not None:
+            note_death(folder, launch.name(socket.gethostname(), rank), -code, made, began)
         self._fruitless = 1 if made > self._best else self._fruitless + 1
         self._best = max(self._best, made)
         if not is_failure(code):
