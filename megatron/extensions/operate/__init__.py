@@ -1,1 +1,1 @@
-"""What keeps a long run going: lost hosts, deletion of older checkpoints."""
+"""Extensions that keep long runs going: recovery from lost hosts, deletion of older checkpoints."""

@@ -3,7 +3,7 @@ tensor, so that a rank that computes or transmits wrong values is found and name
 
 Flags: --audit-interval, --audit-by.
 
-Read `verdict` first: which rank differences point to. `sketch` makes a few numbers of a tensor that tell whether two
-tensors are equal, or how far apart they are. `tape` records the sketches of a pass: outputs of modules, messages and
-gradients, in the order in which a rank computes them. `peer` has the events of a run.
+Read `verdict` first: it decides which rank the differences point to. `sketch` computes a few numbers for a tensor that
+tell whether two tensors are equal, or how far apart they are. `tape` records the sketches of a pass: module outputs,
+messages and gradients, in the order in which a rank computes them. `peer` has the callbacks.
 """

@@ -1,9 +1,9 @@
-"""--audit-by layout and precision: a process on the host of the first rank computes audited steps again while training
+"""--audit-by layout and precision: a process on the host of the first rank recomputes audited steps while training
 continues.
 
-Before an audited step the ranks write its weights and samples to the --save folder; after its passes they sketch the
-reduced gradients that they own. The process compares these with its own. An audited step that is due while the process
-is still at work is passed over.
+Before an audited step, the ranks write its weights and samples to the --save folder; after its passes, they sketch the
+reduced gradients that they own. The process compares these with its own gradients. If the process is still busy when
+the next audit is due, that audit is left out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 
 LOOKS = 10
-"""Times that the ranks look for a result between two audits."""
+"""How often ranks look for a result between two audits."""
 
 LONGEST_WAIT = 600.0
 """Seconds that the end of a run waits for the last audit."""
@@ -56,7 +56,7 @@ CAUSES = {
 
 
 class BackgroundAudit(Callback, Meter):
-    """--audit-by layout and precision."""
+    """Callback for --audit-by layout and precision."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.run, own = run, self.config.options(AuditFlags)
@@ -64,7 +64,7 @@ class BackgroundAudit(Callback, Meter):
         rank, world = run.runtime.launch.rank, run.runtime.state.world
         self.outcome = Outcome(self.config, rank)
         save = self.config.checkpoint.save_folder
-        assert save is not None, "a rule has insisted on a folder"
+        assert save is not None, "a rule ensures that there is a folder"
         self.folder = save / "audit"
         self._step: Step | None = None
         self._sketches: list[list[list[float]]] = []
@@ -85,7 +85,7 @@ class BackgroundAudit(Callback, Meter):
         return (self,)
 
     def _owned_pieces(self, rank: int) -> list[Piece]:
-        """The parts of reduced gradients that this rank owns."""
+        """The parts of the reduced gradients that this rank owns."""
         coords = self.run.runtime.state.coords
         return [
             Piece(rank, piece.meta.name, *piece.meta.box(coords), piece.start, piece.stop)
@@ -94,7 +94,7 @@ class BackgroundAudit(Callback, Meter):
         ]
 
     def _term_pieces(self, rank: int) -> list[tuple[int, Piece]]:
-        """(replica, part) of the gradients that this rank computes alone before they are summed over replicas."""
+        """(replica, part) of the gradients that this rank computes before they are summed over replicas."""
         state = self.run.runtime.state
         if state.dp.size == 1 or state.cp.size > 1:
             return []
@@ -116,7 +116,7 @@ class BackgroundAudit(Callback, Meter):
         return iteration % self.interval == 0 and iteration <= self.run.train_iters and not skipped
 
     def _begin(self) -> None:
-        """Writes the weights and samples of the next step, unless an audit is under way."""
+        """Write the weights and samples of the next step, unless an audit is in progress."""
         self._look()
         if self._sent is not None:
             return
@@ -146,7 +146,7 @@ class BackgroundAudit(Callback, Meter):
                 bucket.before_sync = self._note_terms
 
     def _note_terms(self, bucket: Bucket) -> None:
-        """Adds the sums with random signs of gradients that are about to be summed over replicas."""
+        """Add random-sign sums of gradients that are about to be summed over replicas."""
         for place in bucket.layout.params:
             start = place.start - bucket.layout.start
             row = sums_of(bucket.grads[start : start + place.stop - place.start])
@@ -157,7 +157,7 @@ class BackgroundAudit(Callback, Meter):
         return self.folder / f"iter_{iteration:07d}"
 
     def _boxes(self) -> dict[str, Tensor]:
-        """The parts of weights that this rank is the first to hold."""
+        """The parts of the weights of which this rank is the first holder."""
         state = self.run.runtime.state
         found = {}
         for model in self.run.stages.values():
@@ -187,7 +187,7 @@ class BackgroundAudit(Callback, Meter):
         return found
 
     def after_update(self, step: StepView, result: StepResult) -> None:
-        """Hands the step over to the process."""
+        """Hand the step over to the process."""
         if self._step is None:
             return
         run, world = self.run, self.run.runtime.state.world
@@ -225,7 +225,7 @@ class BackgroundAudit(Callback, Meter):
             self._process.stdin.flush()
 
     def _look(self) -> None:
-        """Takes the result of the audit that is under way, if it is there. Collective."""
+        """Read the result of the audit in progress, if it has arrived. Collective."""
         if self._sent is None:
             return
         run, iteration = self.run, self._sent
@@ -259,11 +259,11 @@ class BackgroundAudit(Callback, Meter):
             dims = self.run.runtime.state.dims
             ranks = tuple(rank for rank in range(dims.world_size) if dims.coords(rank)["pp"] == dims.pp - 1)
             hosts = tuple(self._hosts[rank] for rank in ranks)
-            return Finding(ranks, hosts, LOSS, "of all tokens", result.loss, words)
+            return Finding(ranks, hosts, LOSS, "fraction of all tokens", result.loss, words)
         return None
 
     def _finish(self) -> None:
-        """Waits for the last audit."""
+        """Wait for the last audit."""
         for _ in range(round(LONGEST_WAIT / POLL)):
             self._look()
             if self._sent is None:
@@ -284,4 +284,4 @@ class BackgroundAudit(Callback, Meter):
 
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of the launcher, which the process must not read."""
+"""Environment variables of the launcher, which the process must not read."""

@@ -1,4 +1,4 @@
-"""Flags of audits of a live run. This module does not import torch."""
+"""Flags for audits of a live run. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _of_process(config: RunConfig) -> Iterator[Problem]:
-    """What the process beside a run needs."""
+    """Check what the process beside a run needs."""
     means = config.options(AuditFlags).audit_by
     if config.checkpoint.save_folder is None:
         rule = "hands steps to a process beside the run in the folder of --save"
@@ -54,39 +54,40 @@ def _of_process(config: RunConfig) -> Iterator[Problem]:
 class AuditFlags:
     audit_interval: int = flag(0, at_least=0, excludes=(GRAPHS,))
     """Compute each K-th step a second time by other means, and compare losses and gradients. A rank that disagrees
-    twice is named and ends as a failed one. 0: no audits."""
+    twice is named and ends as if it had failed. 0: no audits."""
 
     audit_by: str = flag("peer", choices=MEANS, no_effect_without="--audit-interval above 0")
-    """Means of the second computation. peer: each rank computes the part of a rank in another data-parallel replica,
-    bit by bit the same with --deterministic-mode. layout: a process beside the first rank, on its CPU and while
-    training continues, computes the whole step. precision: the same in a wider number format."""
+    """Method of the second computation. peer: each rank computes the part of a rank in another data-parallel replica,
+    bit-equal with --deterministic-mode. layout: a process beside the first rank computes the whole step on its CPU
+    while training continues. precision: like layout, in a wider number format."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
-        """What the audits of a planned run cost."""
+        """Cost of audits in a planned run."""
         return ("Audits", f"{__package__}.plan_lines:lines") if audits(config) else None
 
 
 def audits(config: RunConfig) -> bool:
-    """Return whether steps of a run are computed a second time."""
+    """Return True if some steps of a run are computed a second time."""
     return config.options(AuditFlags).audit_interval > 0 and not config.training.skip_train
 
 
 def shift(config: RunConfig, world_size: int) -> int | None:
-    """By how many data-parallel ranks the parts of a step move; None if there is one replica."""
+    """Return the number of data-parallel ranks by which the parts of a step are shifted; None if there is only one
+    replica."""
     try:
         dims = ParallelDims.from_config(config.parallel, world_size)
     except ValueError:
-        return 1  # another rule names these sizes
+        return 1  # another rule reports these sizes
     return shift_of_replicas(dims.groups("dp"), dims.groups("ep", "expt_tp"))
 
 
 def by_peers(config: RunConfig) -> bool:
-    """Return whether other ranks compute the steps."""
+    """Return True if other ranks recompute the steps."""
     return audits(config) and config.options(AuditFlags).audit_by == "peer"
 
 
 def by_process(config: RunConfig) -> bool:
-    """Return whether a process beside the run computes the steps."""
+    """Return True if a process beside the run recomputes the steps."""
     return audits(config) and not by_peers(config)
 
 

@@ -1,4 +1,5 @@
-"""What a run makes of audits: events, a line, numbers in records, and the end of a rank that has disagreed twice."""
+"""Reactions of a run to audits: events, a log line, numbers in records, and the end of a rank that has disagreed
+twice."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from megatron.training.reliability.run_status import record_event
 from megatron.training.run import TrainingRun
 
 TWICE = 2
-"""Disagreements after which a rank counts as failed."""
+"""Number of disagreements after which a rank counts as failed."""
 
 
 class AuditError(RuntimeError):
-    """A rank has disagreed with others too often."""
+    """Raised if a rank has disagreed with others too often."""
 
 
 class Outcome:
-    """The audits of this start of a run, equal on all ranks."""
+    """The audits since this start of a run, equal on all ranks."""
 
     def __init__(self, config: RunConfig, rank: int) -> None:
         self._save, self._rank = config.checkpoint.save, rank
@@ -27,7 +28,7 @@ class Outcome:
         self._audits = self._disagreements = 0
 
     def add(self, run: TrainingRun, iteration: int, finding: Finding | None) -> None:
-        """Counts an audit, and tells of a disagreement, before the update of the step."""
+        """Count an audit, and report a disagreement, before the update of the step."""
         self._audits += 1
         if finding is None:
             return
@@ -49,16 +50,16 @@ class Outcome:
         self._end_if_due(iteration, finding)
 
     def _end_if_due(self, iteration: int, finding: Finding) -> None:
-        """Raises AuditError, on every rank and first on the one that is named, once a rank has disagreed twice, and at
-        once if its weights are wrong."""
+        """Raise AuditError once a rank has disagreed twice, or immediately if its weights are wrong. It is raised on
+        every rank, first on the one that is named."""
         due = [rank for rank in finding.ranks if self._counts[rank] >= TWICE]
         if not due and not finding.damages_state:
             return
         if self._rank not in finding.ranks:
-            time.sleep(1.0)  # the rank that is named reports
+            time.sleep(1.0)  # the named rank reports
         why = f"it has disagreed {TWICE} times" if due else "its state is damaged"
         raise AuditError(f"{finding.line(iteration)}; {why}: replace its device, or leave its host out, and resume")
 
     def values(self) -> dict[str, object]:
-        """For records."""
+        """Values for records."""
         return {"audits": self._audits, "audit_disagreements": self._disagreements}

@@ -1,9 +1,9 @@
-"""--audit-by peer: before an audited step each rank computes the part of a rank in another data-parallel replica, with
-the same weights; the step follows, and the recordings of both are compared.
+"""--audit-by peer: before an audited step, each rank computes the part of a rank in another data-parallel replica, with
+the same weights. Then the step runs, and both recordings are compared.
 
-A part is the micro-batches of a rank. Random numbers depend on samples and places only, so that both compute the same,
-and bit by bit in deterministic mode. Where recordings differ, the step is made once more, by all ranks, and its third
-recording decides who erred; the update uses these gradients.
+A part consists of the micro-batches of a rank. Random numbers depend only on samples and positions, so both compute the
+same values, bit-equal in deterministic mode. If the recordings differ, all ranks compute the step once more. The third
+recording decides which rank erred, and the update uses its gradients.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from megatron.training.run import TrainingRun
 from megatron.training.train_step import TrainStep
 
 ALLOWED = {"torch.float64": 1e-10, "torch.float32": 1e-4, "torch.bfloat16": 4e-2, "torch.float16": 1e-2}
-"""Relative difference of a tensor between two computations in an order of sums that is not fixed, by dtype."""
+"""Relative difference between two computations of a tensor whose order of sums is not fixed, by dtype."""
 
 ALLOWED_SUMS = {"torch.float64": 1e-12, "torch.float32": 1e-5, "torch.bfloat16": 2e-2, "torch.float16": 5e-3}
 """The same for one sum over ranks, by the dtype of the reduction."""
 
 
 FLOOR = 1e-3
-"""Share of the largest norm of a gradient below which the norm of a gradient is no measure: some are zero but for
-rounding."""
+"""Gradient norms below this fraction of the largest gradient norm are not used as a scale: some gradients are zero
+except for rounding."""
 
 
 class Recording:
@@ -55,7 +55,7 @@ class Recording:
         self.reduced: dict[str, Tensor] = {}
 
     def close(self, run: TrainingRun) -> None:
-        """Once the gradients are reduced."""
+        """Sketch the gradients, once they are reduced."""
         for bucket in run.ddp.buckets:
             for piece in bucket.owned_pieces:
                 self.reduced[piece.meta.name] = sketch_of(bucket.owned_grad(piece))
@@ -66,23 +66,23 @@ class Recording:
 
 
 class PeerAudit(Callback, Meter):
-    """--audit-by peer."""
+    """Callback for --audit-by peer."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.run = run
         options, state = self.config.options(AuditFlags), run.runtime.state
         self.interval = options.audit_interval
         moved = shift(self.config, run.runtime.launch.world_size)
-        assert moved is not None, "a rule has insisted on another replica"
+        assert moved is not None, "a rule ensures that there is another replica"
         dp = state.dp
         self.source, self.peer = (dp.rank - moved) % dp.size, (dp.rank + moved) % dp.size
-        """Data-parallel rank whose part this rank computes, and the one that computes this rank's."""
+        """The data-parallel rank whose part this rank computes, and the rank that computes this rank's part."""
 
         self.exact = self.config.training.deterministic
         self.outcome = Outcome(self.config, run.runtime.launch.rank)
         self._weights: dict[str, Tensor] = {}
         self._noted_at: int | None = None
-        """Iteration after whose update `_weights` were noted."""
+        """Iteration after whose update `_weights` were recorded."""
 
         self._before: Recording | None = None
         self._now: Recording | None = None
@@ -103,7 +103,7 @@ class PeerAudit(Callback, Meter):
         return iteration % self.interval == 0 and iteration <= self.run.train_iters and not skipped
 
     def _note_weights(self) -> None:
-        """After the update before an audited step."""
+        """Record the weights after the update before an audited step."""
         self._settle()
         self._weights, self._noted_at = self._hashes_of_weights(shards=True), self.run.progress.iteration
 
@@ -112,8 +112,8 @@ class PeerAudit(Callback, Meter):
         self.run.optimizer.finish_param_sync()
 
     def _hashes_of_weights(self, shards: bool = False) -> dict[str, Tensor]:
-        """By parameter, of all that are whole on this rank between passes; with `shards` of its shards of others too,
-        which no peer has."""
+        """Sketches by parameter, of all parameters that are whole on this rank between passes; with `shards`, also of
+        its shards of other parameters, which no peer has."""
         parts = list(self.run.ddp.sharded_params())
         sharded = {piece.meta.name for piece in parts}
         found = {piece.meta.name: hash_of(piece.data) for piece in parts if shards}
@@ -124,12 +124,13 @@ class PeerAudit(Callback, Meter):
         return found
 
     def _begin(self) -> None:
-        """Computes another rank's part of the next step, and begins to record this rank's."""
+        """Compute another rank's part of the next step, and begin to record this rank's part."""
         run = self.run
         self._settle()
         step = run.progress.next_step(run.batch_sizes)
         run.runtime.watchdog.doing(f"step {step.iteration}, audit")
-        if self._noted_at != run.progress.iteration:  # the first step, or one after a return to an earlier state
+        # this is the first step, or the first after a return to an earlier state
+        if self._noted_at != run.progress.iteration:
             self._weights = self._hashes_of_weights(shards=True)
         self._before = self._computed(step, self._batches_of(step, self.source))
         run.forward_backward.discard_step()
@@ -139,7 +140,7 @@ class PeerAudit(Callback, Meter):
         run.runtime.watchdog.doing(f"step {step.iteration}")
 
     def _microbatches(self, step: Step) -> int:
-        """Micro-batches of a rank in a step."""
+        """Number of micro-batches of a rank in a step."""
         return step.samples // self.run.data.train.row
 
     def _tape(self) -> Tape:
@@ -151,7 +152,7 @@ class PeerAudit(Callback, Meter):
         return tape
 
     def _batches_of(self, step: Step, dp_rank: int) -> list[Batch]:
-        """The micro-batches of a data-parallel rank, read from the data set."""
+        """Read the micro-batches of a data-parallel rank from the data set."""
         train, size = self.run.data.train, self.run.runtime.state.dp.size
         reader = DataIterator(
             train.dataset, micro_batch_size=train.micro_batch_size, dp_rank=dp_rank, dp_size=size, name="audit"
@@ -161,7 +162,7 @@ class PeerAudit(Callback, Meter):
         return put_on_device(taken, self.run.data.model, self.run.runtime)
 
     def _computed(self, step: Step, batches: list[Batch]) -> Recording:
-        """Gradients of a step, in which this rank has these micro-batches, reduced. Collective."""
+        """Compute the reduced gradients of a step in which this rank has the given micro-batches. Collective."""
         run, recording = self.run, Recording(self._tape())
         with recording.tape.of_passes(run, len(batches)):
             given = run.forward_backward.prepared(step, batches, run.optimizer.loss_scale)
@@ -175,7 +176,7 @@ class PeerAudit(Callback, Meter):
         return recording
 
     def gradients_ready(self, factor: Tensor) -> None:
-        """Compares, before the update."""
+        """Compare the recordings before the update."""
         if self._step is None or self._now is None or self._before is None:
             return
         run, step = self.run, self._step
@@ -197,7 +198,7 @@ class PeerAudit(Callback, Meter):
         self.outcome.add(run, step.iteration, finding)
 
     def _weights_changed(self) -> tuple[str, ...]:
-        """Weights that are no longer what the update before the step has made."""
+        """Weights that have changed since the update of the previous step."""
         now = self._hashes_of_weights(shards=True)
         names = [name for name in self._weights if name in now]
         if not names:
@@ -206,8 +207,8 @@ class PeerAudit(Callback, Meter):
         return tuple(name for name, same in zip(names, (both[0] == both[1]).tolist(), strict=True) if not same)
 
     def _exchanged(self, recording: Recording) -> Tensor:
-        """[n, 1 + COLUMNS]: the recording of this rank's part by its peer, for the one that this rank has made.
-        Collective over the data-parallel ranks."""
+        """Exchange recordings for [n, 1 + COLUMNS]: send the recording of a peer's part, and receive the peer's
+        recording of this rank's part. Collective over the data-parallel ranks."""
         dp, device = self.run.runtime.state.dp, self.run.runtime.device
         rows = recording.rows.to(device)
         outgoing, incoming = [0] * dp.size, [0] * dp.size
@@ -218,7 +219,7 @@ class PeerAudit(Callback, Meter):
         return start_all_to_all(rows, outgoing, incoming, dp).wait().cpu()
 
     def _first(self, recording: Recording, rows: Tensor) -> int | None:
-        """Place of the first row that differs."""
+        """Position of the first row that differs."""
         own = recording.rows
         length = min(len(own), len(rows))
         unequal = (own[:length, :2] != rows[:length, :2]).any(dim=1).nonzero().view(-1).tolist()
@@ -238,7 +239,7 @@ class PeerAudit(Callback, Meter):
         return table[f"torch.{self.config.parallel.params_dtype}"]
 
     def _reduced_differences(self) -> tuple[tuple[str, float], ...]:
-        """Reduced gradients that this rank owns, and that differ between its two computations."""
+        """Reduced gradients that this rank owns and whose two computations differ."""
         assert self._now is not None and self._before is not None
         now, before = self._now.reduced, self._before.reduced
         if not now:
@@ -262,7 +263,7 @@ class PeerAudit(Callback, Meter):
         reduced: tuple[tuple[str, float], ...],
         changed: tuple[str, ...],
     ) -> Report:
-        """What this rank has found, with a third computation. Collective."""
+        """Report of this rank, after a third computation. Collective."""
         run, now = self.run, self._now
         assert now is not None
         own_rank, dp = run.runtime.launch.rank, run.runtime.state.dp

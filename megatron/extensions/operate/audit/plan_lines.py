@@ -1,4 +1,4 @@
-"""Lines of a plan about audits: what they cost."""
+"""Plan lines about the cost of audits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 def lines(run: PlannedRun) -> Iterator[str]:
-    """The section of the plan."""
+    """Section of a plan about audits."""
     options = run.config.options(AuditFlags)
     interval = options.audit_interval
     every = f"every {interval} steps" if interval > 1 else "every step"
@@ -26,7 +26,7 @@ def lines(run: PlannedRun) -> Iterator[str]:
     yield f"{byte_text(weights)} of weights are written to --save {every}, while training waits"
     width = 8 if run.config.parallel.params_dtype in ("float32", "float64") else 4
     itemsize = {"float64": 8, "float32": 4}.get(run.config.parallel.params_dtype, 2)
-    # Two models with gradients and a sum of these in fp64, and what an optimizer of theirs would keep.
+    # Two models with gradients and fp64 sums of these, and the states that an optimizer of these models would keep.
     held = weights // itemsize * (itemsize + width + 2 * (8 + 3 * 4) + 3 * (width - 4))
     yield f"about {byte_text(held)} of memory for the process on the host of the first rank, without activations"
 

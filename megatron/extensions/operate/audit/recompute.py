@@ -1,10 +1,10 @@
-"""The process beside a run that computes audited steps again: in one process on the CPU, from a snapshot.
+"""Process beside a run that recomputes audited steps, in one process on the CPU, from a snapshot.
 
     python -m megatron.extensions.operate.audit.recompute FOLDER
 
-reads names of snapshots, folders in FOLDER, from its standard input, one a line, and leaves `result.json` in each. The
-step is computed in the number format of the run and in a wider one: their difference tells how far rounding moves each
-gradient, and so what is allowed.
+reads names of snapshots, which are folders in FOLDER, from its standard input, one per line, and writes `result.json`
+to each. The step is computed in the number format of the run and in a wider one: the difference shows how far rounding
+changes each gradient, and so which difference is allowed.
 
     FOLDER/run_config.yaml                       the configuration of the run
     FOLDER/pieces.json                           which part of which gradient each rank computes, and owns
@@ -53,8 +53,8 @@ RESULT = "result.json"
 PIECES = "pieces.json"
 
 MARGIN = 8.0
-"""A gradient may be so many times as far from the recomputed one as rounding moves that: the run adds in another
-order, and distances are estimates."""
+"""Allowed distance from the recomputed gradient, as a multiple of the change that rounding causes: the run adds in
+another order, and distances are estimates."""
 
 LEAST_ALLOWED = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-2, "float16": 1e-2}
 """Relative difference that is always allowed, by number format."""
@@ -72,45 +72,45 @@ class Piece(NamedTuple):
 
     @classmethod
     def read(cls, values: Sequence[object]) -> Piece:
-        """A piece of JSON's lists."""
+        """Convert JSON lists to a piece."""
         rank, name, offset, shape, start, stop = values
         assert isinstance(offset, list) and isinstance(shape, list)
         return cls(rank, name, tuple(offset), tuple(shape), start, stop)  # type: ignore[arg-type]
 
     def of(self, whole: Tensor) -> Tensor:
-        """This part of a whole tensor."""
+        """Take this part of a whole tensor."""
         box = whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
         return box.reshape(-1)[self.start : self.stop]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a recomputation says of a step."""
+    """Result of a recomputed step."""
 
     loss: float
     """Relative difference of the loss."""
 
     allowed_loss: float
     first: str | None = None
-    """The first gradient of the backward pass that differs; None if none does."""
+    """First gradient of the backward pass that differs; None if all agree."""
 
     relative: float = 0.0
     allowed: float = 0.0
     ranks: tuple[int, ...] = ()
-    """Those that own the parts of it that differ most."""
+    """Ranks that own the parts of that gradient with the largest differences."""
 
     where: str = ""
-    """Which gradient it is: a term of a replica, or the sum over ranks."""
+    """Kind of that gradient: a term of one replica, or the sum over ranks."""
 
     largest: float = 0.0
-    """Largest difference of a gradient over what is allowed."""
+    """Largest ratio of a gradient's difference to the allowed difference."""
 
     problem: str = ""
-    """Why there is no result."""
+    """Reason why there is no result."""
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        """Reads a result. Raises OSError and ValueError."""
+        """Read a result. Raises OSError or ValueError."""
         values = json.loads(path.read_text())
         return cls(**values | {"ranks": tuple(values["ranks"])})
 
@@ -122,7 +122,7 @@ Look = Callable[[int, Mapping[str, Tensor]], None]
 
 
 class Recomputation:
-    """Computes steps of a run in one process in a number format."""
+    """Compute steps of a run in one process and in a given number format."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self.dtype = dtype
@@ -142,8 +142,8 @@ class Recomputation:
         self.run_micro_batch = parse_args(["--config", str(folder / CONFIG)]).training.micro_batch_size or 1
 
     def gradients(self, snapshot: Path, step: Step, look: Look | None = None) -> tuple[float, dict[str, Tensor]]:
-        """Mean loss, and gradients of it in fp64 in the order in which the backward pass ends. `look` is called with
-        the number of each replica and its term of the gradients."""
+        """Return the mean loss, and its gradients in fp64, in the order in which the backward pass completes them.
+        `look` is called with the number of each replica and its term of the gradients."""
         run, passes = self.run, self.run.forward_backward
         self._load(snapshot)
         samples = SavedSamples(snapshot, self.run_micro_batch)
@@ -166,7 +166,7 @@ class Recomputation:
         return total / max(tokens, 1.0), whole
 
     def _taken(self, factor: Tensor) -> dict[str, Tensor]:
-        """The gradients in the buffers, times a factor."""
+        """Gradients in the buffers, times a factor."""
         found = {}
         for model in reversed(list(self.run.stages.values())):
             for name, (param, _) in reversed(model.named_metas().items()):
@@ -188,7 +188,7 @@ class Recomputation:
 
 
 class Auditor:
-    """Judges the steps of a run by what one process computes."""
+    """Judge the steps of a run by comparing them with one process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -200,7 +200,7 @@ class Auditor:
         self.terms = [(replica, Piece.read(values)) for replica, values in kept["terms"]]
 
     def judge(self, snapshot: Path) -> Result:
-        """Compares a step with its recomputation."""
+        """Compare a step with its recomputation."""
         job = json.loads((snapshot / JOB).read_text())
         step, by_layout = Step(**job["step"]), job["means"] == "layout"
         terms: dict[str, Gaps] = {}
@@ -224,7 +224,7 @@ class Auditor:
     def _look(
         self, sketches: Sequence[Sequence[float]], found: dict[str, Gaps], replica: int, grads: Mapping[str, Tensor]
     ) -> None:
-        """Adds the relative differences of the terms of a replica."""
+        """Add the relative differences of the terms of a replica."""
         for (own, piece), sketch in zip(self.terms, sketches, strict=True):
             if own == replica:
                 part = piece.of(grads[piece.name])
@@ -240,12 +240,12 @@ class Auditor:
 
 
 def norm(x: Tensor) -> float:
-    """The norm, not zero."""
+    """Norm, replaced with a positive number if it is zero."""
     return max(1e-300, torch.linalg.vector_norm(x).item())
 
 
 def gap_of(sketch: Sequence[float], expected: Tensor) -> float:
-    """Estimate of the norm of the difference between a tensor, given its sums with random signs, and another one."""
+    """Estimate the norm of the difference between two tensors, one of which is given by its random-sign sums."""
     if not all(map(isfinite, sketch)):
         return inf
     sums = sums_of(expected).tolist()
@@ -253,7 +253,7 @@ def gap_of(sketch: Sequence[float], expected: Tensor) -> float:
 
 
 def relative(one: Tensor, other: Tensor) -> float:
-    """Norm of the difference over the norm of the second tensor."""
+    """Norm of the difference divided by the norm of the second tensor."""
     scale = torch.linalg.vector_norm(other).item()
     return torch.linalg.vector_norm(one - other).item() / scale if scale else 0.0
 
@@ -264,7 +264,7 @@ def _gap(one: float, other: float) -> float:
 
 
 def main(folder: Path) -> None:
-    """Judges snapshots until the standard input ends."""
+    """Judge snapshots until the standard input ends."""
     megatron.extensions.load()
     auditor: Auditor | None = None
     for line in sys.stdin:
@@ -272,7 +272,7 @@ def main(folder: Path) -> None:
         try:
             auditor = auditor or Auditor(folder)
             result = auditor.judge(snapshot)
-        except Exception as error:  # the run goes on without this audit
+        except Exception as error:  # the run continues without this audit
             result = Result(0.0, 0.0, problem=f"{type(error).__name__}: {error}")
         text = json.dumps(asdict(result))
         (snapshot / f"{RESULT}.new").write_text(text)
@@ -280,7 +280,7 @@ def main(folder: Path) -> None:
 
 
 def forget(snapshot: Path) -> None:
-    """Deletes a snapshot that has been judged."""
+    """Delete a snapshot that has been judged."""
     shutil.rmtree(snapshot, ignore_errors=True)
 
 

@@ -1,8 +1,9 @@
-"""Sketches: a few numbers of a tensor that tell whether two tensors are equal bit by bit, and how far apart they are.
+"""Sketches: a few numbers per tensor that tell whether two tensors are bit-equal, and how far apart they are.
 
-A sketch has a hash of the bits, the norm, and sums of the elements with random signs. Such a sum of a difference d has
-the expected square |d|^2, so the distance between two tensors on different ranks, or of different layouts, follows
-from their sketches alone: no tensor is sent (AMS sketches, Alon, Matias and Szegedy, STOC 1996).
+A sketch consists of a hash of the bits, the norm, and sums of the elements with random signs. The square of such a sum
+of a difference d has the expected value |d|^2. So the distance between two tensors, on different ranks or from
+different layouts, follows from their sketches, and no tensor is sent (AMS sketches, Alon, Matias and Szegedy, STOC
+1996).
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import torch
 from torch import Tensor
 
 SIGNS = 4
-"""Sums with random signs."""
+"""Number of sums with random signs."""
 
 COLUMNS = 2 + SIGNS
-"""int64 numbers of a sketch: hash, norm, sums; all but the first are float64 with their bits as they are."""
+"""int64 numbers of a sketch: hash, norm, sums. All except the hash are float64 values, stored as their bits."""
 
 BLOCK = 1 << 14
-"""Elements that have random numbers of their own."""
+"""Number of elements with separate random numbers."""
 
 AT_A_TIME = 256
-"""Blocks of which copies are made at a time."""
+"""Number of blocks that are copied at a time."""
 
 _GOLDEN = -7046029254386353131
 _MIXER = -4417276706812531889
@@ -32,7 +33,8 @@ _MIXER = -4417276706812531889
 
 @torch.no_grad()
 def sketch_of(x: Tensor) -> Tensor:
-    """[COLUMNS] int64 on the device of `x`, which has any shape. Does not wait for the device."""
+    """Compute the sketch [COLUMNS] int64, on the device of `x`, which may have any shape. Does not wait for the
+    device."""
     flat = x.detach().contiguous().view(-1)
     total = hash_of(flat)
     squares = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -48,8 +50,8 @@ def sketch_of(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def hash_of(x: Tensor) -> Tensor:
-    """Scalar int64, the hash of a sketch: the sum of the elements' bits times an odd number for each place, modulo
-    2^64. A single bit that differs changes it, and the order of summation cannot."""
+    """Compute the hash of a sketch, an int64 scalar: the sum over elements of their bits times an odd number for each
+    position, modulo 2^64. A change of a single bit changes it; the order of summation does not."""
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     factors = _random(x.device)[0]
     for first, blocks in _blocks(_bits(x.detach().contiguous().view(-1))):
@@ -59,7 +61,7 @@ def hash_of(x: Tensor) -> Tensor:
 
 
 def _blocks(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(number of the first block, [blocks, n]): blocks of `BLOCK` elements, of which the last one may be shorter."""
+    """Yield (number of the first block, [blocks, n]) for blocks of `BLOCK` elements. The last block may be shorter."""
     whole = flat.numel() // BLOCK
     for first in range(0, whole, AT_A_TIME):
         count = min(AT_A_TIME, whole - first)
@@ -69,24 +71,24 @@ def _blocks(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def sums_of(x: Tensor) -> Tensor:
-    """[SIGNS] float64: the sums with random signs of a sketch. They are linear in `x`."""
+    """Compute the random-sign sums [SIGNS] float64 of a sketch. They are linear in `x`."""
     return sketch_of(x)[2:].view(torch.float64)
 
 
 @lru_cache
 def _random(device: torch.device) -> tuple[Tensor, Tensor]:
-    """([BLOCK] odd int64, [BLOCK, SIGNS] float64 of 1 and -1), for the places within a block."""
+    """([BLOCK] odd int64, [BLOCK, SIGNS] float64 of 1 and -1) for the positions within a block."""
     return _mixed(1, BLOCK, device)
 
 
 @lru_cache(maxsize=64)
 def _random_of_blocks(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The same for blocks, whose random numbers multiply those of places: [count] and [count, SIGNS]."""
+    """The same for blocks, [count] and [count, SIGNS]; these numbers multiply those of positions."""
     return _mixed(BLOCK + 1 + first, count, device)
 
 
 def _mixed(start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Odd int64 and signs of consecutive numbers: two rounds of a multiplicative hash."""
+    """Odd int64 and signs for consecutive numbers: two rounds of a multiplicative hash."""
     mixed = torch.arange(start, start + count, device=device) * _GOLDEN
     mixed = (mixed ^ (mixed >> 29)) * _MIXER
     mixed = mixed ^ (mixed >> 32)
@@ -95,19 +97,19 @@ def _mixed(start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _bits(flat: Tensor) -> Tensor:
-    """[n] integers of the same size and bits as the elements."""
+    """[n] integers with the size and the bits of the elements."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return flat.view(integers[flat.element_size()])
 
 
 def norm_of(row: Sequence[int]) -> float:
-    """The norm in a sketch."""
+    """The norm stored in a sketch."""
     return _floats(row)[0]
 
 
 def distance(one: Sequence[int], other: Sequence[int], floor: float = 0.0) -> float:
-    """Estimate of the norm of the difference over the larger norm, or over `floor` if that is larger, from two
-    sketches: 0 for equal bits, infinite for values that are not finite on one side alone."""
+    """Estimate, from two sketches, the norm of the difference divided by the larger norm, or by `floor` if that is
+    larger. The result is 0 for equal bits, and infinite if only one side has values that are not finite."""
     if one[0] == other[0]:
         return 0.0
     (norm, *sums), (other_norm, *other_sums) = _floats(one), _floats(other)

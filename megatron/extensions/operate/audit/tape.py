@@ -1,8 +1,8 @@
-"""Records a rank's passes of one step as sketches, in the order in which it computes them.
+"""Recording of a rank's passes of one step as sketches, in the order in which it computes them.
 
-What is recorded are outputs of modules, operands and results of messages among the ranks of a replica, gradients in the
-last micro-batch, and gradients before their reduction. Collectives are recorded where torch.distributed is called.
-Nothing is hooked outside of audited steps, and nothing waits for the device before `rows`.
+It records module outputs, operands and results of messages among the ranks of a replica, gradients in the last
+micro-batch, and gradients before their reduction. Collectives are recorded at the call of torch.distributed. There are
+no hooks outside of audited steps, and nothing waits for the device before `rows`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.training.foreign import replaced
 from megatron.training.run import TrainingRun
 
 REPLICA_AXES = ("tp", "cp", "pp", "ep", "expt_tp", "expt_tp_ep", "tp_cp", "mp", "expt_mp", "embd", *LANES)
-"""Groups whose ranks work on one part of a step."""
+"""Groups whose ranks work on the same part of a step."""
 
 DATA_AXES = ("dp", "dp_cp", "expt_dp", "stage", "world")
 """Groups that sum over several parts."""
@@ -53,7 +53,7 @@ Wait = Callable[Concatenate[dist.Work, P], bool]
 
 
 class Entry(NamedTuple):
-    """A recording."""
+    """A single recording."""
 
     kind: str
     label: str
@@ -61,12 +61,12 @@ class Entry(NamedTuple):
 
 
 class Tape:
-    """The recordings of one rank's passes of a step."""
+    """Recordings of one rank's passes of a step."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.buckets: dict[str, Tensor] = {}
-        """Sketches of gradients before their reduction, by parameter. The order of reductions may change."""
+        """Sketches of gradients before their reduction, by parameter, because the order of reductions may change."""
 
         self.sketches: list[Tensor] = []
         self._recording = self._ends = False
@@ -74,13 +74,13 @@ class Tape:
         self._count = 0
 
     def add(self, kind: str, label: str, value: Tensor, key: str = "") -> None:
-        """Records a tensor."""
+        """Record a tensor."""
         self.entries.append(Entry(kind, label, key))
         self.sketches.append(sketch_of(value))
 
     def rows(self) -> tuple[list[Entry], Tensor]:
-        """All recordings, those of buckets last, and [n, 1 + COLUMNS] int64 on the host: a checksum of the kind and
-        label, and the sketch."""
+        """Return all recordings, those of buckets last, and [n, 1 + COLUMNS] int64 on the host: a checksum of the kind
+        and label, and the sketch."""
         names = sorted(self.buckets)
         entries = [*self.entries, *(Entry(BUCKET, name) for name in names)]
         sketches = torch.stack([*self.sketches, *(self.buckets[name] for name in names)]).cpu()
@@ -89,7 +89,7 @@ class Tape:
 
     @contextmanager
     def of_passes(self, run: TrainingRun, microbatches: int) -> Iterator[None]:
-        """Records the passes of a step within the block. Gradients are recorded in the last of its micro-batches, when
+        """Record the passes of a step within the block. Gradients are recorded in the last of its micro-batches, when
         they are complete."""
         self._microbatches = microbatches
         with ExitStack() as stack:
@@ -108,7 +108,7 @@ class Tape:
 
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:
-        """Records within an action only: reductions at the end of a step are of data-parallel shards, which peers do
+        """Record only within actions: reductions at the end of a step belong to data-parallel shards, which peers do
         not share."""
         self._recording, self._action = True, f"{action.kind.name} of micro-batch {action.microbatch}"
         self._ends = action.microbatch == self._microbatches - 1
@@ -151,7 +151,8 @@ class Tape:
             yield
 
     def message(self, operands: Sequence[Tensor], axis: str, ranks: str) -> Callable[[Sequence[Tensor]], None] | None:
-        """Records what goes into a message, and returns what records its result; None if it does not count."""
+        """Record the operands of a message, and return the function that records its result; None if the message does
+        not count."""
         if not self._recording:
             return None
         self._count += 1
@@ -167,8 +168,8 @@ class Tape:
 
 
 def modules_of(run: TrainingRun) -> Iterator[tuple[str, nn.Module]]:
-    """(name in the whole model, module) of this rank's stages: modules without others inside or with parameters of
-    their own, and the last stage, whose output is the loss."""
+    """(name in the whole model, module) for this rank's stages: modules without submodules or with parameters of their
+    own, and the last stage, whose output is the loss."""
     for stage, model in run.stages.items():
         for name, module in model.named_modules():
             inner = next(module.children(), None)
@@ -186,7 +187,7 @@ def _global_name(model: GPTModel, name: str, stage: int) -> str:
 
 
 class Taps:
-    """Wraps the functions of torch.distributed that training calls, and the wait for what they launch."""
+    """Wrap the functions of torch.distributed that training calls, and the waits for their work."""
 
     def __init__(self, tape: Tape, state: ParallelState) -> None:
         self.tape = tape
@@ -201,13 +202,14 @@ class Taps:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Records until the end of the block."""
+        """Record until the end of the block."""
         there = [name for name in COLLECTIVES if hasattr(dist, name)]
         taps = {name: self._collective(name, getattr(dist, name)) for name in there}
         messages = {name: self._message(name, getattr(dist, name)) for name in ("isend", "irecv")}
         with replaced(
             *((dist, name, tap) for name, tap in (taps | messages).items()),
-            *((distributed_c10d, name, tap) for name, tap in messages.items()),  # P2POp compares with it
+            # P2POp compares with the original function
+            *((distributed_c10d, name, tap) for name, tap in messages.items()),
             (dist.Work, "wait", self._wait(dist.Work.wait)),
         ):
             yield
@@ -218,7 +220,8 @@ class Taps:
         return f"{words} {self._numbers[words]}"
 
     def _collective(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
-        """A tap of a collective: its first argument is the result, its second one the operand, or both are one."""
+        """Wrapper for a collective. Its first argument is the result and its second the operand, or one argument is
+        both."""
 
         @functools.wraps(function)
         def tap(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -275,7 +278,7 @@ class Taps:
 
 
 def peer_of(args: Sequence[object], kwargs: Mapping[str, object], ranks: Sequence[int]) -> object:
-    """The rank at the other end of a message: torch.distributed takes it in several ways."""
+    """Rank at the other end of a message, which torch.distributed accepts in several ways."""
     within = kwargs.get("group_dst", kwargs.get("group_src"))
     if isinstance(within, int):
         return ranks[within]

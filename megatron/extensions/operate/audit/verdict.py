@@ -1,10 +1,11 @@
-"""Which rank a difference between two computations of a step points to. This module does not import torch.
+"""Verdict of an audit: the rank to which a difference between two computations of a step points. This module does not
+import torch.
 
-Each rank has three recordings of one step of its replica: its own, that of its peer in another replica, and, once the
-two differ, its own again. A rank is the source of a difference if what it computed differs first, or what it received
-although all that the others sent is equal. The rest differ because they were given wrong values. The third recording
-tells whether the rank or its peer erred; a rank that errs always does so in its own part and in that of the rank whose
-peer it is, and gets two votes.
+For one step of its replica, each rank has its own recording, the recording of its peer in another replica, and, if the
+two differ, its own second recording. A rank is the source of a difference if its computed values are the first to
+differ, or if its received values differ although everything that the other ranks sent is equal. All other differences
+follow from wrong inputs. The third recording shows whether the rank or its peer erred. A rank that errs always does so
+in its own part and in the part that it computes as a peer, and so gets two votes.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ CAUSES = {
     REDUCED: "the sum over ranks differs though its terms are equal: a message or memory",
     LOSS: "the loss differs though the inputs are equal",
 }
-"""Kind of a recording -> what it says if it is the first that differs."""
+"""Kind of a recording -> the meaning of a difference that appears there first."""
 
 CHANGED = "the weight has changed in memory since its update"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first recording of a rank that differs from its peer's."""
+    """First recording of a rank that differs from its peer's."""
 
     kind: str
     label: str
-    """The tensor, as `decoder.layers.0.mlp.linear_fc1.weight`."""
+    """Name of the tensor, such as `decoder.layers.0.mlp.linear_fc1.weight`."""
 
     relative: float
-    """Norm of the difference over the norm."""
+    """Norm of the difference divided by the norm."""
 
     key: str = ""
-    """Of a message: the same on all ranks that take part in it."""
+    """Key of a message, which is the same on all ranks that take part in it."""
 
     of_own: bool = True
-    """True if the rank's own second recording equals the first."""
+    """True if the rank's own second recording equals its first."""
 
     of_peer: bool = True
     """True if the rank's own second recording equals its peer's."""
@@ -60,7 +61,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank has found."""
+    """Findings of a rank."""
 
     rank: int
     host: str
@@ -69,21 +70,21 @@ class Report:
 
     first: Difference | None = None
     sent: frozenset[str] = frozenset()
-    """Keys of messages of which this rank's operands differ."""
+    """Keys of messages whose operands on this rank differ."""
 
     changed: tuple[str, ...] = ()
     """Weights that have changed since their update."""
 
     reduced: tuple[tuple[str, float], ...] = ()
-    """(parameter, relative difference) of reduced gradients that this rank owns."""
+    """(parameter, relative difference) for reduced gradients that this rank owns."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A disagreement, with the ranks that it points to."""
+    """A disagreement, with the ranks to which it points."""
 
     ranks: tuple[int, ...]
-    """One; several where the recordings do not tell which."""
+    """Named ranks: one, or several if the recordings do not decide between them."""
 
     hosts: tuple[str, ...]
     kind: str
@@ -97,7 +98,7 @@ class Finding:
         return self.kind == WEIGHT
 
     def line(self, iteration: int) -> str:
-        """The line of the log."""
+        """Text for the log."""
         who = " or ".join(f"rank {rank} on {host}" for rank, host in zip(self.ranks, self.hosts, strict=True))
         return (
             f"audit of iteration {iteration}: {who} disagrees: first {self.kind} {self.tensor}, relative difference "
@@ -106,7 +107,7 @@ class Finding:
 
 
 def decide(reports: Sequence[Report]) -> Finding | None:
-    """The ranks that the reports of all ranks, in order of rank, point to; None if nothing differs."""
+    """Return the ranks to which the reports of all ranks, in rank order, point; None if nothing differs."""
     if changed := next((each for each in reports if each.changed), None):
         return _finding(reports, (changed.rank,), Difference(WEIGHT, changed.changed[0], 0.0), CHANGED)
     sources = [each for each in reports if _is_source(each, reports)]
@@ -122,7 +123,7 @@ def decide(reports: Sequence[Report]) -> Finding | None:
 
 
 def _is_source(report: Report, reports: Sequence[Report]) -> bool:
-    """Return whether a difference began on this rank."""
+    """Return True if a difference began on this rank."""
     first = report.first
     if first is None:
         return False
@@ -130,14 +131,15 @@ def _is_source(report: Report, reports: Sequence[Report]) -> bool:
 
 
 def _by_votes(reports: Sequence[Report], sources: Sequence[Report]) -> Finding:
-    """The rank that most differences point to; among equals, one whose recordings differ from each other."""
+    """Return the rank to which most differences point. Among equals, a rank whose recordings differ from each other is
+    preferred."""
     votes: Counter[int] = Counter()
     for rank in (rank for source in sources for rank in _suspects(source)):
         votes[rank] += 1
     most = max(votes.values())
     ranks = tuple(sorted(rank for rank, count in votes.items() if count == most))
     (first, source) = (sources[0].first, sources[0])
-    if len(sources) == 1 and len(ranks) > 1 and first is not None:  # the rank made its part twice, the peer once
+    if len(sources) == 1 and len(ranks) > 1 and first is not None:  # the rank computed its part twice, the peer once
         ranks = (source.peer if first.of_own else source.rank,)
     source = next(each for each in sources if set(_suspects(each)) & set(ranks))
     assert source.first is not None
@@ -158,9 +160,9 @@ def _finding(reports: Sequence[Report], ranks: tuple[int, ...], first: Differenc
 
 
 def shift_of_replicas(groups: Sequence[Sequence[int]], experts: Sequence[Sequence[int]]) -> int | None:
-    """By how many data-parallel ranks the parts of a step move so that each rank gets that of another with the same
-    weights and experts; None if there is no other. `groups` are the data-parallel groups, `experts` the groups of
-    expert parallelism with one expert each at the same place."""
+    """Return the number of data-parallel ranks by which the parts of a step are shifted, so that each rank gets the
+    part of another rank with the same weights and experts; None if there is none. `groups` are the data-parallel
+    groups; `experts` are the expert-parallel groups, with one expert each at the same position."""
     place = {rank: number for ranks in experts for number, rank in enumerate(ranks)}
     size = len(groups[0])
     for shift in range(1, size):

@@ -1,4 +1,4 @@
-"""Flags of what checkpoints are kept, and the rule about them. This module does not import torch."""
+"""Flags for the retention of checkpoints, and the rule about them. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class RetentionFlags:
 
 
 def _metrics(config: RunConfig) -> list[str]:
-    """The metrics that checkpoints of a run can be chosen by."""
+    """Metrics by which checkpoints of a run can be chosen."""
     try:
         names = list(config.data.named_sets)
-    except ValueError:  # which another rule reports
+    except ValueError:  # that another rule reports
         names = []
     return ["valid_loss", "lm_loss", *(f"valid_{name}_loss" for name in names)]
 

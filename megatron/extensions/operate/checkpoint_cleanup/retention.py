@@ -1,4 +1,4 @@
-"""Retention of checkpoints: which to keep, decided from integers, and the deletion of the others."""
+"""Retention of checkpoints: the choice of which to keep, decided from integers, and the deletion of the others."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ BEST = "best"
 """Link in the --save folder to the checkpoint that --save-retain-best keeps."""
 
 NO_LINKS = (None, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EACCES)
-"""Error numbers of a symbolic link on file systems without links, and on Windows without the privilege."""
+"""Error numbers of symbolic links on file systems that lack them, and on Windows without the privilege."""
 
 
 def to_delete(
     rules: RetentionFlags, scores: Mapping[int, float | None], newest: int, held: Collection[int]
 ) -> list[int]:
-    """Returns the iterations to delete after `newest` was saved: those that no rule keeps. Of equal best ones the
-    earliest is kept.
+    """Return the iterations to delete after `newest` was saved: those that no rule keeps. If several are equally good,
+    the earliest is kept.
 
-    `scores` maps every saved iteration to its metric, None if not measured. Iterations in `held` are kept, and so are
-    those above `newest`, which another branch of the run may need.
+    `scores` maps every saved iteration to its metric, or to None if it was not measured. Iterations in `held` are kept,
+    and so are those above `newest`, which another branch of the run may need.
     """
     own = sorted(iteration for iteration in scores if iteration <= newest)
     keep = {newest, *held, *own[-(rules.keep_last or 1) :]}
@@ -41,13 +41,13 @@ def to_delete(
 
 
 def best_of(scores: Mapping[int, float | None], newest: int) -> int | None:
-    """The earliest iteration up to `newest` with the lowest score; None if no score is finite."""
+    """Return the earliest iteration up to `newest` with the lowest score; None if no score is finite."""
     measured = [(score, i) for i, score in scores.items() if i <= newest and score is not None and math.isfinite(score)]
     return min(measured)[1] if measured else None
 
 
 def retain(rules: RetentionFlags, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
-    """Deletes the checkpoints that no rule keeps, after `newest` is complete. Called on one rank.
+    """Delete the checkpoints that no rule keeps, after `newest` is complete. Called on one rank.
 
     Keeps folders in `held` and anything that is not a complete checkpoint. A folder is hidden before its files are
     removed. Raises OSError.
@@ -64,15 +64,15 @@ def retain(rules: RetentionFlags, root: PurePath, newest: int, held: Collection[
 
 
 class Retention(Callback):
-    """`retain` after each save, by the flags of a run."""
+    """Callback that applies `retain` after each save, according to the flags of a run."""
 
     def clean_checkpoints(self, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
         retain(self.config.options(RetentionFlags), root, newest, held)
 
 
 def _link(link: PurePath, target: str) -> None:
-    """Makes `link` a link to `target` by one rename, unless it is something else than a link. Writes the name to a text
-    file, `link` with the suffix .txt, where the storage has no links. Raises OSError."""
+    """Point `link` to `target` by one rename, unless it exists and is not a link. Writes the name to a text file,
+    `link` with the suffix .txt, if the storage does not support links. Raises OSError."""
     if not isinstance(link, Path):
         storage_of(link).write(link.with_suffix(".txt"), f"{target}\n".encode())
         return
@@ -91,8 +91,8 @@ def _link(link: PurePath, target: str) -> None:
 
 
 def _scores(folders: Mapping[int, PurePath], newest: int, metric: str | None) -> dict[int, float | None]:
-    """The metric of each checkpoint; None where it was not measured, or on other validation data than those of the
-    phase of `newest`."""
+    """Metric of each checkpoint; None if it was not measured, or was measured on other validation data than that of
+    `newest`'s phase."""
     payloads = {number: _payload(folder) if metric else {} for number, folder in folders.items()}
     data = _validation_data(payloads.get(newest, {}))
     return {
@@ -104,7 +104,7 @@ def _scores(folders: Mapping[int, PurePath], newest: int, metric: str | None) ->
 
 
 def _payload(folder: PurePath) -> dict[str, object]:
-    """Read the metadata of a checkpoint; empty where it cannot be read."""
+    """Read the metadata of a checkpoint; empty if it cannot be read."""
     try:
         found = parse_json(storage_of(folder).read(folder / METADATA).decode())
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Restarts of failed ranks within the processes of the launcher, which does not see the failure.
+"""Restarts of failed ranks within the launcher's processes, so that the launcher does not see the failure.
 
 Flags: --restarts-in-job, --spare-ranks.
 
-Read `restarts` first: a parent for each process of the launcher, which forks its rank. `parents` is what they tell each
-other, and how they agree on the next start. `roster` says which of them play which ranks.
+Read `restarts` first: each process of the launcher becomes a parent, which forks its rank. `parents` has the messages
+between parents, with which they agree on the next start. `roster` assigns ranks to parents.
 """

@@ -1,4 +1,4 @@
-"""Flags of restarts within the processes of the launcher. This module does not import torch."""
+"""Flags for restarts within the processes of the launcher. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 @dataclass(frozen=True)
 class RestartConfig:
     restarts_in_job: int = flag(0, at_least=0)
-    """Starts in a row, without a further step, by which the processes of the launcher replace ranks that have failed
-    before the launcher sees the failure. 0: the launcher sees it at once."""
+    """Number of consecutive starts, without a further step, by which the launcher's processes replace failed ranks
+    before the launcher sees the failure. 0: the launcher sees it immediately."""
 
     spare_ranks: int = flag(0, at_least=0, no_effect_without="--restarts-in-job above 0")
-    """Processes of the launcher, the last ones, that have no rank at first. They wait with all modules imported, and
+    """Number of launcher processes, the last ones, that have no rank at first. They wait with all modules imported, and
     replace ranks whose processes or hosts are lost."""
 
     @property
     def starter(self) -> str | None:
-        """Forks the ranks, and replaces those that fail."""
+        """Fork the ranks, and replace those that fail."""
         return f"{__package__}.restarts:start_again" if self.restarts_in_job else None
 
 
 def restarts(config: RunConfig) -> bool:
-    """Return whether failed ranks are started again in the job."""
+    """Return True if failed ranks are restarted within the job."""
     return config.options(RestartConfig).restarts_in_job > 0
 
 

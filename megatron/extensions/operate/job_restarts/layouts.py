@@ -1,8 +1,8 @@
-"""The layout in which a run continues on fewer ranks, with the same global batch: the fastest that fits, as the planner
-predicts. This module does not import torch.
+"""Layout with which a run continues on fewer ranks, with the same global batch: the fastest one that fits, according to
+the planner's prediction. This module does not import torch.
 
-Where the planner has no rates of the device, as on CPUs, those of an H100 rank the layouts. The layout of the run's own
-flags with fewer replicas is one of them.
+If the planner has no rates for the device, as on CPUs, it ranks layouts by the rates of an H100. The layout of the
+run's own flags, with fewer replicas, is one of the candidates.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import validate
 
 SEARCH = 5.0
-"""Seconds after which a search ends with the best that it has found."""
+"""Seconds after which a search ends with the best layout found so far."""
 
 FAMILIES = 8
-"""Families of layouts that are timed."""
+"""Number of layout families that are timed."""
 
 SIZES = 3
-"""Numbers of ranks, the largest that have a legal layout, of which the fastest is taken."""
+"""How many numbers of ranks with a legal layout are compared, beginning with the largest; the fastest is used."""
 
 LISTED = 200
-"""Layouts of a size that are validated, at most, until one is legal."""
+"""Largest number of layouts of one size that are validated until one is legal."""
 
 DEFAULT_DEVICE = "h100"
 
 
 def device_here(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> DeviceFile:
-    """The planner's rates of this machine's GPU, by the name that its driver has. CUDA is left alone, as processes that
-    have started it cannot fork ranks."""
+    """The planner's rates for this machine's GPU, found by the name that its driver reports. CUDA is not initialized,
+    because a process that has initialized it cannot fork ranks."""
     for about in sorted(drivers.glob("*/information")):
         words = about.read_text().lower().replace("-", " ").split()
         for name in device_names():
@@ -51,7 +51,7 @@ def device_here(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> DeviceFile:
 
 
 class Choice(NamedTuple):
-    """A layout of so many ranks, and the seconds of its step as predicted; infinite if they are not known."""
+    """A layout for this many ranks, and the predicted seconds of its step, infinite if they are not known."""
 
     seconds: float
     ranks: int
@@ -59,8 +59,8 @@ class Choice(NamedTuple):
 
 
 def smaller_layout(config: RunConfig, ranks: int, device: DeviceFile) -> Choice | None:
-    """The number of ranks, at most `ranks`, and the layout in which a run continues fastest; None if none is legal.
-    `config` is resolved, for any number of ranks."""
+    """Return the number of ranks, at most `ranks`, and the layout with which a run continues fastest; None if none is
+    legal. `config` is resolved, for any number of ranks."""
     until = time.monotonic() + SEARCH
     found = list(islice(_with_fewer_replicas(config, ranks, device), 1))
     searched = 0
@@ -77,28 +77,28 @@ def smaller_layout(config: RunConfig, ranks: int, device: DeviceFile) -> Choice 
 
 
 def config_in(config: RunConfig, ranks: int, layout: Layout) -> RunConfig:
-    """The resolved configuration of a run in another layout."""
+    """Resolved configuration of a run with another layout."""
     return SearchedRun(config, ranks).with_layout(layout)
 
 
 def flags_of(config: RunConfig, ranks: int, layout: Layout) -> str:
-    """The flags of the layout, for messages."""
+    """Flags of the layout, for messages."""
     return " ".join(SearchedRun(config, ranks).flags(config_in(config, ranks, layout)))
 
 
 def layout_text(layout: Layout) -> str:
-    """A layout as a value of the store."""
+    """Text of a layout for the store."""
     return json.dumps(layout)
 
 
 def layout_from(text: str) -> Layout:
-    """What `layout_text` has written."""
+    """Parse a text that `layout_text` has written."""
     family, pipeline, dp, saving = json.loads(text)
     return Layout(Family(*family), Pipeline(*pipeline), dp, Saving(*saving))
 
 
 def _with_fewer_replicas(config: RunConfig, ranks: int, device: DeviceFile) -> Iterator[Choice]:
-    """The run's own layout at every number of ranks at which it is legal, the largest first."""
+    """Yield the run's own layout at every number of ranks at which it is legal, the largest first."""
     for size in range(ranks, 0, -1):
         run = SearchedRun(config, size)
         with suppress(ValueError):  # its sizes do not divide these ranks
@@ -116,7 +116,7 @@ def _seconds(run: SearchedRun, config: RunConfig, device: DeviceFile) -> float:
 
 
 def _legal(config: RunConfig, ranks: int) -> Iterator[Choice]:
-    """Layouts that validation lets pass, for where no time of a step can be predicted."""
+    """Layouts that pass validation, for runs whose step time cannot be predicted."""
     for size in range(ranks, 0, -1):
         run = SearchedRun(config, size)
         every = (layout for family in run.space.families() for layout in run.space.layouts(family))
@@ -126,7 +126,7 @@ def _legal(config: RunConfig, ranks: int) -> Iterator[Choice]:
 
 
 def _fastest(run: SearchedRun, device: DeviceFile, until: float) -> Found | None:
-    """The fastest layout that fits, of those that a search has found by then."""
+    """The fastest layout that fits among those that a search has found in time."""
 
     def look(effort: Effort) -> None:
         if time.monotonic() > until:

@@ -1,6 +1,7 @@
-"""What the parents of all ranks tell each other through the store, and how they agree on the next start.
+"""Messages between the parents of all ranks through the store, with which they agree on the next start.
 
-A parent is a process of the launcher; the numbers that the launcher gives them are workers (`roster`).
+A parent is a process of the launcher. Parents are called workers, by the numbers that the launcher gives them
+(`roster`).
 
 Keys of the store: parent/W, who worker W is; beat/W, changes while it lives; again/N, asks for start N; here/N/W, it
 has come to start N; decides/N, the parent that decides how that is made; start/N, what it has decided; over, the exit
@@ -29,22 +30,22 @@ from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import Peer, launcher_has_store, meet, start_of
 
 LOOK = 0.05
-"""Seconds between two looks at a child, or at the other parents."""
+"""Seconds between checks of a child, or of the other parents."""
 
 ANSWER = 8.0
-"""Seconds in which a store that can be reached answers."""
+"""Seconds within which a reachable store answers."""
 
 ROLL = 15.0
-"""Seconds in which all parents that live come to a start."""
+"""Seconds within which all living parents arrive at a start."""
 
 PARTING = 5.0
-"""Seconds that the holder of the store stays for others at the end."""
+"""Seconds that the holder of the store waits for others at the end."""
 
 OFFERS = 5.0
-"""Seconds in which workers without ranks tell what their hosts offer."""
+"""Seconds within which workers without ranks report what their hosts offer."""
 
 DECIDES = 30.0
-"""Seconds in which a parent decides how a start is made, with a search for another layout."""
+"""Seconds within which a parent decides how a start is made, including the search for another layout."""
 
 SILENT = 2.5
 """Seconds without a sign of life after which a parent on another machine counts as gone while a start is made."""
@@ -65,7 +66,7 @@ T = TypeVar("T")
 
 
 class LostStoreError(ConnectionError):
-    """The store of the parents does not answer."""
+    """Raised if the store of the parents does not answer."""
 
 
 class Clock:
@@ -84,7 +85,7 @@ class Clock:
 
 
 def answered(call: Callable[[], T], seconds: float = ANSWER) -> T:
-    """The result of a call to the store. Raises LostStoreError if it fails, or does not return in time."""
+    """Return the result of a call to the store. Raises LostStoreError if it fails, or does not return in time."""
     results = list[T]()
 
     def run() -> None:
@@ -108,42 +109,42 @@ class Start:
     """How a start is made."""
 
     roster: Roster
-    """The worker of each rank."""
+    """Worker of each rank."""
 
     living: tuple[int, ...]
-    """All workers that take part, spares included."""
+    """All workers that take part, including spares."""
 
     rung: str = ""
-    """The rung of the recovery that it is, for events and the log."""
+    """Rung of the recovery, for events and the log."""
 
     why: tuple[str, ...] = ()
-    """Why it is not a rung above, one line each."""
+    """Reasons why no higher rung was possible, one line each."""
 
     layout: str = ""
-    """Another layout of the run, as `layouts.layout_text` writes it; empty for that of its flags."""
+    """Another layout for the run, as `layouts.layout_text` writes it; empty for the layout of its flags."""
 
     ends: str = ""
-    """Why there is none; empty if there is."""
+    """Reason why there is no other start; empty if there is one."""
 
     @classmethod
     def from_json(cls, text: str) -> Start:
-        """What `to_json` has written."""
+        """Parse a text that `to_json` has written."""
         record = json.loads(text)
         lists = {name: tuple(record[name]) for name in ("roster", "living", "why")}
         return cls(**{**record, **lists})
 
     def to_json(self) -> str:
-        """It as a value of the store."""
+        """Text of this start for the store."""
         return json.dumps(asdict(self))
 
 
 Decide = Callable[[Collection[int], "dict[int, str]"], Start]
-"""(workers that have come, worker -> its host) -> how the next start is made."""
+"""(workers that have arrived, worker -> its host) -> the next start."""
 
 
 @dataclass
 class Parents:
-    """A parent's view of the others."""
+    """A parent's view of the other parents."""
 
     store: dist.Store
     worker: int
@@ -161,8 +162,8 @@ class Parents:
 
     @classmethod
     def of(cls, config: RunConfig, launch: Launch) -> Parents:
-        """Connects to the parents of the other ranks. Worker 0 opens a store if the launcher has none, which the
-        children then use too."""
+        """Connect to the parents of the other ranks. Worker 0 opens a store if the launcher has none, and the children
+        then use it too."""
         launch.export(os.environ)
         store = meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "parents")
         if launch.world_size > 1 and not launcher_has_store():
@@ -171,16 +172,16 @@ class Parents:
         return cls(store, launch.rank, launch.world_size)
 
     def beat(self) -> None:
-        """A sign of life."""
+        """Give a sign of life."""
         self._beats += 1
         answered(lambda: self.store.set(f"beat/{self.worker}", str(self._beats)))
 
     def ask(self, number: int) -> None:
-        """Asks for a start."""
+        """Request a start."""
         answered(lambda: self.store.set(f"again/{number}", "1"))
 
     def asked(self, number: int) -> bool:
-        """Return whether a parent has asked for a start."""
+        """Return True if a parent has requested a start."""
         return answered(lambda: self.store.check([f"again/{number}"])) or self._newest() >= number
 
     def lost(self, workers: Collection[int]) -> bool:
@@ -189,8 +190,8 @@ class Parents:
         return gone and self.over() is None
 
     def leave(self, code: int, living: Collection[int]) -> None:
-        """Says that this parent makes no other start, and with which exit code it ends. Worker 0, which may hold the
-        store, stays until spares have read that."""
+        """Announce that this parent makes no further start, and its exit code. Worker 0, which may hold the store,
+        waits until spares have read it."""
         answered(lambda: self.store.set("over", str(code)))
         self.left()
         clock, keys = Clock(), [f"left/{worker}" for worker in living]
@@ -198,16 +199,16 @@ class Parents:
             time.sleep(LOOK)
 
     def left(self) -> None:
-        """Says that this parent needs the store no more."""
+        """Announce that this parent no longer needs the store."""
         answered(lambda: self.store.set(f"left/{self.worker}", "1"))
 
     def over(self) -> int | None:
-        """The exit code of a parent that has ended for good; None if none has."""
+        """Exit code of a parent that has ended for good; None if none has."""
         return answered(lambda: int(self.store.get("over")) if self.store.check(["over"]) else None)
 
     def gather(self, number: int, before: Start, decide: Decide) -> Start:
-        """Waits until all parents that live have come to a start, and returns how it is made. A worker that is not in
-        its `living` does not take part. `before`: the last start."""
+        """Wait until all living parents have arrived at a start, and return how it is made. A worker that is not in the
+        start's `living` does not take part. `before`: the last start."""
         answered(lambda: self.store.set(f"here/{number}/{self.worker}", "1"))
         clock, silence = Clock(), dict[int, tuple[int, float]]()
         while True:
@@ -249,18 +250,19 @@ class Parents:
             answered(lambda: [store.delete_key(key) for store, key in some])
 
     def offer(self, number: int, offer: str) -> None:
-        """Tells what this host, which may have no ranks, offers to a start."""
+        """Report what this host, which may have no ranks, offers to a start."""
         answered(lambda: self.store.set(f"offer/{number}/{self.worker}", offer))
 
     def offers(self, number: int, workers: Collection[int]) -> list[str]:
-        """What the hosts of these workers offer, of those that tell it in time."""
+        """Read what the hosts of these workers offer, as far as they report it in time."""
         clock, keys = Clock(), [f"offer/{number}/{worker}" for worker in workers]
         while keys and clock.seconds() < OFFERS and not answered(lambda: self.store.check(keys)):
             time.sleep(LOOK)
         return [self._get(each) for each in keys if self._there(each)]
 
     def _decides(self, number: int) -> bool:
-        """Return whether this parent decides: the first that could, or any once that one is late, or gone."""
+        """Return True if this parent decides: the first living parent does, or any parent once that one is late or
+        lost."""
         key, own = f"decides/{number}", f"{self.worker} {time.time()}"
         claim = answered(lambda: self.store.compare_set(key, "", own).decode())
         worker, at = claim.split()
@@ -285,7 +287,7 @@ class Parents:
         return answered(lambda: Start.from_json(self.store.get(key).decode()) if self.store.check([key]) else None)
 
     def _missing(self, number: int, living: Collection[int]) -> list[int]:
-        """The workers of the last start that have not come."""
+        """Workers of the last start that have not arrived."""
         keys = {worker: f"here/{number}/{worker}" for worker in living}
         if answered(lambda: self.store.check(list(keys.values()))):
             return []

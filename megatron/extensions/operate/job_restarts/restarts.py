@@ -1,10 +1,11 @@
-"""--restarts-in-job: starts ranks that have failed again, within the processes of the launcher.
+"""--restarts-in-job: restart failed ranks within the processes of the launcher.
 
-The process that the launcher has started imports torch and forks a child for each start of its rank, so that it does
-not end with the rank, and the launcher sees no failure. A new child has all modules imported. When a child of any rank
-fails, all children end, and all parents meet at the store before they fork again: no process of the start before is
-left then. The last --spare-ranks parents have no rank, and wait with all modules imported until one is lost whose
-parent is gone too, as on a lost host. Where spares are missing as well, all end, and the launcher starts the ranks.
+The process that the launcher has started imports torch and forks a child for each start of its rank. It does not end
+with the rank, so the launcher sees no failure. A new child has all modules imported. When a child of any rank fails,
+all children end, and all parents meet at the store before they fork again: at that time no process of the previous
+start is left. The last --spare-ranks parents have no rank. They wait with all modules imported until a rank is lost
+together with its parent, as on a lost host. If there are not enough spares either, all parents end, and the launcher
+starts the ranks.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ from megatron.training.reliability.starts import Attempt
 from megatron.training.run import TrainingRun
 
 ASK = 0.4
-"""Seconds between two looks at the store."""
+"""Seconds between two reads of the store."""
 
 GRACE = 8.0
-"""Seconds in which a child ends by itself after another rank has failed."""
+"""Seconds within which a child ends by itself after another rank has failed."""
 
 STUCK = 30.0
 """Seconds after SIGKILL for which a parent waits for a child that the kernel cannot end, as in a driver."""
@@ -62,14 +63,14 @@ STOPPED = 6.0
 PR_SET_PDEATHSIG = 1
 
 IMPORTED_LATE = ("torch._dynamo", "megatron.training.training")
-"""Modules that take seconds to import, which torch and this program import on first use."""
+"""Modules that take seconds to import, which torch and this program would import on first use."""
 
 _progress: mmap.mmap | None = None
-"""The last complete iteration of the child, in memory that the parent shares."""
+"""Last complete iteration of the child, in memory that the parent shares."""
 
 
 class ReportsProgress(Callback):
-    """Tells the parent of a rank how far the rank is."""
+    """Callback that reports the progress of the rank to its parent."""
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
         def report() -> None:
@@ -80,7 +81,7 @@ class ReportsProgress(Callback):
 
 
 class Kept:
-    """The child of a rank's parent."""
+    """Child process of a rank's parent."""
 
     def __init__(self, attempt: Callable[[], int], environ: Mapping[str, str]) -> None:
         flush_output()
@@ -103,29 +104,29 @@ class Kept:
                 os._exit(code)
 
     def ended(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Exit code, negative for a signal; None while the child runs."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if pid else None
 
     def is_stopped(self) -> bool:
-        """Return whether a signal has stopped it."""
+        """Return True if a signal has stopped the child."""
         with suppress(OSError):
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False
 
     def signal(self, number: int) -> None:
-        """Sends it a signal; it may have ended."""
+        """Send a signal to the child, which may have ended."""
         os.kill(self.pid, number)
 
 
 def is_failure(code: int) -> bool:
-    """Return whether a start has failed in a way that another one may not."""
+    """Return True if a start has failed in a way that another start may avoid."""
     return code == ExitCode.FAILED or code < 0
 
 
 def start_again(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
-    """Makes the attempts of this process of the launcher, as long as all agree on another start. Returns the exit code
-    of the last."""
+    """Make the starts of this process of the launcher, as long as all agree on another start. Returns the exit code of
+    the last start."""
     global _progress
     _progress = mmap.mmap(-1, 8)
     spares = config.options(RestartConfig).spare_ranks
@@ -135,7 +136,7 @@ def start_again(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
             print(Problem("--spare-ranks", spares, rule, "start more processes, or give fewer spares"), file=sys.stderr)
         return ExitCode.BAD_CONFIGURATION
     for name in IMPORTED_LATE:
-        import_module(name)  # once here, instead of by each start
+        import_module(name)  # once here, instead of in each start
     return Parent(config, launch, attempt, Parents.of(config, launch)).run()
 
 
@@ -152,7 +153,7 @@ class Parent:
         self._best, self._fruitless = -1, 0
 
     def run(self) -> int:
-        """Starts and waits, until there is no other start. Returns the exit code of this process."""
+        """Start and wait, until there is no further start. Returns the exit code of this process."""
         code, why = int(ExitCode.FAILED), ""
         before = self._start
         try:
@@ -181,8 +182,8 @@ class Parent:
         return code if code >= 0 else ExitCode.FAILED
 
     def _one_start(self, number: int) -> tuple[int, str]:
-        """Makes a start, or waits as a spare while others do. Returns the exit code, and why there can be no other
-        start; a failure where another one is asked for."""
+        """Make a start, or wait as a spare while others do. Returns the exit code, and the reason why there is no
+        further start; an exit code of failure if another start is requested."""
         roster, worker = self._start.roster, self.launch.rank
         if worker not in roster:
             return self._wait(number)
@@ -212,7 +213,8 @@ class Parent:
         return code, ""
 
     def _wait(self, number: int) -> tuple[int, str]:
-        """As `_one_start`, of a spare. Signals are for the ranks, which save: it ends with them."""
+        """Like `_one_start`, for a spare. Signals are meant for the ranks, which then save; a spare ends together with
+        them."""
         offer, lease = offered(self.config)
         self._parents.offer(number, offer)
         with handled(lambda received, frame: None), closing(lease) if lease is not None else nullcontext():
@@ -230,7 +232,7 @@ class Parent:
         return ExitCode.FAILED, ""
 
     def _watch(self, child: Kept, number: int) -> int:
-        """Waits for the end of a child, passes signals on to it, and ends it after another rank has failed. Returns its
+        """Wait for the end of a child. Signals are passed on to it, and it is ended if another rank fails. Returns its
         exit code."""
         with handled(lambda received, frame: child.signal(received)):
             clock = Clock()
@@ -256,7 +258,7 @@ class Parent:
                             self._parents.ask(number + 1)
                         end_at = now + GRACE if end_at == float("inf") and self._parents.asked(number + 1) else end_at
                     except LostStoreError:
-                        ask_at = float("inf")  # the child finds out
+                        ask_at = float("inf")  # the child notices by itself
                 time.sleep(LOOK)
             return code
 
@@ -266,7 +268,7 @@ class Parent:
         return roster[(roster.index(self.launch.rank) + 1) % len(roster)]
 
     def _decide(self, came: Collection[int], host_of: dict[int, str]) -> Start:
-        """How the next start is made by the workers that have come: the highest rung that is possible."""
+        """Choose how the workers that have arrived make the next start: by the highest rung that is possible."""
         before = self._start
         living = tuple(sorted(came))
         gone = [worker for worker in before.roster if worker not in living]
@@ -281,7 +283,7 @@ class Parent:
         try:
             choice = smaller_layout(self.config, len(living), device_here())
             missing = f"no layout for the same batch is legal on {len(living)} ranks"
-        except Exception as error:  # of a search that no run depends on: the launcher can still start the ranks
+        except Exception as error:  # in a search on which no run depends: the launcher can still start the ranks
             choice, missing = None, f"the search for another layout failed: {type(error).__name__}: {error}"
         if choice is not None:
             roster = fewer(before.roster, living, host_of, choice.ranks)
@@ -290,7 +292,7 @@ class Parent:
         return Start((), living, why=(why, spare, missing), ends=ends)
 
     def _tell(self, before: Start) -> None:
-        """Prints what a start lacks and does instead, on one worker."""
+        """Print, on one worker, what a start lacks and does instead."""
         start = self._start
         if self.launch.rank not in start.living[:1]:
             return
@@ -306,7 +308,7 @@ class Parent:
 
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handles the signals that end a run by `handler`, but for those that the launcher has this process ignore."""
+    """Handle the signals that end a run with `handler`, except those that the launcher has this process ignore."""
     before = {each: signal.signal(each, handler) for each in SIGNALS if signal.getsignal(each) != signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:

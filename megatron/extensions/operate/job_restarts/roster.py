@@ -1,8 +1,8 @@
-"""Which process of the launcher plays which rank: a pure function of the processes that live, and of their hosts. This
+"""Assignment of ranks to processes of the launcher: a pure function of the living processes and of their hosts. This
 module does not import torch.
 
 A process of the launcher is called a worker, by the number that the launcher has given it. The roster of a start lists
-the worker of each rank; workers that live and are not in it are spares.
+the worker of each rank; living workers that are not in it are spares.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ Roster = tuple[int, ...]
 
 
 def spares_of(roster: Roster, living: Collection[int]) -> list[int]:
-    """The workers that live and have no rank."""
+    """Living workers without a rank."""
     return sorted(set(living) - set(roster))
 
 
 def lost_ranks(roster: Roster, living: Collection[int], host_of: Mapping[int, str]) -> dict[str, list[int]]:
-    """Host -> the ranks whose workers there are gone."""
+    """Host -> ranks whose workers on that host are lost."""
     found: dict[str, list[int]] = {}
     for rank, worker in enumerate(roster):
         if worker not in living:
@@ -28,10 +28,11 @@ def lost_ranks(roster: Roster, living: Collection[int], host_of: Mapping[int, st
 
 
 def replaced(roster: Roster, living: Collection[int], host_of: Mapping[int, str]) -> Roster | None:
-    """The roster with a spare in place of each worker that is gone; None if there are too few.
+    """Return the roster with a spare in place of each lost worker; None if there are too few spares.
 
-    Ranks keep their workers where these live. The ranks that a host has lost go to spares of one host where one has
-    enough: to their own host, else to the host with the fewest that suffice, so that ranks that share a host still do.
+    Ranks keep their workers if these are alive. The ranks that a host has lost go to spares of a single host if
+    possible, so that they still share one: to their own host, otherwise to the host with the fewest spares that
+    suffice.
     """
     free: dict[str, list[int]] = {}
     for worker in spares_of(roster, living):
@@ -50,7 +51,7 @@ def replaced(roster: Roster, living: Collection[int], host_of: Mapping[int, str]
 
 
 def _best_host(free: Mapping[str, Sequence[int]], own: str, needed: int) -> str:
-    """The host from which `needed` spares are taken next, or as many of them as possible."""
+    """Host from which `needed` spares are taken next, or as many of them as possible."""
     suits = [host for host, workers in free.items() if len(workers) >= needed]
     if own in suits:
         return own
@@ -60,8 +61,8 @@ def _best_host(free: Mapping[str, Sequence[int]], own: str, needed: int) -> str:
 
 
 def fewer(roster: Roster, living: Collection[int], host_of: Mapping[int, str], size: int) -> Roster:
-    """A roster of `size` living workers: those that have ranks before spares, with the workers of a host together, and
-    hosts that have more workers first."""
+    """Return a roster of `size` living workers: workers with ranks before spares, the workers of a host together, and
+    hosts with more workers first."""
     order = [worker for worker in roster if worker in living] + spares_of(roster, living)
     by_host: dict[str, list[int]] = {}
     for worker in order:

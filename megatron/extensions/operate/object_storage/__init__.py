@@ -1,8 +1,7 @@
 """Checkpoints, data sets, metrics, events and exports in object storage: s3://, gs://, az:// and other URLs of fsspec.
 
 Flags: --storage-retry-seconds, --storage-timeout-seconds, --storage-part-megabytes, --storage-bandwidth-megabytes;
---storage-cache, --storage-cache-gigabytes, --storage-read-ahead-megabytes;
---save-local, --save-local-interval, --save-local-keep. Read `fsspec_storage.py`, then `s3_requests.py`;
-`block_cache.py` and `read_ahead.py` for data sets; `two_tiers.py` for local checkpoints that are uploaded. Needs the
-extra [remote], or fsspec's package for the scheme.
+--storage-cache, --storage-cache-gigabytes, --storage-read-ahead-megabytes; --save-local, --save-local-interval,
+--save-local-keep. Read `fsspec_storage.py`, then `s3_requests.py`; for data sets, `block_cache.py` and `read_ahead.py`;
+for local checkpoints that are uploaded, `two_tiers.py`. Needs the extra [remote], or the fsspec package for the scheme.
 """

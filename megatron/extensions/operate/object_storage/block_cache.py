@@ -1,9 +1,9 @@
-"""Parts of stored files, kept on the local disk for all processes of a host. This module does not import torch.
+"""Cache of blocks of stored files on the local disk, for all processes of a host. This module does not import torch.
 
-A file of the cache has one block of a stored file, with its checksum, so that a block that a power cut or the disk has
-damaged is fetched again. Its folder is named by what identifies the stored file's content. The processes of a host
-share the folder: a lock for each block lets one of them fetch it. Another lock guards the count of all bytes, and the
-blocks used longest ago are deleted before it exceeds the limit. If the disk is full, blocks are not kept.
+A cache file has one block of a stored file, with its checksum, so that a block that a power cut or the disk has damaged
+is fetched again. Its folder is named by an identifier of the stored file's content. The processes of a host share the
+folder: a lock for each block lets only one of them fetch it. Another lock guards the count of all bytes, and the least
+recently used blocks are deleted before it exceeds the limit. If the disk is full, blocks are not kept.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from megatron.core.fsync import whole_file
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MEGATRON_STORAGE_CACHE"
-"""Variable of the environment with the folder of a process that no flag tells."""
+"""Environment variable with the cache folder of a process that has no flag for it."""
 
 SMALLEST_BLOCK, USUAL_BLOCK = 64 << 10, 256 << 10
 MOST_BLOCKS = 1 << 18
 LONG_READ = 4
-"""Blocks from which a read goes past the cache: it is one of many in order, which nobody repeats soon."""
+"""Number of blocks from which a read bypasses the cache: it is probably one of many sequential reads, which are not
+repeated soon."""
 
 PIECE = 16 << 20
 CHECKSUM = 4
@@ -44,7 +45,7 @@ class Stored(NamedTuple):
 
     name: str
     identity: str
-    """Equal for equal content."""
+    """Identifier that is equal for equal content."""
 
     size: int
     fetch: Callable[[int, int], bytes]
@@ -56,27 +57,28 @@ class Stored(NamedTuple):
 
 
 def default_folder() -> Path:
-    """The folder of the environment, or one for this user under the folder of temporary files."""
+    """Folder given by the environment, or one for this user under the folder of temporary files."""
     return Path(os.environ.get(VARIABLE) or Path(tempfile.gettempdir()) / f"megatron-storage-{os.getuid()}")
 
 
 @dataclass
 class BlockCache:
-    """At most `limit` bytes of blocks in a folder. All methods may be called from several threads and processes."""
+    """Cache of at most `limit` bytes of blocks in a folder. All methods may be called from several threads and
+    processes."""
 
     folder: Path = field(default_factory=default_folder)
     limit: int = 32 << 30
     keeps_checkpoints: bool = False
-    """True if files of checkpoints are read through it."""
+    """True if checkpoint files are read through the cache."""
 
     def block_bytes(self, stored: Stored) -> int:
-        """Size of the blocks of a file: small ones if the file does not fit into the cache, as then most of a block is
-        deleted before it is used."""
+        """Size of the blocks of a file: small if the file does not fit into the cache, because then most of a block
+        would be deleted before it is used."""
         fewest = 1 << (max(1, self.limit // MOST_BLOCKS) - 1).bit_length()
         return max(fewest, USUAL_BLOCK if stored.size <= self.limit // 2 else SMALLEST_BLOCK)
 
     def read(self, stored: Stored, start: int, length: int) -> bytes:
-        """Bytes `start` to `start + length`, fewer at the end of the file. Raises OSError."""
+        """Read bytes `start` to `start + length`, fewer at the end of the file. Raises OSError."""
         end, size = min(start + length, stored.size), self.block_bytes(stored)
         if end <= start:
             return b""
@@ -87,7 +89,7 @@ class BlockCache:
         return b"".join(blocks)
 
     def block(self, stored: Stored, number: int) -> bytes:
-        """A block, kept from now on."""
+        """Return a block, which is kept from now on."""
         size, path = self.block_bytes(stored), self._path(stored, number)
         if (found := _intact(path)) is not None:
             return found
@@ -98,8 +100,8 @@ class BlockCache:
         return found
 
     def read_kept(self, stored: Stored, start: int, length: int) -> bytes:
-        """As `read`, for long reads of a file that other processes of the host read as well: blocks that are missing
-        are fetched together and kept. One process at a time reads a part of `PIECE` bytes."""
+        """Like `read`, for long reads of a file that other processes of the host read as well: missing blocks are
+        fetched together and kept. Only one process at a time reads a part of `PIECE` bytes."""
         end, parts = min(start + length, stored.size), list[bytes]()
         while start < end:
             number = start // PIECE
@@ -126,7 +128,8 @@ class BlockCache:
         return self.folder / f"{stored.key}-{size >> 10}" / f"{number % 256:02x}" / f"{number:x}"
 
     def whole(self, stored: Stored) -> Path:
-        """A copy of a whole file, which is kept until someone deletes it, and does not count for the limit."""
+        """Return a copy of a whole file, which is kept until someone deletes it, and does not count towards the
+        limit."""
         path = self.folder / "whole" / stored.key
         with self._locked(f"whole-{stored.key}"):
             if not path.exists() or path.stat().st_size != stored.size:
@@ -136,7 +139,7 @@ class BlockCache:
         return path
 
     def bytes_kept(self) -> int:
-        """Bytes of all blocks, by looking at each."""
+        """Count the bytes of all blocks by looking at each."""
         return sum(size for _, size, _ in self._blocks())
 
     def _keep(self, path: Path, data: bytes) -> None:
@@ -153,7 +156,7 @@ class BlockCache:
             _warn_once(self.folder, str(error))
 
     def _reserve(self, nbytes: int) -> None:
-        """Counts bytes that are to be written, and deletes others where there are too many."""
+        """Count bytes that are about to be written, and delete others if there are too many."""
         with self._locked("count"):
             counter = self.folder / "count"
             try:
@@ -165,7 +168,7 @@ class BlockCache:
             counter.write_bytes(b"%d" % (kept + nbytes))
 
     def _evict(self, allowed: int) -> int:
-        """Deletes the blocks used longest ago. Returns the bytes that are left."""
+        """Delete the least recently used blocks. Returns the bytes that remain."""
         blocks = sorted(self._blocks())
         kept = sum(size for _, size, _ in blocks)
         for _, size, path in blocks:
@@ -177,7 +180,8 @@ class BlockCache:
         return kept
 
     def _blocks(self) -> Iterator[tuple[int, int, str]]:
-        """(time of the last use, bytes, path) of each block, also of those that a killed process has left half."""
+        """(time of the last use, bytes, path) of each block, also of those that a killed process has left
+        incomplete."""
         for folder in self.folder.glob("*-*/*"):
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
                 for entry in entries:
@@ -187,7 +191,8 @@ class BlockCache:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """Holds a lock of the folder, if its file system has locks. It ends with the process at the latest."""
+        """Hold a lock of the folder, if its file system supports locks. It is released when the process ends, at the
+        latest."""
         folder = self.folder / "locks"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -206,7 +211,7 @@ class BlockCache:
 
 
 def _intact(path: Path) -> bytes | None:
-    """A block; None if it is not there or damaged."""
+    """Return a block; None if it is missing or damaged."""
     try:
         with open(path, "rb") as file:
             data = file.read()
@@ -219,14 +224,14 @@ def _intact(path: Path) -> bytes | None:
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, end) of each run of ascending numbers without gaps."""
+    """(first, end) of each run of consecutive ascending numbers."""
     for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0]):
         members = [number for _, number in run]
         yield members[0], members[-1] + 1
 
 
 def _download(stored: Stored, path: Path) -> None:
-    """Fetches a file in pieces, several at once."""
+    """Fetch a file in pieces, several at once."""
     with open(path, "wb") as file, ThreadPoolExecutor(4, "download") as pool:
         file.truncate(stored.size)
 
@@ -247,4 +252,4 @@ def _warn_once(folder: Path, why: str) -> None:
 
 
 CACHE = BlockCache()
-"""That of this process, which the flags of a run set."""
+"""The cache of this process, which the flags of a run configure."""

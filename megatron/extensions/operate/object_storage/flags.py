@@ -1,4 +1,4 @@
-"""Flags of object storage, and the schemes of its URLs. This module does not import torch."""
+"""Flags for object storage, and the schemes of its URLs. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 @dataclass(frozen=True)
 class ObjectStorageFlags:
     storage_retry_seconds: float = flag(300.0, above=0)
-    """Seconds for which a request to object storage that fails is repeated, with growing pauses."""
+    """Seconds for which a failed request to object storage is repeated, with growing pauses."""
 
     storage_timeout_seconds: float = flag(60.0, above=0)
-    """Seconds after which a request to object storage without an answer has failed."""
+    """Seconds after which an unanswered request to object storage counts as failed."""
 
     storage_part_megabytes: int = flag(16, at_least=5)
-    """Size of the parts of an upload in MiB. A rank holds up to five of them in memory."""
+    """Size of upload parts in MiB. A rank holds up to five of them in memory."""
 
     storage_bandwidth_megabytes: float | None = flag(None, above=0)
     """Limit of each rank's uploads and downloads together, in MB/s."""
 
     storage_cache: str | None = flag(None, path="local", writes="folder")
-    """Folder of the local disk that keeps data and checkpoints read from object storage, for all ranks of a host;
-    default, for data alone: the variable MEGATRON_STORAGE_CACHE, or a folder of the user under TMPDIR."""
+    """Folder on the local disk that caches data and checkpoints read from object storage, for all ranks of a host. By
+    default only data is cached, in the folder given by the variable MEGATRON_STORAGE_CACHE, or in a folder of the user
+    under TMPDIR."""
 
     storage_cache_gigabytes: float = flag(32.0, above=0)
-    """Size to which that folder grows, in GB. Indices of data sets are kept beyond it."""
+    """Limit for the size of that folder, in GB. Data set indices do not count towards it."""
 
     storage_read_ahead_megabytes: int = flag(256, at_least=0)
-    """Data that a rank fetches from object storage ahead of the step, in MB; 0 fetches them when they are needed."""
+    """Amount of data that a rank fetches from object storage ahead of the step, in MB; 0 fetches data when it is
+    needed."""
 
 
 def local_rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -49,27 +51,27 @@ def local_rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class LocalSaveFlags:
     save_local: str | None = flag(None, path="local", writes="folder", no_effect_without="--save")
-    """Folder of a fast file system that all ranks reach: checkpoints are saved there, and those of --save-interval are
-    uploaded to --save behind the training. --load with the same URL takes the newest complete one of either."""
+    """Folder on a fast file system that all ranks reach: checkpoints are saved there, and those of --save-interval are
+    uploaded to --save in the background. --load with the same URL takes the newest complete checkpoint from either."""
 
     save_local_interval: int | None = flag(None, above=0, no_effect_without="--save-local")
     """Iterations between checkpoints in --save-local; default: --save-interval."""
 
     save_local_keep: int = flag(2, above=0, no_effect_without="--save-local")
-    """Number of newest checkpoints that stay in --save-local."""
+    """Number of newest checkpoints that are kept in --save-local."""
 
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "ossfs", "hdfs", "webhdfs", "r2")
-"""Schemes of fsspec's stores that hold files for several hosts."""
+"""Schemes of fsspec stores that hold files for several hosts."""
 
 
 def is_remote(config: RunConfig) -> bool:
-    """Return whether a run saves to object storage, or loads or reads data from it."""
+    """Return True if a run saves to object storage, or loads or reads data from it."""
     return any(map(is_url, (config.checkpoint.save, config.checkpoint.load))) or reads_data(config)
 
 
 def reads_data(config: RunConfig) -> bool:
-    """Return whether a run reads data sets from object storage."""
+    """Return True if a run reads data sets from object storage."""
     data = config.data
     words = [*(data.data_path or ()), *(data.train_data_path or ()), *(data.valid_data_path or ())]
     words += [*(data.test_data_path or ()), *(word.partition("=")[2] for word in data.valid or ())]
@@ -77,7 +79,7 @@ def reads_data(config: RunConfig) -> bool:
 
 
 def is_url(path: str | None) -> bool:
-    """Return whether a path is in object storage."""
+    """Return True if a path is in object storage."""
     return path is not None and path.partition("://")[0] in SCHEMES
 
 

@@ -1,11 +1,13 @@
-"""A storage of objects, reached by fsspec. This module does not import torch.
+"""Object storage, accessed with fsspec. This module does not import torch.
 
-Writing follows `Storage`: a folder holds `.unfinished` until all else is written, its manifest last. So nothing relies
-on renames, and a folder whose upload was cut off is never seen. Each request has a time limit and is repeated for a
-while (`limits`). Credentials come from the environment or from the files of the store's own programs.
+Writing follows the protocol of `Storage`: a folder contains `.unfinished` until everything else is written, the
+manifest last. So nothing relies on renames, and a folder whose upload was interrupted is never visible. Each request
+has a time limit and is repeated for a while (`limits`). Credentials come from the environment, or from the files of the
+store's own programs.
 
-On S3, objects are uploaded in parts from memory, and replaced on condition that nobody else did (`s3_requests`). Other
-stores get each object from a temporary file, and a new object is created on that condition where fsspec's package can.
+On S3, objects are uploaded in parts from memory, and replaced only on condition that no other process has changed them
+(`s3_requests`). On other stores, each object is uploaded from a temporary file, and a new object is created on that
+condition if the fsspec package supports it.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ T = TypeVar("T")
 S3_SCHEMES = ("s3", "s3a", "r2")
 
 SMALLEST_COPY = 5 << 20
-"""Bytes from which S3 can make an object the first part of a new one."""
+"""Size in bytes from which S3 can make an object the first part of a new one."""
 
 
 class FsspecStorage(Storage):
-    """Objects under the URLs of one scheme. Forked processes connect on their own."""
+    """Objects under the URLs of one scheme. Forked processes open their own connections."""
 
     read_ahead = 16 << 20
 
@@ -88,19 +90,20 @@ class FsspecStorage(Storage):
         except FileNotFoundError:
             raise
         except OSError:
-            if start and start >= (self.size(path) or 0):  # stores refuse a range after the end
+            if start and start >= (self.size(path) or 0):  # stores refuse a range beyond the end
                 return b""
             raise
 
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
-        """Through the cache of the host. A file that is read so must not be replaced while the process runs."""
+        """Read through the cache of the host. A file that is read in this way must not be replaced while the process
+        runs."""
         return CACHE.read(self.unchanging(path), start, length)
 
     def open(self, path: PurePath) -> IO[bytes]:
         return self.open_ranges(path, [Range(0, sys.maxsize)]) if self._keeps(path) else super().open(path)
 
     def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
-        """Tensors of a checkpoint are read through the cache of the host, if a flag says where it is."""
+        """Read checkpoint tensors through the cache of the host, if a flag gives its folder."""
         if not self._keeps(path):
             return super().open_ranges(path, ranges)
         self._known.pop(path, None)  # another checkpoint of the same iteration may have replaced it
@@ -148,7 +151,7 @@ class FsspecStorage(Storage):
             try:
                 self._fs.rm(self._place(path), recursive=True)
             except FileNotFoundError:
-                if not attempt:  # else an earlier attempt has removed it
+                if not attempt:  # otherwise an earlier attempt has removed it
                     raise
 
         LIMITS.tried(path, removed)
@@ -198,11 +201,11 @@ class FsspecStorage(Storage):
             self._tell_of_races(path)
             super().replace(path, data, expected)
             return
-        if not done and self.content(path) != data:  # equal: an earlier attempt, whose answer was lost
+        if not done and self.content(path) != data:  # equal: written by an earlier attempt whose answer was lost
             raise FileExistsError(f"{path} was changed by another writer")
 
     def _tell_of_races(self, path: PurePath) -> None:
-        """Says once that the store has no conditional writes."""
+        """Report once that the store has no conditional writes."""
         if not self._told:
             self._told = True
             rule = "this store replaces an object whoever has changed it, so it is read and compared before"
@@ -210,11 +213,11 @@ class FsspecStorage(Storage):
             print(visible(f"{path}: {rule}; {remedy}"), file=sys.stderr, flush=True)
 
     def begin(self, final: PurePath) -> None:
-        """Also drops the parts of uploads that were cut off."""
+        """Also deletes the parts of interrupted uploads."""
         super().begin(final)
         if self._s3 is not None:
             kind = final.with_name(final.name.partition("_")[0])
-            with suppress(OSError):  # costs space, and nothing else
+            with suppress(OSError):  # they cost space, but do no other harm
                 LIMITS.tried(final, partial(self._s3.abort_uploads, kind))
 
     def _put_file(self, path: PurePath, file: str) -> None:
@@ -246,7 +249,7 @@ class FsspecStorage(Storage):
 
 
 def connected(scheme: str) -> AbstractFileSystem:
-    """fsspec's file system of a scheme, without caches and retries of its own."""
+    """fsspec file system for a scheme, without caches and retries of its own."""
     import fsspec  # an extra
 
     options: dict[str, object] = {"skip_instance_cache": True, "use_listings_cache": False}
@@ -261,7 +264,7 @@ def connected(scheme: str) -> AbstractFileSystem:
 
 
 class _Spooled(io.FileIO):
-    """A temporary file that is uploaded when closed."""
+    """Temporary file that is uploaded when it is closed."""
 
     def __init__(self, put: Callable[[str], None]) -> None:
         descriptor, self._path = tempfile.mkstemp(prefix="upload-")
@@ -278,7 +281,7 @@ class _Spooled(io.FileIO):
             os.unlink(self._path)
 
     def discard(self) -> None:
-        """Closes the file without uploading it. Nothing comes of a file that was not closed."""
+        """Close the file without uploading it. A file that is never closed is never uploaded."""
         super().close()
         with suppress(FileNotFoundError):
             os.unlink(self._path)

@@ -1,4 +1,4 @@
-"""Sets the limits of a run's requests to object storage, and reports what was moved."""
+"""Callback that sets the limits of a run's requests to object storage, and reports the traffic."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron.training.reliability.run_status import record_event
 
 
 class StorageTraffic(Callback):
-    """Records the event `storage` after each save: bytes that rank 0 has read and written since the run started, the
-    requests that it repeated, their seconds, and the most bytes of its uploads in parts that were in memory at once."""
+    """Record the event `storage` after each save: bytes that rank 0 has read and written since the run started, the
+    number of requests that it repeated, the seconds of its requests, and the peak memory of its multipart uploads."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

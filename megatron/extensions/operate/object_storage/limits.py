@@ -1,4 +1,4 @@
-"""Limits of this process's requests to object storage, and what they have moved. This module does not import torch."""
+"""Limits for this process's requests to object storage, and its traffic. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.training.reliability.url_credentials import redacted
 T = TypeVar("T")
 
 FIRST_CONTACT = 20.0
-"""Seconds for which requests are repeated as long as none has succeeded: the URL may be wrong."""
+"""Seconds for which requests are repeated if none has succeeded yet: the URL may be wrong."""
 
 LONGEST_PAUSE = 15.0
 
@@ -23,13 +23,13 @@ FINAL = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(ValueError, TypeError, NotImplementedError, ImportError),
 )
-"""Errors that another attempt does not change."""
+"""Errors that another attempt would not avoid."""
 
 FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "InvalidRegionError")
-"""Names of such errors that botocore raises."""
+"""Names of such errors in botocore."""
 
 FINAL_STATUS = (401, 403, 404, 405, 411, 412, 416, 501)
-"""Statuses of HTTP that stay what they are."""
+"""HTTP statuses that another attempt would not change."""
 
 
 @dataclass
@@ -40,10 +40,10 @@ class Traffic:
     written: int = 0
     repeated: int = 0
     seconds: float = 0.0
-    """Seconds in requests, added up over threads."""
+    """Seconds in requests, summed over threads."""
 
     upload_memory: int = 0
-    """The most bytes of uploads in parts that were in memory at once."""
+    """Peak memory of multipart uploads, in bytes."""
 
 
 @dataclass
@@ -59,15 +59,15 @@ class Limits:
     """True if a request has succeeded."""
 
     _held: int = 0
-    """Bytes of uploads in parts that are in memory now."""
+    """Bytes of multipart uploads that are in memory now."""
 
     _free: float = 0.0
-    """`time.monotonic()` from which the bandwidth is free again."""
+    """`time.monotonic()` at which bandwidth is available again."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def move(self, nbytes: int) -> None:
-        """Waits until the bandwidth allows to move this many bytes."""
+        """Wait until the bandwidth limit allows this many bytes."""
         if self.bytes_per_second == inf:
             return
         with self._lock:
@@ -76,7 +76,7 @@ class Limits:
         time.sleep(max(0.0, begins - time.monotonic()))
 
     def count(self, read: int = 0, written: int = 0, repeated: int = 0, seconds: float = 0.0) -> None:
-        """Adds to the traffic."""
+        """Add to the traffic."""
         with self._lock:
             self.traffic.read += read
             self.traffic.written += written
@@ -84,17 +84,17 @@ class Limits:
             self.traffic.seconds += seconds
 
     def hold(self, nbytes: int) -> None:
-        """Counts bytes of an upload that came into memory; below 0: that left it."""
+        """Add bytes of an upload to the count of bytes in memory; negative numbers subtract."""
         with self._lock:
             self._held += nbytes
             self.traffic.upload_memory = max(self.traffic.upload_memory, self._held)
 
     def tried(self, what: object, request: Callable[[int], T], sleep: Callable[[float], object] = time.sleep) -> T:
-        """Makes a request, again after a growing pause while it fails and `retry_seconds` have not passed.
+        """Make a request. If it fails, repeat it after a growing pause until `retry_seconds` have passed.
 
-        `request` gets the number of its attempt, from 0: an earlier one may have succeeded without an answer. Raises
-        OSError with `what` it was about and the last reason, without credentials; errors that another attempt does not
-        change at once.
+        `request` is called with the number of its attempt, from 0: an earlier attempt may have succeeded without an
+        answer. Raises OSError with `what` and the last reason, without credentials; an error that another attempt would
+        not avoid is raised immediately.
         """
         began, attempt = time.monotonic(), 0
         while True:
@@ -120,12 +120,12 @@ class Limits:
 
 
 def is_final(error: Exception) -> bool:
-    """Return whether another attempt would fail as well."""
+    """Return True if another attempt would fail as well."""
     return isinstance(error, FINAL) or type(error).__name__ in FINAL_NAMES or _answer(error)[1] in FINAL_STATUS
 
 
 def _answer(error: BaseException) -> tuple[str, int]:
-    """Code and status of the store's answer that botocore has raised; an empty code and 0 without one."""
+    """Code and status of the store's answer in a botocore error; an empty code and 0 if there is none."""
     response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
     if not isinstance(response, dict):
         return "", 0
@@ -134,7 +134,7 @@ def _answer(error: BaseException) -> tuple[str, int]:
 
 
 def as_os_error(what: object, error: Exception) -> OSError:
-    """The error as OSError of the same class, without credentials."""
+    """Convert the error to an OSError of the same class, without credentials."""
     if isinstance(error, ImportError):
         return OSError(f"{what}: {error}; pip install 'megatron[remote]', or fsspec's package for this scheme")
     kind = next((kind for kind in FINAL[:5] if isinstance(error, kind)), OSError)
@@ -147,4 +147,4 @@ def _told(error: Exception) -> str:
 
 
 LIMITS = Limits()
-"""Those of this process, which the flags of a run set."""
+"""Limits of this process, which the flags of a run set."""

@@ -1,7 +1,7 @@
-"""Fetches the samples of the next steps from object storage before the step asks for them, and reports its wait.
+"""Prefetch of the next steps' samples from object storage, and a report of the time that steps wait for data.
 
-The order of samples is known, so that a thread looks up which blocks of which files the next steps of this rank take,
-and a pool fetches those into the cache of the host (`block_cache`). What a step reads then is on the local disk.
+The order of samples is known in advance. A thread looks up which blocks of which files this rank's next steps read, and
+a pool fetches these into the cache of the host (`block_cache`). Steps then read from the local disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 
 REQUESTS = 16
-"""Blocks of a rank that are on their way at once."""
+"""Blocks that a rank fetches at the same time."""
 
 MOST_STEPS = 256
 
@@ -45,7 +45,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(dataset: Dataset, index: int) -> Iterator[Block]:
-    """The blocks in object storage that a sample is read from; none if a data set does not know its documents."""
+    """Blocks in object storage from which a sample is read; none if a data set does not know its documents."""
     while isinstance(dataset, SampleOrder):
         dataset, index = dataset.place(index)
     indexed = getattr(dataset, "indexed", None)
@@ -63,7 +63,7 @@ def blocks_of(dataset: Dataset, index: int) -> Iterator[Block]:
 
 
 class Window:
-    """The steps whose samples are fetched: at most `limit` bytes of blocks beyond the step in progress."""
+    """Window of steps whose samples are fetched: at most `limit` bytes of blocks beyond the current step."""
 
     def __init__(self, train: DataIterator, limit: int) -> None:
         self.train, self.limit = train, limit
@@ -75,14 +75,14 @@ class Window:
         self._next = -1
 
     def begin(self, step: range) -> list[Future[bytes]]:
-        """Fetches the samples of the first step alone. Returns what is on its way."""
+        """Fetch only the samples of the first step. Returns the fetches in progress."""
         if step.stop <= self.train.end:
             self._steps.append((step.stop, self._fetch(step)))
             self._next = step.stop
         return list(self._seen.values())
 
     def move(self, step: range) -> None:
-        """Fetches what follows the start of `step`, as if all steps were of its size."""
+        """Fetch the samples that follow the start of `step`, as if all steps had its size."""
         while self._steps and self._steps[0][0] <= step.start:
             self._steps.popleft()
         if self._next < step.start or not self._steps:
@@ -117,8 +117,8 @@ def _fetched(block: Block) -> bytes:
 
 
 class ReadAhead(Callback, Meter):
-    """Keeps the window ahead of the step, and logs `data_wait_ms`: the mean time for which a rank has waited for the
-    samples of a step."""
+    """Keep the window ahead of the step, and log `data_wait_ms`: the mean time that a rank has waited for the samples
+    of a step."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -137,14 +137,14 @@ class ReadAhead(Callback, Meter):
         return [self]
 
     def on_start(self, run: RunView) -> None:
-        """Fetches the samples of the first step, and says how fast they come."""
+        """Fetch the samples of the first step, and report the rate."""
         if self.window is None:
             return
         before, began = LIMITS.traffic.read, time.monotonic()
         first = run.progress.consumed_samples
         self._step = range(first, first + self._size())
         for fetch in self.window.begin(self._step):
-            fetch.exception()  # a read says what is wrong
+            fetch.exception()  # the read itself reports the error
         seconds, moved = time.monotonic() - began, (LIMITS.traffic.read - before) / 1e6
         rate = f" in {seconds:.1f} s, {moved / max(seconds, 1e-9):.0f} MB/s" if moved else ", all of it in the cache"
         run.say(f" data: {moved:.1f} MB read for step {run.progress.iteration + 1}{rate}; cache {CACHE.folder}")
@@ -172,7 +172,7 @@ class ReadAhead(Callback, Meter):
 
     def lines(self, record: Record) -> list[str]:
         wait = record.get("data_wait_ms")
-        return [f" data wait {wait:.1f} ms a step"] if isinstance(wait, float) else []
+        return [f" data wait {wait:.1f} ms per step"] if isinstance(wait, float) else []
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -183,7 +183,7 @@ class ReadAhead(Callback, Meter):
             self.steps += 1
 
     def _follow(self) -> None:
-        """Moves the window with the step, on a thread of its own."""
+        """Move the window with the step, in a separate thread."""
         assert self.window is not None
         step = range(0)
         while True:

@@ -1,4 +1,4 @@
-"""Requests to S3 that fsspec has no method for: uploads in parts from memory, conditional writes.
+"""S3 requests that fsspec has no method for: multipart uploads from memory, conditional writes.
 
 This module does not import torch.
 """
@@ -21,30 +21,31 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 AT_ONCE = 4
-"""Parts of an object that are on their way together."""
+"""Parts of an object that are uploaded at the same time."""
 
 SMALLEST_PART = 5 << 20
 
 
 def is_precondition(error: BaseException) -> bool:
-    """Return whether a store has refused a conditional write, as the object is another one."""
+    """Return True if a store has refused a conditional write because the object has changed."""
     told = f"{error} {error.__cause__}"
     return any(word in told for word in ("pre-condition", "PreconditionFailed", "ConditionalRequestConflict"))
 
 
 class S3(NamedTuple):
-    """The requests of one file system. `place` returns BUCKET/KEY of a path."""
+    """Requests of one file system. `place` returns BUCKET/KEY of a path."""
 
     fs: AbstractFileSystem
     place: Callable[[PurePath], str]
 
     def call(self, name: str, path: PurePath, **given: Any) -> Any:
-        """Makes a request about one object once."""
+        """Make one attempt of a request about one object."""
         bucket, _, key = self.place(path).partition("/")
         return self.fs.call_s3(name, Bucket=bucket, Key=key, **given)
 
     def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> bool:
-        """Writes an object if its content is `expected`; None: if there is none. Returns False if it is not."""
+        """Write an object if its content is `expected`, or, if that is None, if it does not exist. Returns False if the
+        condition does not hold."""
         condition = {"IfNoneMatch": "*"}
         if expected is not None:
             try:
@@ -53,12 +54,12 @@ class S3(NamedTuple):
                     return False
             except FileNotFoundError:
                 return False
-            condition = {"IfMatch": tag}  # of before the content was read: a write in between is noticed
+            condition = {"IfMatch": tag}  # from before the content was read, so that a write in between is noticed
         self.call("put_object", path, Body=data, **condition)
         return True
 
     def append(self, path: PurePath, data: bytes) -> None:
-        """Makes a new object of a large one and of what follows."""
+        """Make a new object from a large one and the content that follows it."""
         upload = self.call("create_multipart_upload", path)["UploadId"]
         try:
             old = {"CopySource": self.place(path), "PartNumber": 1, "UploadId": upload}
@@ -70,17 +71,17 @@ class S3(NamedTuple):
             raise
 
     def complete(self, path: PurePath, upload: str, tags: list[str]) -> None:
-        """Makes the object of its parts."""
+        """Make the object from its parts."""
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
         self.call("complete_multipart_upload", path, UploadId=upload, MultipartUpload={"Parts": parts})
 
     def abort(self, path: PurePath, upload: str) -> None:
-        """Deletes the parts of an upload, if the store answers."""
+        """Delete the parts of an upload, if the store answers."""
         with suppress(Exception):
             self.call("abort_multipart_upload", path, UploadId=upload)
 
     def abort_uploads(self, prefix: PurePath, attempt: int = 0) -> None:
-        """Deletes the parts of all uploads that are not complete under a prefix."""
+        """Delete the parts of all incomplete uploads under a prefix."""
         bucket, _, key = self.place(prefix).partition("/")
         listed = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key)
         for upload in listed.get("Uploads", []):
@@ -88,10 +89,10 @@ class S3(NamedTuple):
 
 
 class Parts(io.RawIOBase):
-    """A new object, uploaded in parts while it is written, and there once closed.
+    """New object that is uploaded in parts while it is written, and that exists once it is closed.
 
-    `put` writes a small one whole. `size` is that of the object now. At most `AT_ONCE` parts and the next one are in
-    memory.
+    `put` writes a small object whole. `size` is the current size of the object. At most `AT_ONCE` parts, and the next
+    one, are in memory.
     """
 
     def __init__(self, s3: S3, path: PurePath, put: Callable[[bytes], None], size: Callable[[], int | None]) -> None:
@@ -138,7 +139,7 @@ class Parts(io.RawIOBase):
             super().close()
 
     def discard(self) -> None:
-        """Closes the file without making the object."""
+        """Close the file without creating the object."""
         if self.closed:
             return
         if self._pool is not None:
@@ -148,13 +149,13 @@ class Parts(io.RawIOBase):
         super().close()
 
     def __del__(self) -> None:
-        """Nothing comes of a file that was not closed."""
+        """A file that is never closed creates no object."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._drop()
 
     def _drop(self) -> None:
-        """Frees what is not on its way."""
+        """Free the parts that are not being uploaded."""
         LIMITS.hold(-len(self._next))
         self._next.clear()
 
@@ -168,7 +169,7 @@ class Parts(io.RawIOBase):
             self._tags.append(self._under_way.popleft().result())
 
         def completed(attempt: int) -> None:
-            if not attempt or self._size() != self._sent:  # else an earlier attempt, whose answer was lost
+            if not attempt or self._size() != self._sent:  # otherwise an earlier attempt has, whose answer was lost
                 self._s3.complete(self._path, self._upload, self._tags)
 
         LIMITS.tried(self._path, completed)
@@ -200,5 +201,5 @@ class Parts(io.RawIOBase):
 
 
 def _freed(nbytes: int, sent: Future[str]) -> None:
-    """Counts a part that is not in memory any more, whether it was sent or not."""
+    """Uncount a part that is no longer in memory, whether it was sent or not."""
     LIMITS.hold(-nbytes)

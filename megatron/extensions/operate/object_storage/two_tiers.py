@@ -1,7 +1,8 @@
-"""--save-local: checkpoints on a fast local file system, uploaded to --save behind the training.
+"""--save-local: checkpoints on a fast local file system, uploaded to --save in the background.
 
-All saves of the run go to the local folder, which keeps the newest. The first rank uploads those of --save-interval,
-and the last one of the run, on a thread. A run that resumes loads the newest complete checkpoint of either.
+All checkpoints of the run are saved to the local folder, which keeps the newest ones. A thread of the first rank
+uploads those of --save-interval, and the last one of the run. A run that resumes loads the newest complete checkpoint
+from either.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ ATTEMPTS, PAUSE = 3, 2.0
 
 
 def local_root(folder: str, save: str) -> Path:
-    """Folder of the local checkpoints of a run: several runs may be given one --save-local."""
+    """Folder for the local checkpoints of a run: several runs may use the same --save-local."""
     return Path(folder) / f"{PurePath(save).name}-{blake2b(save.encode(), digest_size=6).hexdigest()}"
 
 
 class Uploads:
-    """Uploads complete checkpoints one after another, on one rank; of those that wait, the newest alone."""
+    """Upload complete checkpoints one after another, on one rank; of those that wait, only the newest is uploaded."""
 
     doing = "uploading the last checkpoint"
 
@@ -75,7 +76,7 @@ class Uploads:
             other.add(iteration, folder)
 
     def want(self, iteration: int) -> None:
-        """Uploads a local checkpoint after the one in progress."""
+        """Upload a local checkpoint after the one in progress."""
         if self._waiting is not None:
             self._held.remove(checkpoint_folder(self.root, self._waiting))
             self._lines.put(f"checkpoint of iteration {self._waiting} is not uploaded: {iteration} is newer")
@@ -102,7 +103,8 @@ class Uploads:
         return found
 
     def abandon(self) -> list[str]:
-        """Drops the work of others. The newest checkpoint is uploaded: the local disk may be lost with the job."""
+        """Abandon the work of `others`. The newest checkpoint is uploaded, because the local disk may be lost
+        with the job."""
         return [line for other in self.others for line in other.abandon()]
 
     def _upload(self, iteration: int) -> None:
@@ -146,7 +148,7 @@ class Uploads:
 
 
 class TwoTiers(Callback):
-    """Saves to the local folder in place of --save, and loads from either."""
+    """Save to the local folder instead of --save, and load from either."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -173,7 +175,7 @@ class TwoTiers(Callback):
         return None
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
-        """Has the run save to the local folder. Collective."""
+        """Make the run save to the local folder. Collective."""
         saver = run.saver
         old = saver.writer
         assert old is not None
@@ -201,7 +203,7 @@ class TwoTiers(Callback):
         return (Task("local save", self.options.save_local_interval, save_between),)
 
     def _check_shared(self, world: Axis) -> None:
-        """Raises ValueError on every rank if some do not see the folder of the first one. Collective."""
+        """Raise ValueError on every rank if some ranks do not see the folder of the first one. Collective."""
         token = f".shared-{os.urandom(8).hex()}"
 
         def leave() -> str:
@@ -219,7 +221,7 @@ class TwoTiers(Callback):
             raise ValueError(str(Problem("--save-local", self.options.save_local, rule, remedy)))
 
     def _newer(self, resumes: bool) -> tuple[list[Path], str]:
-        """Local checkpoints that are newer than those of --save, newest first, and a line about others."""
+        """Local checkpoints that are newer than those in --save, newest first, and a line about unusable ones."""
         root = self.config.checkpoint.save_root
         assert root is not None
         try:

@@ -3,8 +3,8 @@ last copy are lost.
 
 Flags: --peer-copies, --peer-copy-interval, --peer-copy-bandwidth, --peer-copy-path, --peer-copy-keep-minutes.
 
-Read `placement` first: which hosts hold a copy of which part. `shards` divides the state into parts, and `copies`
-stores and sends them. `holder` is the process of a host that outlives its ranks and serves the copies. `sets` finds the
-newest complete step, `idle_hosts` copies on hosts without ranks, and `memory_checkpoint` loads it. `hooks` has the
-events of a run.
+Read `placement` first: it decides which hosts hold a copy of which part. `shards` divides the state into parts, and
+`copies` stores and sends them. `holder` is a process on each host that outlives the ranks and serves the copies. `sets`
+finds the newest complete step, `idle_hosts` finds copies on hosts without ranks, and `memory_checkpoint` loads them.
+`hooks` has the callbacks.
 """

@@ -1,4 +1,4 @@
-"""Talks to holders: starts that of this host, sends parts to others, and reads parts back.
+"""Client of holders: starts the holder of this host, sends parts to other holders, and reads parts back.
 
 This module does not import torch.
 """
@@ -24,30 +24,30 @@ from megatron.extensions.operate.peer_copies.holder import ABOUT, CHUNK, read_ex
 
 PROGRAM = Path(__file__).with_name("holder.py")
 HOST = "PEER_COPY_HOST"
-"""Variable of the environment that names the host of a rank for copies, in place of its host name, so that ranks of one
-machine count as several hosts."""
+"""Environment variable that names a rank's host for copies, instead of the host name, so that ranks of one machine can
+count as several hosts."""
 
 OPENS = 120.0
 """Seconds in which a holder starts."""
 
 ANSWER = 30.0
-"""Seconds in which a holder that lives takes or sends a chunk."""
+"""Seconds within which a living holder receives or sends a chunk."""
 
 
 def host_name() -> str:
-    """The name of this host for copies."""
+    """Name of this host for copies."""
     return os.environ.get(HOST) or socket.gethostname()
 
 
 def folder_of(memory: str, run: str) -> Path:
-    """The folder of a run's copies on this host, in the file system `memory`."""
+    """Folder for a run's copies on this host, in the file system `memory`."""
     digest = hashlib.sha256(f"{os.path.realpath(run)}\n{host_name()}".encode()).hexdigest()[:16]
     return Path(memory) / f"megatron-copies-{os.getuid()}-{digest}"
 
 
 @dataclass(frozen=True)
 class Address:
-    """How the holder of a host is reached."""
+    """Address with which the holder of a host is reached."""
 
     host: str
     address: str
@@ -56,7 +56,7 @@ class Address:
 
 
 def open_holder(folder: Path, keep: float) -> Address:
-    """The holder of this host, which is started if there is none. Raises OSError."""
+    """Return the holder of this host, which is started if there is none. Raises OSError."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
@@ -82,7 +82,7 @@ def open_holder(folder: Path, keep: float) -> Address:
 
 
 def own_address() -> str:
-    """The address of this host on the way to the store at which all ranks meet."""
+    """Address of this host in the network through which it reaches the store."""
     store = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "9"))
     family, kind, _, _, target = socket.getaddrinfo(*store, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
@@ -91,18 +91,18 @@ def own_address() -> str:
 
 
 class HolderError(OSError):
-    """A holder refuses a request, or is gone."""
+    """Raised if a holder refuses a request, or is lost."""
 
 
 class Pace:
-    """Keeps what is sent below a number of bytes a second; None: no limit."""
+    """Limit for sent bytes per second; None: no limit."""
 
     def __init__(self, rate: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate, self._clock = rate, clock
         self._free_at = 0.0
 
     def wait(self, nbytes: int) -> float:
-        """Counts bytes that are sent next. Returns the seconds to wait before."""
+        """Count bytes that are about to be sent. Returns the seconds to wait before sending."""
         if self.rate is None:
             return 0.0
         now = self._clock()
@@ -112,7 +112,7 @@ class Pace:
 
 
 class Link:
-    """A connection to a holder. Raises OSError, of which HolderError is one."""
+    """Connection to a holder. Raises OSError, of which HolderError is a subclass."""
 
     def __init__(self, to: Address) -> None:
         self.to = to
@@ -121,7 +121,7 @@ class Link:
         self._stream = cast("BinaryIO", self._socket.makefile("rb"))
 
     def put(self, generation: str, name: str, header: bytes, data: memoryview, pace: Pace) -> None:
-        """Stores a part on the holder's host; returns when it is complete there."""
+        """Store a part on the holder's host; returns when it is complete there."""
         self._ask(op="put", generation=generation, name=name, header=len(header), nbytes=len(data))
         self._socket.sendall(header)
         for start in range(0, len(data), CHUNK):
@@ -131,14 +131,14 @@ class Link:
         self._answer()
 
     def get(self, generation: str, name: str, start: int, into: memoryview) -> None:
-        """Reads bytes of a part from `start` on."""
+        """Read bytes of a part, beginning at `start`."""
         self._ask(op="get", generation=generation, name=name, start=start, length=len(into))
         self._answer()
         read_exactly(self._stream, into)
         self._answer()
 
     def header(self, generation: str, name: str) -> bytes:
-        """Reads the content of a part's header."""
+        """Read the content of a part's header."""
         self._ask(op="header", generation=generation, name=name)
         content = bytearray(int(self._answer()["length"]))
         read_exactly(self._stream, memoryview(content))
@@ -146,17 +146,17 @@ class Link:
         return bytes(content)
 
     def lease(self) -> None:
-        """Counts as a rank of the holder's host from now on, until this connection or its process ends."""
+        """Count as a rank of the holder's host from now on, until this connection or its process ends."""
         self._ask(op="lease")
         self._answer()
 
     def end(self) -> None:
-        """Ends the holder, with all copies."""
+        """End the holder, with all copies."""
         self._ask(op="end")
         self._answer()
 
     def close(self) -> None:
-        """Ends the connection."""
+        """End the connection."""
         self._stream.close()
         self._socket.close()
 
@@ -172,7 +172,7 @@ class Link:
 
 
 def leased(holder: Address) -> Link:
-    """A connection that counts as a rank of the holder's host while it is kept."""
+    """Connection that counts as a rank of the holder's host while it is kept."""
     link = Link(holder)
     link.lease()
     return link
@@ -182,6 +182,6 @@ GENERATION = re.compile(r"g(\d{6})-[0-9a-f]{8}")
 
 
 def number_of(generation: str) -> int:
-    """The number of a generation, by the name of its folder; 0 for any other folder."""
+    """Number of a generation, from the name of its folder; 0 for any other folder."""
     match = GENERATION.fullmatch(generation)
     return int(match[1]) if match else 0

@@ -1,11 +1,12 @@
-"""Copies the state of a rank after a step: staged into memory of its host at once, sent to others on a thread.
+"""Copies of a rank's state after a step: staged into its host's memory immediately, and sent to other hosts in a
+thread.
 
-A copy counts when all ranks have theirs of the step, on which they agree through the store. Until then the copies of
-the step before stay, in the other slot of each part.
+A copy counts when all ranks have completed theirs for the step, on which they agree through the store. Until then the
+copies of the previous step remain, in the other slot of each part.
 
-Keys of the store, which count the copies of this start, as a run may go back to an iteration and copy it again:
-copied/COPY, the number of ranks that have stored and sent theirs; failed/COPY, why one could not; copied-by/RANK, the
-last copy of a rank; holder/HOST, the address of a holder that was started again.
+Keys of the store. They number the copies of this start, because a run may go back to an iteration and copy it again:
+copied/COPY, the number of ranks that have stored and sent theirs; failed/COPY, why a rank could not; copied-by/RANK,
+the last copy of a rank; holder/HOST, the address of a holder that was restarted.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from megatron.extensions.operate.peer_copies.holder import header_of, sealed, wr
 from megatron.extensions.operate.peer_copies.shards import Entry, Slot, Stored, boxes_of, entries_of
 
 AGAIN = 20.0
-"""Seconds in which a holder that was started again is looked for."""
+"""Seconds for which ranks look for a restarted holder."""
 
 
 @dataclass(frozen=True)
 class Duty:
-    """A part that this rank stores on its host, and the hosts to which it sends it."""
+    """A part that this rank stores on its host, and the hosts to which it sends the part."""
 
     stored: Stored
     to: tuple[str, ...]
@@ -42,37 +43,37 @@ class Duty:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the copies of one start of the ranks are."""
+    """Locations of the copies of one start of the ranks."""
 
     folder: Path
-    """Of the run, on this host."""
+    """Folder of the run on this host."""
 
     generation: str
     holders: Mapping[str, Address]
     """Host -> its holder."""
 
     own: str
-    """This host."""
+    """Name of this host."""
 
     keep: float
     """Seconds that a holder outlives the ranks."""
 
     leads: bool
-    """True if this rank looks after the holder of its host."""
+    """True if this rank supervises the holder of its host."""
 
     rank: int
 
 
 class Copies:
-    """The copies of one rank. `copy` is for the training thread, once for a step on all ranks."""
+    """Copies of one rank. `copy` is called by the training thread, once for a step on all ranks."""
 
     def __init__(self, place: Place, duties: Sequence[Duty], store: dist.Store, world: int, pace: Pace) -> None:
         self.place, self.duties = place, duties
         self.complete: int | None = None
-        """The iteration whose copies are complete on all ranks."""
+        """Iteration whose copies are complete on all ranks."""
 
         self.failure = ""
-        """Why the copies of the last step are not complete."""
+        """Reason why the copies of the last step are not complete."""
 
         self._store, self._world = store, world
         self._pace = pace
@@ -84,12 +85,12 @@ class Copies:
         self._lease: Link | None = None
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Has `call` called once, on the copying thread, when the first copies are complete."""
+        """Register `call`, which the copying thread calls once, when the first copies are complete."""
         self._first = call
 
     def wait(self, seconds: float = inf) -> list[int]:
-        """Waits until the copies in progress are complete on all ranks, or have failed. Returns the ranks whose copies
-        are not, after so many seconds."""
+        """Wait until the copies in progress are complete on all ranks, or have failed. After the given number of
+        seconds, returns the ranks whose copies are incomplete."""
         if self._thread is not None:
             self._thread.join(min(seconds, threading.TIMEOUT_MAX))
             if self._thread.is_alive():
@@ -100,8 +101,8 @@ class Copies:
         return []
 
     def copy(self, iteration: int, tensors: StateDict, payload: Mapping[str, object] | None) -> None:
-        """Begins the copies of a step, after those before have ended. `tensors` may change once this returns, on the
-        current stream."""
+        """Begin the copies of a step, after the previous ones have ended. `tensors` may change once this returns, on
+        the current stream."""
         self.wait()
         self._number += 1
         staged = [(duty, self._stage(duty.stored, tensors)) for duty in self.duties]
@@ -146,13 +147,13 @@ class Copies:
             self._store.set(f"copied-by/{self.place.rank}", str(self._number))
             self._store.add(f"copied/{self._number}", 1)
         except Exception as error:
-            with suppress(RuntimeError):  # the store is gone, and the run with it
+            with suppress(RuntimeError):  # the store is gone, and so is the run
                 self._store.set(f"failed/{self._number}", f"{type(error).__name__}: {error}")
         with suppress(RuntimeError):
             self._agree(iteration)
 
     def _agree(self, iteration: int) -> None:
-        """Waits for the other ranks."""
+        """Wait for the other ranks."""
         pause, longest = 0.001, min(0.1, 0.01 + 1e-4 * self._world)
         while self._store.add(f"copied/{self._number}", 0) < self._world:
             if self._store.check([failed := f"failed/{self._number}"]):
@@ -193,7 +194,7 @@ class Copies:
         return Address(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _look_after_holder(self) -> None:
-        """Starts the holder of this host again if it has died."""
+        """Restart the holder of this host if it has died."""
         if not self.place.leads:
             return
         own = self._address(self.place.own) or self.place.holders[self.place.own]

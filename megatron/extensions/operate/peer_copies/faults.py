@@ -1,4 +1,4 @@
-"""Notes of the failure that ended a start of a run, and what the next one tells of its recovery.
+"""Records of the failure that ended a start of a run, and the next start's report of the recovery.
 
 This module does not import torch.
 """
@@ -18,7 +18,7 @@ from megatron.extensions.operate.peer_copies.holder import write_whole
 NOTE = "fault.json"
 
 RUNG = "RUNG_IN_JOB"
-"""Variable of a start in the job with its rung: how its processes were found."""
+"""Environment variable with the rung of a start within the job, which tells how its processes were found."""
 
 SAME_RANKS, SPARES = "restart in the job", "spare ranks in the job"
 FEWER_RANKS = "another layout in the job"
@@ -27,22 +27,22 @@ BY_LAUNCHER = "restart by the launcher"
 
 @dataclass(frozen=True)
 class Fault:
-    """A failure, as a rank that ended by it has noted it."""
+    """A failure, as recorded by a rank that it ended."""
 
     what: str
     who: str
     at: float
-    """Seconds since 1970 of the failure, or of the last sign of life."""
+    """Time of the failure, or of the last sign of life, in seconds since 1970."""
 
     noticed: float
-    """When this host ended by it."""
+    """Time at which it ended this host's ranks."""
 
     iteration: int
-    """The last step that was complete."""
+    """Last complete step."""
 
 
 def write_fault(folder: Path, fault: Fault) -> None:
-    """Notes a failure for the next start; of the ranks of a host the last counts."""
+    """Record a failure for the next start; among the ranks of a host, the last record counts."""
     write_whole(folder / NOTE, json.dumps(asdict(fault)))
 
 
@@ -65,19 +65,20 @@ def note_death(folder: Path, who: str, number: int, iteration: int, since: float
 
 
 def read_fault(folder: Path) -> Fault | None:
-    """The note that an earlier start has left; None if there is none."""
+    """Record that an earlier start has left; None if there is none."""
     with suppress(OSError, ValueError, TypeError):
         return Fault(**json.loads((folder / NOTE).read_bytes()))
     return None
 
 
 def drop_fault(folder: Path) -> None:
-    """Deletes the note."""
+    """Delete the record."""
     (folder / NOTE).unlink(missing_ok=True)
 
 
 def first_fault(faults: Iterable[Fault | None]) -> Fault | None:
-    """The failure that the hosts agree on: the earliest, noticed by the first, after the farthest step."""
+    """The failure on which the hosts agree: the earliest one, with the earliest detection and the latest complete
+    step."""
     known = [fault for fault in faults if fault is not None]
     if not known:
         return None
@@ -88,21 +89,21 @@ def first_fault(faults: Iterable[Fault | None]) -> Fault | None:
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a run went on after a failure."""
+    """Recovery of a run from a failure."""
 
     fault: Fault
     rung: str
-    """Who has started the ranks again, and how: one of the rungs above."""
+    """How the ranks were restarted: one of the rungs above."""
 
     source: str
-    """Where the state came from: `copies in memory`, or `checkpoint on disk`."""
+    """Source of the state: `copies in memory`, or `checkpoint on disk`."""
 
     why: str
-    """Why it did not come from memory; empty if it did, or nothing was ever copied."""
+    """Reason why the state did not come from memory; empty if it did, or if nothing was ever copied."""
 
     def record(self, now: float, resumed: int) -> dict[str, object]:
-        """The event of `run_events.jsonl`, once a step is made after `resumed` iterations. Times are in seconds after
-        the failure."""
+        """Event for `run_events.jsonl`, recorded after the first step that follows `resumed` iterations. Times are in
+        seconds after the failure."""
         fault = self.fault
         return {
             "what": fault.what,
@@ -115,7 +116,7 @@ class Recovery:
         } | ({"why": self.why} if self.why else {})
 
     def line(self, now: float, resumed: int) -> str:
-        """What the log says."""
+        """Text for the log."""
         record = self.record(now, resumed)
         why = f" ({self.why})" if self.why else ""
         return (

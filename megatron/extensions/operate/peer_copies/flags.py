@@ -1,4 +1,4 @@
-"""Flags of copies in the memory of peers. This module does not import torch."""
+"""Flags for copies in the memory of peers. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class PeerCopyConfig:
     peer_copies: int = flag(0, at_least=0)
-    """Copies of the training state in the memory of this many other hosts, beside one on each rank's own host, which a
-    restart loads in place of an older checkpoint. 0: none."""
+    """Number of other hosts that hold copies of the training state in memory, in addition to each rank's own host; a
+    restart loads these instead of an older checkpoint. 0: no copies."""
 
     peer_copy_interval: int = flag(1, at_least=1, no_effect_without="--peer-copies above 0")
     """Steps from one copy to the next."""
 
     peer_copy_bandwidth: float | None = flag(None, above=0, no_effect_without="--peer-copies above 0")
-    """Megabytes per second that the ranks of a host send together for copies, at most; default: no limit."""
+    """Limit for the megabytes per second that the ranks of a host together send for copies; default: no limit."""
 
     peer_copy_path: str = flag("/dev/shm", path="local", no_effect_without="--peer-copies above 0")
-    """Folder on a file system in memory that holds the copies of a host."""
+    """Folder on an in-memory file system that holds the copies of a host."""
 
     peer_copy_keep_minutes: float = flag(10.0, above=0, no_effect_without="--peer-copies above 0")
-    """Minutes that a host keeps its copies while no rank of the run is there."""
+    """Minutes for which a host keeps its copies while it has no rank of the run."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
-        """What the copies of a planned run survive, and what they cost."""
+        """Plan section: losses that the copies of a run survive, and the cost of the copies."""
         return ("Copies in memory", f"{__package__}.plan_lines:lines") if keeps_copies(config) else None
 
 
 def keeps_copies(config: RunConfig) -> bool:
-    """Return whether a run copies its state."""
+    """Return True if a run copies its state."""
     return config.options(PeerCopyConfig).peer_copies > 0 and not config.training.skip_train
 
 

@@ -1,6 +1,6 @@
-"""The holder of a host: a small process that outlives the ranks and serves the copies in memory to other hosts.
+"""Holder: a small process on each host that outlives the ranks and serves the copies in memory to other hosts.
 
-The copies are files of a folder in memory (/dev/shm), so that they outlive this process too, and the ranks of the host
+The copies are files in an in-memory folder (/dev/shm), so that they outlive this process too, and the ranks of the host
 write theirs without it:
 
     FOLDER/holder.json              port and token of the holder
@@ -8,12 +8,12 @@ write theirs without it:
     FOLDER/GENERATION/PART.SLOT     bytes of a part of the training state
     FOLDER/GENERATION/PART.SLOT.json    its header, present only while the bytes are complete
 
-Each start of the ranks is a generation, with a folder of its own: a process of an earlier start that wakes up writes
-where nobody looks. Each part has two slots, of which one is complete while the other is written.
+Each start of the ranks is a generation, with its own folder: if a process of an earlier start wakes up, nobody reads
+what it writes. Each part has two slots: one is complete while the other is written.
 
-It imports neither torch nor this package. Any process that reaches the port can connect: a request begins with the
-token, and names are checked. It ends with all copies when told, or when no rank of its host has been connected for KEEP
-seconds.
+This module imports neither torch nor this package. Any process that reaches the port can connect, so a request begins
+with the token, and names are checked. The holder ends, with all copies, on request, or if no rank of its host has been
+connected for KEEP seconds.
 
     python -I -S holder.py FOLDER ADDRESS KEEP
 """
@@ -41,34 +41,34 @@ CHUNK = 1 << 20
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[01])?")
 ABOUT, WORLD = "holder.json", "world.json"
 FIRST = 300.0
-"""Seconds, at least, in which the first rank connects."""
+"""Minimum number of seconds within which the first rank connects."""
 
 STALLED = 300.0
 """Seconds without a byte after which a sender counts as gone, as with a host that is lost in the middle of a part."""
 
 LONGEST = 1 << 20
-"""Bytes of a request's line."""
+"""Largest number of bytes in the line of a request."""
 
 
 def header_of(path: Path) -> Path:
-    """The header beside a file of bytes."""
+    """Path of the header beside a file of bytes."""
     return path.with_name(f"{path.name}.json")
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Writes a file that readers see whole or not at all."""
+    """Write a file that readers see either whole or not at all."""
     beside = path.with_name(f"{path.name}.new")
     beside.write_bytes(text.encode() if isinstance(text, str) else text)
     os.replace(beside, path)
 
 
 def sealed(header: bytes) -> bytes:
-    """The content of a header's file: its checksum, and itself."""
+    """Content of a header file: its checksum, and the header."""
     return b"%08x\n" % zlib.crc32(header) + header
 
 
 def unsealed(sealed: bytes) -> dict[str, Any]:
-    """The header in the content of its file. Raises ValueError if it is damaged."""
+    """Parse the header in the content of its file. Raises ValueError if it is damaged."""
     crc, _, text = sealed.partition(b"\n")
     if int(crc, 16) != zlib.crc32(text):
         raise ValueError("a header is damaged")
@@ -76,7 +76,8 @@ def unsealed(sealed: bytes) -> dict[str, Any]:
 
 
 def read_header(data: Path) -> dict[str, Any]:
-    """The header of a file of bytes. Raises OSError or ValueError if it is damaged, or is not of these bytes."""
+    """Read the header of a file of bytes. Raises OSError, or ValueError if the header is damaged or belongs to other
+    bytes."""
     header = unsealed(header_of(data).read_bytes())
     if data.stat().st_size != header["nbytes"]:
         raise ValueError(f"the header of {data} is of other bytes")
@@ -84,7 +85,7 @@ def read_header(data: Path) -> dict[str, Any]:
 
 
 def headers_in(generation: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """(file of bytes, its header) of the parts in a generation's folder that are complete."""
+    """(file of bytes, its header) for the complete parts in a generation's folder."""
     for path in sorted(generation.glob("*.[01].json")):
         data = path.with_suffix("")
         with suppress(OSError, ValueError):
@@ -92,7 +93,7 @@ def headers_in(generation: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 class Holder(socketserver.ThreadingTCPServer):
-    """Serves the files of a folder."""
+    """Server for the files of a folder."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -107,7 +108,7 @@ class Holder(socketserver.ThreadingTCPServer):
         super().__init__((address, 0), Connection)
 
     def watch(self) -> None:
-        """Returns when this process is to end."""
+        """Wait until this process is to end."""
         while True:
             time.sleep(0.2)
             with self.lock:
@@ -116,13 +117,13 @@ class Holder(socketserver.ThreadingTCPServer):
                 return
 
     def lease(self, change: int) -> None:
-        """Counts the ranks that are connected."""
+        """Change the number of connected ranks."""
         with self.lock:
             self.leases += change
             self.free_since = time.monotonic()
 
     def path(self, request: Mapping[str, Any]) -> Path:
-        """The file that a request names. Raises ValueError for a name that is none."""
+        """File that a request names. Raises ValueError for an illegal name."""
         names = str(request["generation"]), str(request["name"])
         if not all(NAME.fullmatch(name) for name in names):
             raise ValueError(f"no name of a copy: {names}")
@@ -130,7 +131,7 @@ class Holder(socketserver.ThreadingTCPServer):
 
 
 class Connection(socketserver.StreamRequestHandler):
-    """One connection: requests until its end."""
+    """Serve the requests of one connection until its end."""
 
     server: Holder
 
@@ -149,12 +150,13 @@ class Connection(socketserver.StreamRequestHandler):
                 self._answer(**answer or {})
 
     def do_put(self, request: Mapping[str, Any]) -> None:
-        """Stores a part: its header and its bytes follow."""
+        """Store a part, whose header and bytes follow."""
         path = self.server.path(request)
         header_of(path).unlink(missing_ok=True)
         self.connection.settimeout(STALLED)
         header = self.rfile.read(int(request["header"]))
-        with open(path, "r+b" if path.exists() else "w+b", buffering=0) as file:  # a generation that is gone: an error
+        # fails if the generation has been deleted
+        with open(path, "r+b" if path.exists() else "w+b", buffering=0) as file:
             os.ftruncate(file.fileno(), int(request["nbytes"]))
             left = int(request["nbytes"])
             while left:
@@ -166,20 +168,20 @@ class Connection(socketserver.StreamRequestHandler):
         write_whole(header_of(path), header)
 
     def do_get(self, request: Mapping[str, Any]) -> None:
-        """Sends bytes [start, start + length) of a part, after a line with their number."""
+        """Send bytes [start, start + length) of a part, after a line with their number."""
         start, length = int(request["start"]), int(request["length"])
         with open(self.server.path(request), "rb") as file:
             self._answer(length=length)
             self.connection.sendfile(file, start, length) if length else None
 
     def do_header(self, request: Mapping[str, Any]) -> None:
-        """Sends the content of a part's header, after a line with its length."""
+        """Send the content of a part's header, after a line with its length."""
         content = header_of(self.server.path(request)).read_bytes()
         self._answer(length=len(content))
         self.wfile.write(content)
 
     def do_lease(self, request: Mapping[str, Any]) -> None:
-        """Counts as a rank of this host until the connection ends."""
+        """Count as a rank of this host until the connection ends."""
         self.server.lease(1)
         try:
             self._answer()
@@ -189,7 +191,7 @@ class Connection(socketserver.StreamRequestHandler):
             self.server.lease(-1)
 
     def do_end(self, request: Mapping[str, Any]) -> None:
-        """Ends the holder, with all copies."""
+        """End the holder, with all copies."""
         self.server.ended = True
 
     def _answer(self, **values: object) -> None:
@@ -197,7 +199,7 @@ class Connection(socketserver.StreamRequestHandler):
 
 
 def main(folder: Path, address: str, keep: float) -> None:
-    """Serves until told to end, or until no rank is left for `keep` seconds; then deletes the folder."""
+    """Serve until a request to end, or until no rank has been connected for `keep` seconds; then delete the folder."""
     with Holder(folder, address, keep) as holder:
         about = {"address": address, "port": holder.server_address[1], "token": holder.token, "pid": os.getpid()}
         write_whole(folder / ABOUT, json.dumps(about))
@@ -209,7 +211,7 @@ def main(folder: Path, address: str, keep: float) -> None:
 
 
 def read_exactly(stream: BinaryIO, into: memoryview) -> None:
-    """Fills `into`. Raises ConnectionError if the stream ends before."""
+    """Receive until `into` is full. Raises ConnectionError if the stream ends earlier."""
     at = 0
     while at < len(into):
         if not (got := stream.readinto(into[at : at + CHUNK])):  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""--peer-copies in a run: resumes from the newest complete copies at the start, and copies after steps."""
+"""Callbacks for --peer-copies: resume from the newest complete copies at the start, and copy after steps."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ from megatron.training.run import TrainingRun
 
 @dataclass(frozen=True)
 class Host:
-    """What a rank tells the others at the start."""
+    """Information that a rank sends to the others at the start."""
 
     name: str
     holder: Address | None
-    """None from all but the rank that looks after it."""
+    """None from all ranks except the one that supervises the holder."""
 
     held: Inventory
     fault: Fault | None
     idle: tuple[IdleHost, ...] = ()
-    """Hosts without ranks of which a process of the launcher has told this host."""
+    """Hosts without ranks that a process of the launcher has reported to this host."""
 
 
 class PeerCopies(Callback):
@@ -94,7 +94,7 @@ class PeerCopies(Callback):
         self._recovery: Recovery | None = None
         self._resumed = False
         self._leases = list[Link]()
-        """Kept open: a holder ends without them."""
+        """Kept open, because a holder ends without connections."""
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         self._watchdog = watchdog
@@ -102,7 +102,7 @@ class PeerCopies(Callback):
         return ()
 
     def on_setup(self, runtime: Runtime) -> None:
-        """Opens the holder of this host, and learns what all hosts hold. Collective."""
+        """Open the holder of this host, and learn what all hosts hold. Collective."""
         world, own = runtime.state.world, host_name()
         names = gather_objects(own, world)
         self._leads = names.index(own) == world.rank
@@ -146,7 +146,7 @@ class PeerCopies(Callback):
     def _resume(
         self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None], world: Axis
     ) -> tuple[CompleteSet | None, Progress | None, str]:
-        """The set that was loaded, the position that it gives, and why there is none."""
+        """Set that was loaded, the position from it, and the reason why none was loaded."""
         root = begun.config.checkpoint.load_root
         assert root is not None
         on_disk = on_first_rank(lambda: read_latest(root), world) or 0
@@ -164,7 +164,7 @@ class PeerCopies(Callback):
         return None, None, why
 
     def _verified(self, found: CompleteSet, world: Axis) -> CompleteSet:
-        """A set without damaged copies, of which the ranks of each host look through its own. Collective."""
+        """A set without damaged copies; the ranks of each host check its own copies. Collective."""
         own = host_name()
         ranks = [rank for rank, host in enumerate(self._host_of) if host == own]
         here = [copy for copies in found.copies.values() for copy in copies if copy.host == own]
@@ -172,7 +172,7 @@ class PeerCopies(Callback):
         return found.without([copy for each in gather_objects(mine, world) for copy in each])
 
     def checkpoint_of(self, iteration: int) -> MemoryCheckpoint | None:
-        """The copies that this start has made of a step; None if they are no longer there. Collective."""
+        """The copies that this start has made of a step; None if they no longer exist. Collective."""
         run = self._run
         assert run is not None
         self._await_copies()
@@ -193,7 +193,8 @@ class PeerCopies(Callback):
         data: Callable[[int], str | None],
         on_disk: int,
     ) -> tuple[CompleteSet | None, Progress | None, str]:
-        """As `_resume`. Raises CopyError if copies are lost as they are read, and there is nothing else to load."""
+        """Like `_resume`. Raises CopyError if copies are lost while they are read, and there is nothing else to
+        load."""
         try:
             readers = Readers(self._folder, host_name(), self._holders, self._idle)
             checkpoint = MemoryCheckpoint(found, readers, self._leads, begun.state.world)
@@ -209,7 +210,7 @@ class PeerCopies(Callback):
         return None, None, why
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
-        """Divides the state into parts, and returns the task that copies. Collective."""
+        """Divide the state into parts, and return the task that copies. Collective."""
         self._run = run
         state, rank = run.runtime.state, run.runtime.launch.rank
         tensors, _ = self._contents(run)
@@ -246,8 +247,8 @@ class PeerCopies(Callback):
         )
 
     def _check_room(self, nbytes: int, world: Axis) -> None:
-        """Raises ValueError, on every rank, if a host has no room for the copies of two steps, of which it may hold one
-        that was loaded. Collective."""
+        """Raise ValueError, on every rank, if a host has no room for the copies of two steps, one of which may be a
+        copy that was loaded. Collective."""
         free = shutil.disk_usage(self._folder).free
         needed = (1 if any(self._folder.glob("g*")) else 2) * nbytes
         why = f"{host_name()} has {byte_text(free)} there, and needs {byte_text(needed)}" if free < needed else ""
@@ -257,7 +258,8 @@ class PeerCopies(Callback):
             raise ValueError(str(Problem("--peer-copy-path", path, f"is too small: {found}", remedy)))
 
     def on_start(self, run: RunView) -> None:
-        """Before the first step: a state from memory is not on disk yet, whatever its iteration."""
+        """Copy before the first step: a state that was loaded from memory is not on disk yet, whatever its
+        iteration."""
         if self._resumed:
             assert isinstance(run, TrainingRun)
             run.saver.last = None
@@ -291,7 +293,7 @@ class PeerCopies(Callback):
             raise LateRanksError(late, "their copies", self._run.runtime.watchdog.status.limit)
 
     def _note_fault(self) -> None:
-        """Leaves a note of the failure by which the run ends, for the next start."""
+        """Record the failure that ends the run, for the next start."""
         cause = self._watchdog.failures.reported
         if cause is not None:
             done = 0 if self._run is None else self._run.progress.iteration
@@ -299,7 +301,7 @@ class PeerCopies(Callback):
                 write_fault(self._folder, Fault(cause.title, cause.who, cause.at, time.time(), done))
 
     def _report_recovery(self) -> None:
-        """Records the recovery after the first step of this start."""
+        """Record the recovery after the first step of this start."""
         run, recovery = self._run, self._recovery
         assert run is not None
         if recovery is None or not run.runtime.is_main:
@@ -310,7 +312,7 @@ class PeerCopies(Callback):
         record_event(self.config.checkpoint.save, "recovery", **recovery.record(time.time(), resumed))
 
     def on_end(self, run: RunView) -> None:
-        """Ends the holder: the state is on disk."""
+        """End the holder: the state is on disk."""
         self._await_copies()
         gather_objects(None, self._run.runtime.state.world) if self._run is not None else None
         if self._leads:
@@ -319,7 +321,7 @@ class PeerCopies(Callback):
 
 
 def drop_generations(folder: Path, kept: str) -> None:
-    """Deletes the copies of earlier starts."""
+    """Delete the copies of earlier starts."""
     for generation in folder.glob("g*"):
         if generation.name != kept:
             shutil.rmtree(generation, ignore_errors=True)

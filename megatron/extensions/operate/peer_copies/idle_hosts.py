@@ -1,5 +1,5 @@
-"""Hosts that have no ranks, and whose copies are read all the same: what a process of the launcher there offers, and
-where the ranks find it. This module does not import torch."""
+"""Hosts without ranks whose copies are still read: what a process of the launcher there offers, and where the ranks
+find it. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class IdleHost:
     held: Inventory
 
     def to_json(self) -> str:
-        """It as text."""
+        """Text of this host."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> IdleHost:
-        """What `to_json` has written."""
+        """Parse a text that `to_json` has written."""
         record = json.loads(text)
         return cls(record["name"], Address(**record["holder"]), Inventory.from_record(record["held"]))
 
 
 def memory_of(config: RunConfig) -> Path | None:
-    """The folder of a run's copies on this host; None for a run without copies."""
+    """Folder of a run's copies on this host; None if the run has no copies."""
     if not keeps_copies(config) or config.checkpoint.save is None:
         return None
     return folder_of(config.options(PeerCopyConfig).peer_copy_path, config.checkpoint.save)
 
 
 def offered(config: RunConfig) -> tuple[str, Link | None]:
-    """What this host holds, as the text of an `IdleHost`, and a connection that keeps its holder while it is open;
-    empty if it holds nothing."""
+    """Text of an `IdleHost` with what this host holds, and a connection that keeps its holder alive while it is open;
+    the text is empty if the host holds nothing."""
     folder = memory_of(config)
     with suppress(OSError):
         if folder is not None and any(folder.glob("g*")):
@@ -56,14 +56,14 @@ def offered(config: RunConfig) -> tuple[str, Link | None]:
 
 
 def leave_note(config: RunConfig, offers: Iterable[str]) -> None:
-    """Tells the ranks of this host what hosts without ranks offer."""
+    """Tell the ranks of this host what hosts without ranks offer."""
     folder = memory_of(config)
     if folder is not None and folder.is_dir():
         write_whole(folder / NOTE, json.dumps([offer for offer in offers if offer]))
 
 
 def read_note(folder: Path) -> tuple[IdleHost, ...]:
-    """What `leave_note` has left, which is deleted."""
+    """Read and delete what `leave_note` has left."""
     found: tuple[IdleHost, ...] = ()
     with suppress(OSError, ValueError, TypeError, KeyError):
         found = tuple(map(IdleHost.from_json, json.loads((folder / NOTE).read_bytes())))

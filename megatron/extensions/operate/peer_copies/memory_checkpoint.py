@@ -1,4 +1,4 @@
-"""A complete set of copies as a checkpoint to load, at any layout. The checksum of every box is compared."""
+"""A complete set of copies as a checkpoint that loads under any layout. The checksum of every box is verified."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megatron.extensions.operate.peer_copies.shards import Entry, Offset
 
 
 class CopyError(RuntimeError):
-    """Copies in memory cannot be used."""
+    """Raised if copies in memory cannot be used."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What stands beside the bytes of a part."""
+    """Contents of the header of a part's bytes."""
 
     entries: tuple[Entry, ...]
     sums: tuple[int, ...]
@@ -36,18 +36,18 @@ class Header:
 
     @classmethod
     def read(cls, path: Path) -> Header:
-        """The header of a file of bytes."""
+        """Header of a file of bytes."""
         return cls.of(read_header(path))
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Header:
-        """The header with these contents."""
+        """Header with the given contents."""
         entries = tuple(map(Entry.from_record, record["entries"]))
         return cls(entries, tuple(record["sums"]), record["payload"])
 
 
 def damaged(folder: Path, copies: Iterable[Copy]) -> list[Copy]:
-    """The copies on this host of which a box has another checksum than its header says."""
+    """Copies on this host with a box whose checksum differs from the header."""
     found = []
     for copy in copies:
         path = folder / copy.generation / copy.file
@@ -64,7 +64,7 @@ def damaged(folder: Path, copies: Iterable[Copy]) -> list[Copy]:
 
 
 class Readers:
-    """Reads bytes of copies: from this host's memory, else over connections to holders that it keeps. `idle`: hosts
+    """Read bytes of copies, from this host's memory, or over connections to holders that it keeps open. `idle`: hosts
     without ranks."""
 
     def __init__(
@@ -75,8 +75,8 @@ class Readers:
         self._links = dict[str, Link]()
 
     def read(self, copies: Sequence[Copy], entry: Entry, crc: int) -> bytearray:
-        """The bytes of a box, from the first copy that is undamaged, this host's own before others. Raises CopyError if
-        none is."""
+        """Bytes of a box, from the first undamaged copy; this host's own copy comes first. Raises CopyError if all
+        copies are damaged."""
         problems = []
         for copy in sorted(copies, key=lambda copy: copy.host != self.own):
             data = bytearray(entry.nbytes)
@@ -100,8 +100,8 @@ class Readers:
         self._link(copy.host).get(copy.generation, copy.file, start, into)
 
     def headers(self, found: CompleteSet, of_idle: bool) -> dict[str, Header]:
-        """The headers of the parts that this host has, and with `of_idle` of those that only hosts without ranks have,
-        as far as they can be read."""
+        """Headers of the parts that this host has, as far as they can be read; with `of_idle`, also of the parts that
+        only hosts without ranks have."""
         headers = {}
         for part, copies in found.copies.items():
             first = copies[0]
@@ -119,7 +119,7 @@ class Readers:
         return self._links[host]
 
     def close(self) -> None:
-        """Ends the connections."""
+        """End the connections."""
         for link in self._links.values():
             link.close()
 
@@ -134,10 +134,10 @@ class StoredBox:
 
 
 class MemoryCheckpoint(Checkpoint):
-    """A complete set of copies. Building it is collective over `world`; raises CopyError on every rank."""
+    """A complete set of copies. Constructing it is collective over `world`. Raises CopyError on every rank."""
 
     def __init__(self, found: CompleteSet, readers: Readers, reads_headers: bool, world: Axis) -> None:
-        """`reads_headers`: true on one rank of each host, which reads the headers of its host's copies for all."""
+        """`reads_headers`: True on one rank of each host, which reads the headers of its host's copies for all."""
         self.folder: PurePath = PurePath(f"copies in memory/iter_{found.iteration:07d}")
         self._readers = readers
         mine = readers.headers(found, of_idle=world.rank == 0) if reads_headers else {}
@@ -161,8 +161,8 @@ class MemoryCheckpoint(Checkpoint):
         self._holes = [key for key, info in self.tensors.items() if covered[key] != info.numel]
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """As `Checkpoint.load`. Raises CopyError on every rank if a box is lost: what was loaded so far is then no
-        state of any step."""
+        """Like `Checkpoint.load`. Raises CopyError on every rank if a box is lost: the tensors loaded so far then mix
+        several states."""
         self._check(targets, world, ignore)
         problem = ""
         try:
@@ -183,7 +183,8 @@ class MemoryCheckpoint(Checkpoint):
     def _overlaps(
         self, key: str, offset: Offset, shape: Sequence[int]
     ) -> Iterator[tuple[StoredBox, tuple[slice, ...], tuple[slice, ...]]]:
-        """Boxes that share elements with one at `offset`: (box, where in that one, where in the stored one)."""
+        """Boxes that share elements with a box at `offset`: (box, slices of the shared elements in that box, and in the
+        stored one)."""
         exact = self._boxes[key].get(offset)
         if exact is not None and exact.entry.shape == tuple(shape):
             whole = (slice(None),) * len(offset)

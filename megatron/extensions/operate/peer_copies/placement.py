@@ -1,10 +1,10 @@
-"""Placement of copies: which hosts hold a copy of which part of the training state, and what a loss of hosts leaves.
-This module does not import torch.
+"""Placement of copies: which hosts hold a copy of which part of the training state, and which parts survive the loss of
+hosts. This module does not import torch.
 
-Hosts form groups of N + 1, and each host keeps its own parts and copies of the parts of the others in its group, as the
-mixed placement of GEMINI (SOSP 2023). A loss is fatal only if it takes a whole group: with hosts spread over all others
-nearly every pair would be. Hosts that are left over enlarge the last group, in which copies go to the next N hosts of a
-ring.
+Hosts form groups of N + 1. Each host keeps its own parts and copies of the parts of the others in its group, as in the
+mixed placement of GEMINI (SOSP 2023). A loss is fatal only if it takes a whole group; with copies spread over all other
+hosts, nearly every pair would be fatal. Remaining hosts enlarge the last group, in which copies go to the next N hosts
+of a ring.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from math import comb
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the training state that is copied as a whole."""
+    """Part of the training state that is copied as a whole."""
 
     writer: int
-    """The rank that writes it in a checkpoint, and that sends it."""
+    """Rank that writes the part in a checkpoint, and that sends it."""
 
     replicas: tuple[int, ...]
-    """The ranks that hold the same bytes, the writer included."""
+    """Ranks that hold the same bytes, including the writer."""
 
     nbytes: int = 0
 
@@ -33,11 +33,12 @@ class Held:
 
     host: str
     by: int | None
-    """The rank on that host that has the same bytes and stores them itself; None if the writer sends them."""
+    """Rank on that host that has the same bytes and stores them itself; None if the writer sends them."""
 
 
 def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
-    """Groups of `copies` + 1 hosts in order; the last has up to 2 `copies` + 1. Of fewer hosts there is one group."""
+    """Divide hosts, in order, into groups of `copies` + 1; the last group has up to 2 `copies` + 1. If there are fewer
+    hosts, they form one group."""
     size = copies + 1
     count = max(1, len(hosts) // size)
     starts = [number * size for number in range(count)]
@@ -45,7 +46,7 @@ def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
 
 
 def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
-    """Host -> the hosts that keep copies of its parts, `copies` of them where there are so many others."""
+    """Host -> the hosts that keep copies of its parts: `copies` of them if there are enough other hosts."""
     found = {}
     for group in groups(hosts, copies):
         for place, host in enumerate(group):
@@ -54,10 +55,10 @@ def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 
 
 def place(host_of: Sequence[str], parts: Sequence[Part], copies: int) -> list[tuple[Held, ...]]:
-    """The copies of each part: one on the writer's host, then `copies` on other hosts, no two on one host.
+    """Copies of each part: one on the writer's host, then `copies` on other hosts, no two on the same host.
 
-    Other ranks that hold the same bytes store them on their hosts, first on partners of the writer's host; only what is
-    missing then is sent, to its partners.
+    Other ranks that hold the same bytes store them on their own hosts, preferably on partners of the writer's host; the
+    writer sends only the missing copies, to its partners.
     """
     order = list(dict.fromkeys(host_of))
     to = partners(order, copies)
@@ -75,15 +76,15 @@ def _held(part: Part, host_of: Sequence[str], to: Sequence[str], copies: int) ->
 
 
 def survives(placed: Sequence[tuple[Held, ...]], lost: Collection[str]) -> bool:
-    """Return whether a copy of every part is left if the hosts `lost` are gone."""
+    """Return True if a copy of every part is left when the hosts `lost` are gone."""
     return all(any(held.host not in lost for held in part) for part in placed)
 
 
 def survivable(placed: Sequence[tuple[Held, ...]], hosts: int, number: int) -> tuple[int, int]:
-    """(sets of `number` lost hosts that leave a copy of every part, all such sets) of `hosts` hosts. No part may have
-    fewer than `number` copies."""
+    """Return (number of sets of `number` lost hosts that leave a copy of every part, number of all such sets) for
+    `hosts` hosts. Every part must have at least `number` copies."""
     fatal = {frozenset(held.host for held in part) for part in placed}
-    assert all(len(each) >= number for each in fatal), "a smaller loss is fatal already"
+    assert all(len(each) >= number for each in fatal), "a smaller loss is already fatal"
     every = comb(hosts, number)
     return every - sum(len(each) == number for each in fatal), every
 
@@ -107,7 +108,7 @@ def sent_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> Map
 
 
 def duties(rank: int, placed: Sequence[tuple[Held, ...]]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(number of a part, hosts to which to send it) of the parts that a rank stores on its own host."""
+    """(number of a part, hosts to which it is sent) for the parts that a rank stores on its own host."""
     for number, copies in enumerate(placed):
         if any(held.by == rank for held in copies):
             is_writer = copies[0].by == rank

@@ -1,4 +1,4 @@
-"""Lines of a plan about copies in memory: losses that they survive, their bytes, and their share of a step."""
+"""Plan lines about copies in memory: the losses that they survive, their bytes, and their share of the step time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron.training.config.batch_size import byte_text
 from megatron.training.config.run_config import RunConfig
 
 SLOTS = 2
-"""Steps of which a host has memory for copies: the last complete one, and the one that is written."""
+"""Number of steps for whose copies a host has memory: the last complete one, and the one being written."""
 
 
 def planned_parts(config: RunConfig, world_size: int) -> list[Part]:
-    """The parts of the state of all ranks. Tensors that tensor-parallel ranks share count once for each."""
+    """Parts of the state of all ranks. Tensors that tensor-parallel ranks share count once for each."""
     dims = ParallelDims.from_config(config.parallel, world_size)
     memory = [states_of_rank(config, dims, pp_rank).memory for pp_rank in range(dims.pp)]
     replicas = {rank: group for group in dims.groups("dp", "cp") for rank in group}
@@ -40,7 +40,7 @@ def planned_parts(config: RunConfig, world_size: int) -> list[Part]:
 
 
 def lines(run: PlannedRun) -> Iterator[str]:
-    """The section of the plan."""
+    """Section of a plan about copies in memory."""
     options = run.config.options(PeerCopyConfig)
     hosts = -(-run.world_size // run.ranks_per_node)
     host_of = [str(rank // run.ranks_per_node) for rank in range(run.world_size)]
@@ -85,8 +85,8 @@ def lines(run: PlannedRun) -> Iterator[str]:
 
 
 def goodput_line(expected: Expected, interval: int, staging: float, sending: float) -> str:
-    """Goodput with copies, which all failures leave whole, and without; the same seconds from a failure to the next
-    step. A copy stops the run while it is staged."""
+    """Goodput with copies, if every failure leaves them complete, and without copies; the time from a failure to the
+    next step is the same. A copy pauses the run while it is staged."""
     copied = replace(expected, save=SaveCost(staging, staging + sending, ""))
     with_copies, without = copied.shares(interval), expected.best()
     return (

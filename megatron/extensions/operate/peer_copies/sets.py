@@ -1,4 +1,4 @@
-"""Complete sets of copies: what the hosts hold, and the newest step of which every part is there.
+"""Complete sets of copies: what the hosts hold, and the newest step with a copy of every part.
 
 This module does not import torch.
 """
@@ -31,7 +31,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a host holds."""
+    """Copies that a host holds."""
 
     copies: tuple[Copy, ...] = ()
     parts: Mapping[str, tuple[str, ...]] | None = None
@@ -39,7 +39,7 @@ class Inventory:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Inventory:
-        """An inventory from JSON's types."""
+        """Convert JSON types to an inventory."""
         parts = {name: tuple(each) for name, each in (record["parts"] or {}).items()}
         return cls(tuple(Copy(**copy) for copy in record["copies"]), parts)
 
@@ -54,18 +54,18 @@ class CompleteSet:
     """Part -> its copies."""
 
     def without(self, damaged: Collection[Copy]) -> CompleteSet:
-        """The set without copies that are damaged: of some parts it may have none then."""
+        """The set without damaged copies; some parts may then have no copy."""
         left = {part: tuple(each for each in copies if each not in damaged) for part, copies in self.copies.items()}
         return replace(self, copies=left)
 
     @property
     def lost(self) -> str:
-        """The parts of which no copy is left."""
+        """Parts without a copy."""
         return ", ".join(part for part, copies in self.copies.items() if not copies)
 
 
 def inventory(folder: Path, host: str) -> Inventory:
-    """What a host holds in its folder."""
+    """Read what a host holds in its folder."""
     copies, parts = list[Copy](), dict[str, tuple[str, ...]]()
     for generation in sorted(folder.glob("g*")):
         if not number_of(generation.name):
@@ -78,7 +78,7 @@ def inventory(folder: Path, host: str) -> Inventory:
 
 
 def complete_sets(held: Iterable[Inventory]) -> list[CompleteSet]:
-    """The sets of which every part is on some host, the newest first: by start of the ranks, then by step."""
+    """Complete sets, in which every part is on some host, newest first: by start of the ranks, then by step."""
     found: dict[tuple[str, int], dict[str, list[Copy]]] = {}
     parts: dict[str, tuple[str, ...]] = {}
     for each in held:
@@ -94,7 +94,7 @@ def complete_sets(held: Iterable[Inventory]) -> list[CompleteSet]:
 
 
 def why_none(held: Sequence[Inventory]) -> str:
-    """Why there is no complete set, in one line; empty if nothing was ever copied."""
+    """One line that says why there is no complete set; empty if nothing was ever copied."""
     copies = [copy for each in held for copy in each.copies]
     if not copies:
         return ""
@@ -109,7 +109,7 @@ def why_none(held: Sequence[Inventory]) -> str:
 
 
 def drop_others(folder: Path, kept: Collection[Copy]) -> None:
-    """Deletes everything that a host holds except for some copies."""
+    """Delete everything that a host holds, except the given copies."""
     files = {(copy.generation, copy.file) for copy in kept}
     for generation in folder.glob("g*"):
         mine = {name for owner, name in files if owner == generation.name}

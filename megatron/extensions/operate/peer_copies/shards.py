@@ -1,7 +1,7 @@
-"""The parts of the training state that a rank stores: boxes of tensors, and their places in the bytes of a part.
+"""Parts of the training state that a rank stores: boxes of tensors, and their positions in the bytes of a part.
 
-The state is that of a checkpoint (`RunCheckpoint.contents`), so nothing is forgotten and it loads at any layout. Left
-out are only parameters that have a main parameter, which a resumed run does not read.
+The state is the content of a checkpoint (`RunCheckpoint.contents`), so that it is complete and loads under any layout.
+Only parameters with a main parameter are left out, because a resumed run does not read them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Offset = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """A box of a tensor in the bytes of a part."""
+    """Box of a tensor in the bytes of a part."""
 
     key: str
     whole: tuple[int, ...]
@@ -39,19 +39,19 @@ class Entry:
     offset: Offset
     shape: tuple[int, ...]
     start: int
-    """Its first byte in the part."""
+    """Position of its first byte in the part."""
 
     nbytes: int
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Entry:
-        """The entry of a header."""
+        """Read the entry of a header."""
         lists = {name: tuple(record[name]) for name in ("whole", "offset", "shape")}
         return cls(**{**record, **lists})
 
     @property
     def record(self) -> dict[str, object]:
-        """It in JSON's types."""
+        """Convert it to JSON types."""
         return asdict(self)
 
     @property
@@ -60,7 +60,7 @@ class Entry:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name such as float32. Raises ValueError if there is none."""
+    """Return the dtype with a name such as float32. Raises ValueError if there is none."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"there is no dtype {name}")
@@ -76,20 +76,20 @@ class Stored:
 
     @property
     def name(self) -> str:
-        """Its name, equal on all ranks that hold it."""
+        """Name of the part, equal on all ranks that hold it."""
         if len(self.part.replicas) == 1:
             return f"{self.part.writer}-own"
         return f"{self.part.writer}-of-{zlib.crc32(repr(self.part.replicas).encode()):08x}"
 
 
 def boxes_of(tensors: StateDict, key: str) -> dict[Offset, Tensor]:
-    """Offset -> data of this rank's boxes of a tensor; of equal ones the first."""
+    """Offset -> data of this rank's boxes of a tensor; among equal boxes, the first."""
     return dict(reversed(tensors[key].boxes))
 
 
 def parts_of(tensors: StateDict, state: ParallelState, rank: int) -> list[Stored]:
-    """The parts of which this rank has the bytes, its own first: what it writes in a checkpoint, and what data-parallel
-    replicas write whose boxes are the same. Collective over the data-parallel ranks."""
+    """Parts whose bytes this rank has, its own first: the part that it writes in a checkpoint, and the parts that
+    data-parallel replicas with equal boxes write. Collective over the data-parallel ranks."""
     mine = {key: (_boxes_text(tensors, key), tensors[key].writes) for key in tensors if tensors[key].boxes}
     found = gather_objects((rank, mine), state.dp_cp)
     main = {key for _, held in found for key in held if key.startswith(optimizer_key(MAIN_PARAM, ""))}
@@ -113,7 +113,7 @@ def _boxes_text(tensors: StateDict, key: str) -> str:
 
 
 def entries_of(stored: Stored, tensors: StateDict) -> list[Entry]:
-    """Where the boxes of a part lie in its bytes."""
+    """Layout of the boxes of a part in its bytes."""
     entries, at = list[Entry](), 0
     for key in stored.keys:
         for offset, data in boxes_of(tensors, key).items():
@@ -128,34 +128,35 @@ def _padded(data: Tensor) -> int:
 
 
 class Slot:
-    """A file in memory of which the bytes are a tensor too; page-locked if copies come from a GPU."""
+    """File in memory whose bytes are also a tensor; page-locked if copies come from a GPU."""
 
     def __init__(self, path: Path, nbytes: int, pin: bool) -> None:
         self.path, self.nbytes = path, nbytes
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(file, nbytes)
-            if nbytes:  # refused here rather than by a signal when the memory is written
+            if nbytes:  # an error here, instead of a signal when the memory is written
                 os.posix_fallocate(file, 0, nbytes)
             self.memory = mmap.mmap(file, nbytes) if nbytes else mmap.mmap(-1, 1)
         finally:
             os.close(file)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)[:nbytes]
-        if pin and nbytes:  # where it fails, the memory stays pageable: slower, still correct
+        if pin and nbytes:  # if this fails, the memory stays pageable: slower, but correct
             torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), nbytes, 0)
 
     @property
     def view(self) -> memoryview:
-        """The bytes."""
+        """Bytes of the slot."""
         return memoryview(self.memory)[: self.nbytes]
 
     def stage(self, entries: Sequence[Entry], boxes: Iterable[Tensor]) -> None:
-        """Starts to copy the boxes of a part into the slot. Those on a GPU arrive when its current stream has."""
+        """Start to copy the boxes of a part into the slot. Boxes on a GPU arrive once its current stream has caught
+        up."""
         for entry, data in zip(entries, boxes, strict=True):
             into = self.bytes[entry.start : entry.start + entry.nbytes].view(data.dtype).view(data.shape)
             into.copy_(data, non_blocking=True)
 
     def sums(self, entries: Sequence[Entry]) -> list[int]:
-        """The checksum of each box."""
+        """Checksum of each box."""
         view = self.view
         return [zlib.crc32(view[entry.start : entry.start + entry.nbytes]) for entry in entries]

@@ -1,4 +1,4 @@
-"""Flags of the watch over other hosts, and of files that stop a run. This module does not import torch."""
+"""Flags for the watch over other hosts, and for files that stop a run. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 
 SHORTEST_SILENCE = 3.0
-"""Seconds of --host-heartbeat-timeout-seconds."""
+"""Check --host-heartbeat-timeout-seconds."""
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -28,7 +28,8 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class ResilienceConfig:
     host_heartbeat_timeout_seconds: float = flag(6.0, at_least=0)
-    """Seconds without a heartbeat (UDP) of another host after which the run ends and names it. 0: no heartbeats."""
+    """Seconds without a heartbeat (UDP) from another host after which the run ends and names that host. 0: no
+    heartbeats."""
 
 
 def rules_of_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -48,7 +49,7 @@ class StopFileFlags:
     """Folder that is watched, like --save, for the files `save` (save a checkpoint) and `exit` (save and exit)."""
 
     def folders(self, config: RunConfig) -> list[Path]:
-        """Folder of the files."""
+        """Folder for the files."""
         return [Path(folder) for folder in (config.checkpoint.save_folder, self.trigger_path) if folder]
 
 

@@ -1,18 +1,19 @@
-"""Heartbeats between hosts over UDP: a small process of each host, beside its ranks.
+"""Heartbeats between hosts over UDP: a small process on each host, beside its ranks.
 
-It imports neither torch nor this package, so no lock of an interpreter, compilation or debugger in a rank holds it up,
-and it needs neither collectives nor the store. Its first rank starts it, and it ends with that rank, whose silent death
-it reports to the other hosts. It sends its findings to the ranks of its own host, over loopback, with every beat.
+It imports neither torch nor this package, so no interpreter lock, compilation or debugger in a rank delays it, and it
+needs neither collectives nor the store. The host's first rank starts it, and it ends with that rank, whose silent death
+it reports to the other hosts. With every beat, it sends its findings to the ranks of its own host, over loopback.
 
-A host is silent when nothing of it has arrived for the timeout, and deaf when its own messages say that it has heard
-nothing from here for as long: what is lost one way only. Time in which this process itself did not run is not counted.
+A host is silent if nothing from it has arrived for the timeout. It is deaf if its own messages say that it has heard
+nothing from this host for as long: then messages are lost in one direction only. Time in which this process itself did
+not run is not counted.
 
-Any process that reaches a port can send to it. A datagram begins with the token of the run and is parsed only after the
-token has been checked. Others, and those whose values have wrong types, are ignored and counted.
+Any process that reaches a port can send to it. So a datagram begins with the token of the run, and is parsed only after
+the token has been checked. Other datagrams, and those with values of wrong types, are ignored and counted.
 
     python -I -S heartbeat.py PARENT RANK WORLD TIMEOUT FAMILY
 
-It prints its port. Lines of JSON on stdin are its orders.
+The process prints its port. It reads orders from stdin as lines of JSON.
 """
 
 from __future__ import annotations
@@ -35,42 +36,46 @@ BEAT = 0.25
 """Seconds between two messages to each watched host."""
 
 PAUSE = 1.0
-"""Seconds without a beat of its own after which this process counts as having stood still."""
+"""Seconds without a beat of its own after which this process counts as having been suspended."""
 
 SLACK = 4 * BEAT
-"""Hosts silent for nearly the timeout are reported with those beyond it: they were lost at one moment."""
+"""Hosts that have been silent for nearly the timeout are reported together with those beyond it, because they were lost
+at the same moment."""
 
 KINDS = ("silent", "deaf", "unheard", "failed", "over")
-"""Kinds of findings that give seconds for each host."""
+"""Kinds of findings with a number of seconds for each host."""
 
 FULL_MESH = 16
-"""Up to this number of hosts, each watches all others."""
+"""Up to this number of hosts, each host watches all others."""
 
 LINGER = 10.0
-"""Seconds in which this host ends after another one has said that the run has failed there. Longer, and the reason has
-not come here, nor what would end a collective: the other one's end, which the network may have lost."""
+"""Seconds within which this host ends after another host has said that the run has failed there. If it takes longer,
+neither the reason nor the error that would end a collective has arrived: the network may have lost the other host's
+end."""
 
 FAREWELLS = 8
-"""Times that the last message is sent."""
+"""How often the last message is sent."""
 
 BURST = 256
-"""Datagrams, and connections, that are read between two looks at the clock: a flood holds up no heartbeat."""
+"""Number of datagrams, and of connections, that are read between two looks at the clock, so that a flood does not delay
+heartbeats."""
 
 ENDS = ("", "bye", "failed", "lost", "gone")
-"""What a message may say of the end of its host: see `Peer.end`."""
+"""What a message may say about the end of its host: see `Peer.end`."""
 
 
 Address = tuple[str | int, ...]
-"""Where a datagram comes from or goes to, as sockets have it: host, port, and more for IPv6."""
+"""Source or target of a datagram, as sockets represent it: host, port, and more for IPv6."""
 
 
 def seal(token: str, message: Mapping[str, object]) -> bytes:
-    """The datagram of a message."""
+    """Encode a message as a datagram."""
     return token.encode() + json.dumps(message).encode()
 
 
 def unseal(token: str, data: bytes) -> dict[str, Any]:
-    """The message of a datagram. Raises ValueError if it does not begin with the token, or is no JSON object."""
+    """Decode the message in a datagram. Raises ValueError if it does not begin with the token, or is not a JSON
+    object."""
     begin, rest = data[: len(token)], data[len(token) :]
     if not token or not hmac.compare_digest(begin, token.encode()):
         raise ValueError("it does not begin with the token of this run")
@@ -84,7 +89,7 @@ def unseal(token: str, data: bytes) -> dict[str, Any]:
 
 
 def check_beat(message: Mapping[str, object], world: int) -> None:
-    """Raises ValueError unless a message is one of `Links.message` in a world of this size."""
+    """Raise ValueError unless a message has the form of `Links.message` in a world of this size."""
     sender = message.get("from")
     end = message.get("end")
     ages = message.get("ages")
@@ -93,7 +98,7 @@ def check_beat(message: Mapping[str, object], world: int) -> None:
 
 
 def check_findings(found: Mapping[str, object], world: int) -> None:
-    """Raises ValueError unless a message holds findings as `Links.findings` returns them."""
+    """Raise ValueError unless a message has findings in the form that `Links.findings` returns."""
     lists = [found.get(name) for name in ("gone", "fine")]
     right = all(isinstance(each, list) and all(_is_rank(host, world) for host in each) for each in lists)
     if not (right and all(_are_ages(found.get(kind), world) for kind in KINDS)):
@@ -105,7 +110,7 @@ def _is_rank(value: object, world: int) -> bool:
 
 
 def _are_ages(value: object, world: int) -> bool:
-    """Return whether a value maps ranks, as texts, to seconds."""
+    """Return True if a value maps ranks, as texts, to seconds."""
     return isinstance(value, dict) and all(
         host.isascii()
         and host.isdigit()
@@ -119,31 +124,31 @@ def _are_ages(value: object, world: int) -> bool:
 
 
 class Ignored:
-    """Counts datagrams that are ignored, and reports the first one on standard error."""
+    """Count ignored datagrams, and report the first one on standard error."""
 
     def __init__(self, here: str) -> None:
         self.here, self.count = here, 0
 
     def add(self, sender: Address, why: ValueError) -> None:
-        """Counts a datagram."""
+        """Count a datagram."""
         self.count += 1
         if self.count == 1:
             place = f"{sender[0]} port {sender[1]}"
             self._say(f"ignored a UDP datagram from {place}: {why}. Further ones are ignored and counted")
 
     def close(self) -> None:
-        """Reports how many were ignored, if more than one."""
+        """Report how many were ignored, if more than one."""
         if self.count > 1:
             self._say(f"ignored {self.count} UDP datagrams that were no heartbeats of this run")
 
     def _say(self, text: str) -> None:
-        with suppress(OSError):  # the disk of the log is full
+        with suppress(OSError):  # the disk with the log is full
             print(f"{self.here}: {text}", file=sys.stderr, flush=True)
 
 
 def watched(hosts: Iterable[int], here: int) -> set[int]:
-    """The hosts that `here` watches: all of a few, else those at distances 1, 2, 4, ... both ways on a ring, which
-    are 14 of 128. Every host has others that watch it."""
+    """Hosts that `here` watches: all if there are few, otherwise those at distances 1, 2, 4, ... in both directions on
+    a ring, which are 14 of 128. Every host is watched by others."""
     ring = sorted({*hosts, here})
     if len(ring) <= FULL_MESH:
         return set(ring) - {here}
@@ -153,28 +158,28 @@ def watched(hosts: Iterable[int], here: int) -> set[int]:
 
 @dataclass
 class Peer:
-    """Another host, as seen from here. Times are those of this host's clock, in seconds."""
+    """Another host, as seen from this one. Times are in seconds, by this host's clock."""
 
     address: Address
     since: float
-    """When its address became known."""
+    """Time at which its address became known."""
 
     heard: float | None = None
-    """When its last message arrived."""
+    """Time at which its last message arrived."""
 
     hears: float | None = None
-    """Seconds since it heard this host, as it said last."""
+    """Seconds since it heard this host, according to its last message."""
 
     end: str = ""
-    """`bye`: its run has ended without a failure; `failed`: by a failure; `lost`: because it hears nothing of hosts;
-    `gone`: its first rank has ended silently."""
+    """`bye`: its run has ended without a failure; `failed`: with a failure; `lost`: because it no longer hears some
+    hosts; `gone`: its first rank has ended silently."""
 
     ended: float = 0.0
-    """When it said that."""
+    """Time at which it said so."""
 
 
 class Links:
-    """State of this host's links to others. Hosts are called by the number of their first rank."""
+    """State of this host's links to others. Hosts are identified by the number of their first rank."""
 
     def __init__(self, here: int, timeout: float) -> None:
         self.here = here
@@ -182,12 +187,12 @@ class Links:
         self.peers = dict[int, Peer]()
 
     def know(self, host: int, address: Address, now: float) -> None:
-        """Learns where a host is."""
+        """Record the address of a host."""
         if host != self.here and host not in self.peers:
             self.peers[host] = Peer(address, now)
 
     def hear(self, message: dict[str, Any], address: Address, now: float) -> None:
-        """Takes in a message of another host."""
+        """Process a message from another host."""
         self.know(message["from"], address, now)
         peer = self.peers[message["from"]]
         if message["end"] and not peer.end:
@@ -196,12 +201,12 @@ class Links:
         peer.hears = message["ages"].get(str(self.here))
 
     def message(self, now: float, end: str = "") -> dict[str, object]:
-        """Message of this host to all others: how long ago it heard each."""
+        """Message from this host to all others: how long ago it heard each of them."""
         ages = {str(host): round(now - peer.heard, 2) for host, peer in self.peers.items() if peer.heard is not None}
         return {"from": self.here, "ages": ages, "end": end}
 
     def targets(self, now: float) -> list[Address]:
-        """Addresses to send to: those of the watched hosts and of those that watch this one."""
+        """Addresses to send to: the watched hosts, and the hosts that watch this one."""
         own = watched(self.peers, self.here)
         return [
             peer.address
@@ -210,8 +215,8 @@ class Links:
         ]
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """This process has not run for so long: neither is what others did not say in that time counted, nor what
-        they said of it."""
+        """Account for time in which this process did not run: the silence of others in that time does not count, and
+        neither do their reports about it."""
         for peer in self.peers.values():
             peer.since, peer.ended = min(now, peer.since + seconds), min(now, peer.ended + seconds)
             peer.heard = None if peer.heard is None else min(now, peer.heard + seconds)
@@ -220,10 +225,10 @@ class Links:
     def findings(self, now: float) -> dict[str, Any]:
         """Kind -> host -> seconds: `silent`, `deaf`, and `unheard` for hosts that have never been heard; `failed` for
         those whose run failed longer ago than `LINGER`, and `over` for those whose run ended without a failure. `gone`
-        and `fine` list hosts. Without a finding all but `fine` are empty."""
+        and `fine` list hosts. If there are no findings, all except `fine` are empty."""
         found: dict[str, Any] = {kind: dict[int, float]() for kind in KINDS} | {"gone": [], "fine": []}
         ages: dict[str, dict[int, float]] = {"silent": {}, "deaf": {}, "unheard": {}}
-        parted = False  # whether a host has ended because it hears nothing from here
+        parted = False  # True if a host has ended because it hears nothing from this one
         for host in sorted(watched(self.peers, self.here)):
             peer = self.peers[host]
             if peer.end == "lost" and (peer.hears or 0.0) > self.timeout - SLACK:
@@ -249,7 +254,7 @@ class Links:
 
 
 class Heartbeat:
-    """The process: sends, receives, and reports its findings to the ranks of this host."""
+    """Main loop of the process: sends, receives, and reports its findings to the ranks of this host."""
 
     def __init__(self, parent: int, links: Links, world: int, family: int) -> None:
         self.parent = parent
@@ -262,8 +267,8 @@ class Heartbeat:
         self._network.setblocking(False)
         self.port: int = self._network.getsockname()[1]
         self._doors = list[socket.socket]()
-        """A socket whose connections show that this host is alive if its UDP does not arrive. None if another program
-        has the port, and answers too."""
+        """Socket whose connections show that this host is alive even if its UDP datagrams do not arrive. None if
+        another program uses the port, and answers too."""
 
         with suppress(OSError):
             self._doors.append(socket.create_server(("", self.port), family=socket.AddressFamily(family)))
@@ -273,14 +278,14 @@ class Heartbeat:
         self._ignored = Ignored(f"heartbeat of rank {links.here} on {socket.gethostname()}, port {self.port}")
 
     def serve(self) -> None:
-        """Beats until the first rank of this host orders the end, or has ended."""
+        """Beat until the first rank of this host orders the end, or has ended."""
         last = time.monotonic()
         while True:
             inputs: list[socket.socket | int] = [self._network, *self._doors, 0]
             readable = select.select(inputs, [], [], max(0.0, last + BEAT - time.monotonic()))[0]
             now = time.monotonic()
             if now - last > PAUSE:
-                self._receive(now)  # what came meanwhile counts as heard now
+                self._receive(now)  # messages that arrived in the meantime count as heard now
                 self.links.stood_still(now - last, now)
             else:
                 self._receive(now)
@@ -302,9 +307,9 @@ class Heartbeat:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # an address where nobody listens any more
+                continue  # nobody listens at this address any more
             if not self.token:
-                continue  # it is not known yet: another host has learnt of this one earlier
+                continue  # the address is not known yet: the other host has learnt of this one earlier
             try:
                 message = unseal(self.token, data)
                 check_beat(message, self.world)
@@ -314,9 +319,9 @@ class Heartbeat:
                 self.links.hear(message, sender, now)
 
     def _answer_doors(self) -> None:
-        """Takes connections, of which the kernel holds only so many, and ends them."""
+        """Accept connections, of which the kernel holds only a limited number, and close them."""
         for door in self._doors:
-            with suppress(OSError):  # no connection is left, or its other end has gone
+            with suppress(OSError):  # there are no more connections, or the other end has gone
                 for _ in range(BURST):
                     door.accept()[0].close()
 
@@ -335,7 +340,7 @@ class Heartbeat:
     def _send(self, message: Mapping[str, object], now: float) -> None:
         data = seal(self.token, message)
         for address in self.links.targets(now):
-            with suppress(OSError):  # no carrier, no route: the other side notices that nothing comes
+            with suppress(OSError):  # no carrier, no route: the other side notices that nothing arrives
                 self._network.sendto(data, address)
 
     def _tell(self, findings: Mapping[str, object]) -> None:

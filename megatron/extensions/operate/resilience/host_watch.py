@@ -1,8 +1,8 @@
-"""Watches the links between hosts from within a rank: starts the host's heartbeat, and ends the rank with a report when
-other hosts are lost. Hosts that are cut off before their heartbeats know of each other notice that the store does not
-answer, and that its host accepts no connection either.
+"""Watch over the links between hosts from within a rank: it starts the host's heartbeat, and ends the rank with a
+report when other hosts are lost. If hosts are cut off before their heartbeats know of each other, they notice that the
+store does not answer, and that its host accepts no connection.
 
-Keys of the store: link/R, what `Link` says of rank R; heartbeats, the token of this start in heartbeats.
+Keys of the store: link/R, the `Link` of rank R; heartbeats, the token of this start for heartbeats.
 """
 
 from __future__ import annotations
@@ -41,27 +41,30 @@ ADVICE_HOST = (
 )
 PROGRAM = Path(__file__).with_name("heartbeat.py")
 FEW = 64
-"""Up to this number, ranks are looked up one by one as they arrive; more ranks are looked up once all have arrived."""
+"""Up to this number, ranks are looked up one by one as they arrive; more ranks are looked up together once all have
+arrived."""
 
 PEACE = 60.0
-"""Seconds that a rank may stay at one place of a step after the run has ended without a failure on another host."""
+"""Seconds for which a rank may stay at one place of a step after the run has ended without a failure on another
+host."""
 
 LOOK = 0.5
-"""Seconds between two looks at how long the store has not answered."""
+"""Seconds between two checks of how long the store has not answered."""
 
 ANSWER = 2.0
-"""Seconds in which the kernel of a host that lives accepts a connection."""
+"""Seconds within which the kernel of a living host accepts a connection."""
 
 OPENS = 120.0
 """Seconds in which the process for heartbeats starts."""
 
 TOKEN_BYTES = 16
-"""Random bytes in the token of a start."""
+"""Number of random bytes in the token of a start."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """How a rank is reached: by the heartbeat of its own host, and, for a first rank, that of other hosts."""
+    """How a rank is reached: by the heartbeat of its own host, and, if it is a first rank, by the heartbeats of other
+    hosts."""
 
     host: str
     machine: str
@@ -78,7 +81,7 @@ class Link:
 
 
 class AskedStore:
-    """A store that knows since when its answers are waited for."""
+    """Store that records since when its answers are awaited."""
 
     def __init__(self, store: object) -> None:
         self._store, self._since = store, dict[int, float]()
@@ -97,13 +100,13 @@ class AskedStore:
         return asked
 
     def waits(self) -> float:
-        """Seconds for which the thread that has waited longest waits for an answer; 0 if none does."""
+        """Seconds for which the longest-waiting thread has waited for an answer; 0 if none waits."""
         since = list(self._since.values())
         return time.monotonic() - min(since) if since else 0.0
 
 
 def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
-    """The watch of a rank over other hosts, which begins before the run's folders are looked at."""
+    """Watch of a rank over other hosts, which begins before the run's folders are checked."""
     assert watchdog.board is not None
     timeout = config.options(ResilienceConfig).host_heartbeat_timeout_seconds
     watch = HostWatch(watchdog.launch, watchdog.status, watchdog.failures, watchdog.board, timeout)
@@ -112,7 +115,7 @@ def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
 
 
 class HostWatch(Watch):
-    """`timeout`: seconds without a heartbeat after which a host is lost."""
+    """`timeout`: seconds without a heartbeat after which a host counts as lost."""
 
     def __init__(
         self, launch: Launch, status: RankStatus, failures: FailureHandler, board: Board, timeout: float
@@ -127,20 +130,21 @@ class HostWatch(Watch):
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
         self._excused = dict[int, float]()
-        """Hosts from which no heartbeat has ever arrived, though they live -> the age at which each last answered."""
+        """Hosts from which no heartbeat has ever arrived although they are alive -> the age at which each last
+        answered."""
 
         self._lost = False
         """True if this rank ends because hosts are lost."""
 
         self._place, self._since = "", 0.0
-        """This rank's position after the run has ended on another host, and the time since."""
+        """This rank's position after the run has ended on another host, and the time since then."""
 
         self._closed = threading.Event()
         self._ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._ignored = Ignored(launch.name(socket.gethostname()))
 
     def open(self) -> None:
-        """Starts to watch."""
+        """Start to watch."""
         board = self._board
         board.store = self._store
         self._ear.bind(("127.0.0.1", 0))
@@ -151,14 +155,14 @@ class HostWatch(Watch):
         threading.Thread(target=self._listen, name="host watch", daemon=True).start()
 
     def look(self) -> None:
-        """Tells the heartbeat of hosts that have come. Asks the store; the watchdog's thread calls it."""
+        """Tell the heartbeat which hosts have arrived. Asks the store; the watchdog's thread calls this."""
         board = self._board
         if self._process is not None and self._process.poll() is not None and not self._closed.is_set():
-            self._told = 0  # killed by somebody: a host whose heart stands still would be taken for lost
+            self._told = 0  # somebody killed it: without a heartbeat, this host would be taken for lost
             self._publish(self._start())
         world = self._launch.world_size
         if len(self._links) < world and (world <= FEW or board.complete("link")):
-            # A new one, as the other thread may be looking through the old one.
+            # A new dict, because the other thread may be iterating over the old one.
             self._links = self._links | board.read_all("link", _parse_link)
         known = len(self._links) if len(self._links) == world or len(self._hosts()) <= FULL_MESH else 0
         if self._process is not None and known > self._told:
@@ -170,7 +174,8 @@ class HostWatch(Watch):
             self._order(token=self._token, ears=ears, hosts=hosts)
 
     def close(self) -> None:
-        """Ends the watch; other hosts hear whether that is without a failure, by one, or because they were lost."""
+        """End the watch; other hosts are informed whether this is without a failure, with one, or because they were
+        lost."""
         self._closed.set()
         self._ignored.close()
         if self._process is not None:
@@ -179,7 +184,7 @@ class HostWatch(Watch):
                 self._process.wait(1.0)
 
     def _start(self) -> int:
-        """Starts the heartbeat of this host. Returns its port."""
+        """Start the heartbeat of this host. Returns its port."""
         family = _way_to(*_store_address())[0]
         words = [os.getpid(), self._launch.rank, self._launch.world_size, self._timeout, int(family)]
         self._process = subprocess.Popen(
@@ -199,21 +204,21 @@ class HostWatch(Watch):
 
     def _order(self, **order: object) -> None:
         assert self._process is not None and self._process.stdin is not None
-        with suppress(OSError):  # it has just died: it is started again at the next look
+        with suppress(OSError):  # it has just died: the next check restarts it
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
 
     def _hosts(self) -> dict[int, Link]:
-        """First rank -> link, of the hosts."""
+        """First rank -> link, for each host."""
         return {rank: link for rank, link in self._links.items() if link.first}
 
     def _address(self, rank: int) -> str:
-        """The address of rank 0's host is the one at which all meet: it knows itself by another name."""
+        """The address of rank 0's host is the one at which all meet, because it may know itself by another name."""
         return os.environ["MASTER_ADDR"] if rank == 0 else self._links[rank].address
 
     def ranks_of(self, host: int) -> list[int]:
-        """The ranks of the host whose first rank is `host`."""
-        if host not in self._links:  # its message was faster than the store's
+        """Ranks of the host whose first rank is `host`."""
+        if host not in self._links:  # its message arrived before the store's
             return [host]
         machine, found = self._links[host].machine, list[int]()
         for rank in sorted(self._links):
@@ -237,10 +242,10 @@ class HostWatch(Watch):
                 if not self._closed.is_set():
                     self._act(findings)
             except Exception as error:
-                self._failures.fail(error)  # nobody would watch any more
+                self._failures.fail(error)  # otherwise nobody would watch any more
 
     def _ask_after_store(self) -> None:
-        """Ends this rank where for the timeout neither the store, which lies with rank 0, nor its host has answered."""
+        """End this rank if neither the store, which is on rank 0's host, nor that host has answered for the timeout."""
         address = _store_address()
         while not self._closed.wait(LOOK):
             if self._store.waits() > self._timeout / 2 and not _answers(address, self._timeout):
@@ -273,14 +278,14 @@ class HostWatch(Watch):
             self._failures.unreachable(self._left_behind(ended, bool(found["failed"])), list(ended))
 
     def _waits(self) -> bool:
-        """Return whether this rank has stood at one place of a step for `PEACE`. The first call starts the count."""
+        """Return True if this rank has been at one place of a step for `PEACE`. The first call starts the count."""
         place, now = self._status.phase_and_action(), time.monotonic()
         if place != self._place:
             self._place, self._since = place, now
         return place.startswith("step") and now - self._since > PEACE
 
     def _left_behind(self, ended: dict[int, float], failed: bool) -> Failure:
-        """The report on hosts whose run ended the given seconds ago, while this host still trains."""
+        """Report on hosts whose run ended the given seconds ago, while this host still trains."""
         fine = "without a failure, while this rank is in a step"
         how = "by a failure whose report has not come here" if failed else fine
         what = "\n".join(f"the run on {self._named(host)} ended {age:.0f} s ago {how}" for host, age in ended.items())
@@ -289,7 +294,8 @@ class HostWatch(Watch):
         return Failure(self._launch.rank, who, phase, "ended before this rank", what, advice)
 
     def _lives(self, host: int, age: float) -> bool:
-        """Whether a host from which no heartbeat ever came answers over TCP: then something keeps its UDP away."""
+        """Return True if a host from which no heartbeat ever arrived answers over TCP: then something blocks its
+        UDP."""
         if host not in self._links or not _answers((self._address(host), self._links[host].port), ANSWER):
             return False
         first, self._excused[host] = host not in self._excused, age
@@ -314,7 +320,7 @@ class HostWatch(Watch):
         return f"{self._host_name(host)} ({numbers} of {self._launch.world_size})"
 
     def _failure(self, lost: dict[tuple[int, str], float], fine: Collection[int]) -> Failure:
-        """The report on lost hosts. (host, how) -> seconds."""
+        """Report on lost hosts. (host, how) -> seconds."""
         rank = self._launch.rank
         here = max((first for first in self._hosts() if rank in self.ranks_of(first)), default=rank)
         me, lines = self._named(here), list[str]()
@@ -355,7 +361,7 @@ def _store_address() -> tuple[str, int]:
 
 
 def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """Address family by which this host reaches an address, and its own address on that way."""
+    """Address family by which this host reaches an address, and the host's own address on that route."""
     family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
         way.connect(target)
@@ -374,7 +380,7 @@ def _answers(address: tuple[str, int], seconds: float) -> bool:
 
 
 def _resolved(address: str, port: int) -> list[object] | None:
-    """Address for sendto; None where the name has no address."""
+    """Address for sendto; None if the name cannot be resolved."""
     try:
         return list(socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][4])
     except OSError:

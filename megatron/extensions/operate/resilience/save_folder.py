@@ -1,7 +1,7 @@
-"""The --save folder: whether all ranks see one folder, and files in it that stop or save a run.
+"""The --save folder: a check that all ranks see the same folder, and files in it that stop or save a run.
 
-Checkpoints hold files of every rank, so that hosts cannot save one on disks of their own. Without the check at start, a
-run on such hosts would train until its first save and then keep nothing.
+Checkpoints consist of files from every rank, so hosts cannot save one on separate disks. Without the check at the
+start, a run on such hosts would train until its first save, and then lose it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from megatron.training.reliability.visible_text import visible
 from megatron.training.reliability.watchdog import Watch, Watchdog
 
 PATIENCE = 10.0
-"""Seconds in which a file of one host has to be seen on the others: network file systems cache folders for a while."""
+"""Seconds within which a file from one host must become visible on the others, because network file systems cache
+folders for a while."""
 
 
 class SharedFolder(Callback):
-    """Checks the --save folder before the model is built."""
+    """Check the --save folder before the model is built."""
 
     def on_setup(self, runtime: Runtime) -> None:
         check_shared(Path(str(self.config.checkpoint.save)), "--save", runtime.state.world)
 
 
 def check_shared(folder: Path, flag: str, world: Axis) -> None:
-    """Raises ValueError, on every rank, if `folder` is not the same one for all ranks. Collective over `world`.
+    """Raise ValueError, on every rank, if `folder` is not the same one for all ranks. Collective over `world`.
 
-    The first rank creates the folder, and a file in it for the moment. If it cannot, nothing is checked: saves report
-    that by themselves."""
+    The first rank creates the folder, and a temporary file in it. If it cannot, nothing is checked: saves will report
+    the error."""
     if world.size == 1:
         return
     try:
@@ -74,13 +75,13 @@ def _sees(mark: Path) -> bool:
         if time.monotonic() > limit:
             return False
         with suppress(OSError):
-            os.listdir(mark.parent)  # has a network file system look again
+            os.listdir(mark.parent)  # this makes a network file system look again
         time.sleep(0.1)
     return True
 
 
 TRIGGERS = {"save": "save", "exit": "stop"}
-"""Name of a file -> kind of the request that it makes."""
+"""Name of a file -> kind of request that it makes."""
 
 
 class StopFiles(Watch):
@@ -99,7 +100,7 @@ class StopFiles(Watch):
                 self._requests.ask(request)
 
     def due(self) -> Iterator[Request]:
-        """The requests that are due now. The files `save` and `exit` are removed when they are seen."""
+        """Return the requests that are due now. The files `save` and `exit` are removed when they are seen."""
         if self._kill_switch is not None and self._kill_switch.exists() and not self._kill_switch.is_dir():
             yield Request("stop", f"--kill-switch-path {self._kill_switch} exists")
         for path, kind in self._files.items():
@@ -107,7 +108,7 @@ class StopFiles(Watch):
                 if path.is_file():
                     path.unlink()
                     yield Request(kind, f"{path} was there")
-            except OSError as error:  # the watchdog's thread has to live on: it also listens to signals
+            except OSError as error:  # the watchdog's thread has to survive, because it also listens to signals
                 if path not in self._stuck:
                     print(visible(f"{path} is ignored, as it cannot be removed: {error}"), file=sys.stderr, flush=True)
                 self._stuck.add(path)

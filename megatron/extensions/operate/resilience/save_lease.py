@@ -1,17 +1,18 @@
-"""The lease on the --save folder: of two runs, or two halves of a cluster without contact, only one continues.
+"""Lease on the --save folder: of two runs, or two halves of a cluster without contact, only one continues.
 
-Rank 0 holds the file SAVE/.lease, written again every two seconds. A start that finds another's lease takes it over if
-its process is gone from this machine, or, where the process is elsewhere or stopped, if it has not been renewed for a
-while, which is judged by this host's clock alone. Else the start is refused.
+Rank 0 holds the file SAVE/.lease, and rewrites it every two seconds. A start that finds another run's lease takes it
+over if the lease's process no longer exists on this machine. If that process is on another machine or stopped, the
+lease is taken over if it has not been renewed for a while, by this host's clock alone. Otherwise the start is refused.
 
-A run ends when it finds that its lease was taken over, or that the lease is gone from the folder: while the run stood
-still, another one may have taken the lease, finished, and given it back. The run looks before it saves, too.
+A run ends if its lease was taken over, or if the lease is gone from the folder: while the run was suspended, another
+run may have taken the lease, finished, and given it back. The run also checks this before it saves.
 
-If the folder itself is gone, because it was deleted or renamed, the run says so and continues: its state is then the
-only copy. The next save creates the folder again. If the folder's disk is unmounted, saves fail until it is mounted.
+If the folder itself is gone, because it was deleted or renamed, the run reports this and continues: its state is then
+the only copy. The next save creates the folder again. If the folder's disk is unmounted, saves fail until it is mounted
+again.
 
-In another storage, the lease is an object that is replaced only if it is still the one that the run has seen. Two runs
-cannot both hold it where the storage has such writes.
+In other storages, the lease is an object that is replaced only if it is still the object that the run has seen. If the
+storage supports such writes, two runs cannot both hold the lease.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ STALE = 12.0
 """Seconds without renewal after which a lease is free."""
 
 DISK = 1.0
-"""Seconds in which a disk that answers has written a lease."""
+"""Seconds within which a responsive disk has written a lease."""
 
 
 class LeaseError(RuntimeError):
-    """Another run saves to the folder, or has done so since this one started."""
+    """Raised if another run saves to the folder, or has done so since this one started."""
 
     advice = (
         "end one of the two runs, or give them different folders; if hosts of one run have lost sight of each other, "
@@ -73,13 +74,13 @@ class LeaseError(RuntimeError):
 
 
 class LostLeaseError(LeaseError):
-    """The lease is gone from the folder of a run that lives."""
+    """Raised if the lease of a live run is gone from the folder."""
 
     advice = "start the same command again: it resumes from the latest checkpoint in the folder, whichever run saved it"
 
 
 class LeaseWatch(Watch):
-    """Holds the lease while a watchdog runs, on rank 0."""
+    """Hold the lease while a watchdog runs, on rank 0."""
 
     def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
         root = config.checkpoint.save_root
@@ -102,8 +103,8 @@ class LeaseWatch(Watch):
 
 
 class Lease(ABC):
-    """The lease of this process, rank 0 of its run. `lost` is called, on a thread, with a LeaseError if another run has
-    taken it, or if it is gone from the folder."""
+    """Lease of this process, rank 0 of its run. `lost` is called, in a thread, with a LeaseError if another run has
+    taken the lease, or if it is gone from the folder."""
 
     def __init__(self, folder: PurePath, lost: Callable[[LeaseError], object]) -> None:
         self._shown = folder
@@ -115,23 +116,23 @@ class Lease(ABC):
 
     @abstractmethod
     def _read(self) -> LeaseText | None:
-        """The present lease; None where there is none, or none that can be read."""
+        """Current lease; None if there is none, or if it cannot be read."""
 
     @abstractmethod
     def _take(self, found: LeaseText | None) -> None:
-        """Writes the first lease of this run in place of the one `found`. Raises LeaseError if there is another."""
+        """Write the first lease of this run in place of `found`. Raises LeaseError if there is another."""
 
     @abstractmethod
     def _update(self) -> LeaseError | None:
-        """Renews the lease if it is this run's. Returns why it is lost, if it is. Raises OSError if the storage does
-        not answer."""
+        """Renew the lease if it is this run's. Returns the reason if it is lost. Raises OSError if the storage does not
+        answer."""
 
     @abstractmethod
     def _remove(self) -> None:
-        """Deletes the lease. Raises OSError."""
+        """Delete the lease. Raises OSError."""
 
     def acquire(self) -> None:
-        """Takes the lease, after up to `STALE` seconds. Raises LeaseError if another run renews it."""
+        """Take the lease, after up to `STALE` seconds. Raises LeaseError if another run renews it."""
         limit, found = time.monotonic() + STALE, self._read()
         while found is not None and (state := self._state(found)) != "":
             if time.monotonic() > limit:
@@ -145,9 +146,9 @@ class Lease(ABC):
         threading.Thread(target=self._renew, name="save lease", daemon=True).start()
 
     def release(self) -> None:
-        """Gives the lease back, if it still is this run's."""
+        """Give the lease back if it is still this run's."""
         self._closed.set()
-        ended = self._writing.acquire(timeout=DISK)  # a renewal under way would bring the file back
+        ended = self._writing.acquire(timeout=DISK)  # a renewal in progress would recreate the file
         with suppress(OSError):
             if (found := self._read()) is not None and found["token"] == self._owner["token"]:
                 self._remove()
@@ -155,7 +156,7 @@ class Lease(ABC):
             self._writing.release()
 
     def check(self) -> None:
-        """Raises OSError if the lease cannot be renewed. If it is lost, calls `lost`, then raises LeaseError."""
+        """Raise OSError if the lease cannot be renewed. If it is lost, calls `lost`, then raises LeaseError."""
         with self._writing:
             error = self._update()
         if error is not None:
@@ -165,7 +166,7 @@ class Lease(ABC):
     def _renew(self) -> None:
         while not self._closed.wait(RENEWAL):
             error = None
-            with suppress(OSError), self._writing:  # the disk is full or away: saves tell of that
+            with suppress(OSError), self._writing:  # the disk is full or unavailable: saves report that
                 if not self._closed.is_set():
                     error = self._update()
             if error is not None:
@@ -173,12 +174,12 @@ class Lease(ABC):
                 return
 
     def _refuse_unless(self, expected: LeaseText | None) -> None:
-        """Raises LeaseError if there is a lease other than the expected one."""
+        """Raise LeaseError if there is a lease other than the expected one."""
         if (now := self._read()) is not None and now != expected:
             raise LeaseError(self._of(now))
 
     def _state(self, found: LeaseText) -> str | None:
-        """`Peer.state` of the process that holds it; None if that is not on this machine."""
+        """`Peer.state` of the process that holds the lease; None if that process is not on this machine."""
         peer = Peer(found["host"], found["pid"], found["namespace"], found["started"])
         return peer.state() if peer.namespace and peer.namespace == self._owner["namespace"] else None
 
@@ -187,13 +188,13 @@ class Lease(ABC):
         return f"another run saves to {self._shown}: its rank 0 is {who}"
 
     def _next(self) -> bytes:
-        """The content of the next renewal."""
+        """Content of the next renewal."""
         self._count += 1
         return json.dumps(self._owner | {"renewals": self._count}).encode()
 
 
 def _parsed(text: bytes | None) -> LeaseText | None:
-    """The lease in a file; None where there is none, or a damaged one."""
+    """Lease in a file; None if there is none, or if it is damaged."""
     try:
         found = parse_json(text.decode()) if text is not None else None
     except ValueError:
@@ -202,14 +203,14 @@ def _parsed(text: bytes | None) -> LeaseText | None:
 
 
 class StoredLease(Lease):
-    """A lease in another storage than the local disk, which writes it only in place of the one that this run has read
-    or written, where the storage can."""
+    """Lease in a storage other than the local disk. If the storage supports it, a write replaces only the lease that
+    this run has read or written."""
 
     def __init__(self, root: PurePath, lost: Callable[[LeaseError], object]) -> None:
         super().__init__(root, lost)
         self._file, self._storage = root / LEASE, storage_of(root)
         self._held: bytes | None = None
-        """What this run has written last."""
+        """The lease that this run has written last."""
 
     def _read(self) -> LeaseText | None:
         return _parsed(self._storage.content(self._file))
@@ -244,21 +245,21 @@ class StoredLease(Lease):
 
 
 class SaveLease(Lease):
-    """A lease on the local disk."""
+    """Lease on the local disk."""
 
     def __init__(self, folder: Path, lost: Callable[[LeaseError], object]) -> None:
         super().__init__(folder, lost)
         self._file = folder / LEASE
         self._folder = folder
         self._place: _OpenFolder | None = None
-        """The folder that holds the lease, whatever its path names later."""
+        """The folder that holds the lease, whatever its path refers to later."""
 
         self._told = ""
-        """What was printed last about the folder."""
+        """Last message that was printed about the folder."""
 
     def _take(self, found: LeaseText | None) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        with folder_lock(self._folder):  # of two that start at once, the second one finds the lease of the first
+        with folder_lock(self._folder):  # if two runs start at the same time, the second finds the lease of the first
             self._refuse_unless(found)
             self._write()
         self._refuse_unless(self._owner | {"renewals": self._count})
@@ -274,14 +275,14 @@ class SaveLease(Lease):
             raise OSError(f"--save {self._folder} is on another file system than at the start: mount its disk again")
 
     def _update(self) -> LeaseError | None:
-        """Renews the lease if it is this run's, or takes one in a folder that was created again. Returns why the lease
-        is lost, if it is. Raises OSError if the disk does not answer."""
+        """Renew the lease if it is this run's, or take one in a folder that was created again. Returns the reason if
+        the lease is lost. Raises OSError if the disk does not answer."""
         found, here = self._read(), self._is_in_place()
         while found is None and here and self._is_being_deleted():
             found, here = self._read(), self._is_in_place()
         if found is not None and found["token"] != self._owner["token"]:
             return LeaseError(f"{self._of(found)}, and has taken over: this run stood still")
-        if found is not None or (here and self._file.exists()):  # the second: it is damaged
+        if found is not None or (here and self._file.exists()):  # the second case: it is damaged
             self._write()
             self._tell("")
         elif here:
@@ -298,24 +299,25 @@ class SaveLease(Lease):
         return None
 
     def _is_in_place(self) -> bool:
-        """Return whether the path still names the folder in which this run has taken its lease."""
+        """Return True if the path still refers to the folder in which this run has taken its lease."""
         return self._place is not None and self._place.is_at(self._folder)
 
     def _is_being_deleted(self) -> bool:
-        """Return whether entries of the folder are disappearing: `rm -r` has removed the lease before the folder."""
+        """Return True if entries of the folder are disappearing: `rm -r` has removed the lease before the folder."""
         before = _entries(self._folder)
         time.sleep(RENEWAL / 4)
         return not before <= _entries(self._folder)
 
     def _is_unmounted(self) -> bool:
-        """Return whether the folder, or where it would be created, is on another file system than at the start."""
+        """Return True if the folder, or the place where it would be created, is on another file system than at the
+        start."""
         if self._place is None or self._read() is not None:
             return False
         nearest = next(folder for folder in (self._folder, *self._folder.absolute().parents) if folder.exists())
         return os.stat(nearest).st_dev != self._place.file_system
 
     def _tell(self, problem: str) -> None:
-        """Prints a problem of the folder once, and one line when it has passed."""
+        """Print a problem of the folder once, and one line when it has passed."""
         if problem != self._told:
             print(problem or f"--save {self._folder} is there again", file=sys.stderr, flush=True)
         self._told = problem
@@ -336,18 +338,19 @@ class SaveLease(Lease):
 
 
 class _OpenFolder:
-    """A folder that is held open, so that no later folder gets its inode number. Raises OSError if it is not there."""
+    """Folder that is held open, so that no later folder gets its inode number. Raises OSError if it does not exist."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self.file_system = os.fstat(self._descriptor).st_dev
 
     def is_at(self, path: Path) -> bool:
-        """Return whether `path` names this folder now. Raises OSError if the disk does not answer."""
+        """Return True if `path` now refers to this folder. Raises OSError if the disk does not answer."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), path.stat())
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):  # the last: deleted on another host
+            # the last condition: deleted on another host
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
                 return False
             raise
 

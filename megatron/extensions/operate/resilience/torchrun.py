@@ -1,14 +1,14 @@
-"""torchrun with the rendezvous backend `c10d-open`: `c10d` for hosts that may be lost.
+"""torchrun with the rendezvous backend `c10d-open`: a variant of `c10d` for hosts that may be lost.
 
-- torchrun's agent closes the rendezvous for good when it ends by a failure. That of a host whose cable was pulled does
-  so as well: its request waits in the kernel and is delivered when the cable is plugged. After that no host can join.
-  Here, only the end of the run closes it.
-- An agent that writes to the store of a host that is lost waits until TCP gives up, a quarter of an hour. Here, it ends
+- torchrun's agent closes the rendezvous for good when it ends with a failure. So does the agent of a host whose cable
+  was pulled: its request waits in the kernel and is delivered when the cable is plugged in. After that no host can
+  join. Here, only the end of the run closes it.
+- An agent that writes to the store of a lost host waits until TCP gives up, after a quarter of an hour. Here, it ends
   when the store has not answered for some seconds.
-- torchrun restarts ranks whose flags do not fit the hosts that are left. Here, it ends with code 2 if OUTCOME_FILE says
-  that the configuration cannot run.
-- While the agent waits for other hosts, the file that RENDEZVOUS_WAITS names exists. A script around it
-  can see then whether the others have met elsewhere, of which the agent itself would not hear.
+- torchrun restarts ranks even if their flags do not fit the remaining hosts. Here, it ends with code 2 if OUTCOME_FILE
+  says that the configuration cannot run.
+- While the agent waits for other hosts, the file that RENDEZVOUS_WAITS names exists. A script around the agent can then
+  see that the others have met elsewhere, which the agent itself would not notice.
 
     python -m megatron.extensions.operate.resilience.torchrun --rdzv-backend c10d-open TORCHRUN_FLAGS... PROGRAM...
 """
@@ -42,7 +42,7 @@ REPLY = 6.0
 """Seconds that a request to the store waits in its socket."""
 
 ANSWER = 8.0
-"""Seconds in which a store that can be reached answers, on a machine however busy."""
+"""Seconds within which a reachable store answers, however busy the machine is."""
 
 
 P = ParamSpec("P")
@@ -50,7 +50,8 @@ T = TypeVar("T")
 
 
 def bounded(call: Callable[P, T], seconds: float = ANSWER) -> Callable[P, T]:
-    """`call`, but it raises RendezvousConnectionError if it does not return in time, and at once while one hangs."""
+    """Return the result of `call`. Raises RendezvousConnectionError if it does not return in time, or immediately while
+    an earlier call hangs."""
     hanging = list[threading.Thread]()
 
     def within(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -77,14 +78,15 @@ def bounded(call: Callable[P, T], seconds: float = ANSWER) -> Callable[P, T]:
 
 
 def _shutdown(handler: DynamicRendezvousHandler) -> bool:
-    """Closes the rendezvous at the end of a run; of a failure, the others notice that this host beats no more."""
+    """Close the rendezvous at the end of a run. After a failure, the others notice the missing heartbeats of this
+    host."""
     if sys.exc_info()[0] is not None:
         return False
     return DynamicRendezvousHandler.shutdown(handler)
 
 
 def unless_refused(join: Callable[[], RendezvousInfo], outcome: Path) -> Callable[[], RendezvousInfo]:
-    """`join`, which ends the process with code 2 where the file `outcome` says that the configuration cannot run."""
+    """Call `join`, but end the process with code 2 if the file `outcome` says that the configuration cannot run."""
 
     def joined() -> RendezvousInfo:
         if outcome.exists() and f"name={ExitCode.BAD_CONFIGURATION.name}\n" in outcome.read_text():
@@ -95,7 +97,7 @@ def unless_refused(join: Callable[[], RendezvousInfo], outcome: Path) -> Callabl
 
 
 def marked(join: Callable[[], RendezvousInfo], file: Path) -> Callable[[], RendezvousInfo]:
-    """`join`, during which `file` exists."""
+    """Call `join`; meanwhile `file` exists."""
 
     def joined() -> RendezvousInfo:
         file.touch()
@@ -108,9 +110,10 @@ def marked(join: Callable[[], RendezvousInfo], file: Path) -> Callable[[], Rende
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """The handler of `c10d-open`."""
+    """Rendezvous handler of `c10d-open`."""
     backend, store = create_backend(params)
-    store.set_timeout(timedelta(seconds=REPLY))  # read_timeout is that of connecting: a host may open its store later
+    # read_timeout applies to connecting, because a host may open its store later
+    store.set_timeout(timedelta(seconds=REPLY))
     backend.get_state = bounded(backend.get_state)  # type: ignore[method-assign]
     backend.set_state = bounded(backend.set_state)  # type: ignore[method-assign]
     handler = create_handler(store, backend, params)

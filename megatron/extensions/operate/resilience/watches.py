@@ -1,4 +1,4 @@
-"""What the watchdog of a rank looks at beside the other ranks: files that stop the run, other hosts, the save lease."""
+"""Watches of a rank's watchdog in addition to other ranks: files that stop the run, other hosts, the save lease."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.reliability.watchdog import Watch, Watchdog
 
 
 class HostsAndFolders(Callback):
-    """Adds the watches that the flags and the hosts of a run ask for. None is imported without need."""
+    """Add the watches that the flags and the hosts of a run require. Their modules are imported only if needed."""
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         first, found = watchdog.launch.rank == 0, list[Watch]()
@@ -31,5 +31,5 @@ class HostsAndFolders(Callback):
         return found
 
     def watches_hosts(self, launch: Launch) -> bool:
-        """Return whether a rank watches other hosts."""
+        """Return True if a rank watches other hosts."""
         return launch.several_hosts and self.config.options(ResilienceConfig).host_heartbeat_timeout_seconds > 0

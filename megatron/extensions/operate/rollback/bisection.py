@@ -1,4 +1,4 @@
-"""Finds what made a spike: branches of the run in which the document, the batch or the rate is another one."""
+"""Bisection of a spike: branches of the run in which the document, the batch or the learning rate differs."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from megatron.training.metrics.sinks import records_until
 from megatron.training.reliability.run_status import recorded_events
 
 EARLIER = 100
-"""Records before a step with which it is compared."""
+"""Number of earlier records with which a step is compared."""
 
 FEWEST = 5
-"""Records that are needed for that."""
+"""Number of records that the comparison needs."""
 
 GONE = 0.5
-"""Share of the rise of the loss below which a spike is gone."""
+"""Fraction of the loss increase below which a spike counts as gone."""
 
 TYPICAL = 10
-"""Losses before the spike of which the median counts."""
+"""Number of losses before the spike whose median is used."""
 
 LARGE_NORM = 3.0
-"""A gradient norm this many times the median of those before makes an earlier step the suspect."""
+"""A gradient norm this many times the median of earlier ones makes an earlier step the suspect."""
 
 ROSE = 1.05
-"""A rate this many times that of the checkpoint has risen since."""
+"""A learning rate this many times the checkpoint's has risen since then."""
 
 LOWER = 0.1
-"""Factor of the rate of a branch if the rate has not risen."""
+"""Factor for the learning rate of a branch if it has not risen."""
 
 BranchOf = Callable[[int, Change], Outcome]
 """Last iteration and change -> the steps of the branch."""
@@ -41,7 +41,7 @@ BranchOf = Callable[[int, Change], Outcome]
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run's records, and the checkpoints before a spike."""
+    """Records of a run, and the checkpoints before a spike."""
 
     folder: Path
     records: tuple[dict[str, Any], ...]
@@ -50,8 +50,8 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path, spike: int | None, checkpoint: int | None) -> RunFiles:
-        """Finds the spike, that of the last rollback or else the largest rise of the loss, and the newest checkpoint
-        before. Raises ValueError if there is none."""
+        """Find the spike, which is the one of the last rollback or else the largest increase of the loss, and the
+        newest checkpoint before it. Raises ValueError if there is none."""
         lines, _ = records_until((folder / METRICS_FILE).read_text(encoding="utf-8"), 2**62)
         records = tuple(each for each in map(json.loads, lines) if each.get("lm_loss") is not None)
         back = [event for event in recorded_events(folder) if event.get("event") == "rollback"]
@@ -68,21 +68,21 @@ class RunFiles:
 
     @property
     def loaded(self) -> Path:
-        """The folder of the checkpoint."""
+        """Folder of the checkpoint."""
         return saved_folders(self.folder)[self.checkpoint]
 
     def losses_before(self, iteration: int) -> dict[int, float]:
-        """Iteration -> loss of the records up to an iteration."""
+        """Iteration -> loss, from the records up to an iteration."""
         return {each["iteration"]: float(each["lm_loss"]) for each in self.records if each["iteration"] <= iteration}
 
     def difference(self, base: Outcome, suspect: int) -> float | None:
-        """The largest difference of the branch without a change from the run, as a share, before the suspect."""
+        """Largest relative difference between the run and the branch without a change, before the suspect."""
         own = self.losses_before(suspect - 1)
         shares = [abs(loss / own[at] - 1.0) for at, loss in base.losses.items() if own.get(at)]
         return max(shares, default=None)
 
     def loss_of_spike(self, otherwise: float) -> float:
-        """The loss of the spike in the run, by its event or record."""
+        """Loss of the spike in the run, from its event or record."""
         known = {each["iteration"]: float(each["lm_loss"]) for each in self.records}
         for event in recorded_events(self.folder):
             if event.get("event") == "rollback":
@@ -90,14 +90,14 @@ class RunFiles:
         return known.get(self.spike, otherwise)
 
     def value(self, name: str, iteration: int) -> float | None:
-        """A value of the last record up to an iteration."""
+        """Value in the last record up to an iteration."""
         found = [each[name] for each in self.records if each["iteration"] <= iteration and each.get(name) is not None]
         return float(found[-1]) if found else None
 
 
 def largest_rise(records: Sequence[Mapping[str, Any]]) -> int:
-    """The iteration whose loss is highest beside the mean of those before it. Raises ValueError without enough
-    records."""
+    """Iteration whose loss is highest compared with the mean of the losses before it. Raises ValueError if there are
+    too few records."""
     losses = [float(each["lm_loss"]) for each in records]
     if len(losses) <= FEWEST:
         rule = f"{METRICS_FILE} has {len(losses)} losses, too few to find a spike"
@@ -112,11 +112,11 @@ def largest_rise(records: Sequence[Mapping[str, Any]]) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """A branch beside the run."""
+    """A branch of the run."""
 
     name: str
     loss: float | None
-    """Of the iteration of the spike."""
+    """Loss at the iteration of the spike."""
 
     highest: float
     spikes: bool
@@ -124,27 +124,27 @@ class Row:
 
 @dataclass(frozen=True)
 class Bisection:
-    """What the branches have shown."""
+    """Findings from the branches."""
 
     spike: int
     suspect: int
-    """The iteration whose batch is looked at."""
+    """Iteration whose batch is examined."""
 
     before: float
-    """The loss before the spike."""
+    """Loss before the spike."""
 
     rows: tuple[Row, ...]
     worst: Part
     rate: float
     difference: float | None
-    """Largest difference of the losses before from those of the run, as a share; None where none are known."""
+    """Largest relative difference of earlier losses from those of the run; None if none are known."""
 
     cause: str
     """"document", "batch", "rate", "none" or "gone"."""
 
 
 def suspect_of(base: Outcome, spike: int) -> int:
-    """The iteration whose batch may have made a spike: that of the spike, or an earlier one with a large gradient."""
+    """Iteration whose batch may have caused a spike: that of the spike, or an earlier one with a large gradient."""
     norms = list(base.norms.items())
     for place, (iteration, norm) in enumerate(norms):
         if place >= 2 and iteration < spike and norm > LARGE_NORM * median(each for _, each in norms[:place]):
@@ -153,14 +153,14 @@ def suspect_of(base: Outcome, spike: int) -> int:
 
 
 def held_rate(base: Outcome, files: RunFiles, spike: int) -> float:
-    """The rate of the branch that holds it: that of the checkpoint, or less if it has not risen since."""
+    """Learning rate for the branch that holds it constant: the checkpoint's, or less if it has not risen since then."""
     highest = max(rate for iteration, rate in base.rates.items() if iteration <= spike)
     before = files.value("learning_rate", files.checkpoint)
     return before if before and highest > ROSE * before else LOWER * highest
 
 
 def bisect(files: RunFiles, branch_of: BranchOf, after: int) -> Iterator[str | Bisection]:
-    """Runs the branches. Yields a line before each, and at last the finding."""
+    """Run the branches. Yields a line before each branch, and the finding at the end."""
     spike, last = files.spike, files.spike + after
     yield f"branches from the checkpoint of iteration {files.checkpoint} to iteration {last}"
     base = branch_of(last, Change(looks_at=spike))
@@ -204,7 +204,7 @@ def _row(name: str, found: Outcome, spike: int, suspect: int, spikes: bool) -> R
 
 
 def lines_of(found: Bisection, decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """The table and the verdict."""
+    """Table and verdict."""
     yield f"spike at iteration {found.spike}; loss {found.before:.4g} before"
     if found.difference is not None:
         yield f"before it, the losses of the branch differ from those of the run by {found.difference:.1e} at most"

@@ -1,7 +1,8 @@
-"""Exact branches of a run from a checkpoint, on fewer ranks: the same steps with other samples, or at another rate.
+"""Exact branches of a run from a checkpoint, on fewer ranks: the same steps with other samples, or with another
+learning rate.
 
-A run's order of samples, its dropout and its rates do not depend on the layout, so a branch without a change is the
-run itself, to within rounding.
+The order of samples, the dropout and the learning rates of a run do not depend on the layout, so a branch without a
+change repeats the run up to rounding.
 """
 
 from __future__ import annotations
@@ -43,35 +44,35 @@ from megatron.training.train_step import train_step
 
 @dataclass(frozen=True)
 class Change:
-    """What a branch does in another way; nothing by default."""
+    """Changes in a branch; by default there are none."""
 
     samples: Mapping[int, int] | None = None
-    """Number of a sample -> that of the sample in its place."""
+    """Number of a sample -> number of the sample that replaces it."""
 
     rate: float | None = None
-    """The learning rate of all steps, unless their own is lower."""
+    """Upper bound of the learning rate of all steps."""
 
     looks_at: int | None = None
-    """The iteration before which the loss of each of its samples is measured."""
+    """Iteration before which the loss of each of its samples is measured."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a sample that is from one document."""
+    """Part of a sample that comes from one document."""
 
     sample: int
     origin: str
     """`dataset:document+token` of the part."""
 
     loss: float
-    """Mean over its labels."""
+    """Mean loss over its labels."""
 
     tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The steps of a branch."""
+    """Steps of a branch."""
 
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
@@ -80,11 +81,11 @@ class Outcome:
     """Iteration -> the numbers of its samples."""
 
     parts: tuple[Part, ...] = ()
-    """Of the iteration that was looked at."""
+    """Parts of the samples of the examined iteration."""
 
 
 class Swapped(SampleOrder):
-    """The samples of a data set, some in the place of others."""
+    """Samples of a data set, some of which are replaced."""
 
     def __init__(self, inner: Dataset, samples: Mapping[int, int]) -> None:
         self.inner, self.taken = inner, samples
@@ -99,7 +100,7 @@ class Swapped(SampleOrder):
 
 @dataclass(frozen=True)
 class HeldRate:
-    """The rates of a run, none above `most`."""
+    """Learning rates of a run, limited to `most`."""
 
     inner: OptimizerParamScheduler
     most: float
@@ -116,8 +117,8 @@ class HeldRate:
 
 
 def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
-    """The configuration of a run's branches, not resolved: the run's with the layout left out, all but the precision,
-    and `flags` added. Raises ValueError for what is wrong with them."""
+    """Configuration of a run's branches, not yet resolved: the run's configuration without the layout except the
+    precision, with `flags` added. Raises ValueError if the flags are wrong."""
     config = parse_args(["--config", str(run / RUN_CONFIG)])
     kept = {each.name: getattr(config.parallel, each.name) for each in fields(PrecisionConfig)}
     config = replace(
@@ -136,8 +137,8 @@ def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
 
 
 def branch(config: RunConfig, world_size: int | None, last: int, change: Change) -> Outcome:
-    """Trains from the checkpoint of a configuration (`config_of`) to the iteration `last`. By default on as many ranks
-    as the layout needs at least; several are processes on this machine's CPU."""
+    """Train from the checkpoint of a configuration (`config_of`) to the iteration `last`. By default this uses the
+    smallest number of ranks that the layout needs; several ranks are processes on this machine's CPU."""
     parallel = config.parallel
     own = parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size * parallel.expert_tp
     ranks = world_size or lcm(parallel.model_parallel_size, own)
@@ -176,7 +177,7 @@ def _on_rank(rank: int, world_size: int, config: RunConfig, last: int, change: C
 
 
 def _make_step(run: TrainingRun, found: Outcome) -> None:
-    """Makes the next step, and adds it to `found` unless it is passed over."""
+    """Make the next step, and add it to `found` unless it is skipped."""
     step = run.progress.next_step(run.batch_sizes)
     train_step(run)
     run.guard.settle()
@@ -190,7 +191,7 @@ def _make_step(run: TrainingRun, found: Outcome) -> None:
 
 
 def losses_of(run: TrainingRun, samples: range) -> list[Part]:
-    """The mean loss of the part of each document in each sample, with the weights as they are. Collective."""
+    """Mean loss of each document's part in each sample, with the current weights. Collective."""
     found = list[Part]()
     dataset = run.data.train.dataset
     with run.pipeline.evaluation_mode(), torch.no_grad():
@@ -206,7 +207,7 @@ def losses_of(run: TrainingRun, samples: range) -> list[Part]:
 
 
 def _masked_loss(run: TrainingRun, sample: int, labels: range) -> float:
-    """The mean loss of some labels of a sample, which fills a micro-batch."""
+    """Mean loss over some labels of a sample, which fills a micro-batch."""
     config, runtime = run.config, run.runtime
     micro = config.training.micro_batch_size or 1
     batch = collate([run.data.train.dataset[sample]] * micro, [sample] * micro)

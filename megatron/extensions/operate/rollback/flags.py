@@ -1,4 +1,4 @@
-"""Flags of rollbacks. This module does not import torch."""
+"""Flags for rollbacks. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ CHECKS = Condition("--check-for-spiky-loss or --check-for-large-grads; add one o
 @extension_flags("rollbacks", may_change=True)
 @dataclass(frozen=True)
 class RollbackFlags:
-    """Going back at a spike."""
+    """Rollback at a spike."""
 
     rollback_on_spike: bool = flag(False, needs=CHECKS)
-    """At a spike, go back to the state of some steps before, and pass over the batches since then. States are kept in
-    host memory; if the state is not there, it is computed again from an older checkpoint."""
+    """At a spike, return to the state of some steps earlier, and skip the batches since then. States are kept in host
+    memory; if the state is not there, it is recomputed from an older checkpoint."""
 
     rollback_steps: int = flag(10, at_least=1, no_effect_without=SWITCH)
-    """--rollback-on-spike: least number of steps to go back; less than twice as many if states are kept at intervals.
-    1: only the step of the spike."""
+    """--rollback-on-spike: smallest number of steps to go back; if states are kept at intervals, it may be up to twice
+    as many. 1: only the step of the spike."""
 
     rollback_batches: int | None = flag(None, at_least=1, no_effect_without=SWITCH)
-    """--rollback-on-spike: batches to pass over, of which the last is that of the spike; if they are more than the
-    steps that the run goes back, those after the spike too. Default: all since the state."""
+    """--rollback-on-spike: number of batches to skip, ending with the batch of the spike; if this exceeds the steps
+    that the run goes back, batches after the spike are skipped too. Default: all since the state."""
 
     max_rollbacks: int = flag(10, at_least=1, no_effect_without=SWITCH)
-    """--rollback-on-spike: rollbacks of the whole run; the next spike ends it."""
+    """--rollback-on-spike: number of rollbacks in the whole run; the next spike ends it."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
-        """The memory of the states that are kept."""
+        """Memory of the states that are kept."""
         if not rolls_back(config) or uses_peer_copies(config):
             return None
         return "Rollback at a spike", f"{__package__}.plan_lines:lines"
 
 
 def rolls_back(config: RunConfig) -> bool:
-    """Return whether a run goes back at a spike."""
+    """Return True if a run rolls back at a spike."""
     return config.options(RollbackFlags).rollback_on_spike and not config.training.skip_train
 
 
 def uses_peer_copies(config: RunConfig) -> bool:
-    """Return whether the last two copies of --peer-copies always have the state to go back to."""
+    """Return True if the last two copies of --peer-copies always include the state to return to."""
     copies = config.options(PeerCopyConfig)
     return copies.peer_copies > 0 and config.options(RollbackFlags).rollback_steps <= copies.peer_copy_interval + 1
 
 
 def interval_of(config: RunConfig) -> int:
-    """Steps from one state that is kept to the next: two of them suffice."""
+    """Steps between two kept states: two states suffice."""
     if uses_peer_copies(config):
         return config.options(PeerCopyConfig).peer_copy_interval
     return max(1, config.options(RollbackFlags).rollback_steps - 1)

@@ -1,4 +1,4 @@
-"""States of a rank in its own memory, to go back to while the process lives."""
+"""States of a rank in its own memory, for rollbacks while the process is alive."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class HeldState:
-    """Copies of this rank's boxes of one step in host memory, which later steps use again."""
+    """Copies of this rank's boxes at one step, in host memory that later steps reuse."""
 
     iteration: int = -1
     payload: dict[str, object] = field(default_factory=dict)
     boxes: dict[str, list[LocalBox]] = field(default_factory=dict)
 
     def take(self, iteration: int, tensors: StateDict, payload: dict[str, object]) -> None:
-        """Copies the state of a step. Those of tensors on a GPU arrive when its current stream has."""
+        """Copy the state of a step. Tensors on a GPU arrive once its current stream has caught up."""
         self.iteration, self.payload = iteration, payload
         if not self.boxes:
             self.boxes = {key: [_room(box) for box in tensors[key].boxes] for key in tensors}
@@ -53,7 +53,7 @@ def tensors_of_world(tensors: StateDict, world: Axis) -> dict[str, TensorInfo]:
 
 
 class HeldCheckpoint(Checkpoint):
-    """A held state as a checkpoint, at the layout of the process that holds it."""
+    """A held state as a checkpoint, under the layout of the process that holds it."""
 
     def __init__(self, held: HeldState, tensors: Mapping[str, TensorInfo]) -> None:
         self.folder = PurePath(f"memory/iter_{held.iteration:07d}")
@@ -66,8 +66,8 @@ class HeldCheckpoint(Checkpoint):
         }
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """As `Checkpoint.load`. A parameter of which the rank has a part of the main parameter alone takes the
-        parameter that is held, which is the main one in its precision."""
+        """Like `Checkpoint.load`. If a rank has only a part of a main parameter, the held parameter is loaded, which is
+        the main parameter in the parameter's precision."""
         self._check(targets, world, ignore)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -88,21 +88,21 @@ class HeldStates:
     """The last two states of a rank."""
 
     held: list[HeldState] = field(default_factory=list)
-    """The oldest first."""
+    """States, the oldest first."""
 
     _free: list[HeldState] = field(default_factory=list)
 
     def next(self) -> HeldState:
-        """Where the next state goes."""
+        """Slot of the next state."""
         room = self._free.pop() if self._free else self.held.pop(0) if len(self.held) > 1 else HeldState()
         self.held.append(room)
         return room
 
     def at(self, iteration: int) -> HeldState | None:
-        """The state of an iteration."""
+        """State of an iteration."""
         return next((each for each in self.held if each.iteration == iteration), None)
 
     def drop_after(self, iteration: int) -> None:
-        """Forgets later states."""
+        """Discard later states."""
         self._free += [each for each in self.held if each.iteration > iteration]
         self.held = [each for each in self.held if each.iteration <= iteration]

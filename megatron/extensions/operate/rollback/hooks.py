@@ -1,4 +1,4 @@
-"""--rollback-on-spike in a run: keeps states, goes back to one at a spike, and passes over batches."""
+"""Callbacks for --rollback-on-spike: keep states, return to one at a spike, and skip batches."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megatron.training.run import TrainingRun
 from megatron.training.step_guard import ADVICE_SPIKE, BadStepError
 
 NAME = "rollback"
-"""The name of its state in checkpoints."""
+"""Name of its state in checkpoints."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What no checkpoint has of a step: the interval of the log, and the counts of meters."""
+    """Parts of a step's state that no checkpoint has: the log interval, and the counts of meters."""
 
     interval: Interval
     elapsed: float
@@ -39,14 +39,14 @@ class Mark:
 
     @classmethod
     def of(cls, run: TrainingRun) -> Mark:
-        """That of the last step."""
+        """Capture the state of the last step."""
         interval = run.interval
         kept = replace(interval, losses=list(interval.losses), results=list(interval.results), excluded=0.0)
         counts = tuple(tensor.clone() for meter in run.meters for tensor in meter.step_state())
         return cls(kept, interval.seconds(), counts)
 
     def restore(self, run: TrainingRun) -> None:
-        """Brings it back."""
+        """Restore the captured state."""
         kept = self.interval
         begun = time.perf_counter() - self.elapsed
         run.interval = replace(kept, start=begun, losses=list(kept.losses), results=list(kept.results))
@@ -56,18 +56,18 @@ class Mark:
 
 
 class Rollback(Callback):
-    """Reads the verdict on each step before anything else follows from it."""
+    """Read the verdict on each step before anything else depends on it."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._options, self._interval = config.options(RollbackFlags), interval_of(config)
         self._by_peers = uses_peer_copies(config)
         self.passed_over: list[tuple[int, int]] = []
-        """The first and last iteration of each part of the run whose batches it passes over."""
+        """First and last iteration of each part of the run whose batches it skips."""
 
         self.rollbacks = 0
         self.last_to = 0
-        """The iteration that the run went back to last."""
+        """Iteration to which the run returned last."""
 
         self._states = HeldStates()
         self._marks: dict[int, Mark] = {}
@@ -93,7 +93,7 @@ class Rollback(Callback):
             run.passed_over.update(range(first, last + 1))
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
-        """The task that keeps states. The one at the start is kept too. Collective."""
+        """Task that keeps states. The state at the start is kept too. Collective."""
         self._run, self._log = run, log
         if not self._by_peers:
             tensors, _ = run.saver.checkpoint.contents(run.progress)
@@ -118,7 +118,7 @@ class Rollback(Callback):
         run.guard.settle()
 
     def on_verdict(self, verdict: Verdict) -> None:
-        """Takes steps back if the step was a spike. Collective then."""
+        """Roll back if the step was a spike. In that case this is collective."""
         run, options = self._run, self._options
         if not verdict.result.spike or run is None:
             return
@@ -133,8 +133,8 @@ class Rollback(Callback):
         run.say(f" {verdict}: there is no earlier state to go back to")
 
     def _sources(self, run: TrainingRun, found: Decision) -> Iterable[Checkpoint | PurePath]:
-        """States to go back to, the best first: the one that the decision names, an older checkpoint, from which that
-        one is computed again, and else a later state than the decision names. Collective."""
+        """States to return to, the best first: the one that the decision names; an older checkpoint, from which that
+        one is recomputed; or else a later state than the decision names. Collective."""
         if (checkpoint := self._in_memory(run, found.to)) is not None:
             yield checkpoint
         yield from self._on_disk(run, found.to)
@@ -150,7 +150,8 @@ class Rollback(Callback):
         return None if held is None else HeldCheckpoint(held, self._tensors)
 
     def _on_disk(self, run: TrainingRun, iteration: int) -> list[PurePath]:
-        """Checkpoints of this iteration and before, the newest first, but for those of steps that were taken back."""
+        """Checkpoints of this iteration and earlier ones, the newest first, except those of steps that were rolled
+        back."""
         root = self.config.checkpoint.save_root
 
         def folders() -> list[PurePath]:
@@ -161,7 +162,7 @@ class Rollback(Callback):
         return on_first_rank(folders, run.runtime.state.world)
 
     def _is_of_run(self, folder: PurePath, iteration: int) -> bool:
-        """Return whether a checkpoint has trained on the same batches as this run."""
+        """Return True if a checkpoint has trained on the same batches as this run."""
         try:
             saved = saved_metadata(folder) or {}
             before = Rollback(self.config)
@@ -171,12 +172,12 @@ class Rollback(Callback):
         return before.passed_until(iteration) == self.passed_until(iteration)
 
     def passed_until(self, iteration: int) -> set[int]:
-        """The iterations up to this one that were passed over."""
+        """Skipped iterations up to this one."""
         passed = (number for first, last in self.passed_over for number in range(first, last + 1))
         return {number for number in passed if number <= iteration}
 
     def _go_back(self, verdict: Verdict, found: Decision, source: Checkpoint | PurePath) -> None:
-        """Restores a state, and passes over batches from there on. Collective."""
+        """Restore a state, and skip batches from there on. Collective."""
         run, began = self._run, time.perf_counter()
         assert run is not None
         kept = [*self.passed_over, (found.first, found.last)]
@@ -195,7 +196,7 @@ class Rollback(Callback):
         self._tell(run, verdict, found, where, time.perf_counter() - began)
 
     def _set_position(self, run: TrainingRun, position: Progress) -> None:
-        """Makes a position that of the run, and drops what came after it."""
+        """Set the position of the run, and discard everything after it."""
         loaded_from = run.progress.loaded_from
         for each in fields(Progress):
             setattr(run.progress, each.name, getattr(position, each.name))
@@ -228,4 +229,4 @@ class Rollback(Callback):
 
 
 def _silent(line: str) -> None:
-    """Says nothing: the line about a rollback has it."""
+    """Prints nothing: the line about a rollback has it."""

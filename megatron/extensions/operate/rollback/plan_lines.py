@@ -1,4 +1,4 @@
-"""Lines of a plan about the states that a rollback needs."""
+"""Plan lines about the states that a rollback needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATES = 2
 
 
 def lines(run: PlannedRun) -> Iterator[str]:
-    """The section of the plan."""
+    """Section of a plan about rollbacks."""
     dims = ParallelDims.from_config(run.config.parallel, run.world_size)
     most = 0
     for pp_rank in range(dims.pp):
