@@ -1,1 +1,1 @@
-"""Data sets, tokenizers, and phases of a run with data of their own."""
+"""Data sets, tokenizers, and phases of a run with their own data."""

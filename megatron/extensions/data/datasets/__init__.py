@@ -1,4 +1,5 @@
-"""For data sets of one's own: samples from a Python generator (`--dataset-type`), and the writer of indexed datasets.
+"""Building blocks for custom data sets: samples from a Python generator (`--dataset-type`), and the writer of indexed
+datasets.
 
-It has no flags. Read `generator_dataset.py`, which examples/streaming_dataset.py uses, and `indexed_writer.py`.
+There are no flags. Read `generator_dataset.py`, which examples/streaming_dataset.py uses, and `indexed_writer.py`.
 """

@@ -1,1 +1,1 @@
-"""There are no flags: data sets of a user's own are registered in `DATASETS`."""
+"""There are no flags: users register their own data sets in `DATASETS`."""

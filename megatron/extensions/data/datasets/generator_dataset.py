@@ -1,4 +1,4 @@
-"""Data that come from a Python generator, one sample after the other, with no files and no index."""
+"""Data sets that read from a Python generator, sample by sample, without files or an index."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megatron.core.datasets.mock import SPLITS
 from megatron.core.datasets.sample_format import SampleFormat
 
 WINDOW = 1024
-"""Samples read ahead of the one asked for that are kept: other ranks' and other threads'."""
+"""Number of samples read ahead of the requested one that are kept, because other ranks or threads may request them."""
 
 Stream = Callable[[int], Iterator[Sequence[int] | NDArray]]
-"""first -> the samples from number `first` on, each of seq_length + 1 token ids, the same whenever it is called."""
+"""first -> the samples from number `first` on, each of seq_length + 1 token ids, the same in every call."""
 
 
 class GeneratorDataset(TextDataset):
-    """`samples` samples of a stream, under their numbers, so that a run resumes exactly and at any layout.
+    """`samples` samples of a stream, accessed by number, so that a run resumes exactly and under any layout.
 
-    The stream is read on in order. Every data-parallel rank reads all of it and keeps its own samples. A sample that
-    lies behind, or more than `WINDOW` ahead, restarts the stream at its number. `fingerprint` must be another one where
-    the stream is."""
+    The stream is read sequentially. Every data-parallel rank reads all of it and keeps its own samples. A request for
+    an earlier sample, or for one more than `WINDOW` ahead, restarts the stream at that sample. `fingerprint` must
+    differ for different streams."""
 
     def __init__(self, stream: Stream, samples: int, format: SampleFormat, fingerprint: str) -> None:
         self.stream = stream
@@ -45,7 +45,8 @@ class GeneratorDataset(TextDataset):
         return f"stream:{index}+0"
 
     def _text(self, index: int) -> NDArray[np.int64]:
-        """Raises ValueError for a stream that ends or yields another length, or token ids outside the vocabulary."""
+        """Raises ValueError if the stream ends, yields a sample of another length, or yields token ids outside the
+        vocabulary."""
         with self._lock:
             if index in self._ahead:
                 return self._ahead.pop(index)
@@ -82,8 +83,8 @@ def stream_splits(
     sizes: Sequence[int | None],
     fingerprint: str,
 ) -> Datasets:
-    """The splits of a run from `stream(split, first)`, with split "train", "valid" or "test": what a `DATASETS` part
-    returns. Raises ValueError where the length of a split is not given: a stream has no epoch."""
+    """Splits of a run, read from `stream(split, first)` with split "train", "valid" or "test"; this is what a
+    `DATASETS` part returns. Raises ValueError if the length of a split is not given, because a stream has no epoch."""
     found: list[GeneratorDataset | None] = []
     for split, size in zip(SPLITS, sizes, strict=True):
         if size is None:

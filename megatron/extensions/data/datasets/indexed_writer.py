@@ -20,16 +20,16 @@ from megatron.core.dist_checkpointing.integrity import Sums, damages
 from megatron.core.fsync import name_full_file, sync_folder
 
 SUMS = ".sums.json"
-"""Suffix of the file with the checksums of a dataset, {"files": {name: {"bytes": size, "crc32": checksum}}}."""
+"""Suffix of the checksum file of a dataset, {"files": {name: {"bytes": size, "crc32": checksum}}}."""
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """The dtype of Megatron-LM's files for a vocabulary of this size."""
+    """Return the dtype of Megatron-LM's files for a vocabulary of this size."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def read_sums(prefix: str) -> dict[str, object] | None:
-    """The content of a dataset's file of checksums; None without one. Raises ValueError if it is damaged."""
+    """Return the content of a dataset's checksum file; None if there is none. Raises ValueError if it is damaged."""
     path = located(prefix + SUMS)
     if (content := storage_of(path).content(path)) is None:
         return None
@@ -43,7 +43,8 @@ def read_sums(prefix: str) -> dict[str, object] | None:
 
 
 def damages_of(prefix: str) -> list[str] | None:
-    """A message for each file of a dataset that differs from its checksum; None if it has none. Reads both whole."""
+    """Return a message for each file of a dataset that differs from its checksum; None if there are no checksums. Reads
+    both files whole."""
     try:
         found = read_sums(prefix)
     except ValueError as error:
@@ -55,14 +56,13 @@ def damages_of(prefix: str) -> list[str] | None:
 
 
 class IndexedDatasetBuilder:
-    """Writes a `.bin/.idx` pair as a stream, in constant memory.
+    """Write a `.bin/.idx` pair as a stream, in constant memory.
 
     Files have temporary names until `finalize` syncs them to disk and renames them, the index last. A dataset is
     therefore complete or absent. As a context manager it finalizes on success and deletes its files on an exception.
 
-    If `prefix` is a URL of a storage, `.bin` is uploaded while it is written, and there once `finalize` ends it; then
-    the index follows. With `described` a file `PREFIX.sums.json` is written last, with the checksums and the
-    description.
+    If `prefix` is a URL, `.bin` is uploaded while it is written, and exists once `finalize` completes it; then the
+    index follows. With `described`, a file `PREFIX.sums.json` with the checksums and the description is written last.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype, described: Mapping[str, object] | None = None) -> None:
@@ -82,14 +82,14 @@ class IndexedDatasetBuilder:
             self._data = self._open("bin")
             self._lengths = self._open("lengths")
             self._boundaries = self._open("boundaries")
-        except BaseException:  # no more can be opened, or the program is to end
+        except BaseException:  # no more files can be opened, or the program is ending
             self._remove()
             raise
         self._boundaries.write(np.zeros(1, "<i8").tobytes())
 
     def add_document(self, tokens: Sequence[int] | NDArray, lengths: Sequence[int] | None = None) -> None:
-        """Appends a document. `lengths` divides it into sequences; by default it is one sequence. An empty document
-        adds a boundary and no sequence."""
+        """Append a document. `lengths` divides it into sequences; by default it is one sequence. An empty document adds
+        a boundary and no sequence."""
         values = _checked(tokens, self.dtype)
         if lengths is None:
             lengths = [len(values)] if len(values) else []
@@ -98,14 +98,14 @@ class IndexedDatasetBuilder:
         self._write(values, np.asarray(lengths, "<i4"), np.array([boundary], "<i8"))
 
     def add_documents(self, tokens: NDArray, lengths: NDArray) -> None:
-        """Appends many documents of one sequence each; `tokens` holds them back to back."""
+        """Append many documents of one sequence each; `tokens` holds them back to back."""
         values = _checked(tokens, self.dtype)
         assert int(lengths.sum(dtype=np.int64)) == len(values)
         boundaries = self.num_sequences + np.cumsum(lengths > 0, dtype=np.int64)
         self._write(values, lengths[lengths > 0].astype("<i4"), boundaries.astype("<i8"))
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Appends another dataset of the same dtype."""
+        """Append another dataset of the same dtype."""
         if dataset.dtype != self.dtype:
             raise ValueError(
                 f"{dataset.prefix}: tokens are {dataset.dtype.name}, but those of the previous datasets are "
@@ -124,7 +124,7 @@ class IndexedDatasetBuilder:
         self.num_documents += dataset.num_documents
 
     def finalize(self) -> None:
-        """Completes both files and renames them to their final names."""
+        """Complete both files and rename them to their final names."""
         for stream in (self._data, self._lengths, self._boundaries):
             stream.flush()
         if self._stored:
@@ -151,10 +151,10 @@ class IndexedDatasetBuilder:
             storage_of(path).write(path, text.encode())
 
     def abort(self) -> None:
-        """Deletes everything written so far."""
+        """Delete everything written so far."""
         for stream in (self._data, self._lengths, self._boundaries):
-            with suppress(OSError):  # what was not written yet may have no room
-                getattr(stream, "discard", stream.close)()  # an upload is complete once closed
+            with suppress(OSError):  # there may be no room for unwritten data
+                getattr(stream, "discard", stream.close)()  # closing completes an upload
         self._remove()
 
     def __enter__(self) -> IndexedDatasetBuilder:
@@ -239,7 +239,7 @@ class IndexedDatasetBuilder:
 
 
 def _checked(tokens: Sequence[int] | NDArray, dtype: np.dtype) -> NDArray:
-    """Casts tokens to the dtype of the file. Raises ValueError if one would overflow."""
+    """Cast tokens to the dtype of the file. Raises ValueError if one would overflow."""
     values = np.asarray(tokens)
     if values.dtype == dtype or len(values) == 0:
         return values.astype(dtype)

@@ -1,8 +1,9 @@
-"""Best-fit decreasing: puts items of given lengths into as few bins of one capacity as a simple rule finds. Pure.
+"""Best-fit decreasing: a heuristic that packs items of given lengths into few bins of equal capacity. Does not import
+torch.
 
-The longest item comes first, and each goes into the fullest bin that it fits (Ding et al., "Fewer Truncations Improve
-Language Modeling", ICML 2024, section 3). Items of equal length are placed together, so that a million documents take
-a fraction of a second.
+The longest item comes first, and each item goes into the fullest bin with room for it (Ding et al., "Fewer Truncations
+Improve Language Modeling", ICML 2024, section 3). Items of equal length are placed together, so that a million
+documents take a fraction of a second.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ Bins = deque[NDArray[np.int64]]
 def best_fit_decreasing(lengths: NDArray, capacity: int) -> NDArray[np.int64]:
     """Return the bin of each item, [n]; bins are numbered from 0 in the order in which they are opened.
 
-    Each length must be between 1 and `capacity`. Of several bins that are equally full, the one that has been as full
-    for the longest time takes the next item.
+    Each length must be between 1 and `capacity`. If several bins are equally full, the next item goes into the one that
+    reached this level first.
     """
     bins = np.empty(len(lengths), np.int64)
     if not len(lengths):
@@ -35,13 +36,13 @@ def best_fit_decreasing(lengths: NDArray, capacity: int) -> NDArray[np.int64]:
 
 
 class _Room:
-    """The bins that are open, by the room left in them."""
+    """Open bins, by the room left in them."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.opened = 0
         self.bins: defaultdict[int, Bins] = defaultdict(deque)
-        """Room left -> the bins that have it, in parts, the oldest first."""
+        """Room left -> the bins with this room, in parts, the oldest first."""
 
         self.rooms = 0
         """Bit r is set if some bin has room r."""
@@ -52,7 +53,7 @@ class _Room:
         while items:
             above = self.rooms >> length
             room = length + (above & -above).bit_length() - 1 if above else self.capacity
-            each = room // length  # a bin that takes one is the fullest that the next one fits
+            each = room // length  # after it takes an item, it is the fullest bin with room for the next one
             wanted = -(-items // each)
             taken = self._take(room, wanted) if above else self._open(wanted)
             count = min(items, len(taken) * each)
@@ -68,7 +69,7 @@ class _Room:
         return np.arange(self.opened - wanted, self.opened)
 
     def _take(self, room: int, wanted: int) -> NDArray[np.int64]:
-        """At most `wanted` of the bins with this room, the oldest ones."""
+        """Up to `wanted` of the bins with this room, the oldest first."""
         parts = self.bins[room]
         first = parts.popleft()
         taken, rest = first[:wanted], first[wanted:]

@@ -1,15 +1,19 @@
-"""Divides the tokens of packed documents over context-parallel ranks, with equal pairs of a query and a key. Pure.
+"""Division of packed documents over context-parallel ranks, such that each rank has equally many pairs of a query and a
+key. Does not import torch.
 
-The usual shards, an early and a late chunk of the sample, have equal work only if the sample is one document. Here each
-rank holds as many tokens as before, so that shapes and padding stay the same, but other tokens. Several divisions are
-tried on the lengths of the documents, and the one with the lowest `Score` is used:
+The usual shards, an early and a late chunk of the sample, have equal work only if the sample is a single document. Here
+each rank holds as many tokens as before, so that shapes and padding stay the same, but the tokens differ. Several
+divisions are evaluated with the lengths of the documents, and the one with the lowest `Score` is used:
 
 - pairs of chunks of the sample, the usual division;
-- pairs of chunks of each document (zig-zag per document): equal by construction, but short documents become crumbs;
-- equal chunks of the sample, dealt by their work (number partitioning), more of them until the work is equal;
-- whole documents, dealt by their work. Only documents longer than some length, and those that fit no rank, are cut.
+- pairs of chunks of each document (zig-zag per document): the work is equal by construction, but short documents are
+  fragmented;
+- equal chunks of the sample, assigned by their work (number partitioning); the number of chunks grows until the work is
+  equal;
+- whole documents, assigned by their work. Only documents beyond some length, and those that fit on no rank, are
+  divided.
 
-Keys travel between ranks only if their document is cut.
+Keys are sent to other ranks only if their document is divided.
 """
 
 from __future__ import annotations
@@ -29,33 +33,34 @@ TILE = 64 * 64
 """Pairs of a query and a key that a kernel computes in the time that one more tile costs."""
 
 EQUAL = 1.02
-"""Divisions whose time is within this factor of the lowest count as equal: the one whose keys travel least is used."""
+"""Divisions whose time is within this factor of the lowest count as equal; among them, the one that sends the fewest
+keys is used."""
 
 CHUNKS = (1, 2, 4, 8)
-"""Pairs of chunks that a rank holds where equal chunks of the sample are dealt."""
+"""Numbers of chunk pairs per rank that are tried when equal chunks of the sample are assigned."""
 
 WHOLE = (1.0, 0.5, 0.25, 0.125)
-"""Longest whole documents, as shares of the tokens of a rank, where whole documents are dealt."""
+"""Limits for the length of whole documents that are tried, as fractions of a rank's tokens."""
 
 Owners = NDArray[np.int64]
 """[seq_length]: the rank that holds each position."""
 
 
 class Score(NamedTuple):
-    """The cost of a division."""
+    """Cost of a division."""
 
     time: float
-    """Pairs of the busiest rank, and `TILE` for each of its tiles."""
+    """Pairs of the busiest rank, plus `TILE` for each of its tiles."""
 
     work: float
-    """Pairs of the busiest rank, as a multiple of the mean."""
+    """Pairs of the busiest rank, divided by the mean."""
 
     travelling: int
     """Keys that each rank sends to the others."""
 
 
 def score(owners: Owners, documents: Documents, ranks: int) -> Score:
-    """The cost of a division of the samples of a micro-batch."""
+    """Compute the cost of a division for the samples of a micro-batch."""
     works = np.bincount(owners, seen_keys(documents, len(owners)), ranks)
     changes = np.flatnonzero(np.diff(owners, prepend=-1))
     tiles = np.zeros(ranks)
@@ -69,7 +74,7 @@ def score(owners: Owners, documents: Documents, ranks: int) -> Score:
 
 
 def seen_keys(documents: Documents, seq_length: int) -> NDArray[np.int64]:
-    """[seq_length]: keys that the query at each position sees, summed over samples."""
+    """[seq_length]: number of keys that the query at each position attends to, summed over samples."""
     places = np.arange(seq_length)
     counts = np.zeros(seq_length, np.int64)
     for starts in documents:
@@ -80,7 +85,8 @@ def seen_keys(documents: Documents, seq_length: int) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=64)
 def balanced_shards(documents: Documents, seq_length: int, ranks: int) -> Shards:
-    """The division with the lowest cost. The samples of a micro-batch, which may be several, are divided alike."""
+    """Return the division with the lowest cost. If a micro-batch has several samples, they are divided in the same
+    way."""
     alike = tuple(dict.fromkeys(documents))
     found = [even_chunks(seq_length, ranks), *dealt_chunks(alike, seq_length, ranks)]
     if len(alike) == 1:
@@ -91,8 +97,8 @@ def balanced_shards(documents: Documents, seq_length: int, ranks: int) -> Shards
 
 @lru_cache(maxsize=64)
 def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: int | None) -> Shards:
-    """The cheapest division of one sample that keeps documents of at most `longest` tokens (None: the cost decides) on
-    one rank each, if they fit."""
+    """Return the cheapest division of one sample that keeps each document of at most `longest` tokens (None: chosen by
+    cost) on one rank, as far as they fit."""
     assert len(documents) == 1, "a rule allows one sample per micro-batch"
     lengths = np.diff([*documents[0], seq_length])
     shares = WHOLE if longest is None else (longest * ranks / seq_length,)
@@ -102,7 +108,8 @@ def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: in
 
 
 def _best(found: list[Owners], documents: Documents, ranks: int) -> Owners:
-    """The division with the lowest time. Of those about equal, the one whose keys travel least, then the first one."""
+    """Return the division with the lowest time. If several are about equal, the one that sends the fewest keys is used,
+    then the first one."""
     scores = [score(owners, documents, ranks) for owners in found]
     least = min(each.time for each in scores)
     fair = [place for place, each in enumerate(scores) if each.time <= EQUAL * least]
@@ -119,7 +126,7 @@ def even_chunks(seq_length: int, ranks: int) -> Owners:
 
 
 def dealt_chunks(documents: Documents, seq_length: int, ranks: int) -> Iterator[Owners]:
-    """Equal chunks of the sample dealt by work, more and more of them."""
+    """Equal chunks of the sample assigned by work, with growing numbers of chunks."""
     seen = seen_keys(documents, seq_length)
     for pairs in CHUNKS:
         chunks = 2 * ranks * pairs
@@ -132,9 +139,10 @@ def dealt_chunks(documents: Documents, seq_length: int, ranks: int) -> Iterator[
 
 
 def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
-    """Each document in 2 * ranks chunks, of which a rank holds an early and a late one.
+    """Each document in 2 * ranks chunks, of which each rank holds an early and a late one.
 
-    Chunks of a document differ by at most a token. Ranks receive the longer ones in turn, so that all hold as many."""
+    The lengths of a document's chunks differ by at most one token. Ranks receive the longer chunks in turn, so that all
+    hold equally many tokens."""
     order = np.array([*range(ranks), *range(ranks - 1, -1, -1)])
     parts, turn = [], 0
     for length in lengths.tolist():
@@ -151,10 +159,11 @@ def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
 
 
 def whole_documents(lengths: NDArray[np.int64], ranks: int, share: float) -> Owners:
-    """Documents of at most `share` of the tokens of a rank stay whole, as far as they fit; longer ones are cut.
+    """Documents of at most the fraction `share` of a rank's tokens stay whole, as far as they fit; longer ones are
+    divided.
 
-    The piece with the most pairs per token comes first, and goes to the rank whose missing work per missing token is
-    highest, of those that have room for it. Then chunks of the busiest rank are exchanged for lighter ones."""
+    The piece with the most pairs per token comes first. Among the ranks with room for it, it goes to the one with the
+    most missing work per missing token. Then chunks of the busiest rank are exchanged for lighter ones."""
     length = int(lengths.sum())
     deal = _Deal(lengths, ranks, max(1, length // (32 * ranks)), share * length / ranks)
     deal.run()
@@ -174,10 +183,10 @@ class _Deal:
         """[length + 1]: pairs of all positions before each."""
 
         self.room = np.full(ranks, length // ranks)
-        """Tokens that each rank still takes."""
+        """Number of tokens for which each rank still has room."""
 
         self.missing = np.full(ranks, self.before[-1] / ranks)
-        """Pairs that each rank lacks."""
+        """Number of pairs that each rank still lacks."""
 
         self.pieces: list[tuple[int, int]] = []
         for start, size in zip(starts.tolist(), lengths.tolist(), strict=True):
@@ -188,7 +197,7 @@ class _Deal:
         return int(self.before[stop] - self.before[start])
 
     def run(self) -> None:
-        """Gives each piece to a rank. A piece that fits none is cut."""
+        """Assign each piece to a rank. A piece that fits on no rank is divided."""
         waiting = sorted(self.pieces, key=lambda piece: self.work(*piece) / (piece[1] - piece[0]))
         self.pieces = []
         while waiting:
@@ -207,7 +216,7 @@ class _Deal:
             self.pieces.append((start, stop))
 
     def exchange(self) -> None:
-        """Exchanges chunks of equal size between the busiest rank and the idlest one while that helps."""
+        """Exchange chunks of equal size between the busiest rank and the least busy one while that helps."""
         chunks = np.array([start for start, stop in self.pieces if stop - start == self.chunk], np.int64)
         works = self.before[chunks + self.chunk] - self.before[chunks] if len(chunks) else chunks
         for _ in range(4 * len(self.room)):
@@ -217,7 +226,7 @@ class _Deal:
             if not len(mine) or not len(others):
                 return
             moved = works[mine][:, None] - works[others]
-            left = np.maximum(moved, gap - moved)  # the larger of both ranks' excess over the idlest
+            left = np.maximum(moved, gap - moved)  # the larger of both ranks' excess over the least busy rank
             give, take = np.unravel_index(int(left.argmin()), left.shape)
             if left[give, take] >= gap:
                 return
@@ -228,7 +237,7 @@ class _Deal:
 
 
 def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]:
-    """[seq_length]: whether other ranks hold tokens of the document of a position, in any sample."""
+    """[seq_length]: True if other ranks hold tokens of the document at a position, in any sample."""
     found = np.zeros(len(owners), bool)
     for starts in documents:
         begins = np.asarray(starts, np.int64)
@@ -238,12 +247,12 @@ def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]
 
 
 def shards_of(owners: Owners, documents: Documents, ranks: int) -> Shards:
-    """The division, and the keys that travel: equally many of each rank, so some may be of whole documents."""
+    """The division, and the keys to send: equally many from each rank, so that some may belong to whole documents."""
     held = [np.flatnonzero(owners == rank) for rank in range(ranks)]
     shared = _in_cut_documents(owners, documents)
     most = max(int(shared[places].sum()) for places in held)
     spans = tuple(as_spans(places) for places in held)
-    if 4 * most > 3 * len(held[0]):  # copying them apart is not worth it
+    if 4 * most > 3 * len(held[0]):  # separate copies are not worthwhile
         return Shards(spans, spans)
     sent = []
     for places in held:
@@ -262,7 +271,7 @@ def owners_of(shards: Shards, seq_length: int) -> Owners:
 
 
 def as_spans(places: NDArray[np.int64]) -> Spans:
-    """Ascending positions as ranges."""
+    """Convert ascending positions to ranges."""
     if not len(places):
         return ()
     breaks = np.flatnonzero(np.diff(places) != 1) + 1

@@ -1,8 +1,9 @@
-"""Deals the samples of a global batch to data-parallel replicas and micro-batches, with equal sums of work. Pure.
+"""Assignment of the samples of a global batch to data-parallel replicas and micro-batches, with equal sums of work.
+Does not import torch.
 
 Replicas wait for each other at the end of a step, so the slowest one decides its time. The work of a sample of packed
-documents is its pairs of a query and a key: a document of n tokens has n (n + 1) / 2. All else that a sample costs is
-the same for every sample. The samples of a step stay the same, and so does the sum of their gradients.
+documents is its number of query-key pairs: a document of n tokens has n (n + 1) / 2. All other costs are the same for
+every sample. The samples of a step stay the same, and so does the sum of their gradients.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from megatron.core.datasets.dataset import Dataset
 from megatron.core.datasets.sample_order import documents_of
 
 SWAPS = 4
-"""Swaps for each group, at most, that bring its sum nearer to the mean."""
+"""Largest number of swaps that bring the sum of a group nearer to the mean."""
 
 
 def pairs_of(counts: Sequence[int], seq_length: int) -> int:
-    """Pairs of a query and a key in a sample whose seq_length + 1 tokens are documents of `counts` tokens, and padding.
+    """Number of query-key pairs in a sample whose seq_length + 1 tokens are documents of `counts` tokens, and padding.
 
     The last token is only a label."""
     sizes = [*counts, seq_length + 1 - sum(counts)]
@@ -31,9 +32,10 @@ def pairs_of(counts: Sequence[int], seq_length: int) -> int:
 
 
 def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
-    """Divide items into groups of equal size whose sums of work are about equal; return their numbers, [groups, size].
+    """Divide items into groups of equal size with approximately equal sums of work; return their numbers, [groups,
+    size].
 
-    The heaviest item comes first, and each goes to the lightest group that is not full. Then items of the heaviest
+    The heaviest item comes first, and each item goes to the lightest group that is not full. Then items of the heaviest
     group are swapped with others while that makes the larger of both sums smaller."""
     size = len(works) // groups
     assert size * groups == len(works)
@@ -51,7 +53,8 @@ def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
 
 
 def _swap(groups: NDArray[np.int64], works: NDArray[np.int64]) -> bool:
-    """Swaps the best pair of an item of the heaviest group and one of another; False if none lowers the larger sum."""
+    """Swap the best pair of an item in the heaviest group and an item in another one. Returns False if no swap lowers
+    the larger sum."""
     of_items = works[groups]
     sums = of_items.sum(1)
     heaviest = int(sums.argmax())
@@ -68,8 +71,9 @@ def _swap(groups: NDArray[np.int64], works: NDArray[np.int64]) -> bool:
 def deal(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
     """[micro-batches, replicas, micro_batch_size]: the items of each micro-batch of each replica.
 
-    Sums are equal over replicas first, then over the micro-batches of each. Micro-batches are ordered by their work, so
-    that replicas which meet in every micro-batch, as under expert parallelism, meet at equal ones."""
+    Sums are balanced over replicas first, then over the micro-batches of each replica. Micro-batches are ordered by
+    their work, so that replicas that synchronize in every micro-batch, as with expert parallelism, do so at
+    micro-batches of equal work."""
     found = []
     for items in equal_groups(works, replicas):
         batches = items[equal_groups(works[items], len(items) // micro_batch_size)]
@@ -78,19 +82,19 @@ def deal(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> NDAr
 
 
 def imbalance(works: NDArray[np.int64], dealt: NDArray[np.int64]) -> float:
-    """The largest sum of work of a replica, as a multiple of the mean."""
+    """Largest sum of work of a replica, divided by the mean."""
     sums = works[dealt].sum((0, 2))
     return float(sums.max() / max(float(sums.mean()), 1.0))
 
 
 @dataclass(frozen=True)
 class WorkDealer:
-    """Deals samples of a data set by their pairs of tokens."""
+    """Assign samples of a data set by their numbers of query-key pairs."""
 
     seq_length: int
 
     def works(self, dataset: Dataset, samples: range) -> NDArray[np.int64]:
-        """The work of each sample, [samples]; equal ones of a data set that does not know its documents."""
+        """Work of each sample, [samples]; all equal if the data set does not know its documents."""
         parts = (documents_of(dataset, number) for number in samples)
         lengths = ([count for _, _, count in each] for each in parts)
         return np.array([pairs_of(counts or [self.seq_length + 1], self.seq_length) for counts in lengths], np.int64)

@@ -1,4 +1,5 @@
-"""Divides training samples over context-parallel ranks by their documents, and counts how equal their work is."""
+"""Division of training samples over context-parallel ranks by their documents, with statistics about the balance of
+work."""
 
 from __future__ import annotations
 
@@ -22,26 +23,26 @@ from megatron.extensions.data.packing.context_shards import (
 
 
 class Imbalance(NamedTuple):
-    """Work of the busiest rank of a micro-batch as a multiple of the mean."""
+    """Work of the busiest rank of a micro-batch, divided by the mean."""
 
     before: float
-    """With the usual division."""
+    """The same with the usual division."""
 
     after: float
     sent: float
-    """Share of its keys that each rank sends to the others."""
+    """Fraction of its keys that each rank sends to the others."""
 
 
 class Divider:
-    """Divides micro-batches (`megatron.core.attention.tiles.DividesSequences`). `hybrid`: documents of at most
-    `longest` tokens (None: the cost decides) stay on one rank each. `inner` neighbouring ranks share heads, so only the
-    work of such groups has to be equal."""
+    """Divide micro-batches (`megatron.core.attention.tiles.DividesSequences`). `hybrid`: documents of at most `longest`
+    tokens (None: chosen by cost) stay on one rank each. `inner` adjacent ranks share heads, so that only the work of
+    such groups has to be equal."""
 
     def __init__(self, hybrid: bool = False, longest: int | None = None, inner: int = 1) -> None:
         self.hybrid, self.longest = hybrid, longest
         self.inner = inner
         self.told: list[Imbalance] = []
-        """Of each micro-batch divided since the last report."""
+        """Imbalance of each micro-batch divided since the last report."""
 
     def __call__(self, documents: Documents, seq_length: int, ranks: int) -> Shards:
         found = self.divided(documents, seq_length, ranks // self.inner)
@@ -57,7 +58,7 @@ class Divider:
 
 @lru_cache(maxsize=64)
 def imbalance_of(shards: Shards, documents: Documents, seq_length: int) -> Imbalance:
-    """How equal the work is."""
+    """Imbalance of the work."""
     ranks = len(shards.held)
     usual, owners = even_chunks(seq_length, ranks), owners_of(shards, seq_length)
     before, after = (score(each, documents, ranks).work for each in (usual, owners))
@@ -66,7 +67,7 @@ def imbalance_of(shards: Shards, documents: Documents, seq_length: int) -> Imbal
 
 @lru_cache(maxsize=64)
 def among_neighbours(shards: Shards, inner: int) -> Shards:
-    """The division over groups of `inner` ranks as one over ranks: equal parts of the tokens of each group."""
+    """Convert a division over groups of `inner` ranks to one over ranks: equal parts of the tokens of each group."""
     if inner == 1:
         return shards
     held = tuple(part for spans in shards.held for part in equal_parts(spans, inner))
@@ -74,7 +75,7 @@ def among_neighbours(shards: Shards, inner: int) -> Shards:
 
 
 def equal_parts(spans: Spans, parts: int) -> Iterator[Spans]:
-    """Ascending positions in parts of equal size."""
+    """Divide ascending positions into parts of equal size."""
     size = sum(map(len, spans)) // parts
     rows = list(chain.from_iterable(spans))
     for part in range(parts):
@@ -82,5 +83,5 @@ def equal_parts(spans: Spans, parts: int) -> Iterator[Spans]:
 
 
 def mean_imbalances(told: Sequence[Imbalance]) -> Imbalance:
-    """The mean over micro-batches: ranks meet in each."""
+    """Mean over micro-batches, because ranks synchronize in each of them."""
     return Imbalance(*(fmean(each) for each in zip(*told, strict=True)))

@@ -25,10 +25,11 @@ WINDOW = 1 << 17
 
 
 def divides_by_documents(config: RunConfig) -> bool:
-    """Return whether all layers that see the tokens of other context-parallel ranks take any division of them."""
+    """Return True if all layers that attend to tokens of other context-parallel ranks support any division of the
+    tokens."""
     try:
         kinds = (*config.model.layers, *config.model.mtp_layers)
-    except ValueError:  # a pattern of layers that cannot be read, which another rule reports
+    except ValueError:  # another rule reports a pattern of layers that cannot be read
         return True
     mixers = {kind.linear for kind in kinds if kind.linear is not None}
     return config.parallel.ranks_by_queries > 1 and not any(MIXERS.facts(name).whole_sequences for name in mixers)
@@ -79,31 +80,31 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 )
 @dataclass(frozen=True)
 class PackingConfig:
-    """How documents become samples."""
+    """Options for making samples from documents."""
 
     sequence_packing: str = flag("greedy", choices=("greedy", "best-fit"))
     """greedy: documents one after another, cut wherever a sample ends, as in Megatron-LM. best-fit: whole documents,
-    which neither attend to nor predict each other; the room that they leave is padded (arXiv 2404.10830)."""
+    which neither attend to nor predict each other; the remaining room is padded (arXiv 2404.10830)."""
 
     packing_window: int = flag(WINDOW, above=0)
-    """Documents that best-fit packs together. More of them leave less padding."""
+    """Number of documents that best-fit packs together. A larger number reduces padding."""
 
     balance_packed_samples: bool = flag(
         False, no_effect_without="--sequence-packing best-fit or --reset-attention-mask"
     )
-    """Deal the samples of a step to data-parallel replicas and micro-batches, and the tokens of each micro-batch to
-    context-parallel ranks, so that all have about as many pairs of tokens that attend to each other. The samples of a
-    step stay the same."""
+    """Balance attention work: assign the samples of a step to data-parallel replicas and micro-batches, and the tokens
+    of each micro-batch to context-parallel ranks, such that all have approximately equal numbers of query-key pairs.
+    The samples of a step stay the same."""
 
     hybrid_context_parallel: bool = flag(
         False, "--dynamic-context-parallel", no_effect_without="--context-parallel-size above 1"
     )
-    """Keep short documents on one context-parallel rank each and divide long ones over all ranks, with equal work.
-    Keys and values of short documents are not communicated."""
+    """Keep each short document on one context-parallel rank, and divide long ones over all ranks, with equal work. Keys
+    and values of short documents are not communicated."""
 
     max_seqlen_per_dp_cp_rank: int | None = flag(None, above=0, no_effect_without="--hybrid-context-parallel")
-    """Longest documents, in tokens, that stay on one context-parallel rank; default: chosen for each sample by the
-    estimated cost."""
+    """Largest length, in tokens, of a document that stays on one context-parallel rank; default: chosen for each sample
+    by the estimated cost."""
 
     @property
     def packs(self) -> bool:
@@ -111,21 +112,21 @@ class PackingConfig:
         return self.sequence_packing != "greedy"
 
     def sample_maker(self) -> SampleMaker | None:
-        """What makes samples of whole documents; None if the flags do not ask for it."""
+        """Return the factory of samples of whole documents; None if the flags do not ask for it."""
         if not self.packs:
             return None
         made: SampleMaker = partial(imported(f"{__package__}.packed_dataset:PackedDataset"), window=self.packing_window)
         return made
 
     def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
-        """How well documents of these lengths fill samples, and how equal the work of the replicas of a step is."""
+        """Describe how well documents of these lengths fill samples, and how equal the work of a step's replicas is."""
         if not self.packs:
             return None
         told: str = imported(f"{__package__}.survey:survey_line")(self, lengths, seq_length, step)
         return told
 
     def divider(self, config: RunConfig) -> DividesSequences | None:
-        """What divides training samples over context-parallel ranks; None for the usual way."""
+        """Return the object that divides training samples over context-parallel ranks; None for the usual division."""
         asked = self.hybrid_context_parallel or (self.balance_packed_samples and divides_by_documents(config))
         if not asked or config.parallel.context_parallel_size == 1:
             return None
@@ -135,7 +136,7 @@ class PackingConfig:
         return made
 
     def dealer(self, seq_length: int) -> Dealer | None:
-        """What deals samples of this length; None if the flags do not ask for it."""
+        """Return the object that assigns samples of this length; None if the flags do not ask for it."""
         if not self.balance_packed_samples:
             return None
         made: Dealer = imported(f"{__package__}.dealing:WorkDealer")(seq_length)

@@ -1,4 +1,5 @@
-"""Logs how equal the attention work of data-parallel replicas and of context-parallel ranks is."""
+"""Callbacks that log the balance of attention work between data-parallel replicas and between context-parallel
+ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from megatron.training.run import TrainingRun
 
 
 class WorkOfReplicas(Callback, Meter):
-    """--balance-packed-samples: the work of the replica that has most, as a multiple of the mean.
+    """--balance-packed-samples: work of the busiest replica, divided by the mean.
 
-    It follows from the lengths of documents, so the first rank computes it alone.
+    It follows from the lengths of documents, so that the first rank computes it alone.
     """
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
@@ -37,7 +38,7 @@ class WorkOfReplicas(Callback, Meter):
             self.steps[step.iteration] = imbalances(works, train.dp_size, train.micro_batch_size)
 
     def take(self) -> Tensor:
-        """[sum in order, sum as dealt, steps] float64, on the first rank."""
+        """[sum in order, sum as assigned, steps] float64, on the first rank."""
         sums = [sum(values) for values in zip(*self.steps.values(), strict=True)] or [0.0, 0.0]
         sums.append(float(len(self.steps)))
         self.steps = {}
@@ -55,8 +56,8 @@ class WorkOfReplicas(Callback, Meter):
 
 
 class WorkOfContextRanks(Callback, Meter):
-    """--balance-packed-samples and --hybrid-context-parallel: the work of the context-parallel rank that has most, as a
-    multiple of the mean, and the share of keys that travel. Each replica counts its own micro-batches."""
+    """--balance-packed-samples and --hybrid-context-parallel: work of the busiest context-parallel rank, divided by the
+    mean, and the fraction of keys that are sent. Each replica counts its own micro-batches."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.data, self.device = run.data, run.runtime.device

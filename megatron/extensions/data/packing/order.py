@@ -1,10 +1,11 @@
-"""The samples of packed documents, as a function of the seed and the lengths of the documents. Numpy only, no files.
+"""Samples of packed documents, as a function of the seed and the lengths of the documents. Uses numpy only, and no
+files.
 
 Documents are shuffled in each epoch and divided into windows of equal size. Best-fit decreasing packs the documents of
-a window into bins, which are shuffled and become samples. A document with more tokens than a sample is cut into full
-samples, and only its rest is packed. Neighbouring parts of a document share one token, as Megatron-LM's samples do: it
-is the last label of one part and the first input of the next, so every token but a document's first is predicted once
-an epoch. A document of a single token predicts nothing and is left out.
+a window into bins, which are shuffled and become samples. A document with more tokens than a sample is divided into
+full samples, and only the remainder is packed. Adjacent parts of a document share one token, as in Megatron-LM's
+samples: it is the last label of one part and the first input of the next, so that every token except a document's first
+is predicted once per epoch. A document of a single token predicts nothing and is left out.
 """
 
 from __future__ import annotations
@@ -20,27 +21,28 @@ from numpy.typing import NDArray
 from megatron.extensions.data.packing.bins import best_fit_decreasing
 
 FEWEST_BINS = 16
-"""Full samples that the documents packed together should make at least. Small data sets repeat within them."""
+"""Smallest number of full samples that the documents packed together should fill. Small data sets are repeated to reach
+it."""
 
 
 class Packed(NamedTuple):
     """Samples, and the parts of documents in them."""
 
     ends: NDArray[np.int64]
-    """[samples]: number of parts in all samples up to and with this one."""
+    """[samples]: number of parts in all samples up to and including this one."""
 
     documents: NDArray[np.int64]
-    """[parts]: the document of each part, sample by sample, in the order of their places in the sample."""
+    """[parts]: document of each part, sample by sample, in the order of the parts in the sample."""
 
     starts: NDArray[np.int64]
-    """[parts]: its first token in the document."""
+    """[parts]: position of the part's first token in the document."""
 
     lengths: NDArray[np.int64]
-    """[parts]: its tokens."""
+    """[parts]: number of tokens of the part."""
 
     @classmethod
     def joined(cls, parts: list[Packed]) -> Packed:
-        """The samples of several, one after another."""
+        """Concatenate the samples of several orders."""
         before = np.cumsum([0, *(len(part.documents) for part in parts)])
         ends = [part.ends + first for part, first in zip(parts, before, strict=False)]
         fields = zip(*(part[1:] for part in parts), strict=True)
@@ -49,25 +51,26 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounds:
-    """How the documents of a data set are taken: round by round, each divided into windows."""
+    """Rounds in which the documents of a data set are used; each round is divided into windows."""
 
     documents: range
     epochs: int
-    """Epochs of each round after the first, which is one epoch: more than one where the data set is small."""
+    """Epochs in each round after the first, which is one epoch: more than one if the data set is small."""
 
     windows: int
     """Windows of a round."""
 
     @classmethod
     def of(cls, lengths: NDArray, documents: range, seq_length: int, window: int) -> Rounds:
-        """The rounds of `documents` of a data set, in windows of at most `window` of them."""
+        """Rounds of `documents` of a data set, in windows of at most `window` documents."""
         tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
         epochs = -(-FEWEST_BINS * (seq_length + 1) // max(tokens, 1))
         return cls(documents, max(1, epochs), 1 if epochs > 1 else -(-len(documents) // window))
 
 
 def round_of(lengths: NDArray, rounds: Rounds, seq_length: int, seed: int, number: int) -> Packed:
-    """The samples of round `number`. `lengths` are those of the whole data set, of which `rounds` names a part."""
+    """Return the samples of round `number`. `lengths` are those of the whole data set; `rounds` refers to a part of
+    it."""
     digest = blake2b(f"packing {seed} {number}".encode(), digest_size=4).digest()
     random = np.random.RandomState(int.from_bytes(digest, "little"))
     epochs = rounds.epochs if number else 1
@@ -77,7 +80,7 @@ def round_of(lengths: NDArray, rounds: Rounds, seq_length: int, seed: int, numbe
 
 
 def _window(lengths: NDArray, documents: NDArray, seq_length: int, random: np.random.RandomState) -> Packed:
-    """Packs some documents and shuffles the samples."""
+    """Pack some documents and shuffle the samples."""
     documents, starts, sizes = cut(documents, lengths[documents].astype(np.int64), seq_length)
     bins = best_fit_decreasing(sizes, seq_length + 1)
     count = int(bins.max()) + 1 if len(bins) else 0
@@ -90,8 +93,8 @@ def _window(lengths: NDArray, documents: NDArray, seq_length: int, random: np.ra
 def cut(
     documents: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(document, first token, tokens) of the parts of documents, each of at most seq_length + 1 tokens. Documents are
-    cut only where they are longer."""
+    """(document, first token, tokens) of the parts of documents, each of at most seq_length + 1 tokens. Only documents
+    that are longer are divided."""
     parts = np.maximum(0, -(-(lengths - 1) // seq_length))  # a document of n tokens has n - 1 predictions
     firsts = np.repeat(np.cumsum(parts) - parts, parts)
     starts = (np.arange(int(parts.sum())) - firsts) * seq_length
@@ -101,18 +104,18 @@ def cut(
 
 @dataclass(frozen=True)
 class Waste:
-    """How well documents fill samples."""
+    """Statistics about how well documents fill samples."""
 
     samples: int
     places: int
-    """Tokens of all samples: seq_length + 1 each."""
+    """Number of tokens of all samples, seq_length + 1 each."""
 
     padding: int
-    """Places without a token."""
+    """Number of padded positions."""
 
     documents: int
     cut: int
-    """Documents that are divided between samples."""
+    """Number of documents that are divided between samples."""
 
     @classmethod
     def of(cls, packed: Packed, seq_length: int) -> Waste:
@@ -136,7 +139,8 @@ class Waste:
 
 
 def blocks() -> Iterator[range]:
-    """Rounds in blocks that are made at once: 0, 1, 2-3, 4-7, ... A run needs few blocks, however many rounds."""
+    """Cache of rounds, which are made in blocks: 0, 1, 2-3, 4-7, ... A run needs few blocks, however many rounds it
+    has."""
     yield range(1)
     first = 1
     while True:

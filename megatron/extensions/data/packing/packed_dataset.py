@@ -15,10 +15,10 @@ from megatron.extensions.data.packing.order import Packed, Rounds, blocks, round
 
 
 class PackedDataset(DocumentSamples):
-    """At least `samples` samples of whole documents, or pieces of them, or (None) one epoch.
+    """At least `samples` samples of whole documents, or of pieces of long ones; with None, one epoch.
 
-    The order does not depend on the number of samples asked for. Raises ValueError if no
-    document has two tokens, or a token id is outside the vocabulary.
+    The order does not depend on the requested number of samples. Raises ValueError if no document has two tokens, or if
+    a token id is outside the vocabulary.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class PackedDataset(DocumentSamples):
         cache: IndexCache,
     ) -> None:
         super().__init__(indexed, documents, format, split, fewest=1)
-        assert format.eod is not None, "a rule asks for a tokenizer"
+        assert format.eod is not None, "a rule requires a tokenizer"
         self.eod = self.padding = format.eod
         rounds = Rounds.of(self.lengths, self.numbers, format.seq_length, window)
         order = {
@@ -73,8 +73,8 @@ class PackedDataset(DocumentSamples):
         self.fingerprint = content_hash({"order": order, "tokens": self._probe()})
 
     def __getitem__(self, index: int) -> Sample:
-        """The model inputs of a sample. The lengths of documents separate them, not tokens: no prediction crosses
-        from one to the next, and padding, which fills the end, is a document whose predictions do not count."""
+        """Return the model inputs of a sample. Documents are separated by their lengths, not by tokens: no prediction
+        crosses from one to the next. The padding at the end is a document whose predictions do not count."""
         text = self.text(index)
         lengths = self.index.lengths[self._parts(index)]
         sizes = np.append(lengths, len(text) - int(lengths.sum()))
@@ -101,7 +101,7 @@ class PackedDataset(DocumentSamples):
         return [(*self._place(number, start), count) for number, start, count in numbers]
 
     def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
-        """As pieces in the order of the samples."""
+        """Lengths as pieces, in the order of the samples."""
         first = int(self.index.ends[taken - 1]) if taken else 0
         documents, starts, lengths = (field[first:] for field in self.index[1:])
         if self.pieces is not None:

@@ -1,4 +1,4 @@
-"""What follows for other flags from packed documents. This module does not import torch."""
+"""Settings of other flags that packed documents imply. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 def with_documents_apart(config: RunConfig) -> RunConfig:
-    """The configuration with attention and positions that restart at each document, where documents are packed."""
+    """Return the configuration with attention and positions that restart at each document, if documents are packed."""
     if not config.options(PackingConfig).packs or config.tokenizer.tokenizer_type is None:
         return config
     table = config.model.position_table

@@ -1,4 +1,4 @@
-"""How well the documents of a data set fill samples, and how equal the work of replicas is: a line of the log."""
+"""Log line about how well the documents of a data set fill samples, and how equal the work of replicas is."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megatron.extensions.data.packing.flags import PackingConfig
 from megatron.extensions.data.packing.order import Packed, Rounds, Waste, round_of
 
 MICRO_BATCHES = 32
-"""Micro-batches, at most, whose division over context-parallel ranks stands for that of all."""
+"""Largest number of micro-batches whose division over context-parallel ranks is evaluated."""
 
 SURVEYED = 1 << 17
-"""Documents at the beginning of a data set whose packing stands for that of all."""
+"""Number of documents, from the beginning of a data set, whose packing is evaluated."""
 
 STEPS = 8
-"""Steps, at most, whose work stands for that of all."""
+"""Largest number of steps whose work is evaluated."""
 
 
 def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str:
-    """Padding, cut documents and the work of replicas, measured on the first of the documents of these lengths.
-    `lengths` is None if the documents have no tokens yet."""
+    """Padding, number of divided documents, and balance of work between replicas, measured on the first of the
+    documents with these lengths. `lengths` is None if the documents are not tokenized yet."""
     if lengths is None:
         return "best-fit packing: the share of padding is unknown until the documents are tokenized"
     some = lengths[:SURVEYED]
@@ -51,7 +51,8 @@ def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int
 def context_imbalances(
     packed: Packed, seq_length: int, step: StepShape, divider: Divider, most: int
 ) -> list[Imbalance]:
-    """How equal the work of context-parallel ranks is in at most `most` micro-batches, usually and by `divider`."""
+    """Balance of work between context-parallel ranks in at most `most` micro-batches, with the usual division and with
+    `divider`."""
     size = step.micro_batch_size
     bounds = pairwise([0, *packed.ends[: most * size].tolist()])
     starts = [starts_of(packed.lengths[a:b].tolist(), seq_length) for a, b in bounds]
@@ -63,24 +64,25 @@ def context_imbalances(
 
 
 def starts_of(counts: Sequence[int], seq_length: int) -> tuple[int, ...]:
-    """Where the documents of `counts` tokens begin in a sample, and its padding. Its last token is only a label."""
+    """Positions at which documents of `counts` tokens begin in a sample, and the padding. Its last token is only a
+    label."""
     return tuple(start for start in accumulate(counts, initial=0) if start < seq_length)
 
 
 def context_line(before: float, after: float, how: str = "as divided") -> str:
-    """Text about the work of the context-parallel rank that has most, as multiples of the mean."""
+    """Text about the work of the busiest context-parallel rank, divided by the mean."""
     chunks = f"{before:.4g} times the mean in chunks of samples"
     return f"attention work of the busiest context rank: {chunks}, {after:.4g} {how}"
 
 
 def work_line(before: float, after: float, how: str = "as dealt") -> str:
-    """Text about the work of the replica that has most, as multiples of the mean."""
+    """Text about the work of the busiest replica, divided by the mean."""
     return f"attention work of the busiest replica: {before:.4g} times the mean in order, {after:.4g} {how}"
 
 
 def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None = None) -> tuple[float, float] | None:
-    """The largest sum of work of a replica as a multiple of the mean, in order and dealt by work: means over at most
-    `most` steps. None if there are fewer samples than a step takes."""
+    """Largest sum of work of a replica divided by the mean, in order and as assigned: means over at most `most` steps.
+    None if there are fewer samples than one step needs."""
     steps = len(packed.ends) // step.samples
     steps = steps if most is None else min(steps, most)
     if not steps:
@@ -93,6 +95,6 @@ def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None =
 
 
 def imbalances(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> tuple[float, float]:
-    """The largest sum of work of a replica in a step, as a multiple of the mean: in order, and dealt by work."""
+    """Largest sum of work of a replica in a step, divided by the mean: in order, and as assigned."""
     in_order = np.arange(len(works)).reshape(-1, replicas, micro_batch_size)
     return imbalance(works, in_order), imbalance(works, deal(works, replicas, micro_batch_size))

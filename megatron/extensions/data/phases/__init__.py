@@ -1,8 +1,9 @@
-"""Phases of a run: data, lengths, batch sizes, positions and learning rates that change within it (--data-phases).
+"""Phases of a run: data, sequence lengths, batch sizes, positions and learning rates that change during the run
+(--data-phases).
 
-Read `phase_file` for what the file of --data-phases says, then `file_phase` for where its phases begin, and `plan` for
-how the trunk asks for them, and for the learning rates. `rules` judges a file, and what a resumed run may not change.
-`phased_dataset` numbers the samples of all phases, and `phase_change` takes a run to its next phase. `batch_schedule`
-changes the batch size without phases (--rampup-batch-size, --step-batch-size-schedule), and `epochs` counts those over
-each data set.
+Read `phase_file` first for the format of the --data-phases file, then `file_phase` for the beginnings of its phases,
+and `plan` for the interface to the trunk and for learning rates. `rules` validates a file, and checks what a resumed
+run must not change. `phased_dataset` numbers the samples of all phases, and `phase_change` moves a run to its next
+phase. `batch_schedule` changes the batch size without phases (--rampup-batch-size, --step-batch-size-schedule), and
+`epochs` counts the epochs over each data set.
 """

@@ -1,4 +1,4 @@
-"""Batch sizes that change by consumed samples or tokens (--rampup-batch-size, --step-batch-size-schedule).
+"""Batch sizes that change with consumed samples or tokens (--rampup-batch-size, --step-batch-size-schedule).
 
 This module does not import torch.
 """
@@ -17,7 +17,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 def with_last_size(config: RunConfig) -> RunConfig:
-    """The configuration with the last size of its schedule as global batch size, if it has none."""
+    """Return the configuration with the last size of its schedule as global batch size, if it has none."""
     text, training = config.options(BatchScheduleFlags).step_batch_size_schedule, config.training
     with suppress(ValueError):  # a rule reports it
         if text is not None and training.global_batch_size is None:
@@ -26,7 +26,7 @@ def with_last_size(config: RunConfig) -> RunConfig:
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of both flags."""
+    """Check both flags."""
     options, (step, name) = c.options(BatchScheduleFlags), samples_of_micro_batches(c, world_size)
     ramped, text = options.rampup_batch_size, options.step_batch_size_schedule
     if step and ramped is not None:

@@ -1,4 +1,4 @@
-"""The batch sizes that --rampup-batch-size and --step-batch-size-schedule name. This module does not import torch."""
+"""Parsers of --rampup-batch-size and --step-batch-size-schedule. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.training.config.batch_size import BatchSizes
 
 
 def ramp(final: int, start: int, increment: int, samples: int) -> BatchSizes:
-    """From `start` to `final` by `increment`, in equal shares of `samples`."""
+    """Batch sizes from `start` to `final` in steps of `increment`, for equal shares of `samples`."""
     n = (final - start) // increment
     return BatchSizes(final, tuple((-(-(k + 1) * samples // n), start + k * increment) for k in range(n)))
 
@@ -18,9 +18,10 @@ SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
-    """(consumed tokens from which it holds, batch size) of `0:384 200B:768`, separated by spaces or commas.
+    """Parse `0:384 200B:768`, separated by spaces or commas, into (consumed tokens from which the size holds, batch
+    size).
 
-    Raises ValueError if it cannot be read, does not begin at 0, or the tokens do not rise.
+    Raises ValueError if the text cannot be read, does not begin at 0, or if the tokens do not increase.
     """
     steps = []
     for part in text.replace(",", " ").split():

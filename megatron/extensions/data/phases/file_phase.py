@@ -1,8 +1,8 @@
-"""The phases of a file: where each begins in samples, tokens and iterations, and the re-division of a training source
-where the sequence length changes. This module does not import torch.
+"""Phases of a file: where each begins in samples, tokens and iterations, and the new division of a training source when
+the sequence length changes. This module does not import torch.
 
-A phase begins with the first step at or behind the number that its file gives: no step is divided. The tokens that no
-sample has had as inputs are cut again and come first.
+A phase begins with the first step at or after the number in its file: no step is divided. Tokens that no sample has
+used as inputs are divided again and come first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.training.plan import Phase
 
 
 def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
-    """Gives a source the order of a phase of `format`, as the phases before left it."""
+    """Give a source the order for a phase of `format`, after the earlier phases."""
     if not source.segments or source.segments[0].format.seq_length == format.seq_length:
         return
     rest = _rest(source)
@@ -45,7 +45,7 @@ def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
 
 
 def _rest(source: SourceOrder) -> Pieces | None:
-    """Rest of the segment that is partly consumed; None if none is."""
+    """Remainder of the partly consumed segment; None if there is none."""
     taken = source.taken
     for segment in source.segments:
         if taken < len(segment):
@@ -55,7 +55,7 @@ def _rest(source: SourceOrder) -> Pieces | None:
 
 
 def rest_of(segment: DocumentSamples, taken: int, cache: IndexCache) -> Pieces:
-    """`DocumentSamples.rest`, as index files too, which one process of a node makes."""
+    """`DocumentSamples.rest`, for index files too, which one process of a node makes."""
     made_of = {"segment": segment.fingerprint, "taken": taken}
     names = ("documents", "starts", "lengths")
     documents, starts, lengths = cache.arrays(names, "Pieces", made_of, lambda: segment.rest(taken))
@@ -63,7 +63,7 @@ def rest_of(segment: DocumentSamples, taken: int, cache: IndexCache) -> Pieces:
 
 
 COMPARED = (*DATA, *POSITIONS, "global_batch_size")
-"""Fields in which a phase that has begun must stay what it was."""
+"""Fields that must not change in a phase that has begun."""
 
 NO_LENGTHS: Mapping[str, float | None] = dict.fromkeys(LR_LENGTHS) | {
     "lr_warmup_iters": 0,
@@ -73,7 +73,7 @@ NO_LENGTHS: Mapping[str, float | None] = dict.fromkeys(LR_LENGTHS) | {
 
 
 def values_of(config: RunConfig, entry: PhaseEntry | None = None) -> dict[str, object]:
-    """The properties of a phase that must not change once it has begun; a phase of a file, or of a run without phases.
+    """Properties of a phase that must not change once it has begun; for a phase of a file, or of a run without phases.
     Data sets may move to another folder."""
     values = flat_values(config)
     found: dict[str, object] = {field: values[field] for field in COMPARED if field in values}
@@ -85,16 +85,16 @@ def values_of(config: RunConfig, entry: PhaseEntry | None = None) -> dict[str, o
 
 @dataclass(frozen=True, kw_only=True)
 class FilePhase(Phase):
-    """A part of the run with one blend, one sequence length, one batch size and one shape of the learning rate."""
+    """Part of a run with one data blend, sequence length, batch size and learning-rate schedule."""
 
     entry: PhaseEntry
     """The phase in the file."""
 
     first_iteration: int
-    """Iterations before it."""
+    """Number of iterations before the phase."""
 
     optimizer: OptimizerConfig | None = None
-    """A learning-rate schedule of its own, in samples from its beginning on; None to go on with the run's."""
+    """The phase's own learning-rate schedule, in samples from its beginning; None to continue the run's."""
 
     @property
     def name(self) -> str:
@@ -112,8 +112,8 @@ class FilePhase(Phase):
 
 
 def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], BatchSizes] | None, list[Problem]]:
-    """The phases of a resolved configuration and the batch sizes of the run, or None, and what is wrong with their
-    order and beginnings."""
+    """Return the phases of a resolved configuration and the batch sizes of the run, or None, and the problems with
+    their order and beginnings."""
     path = config.options(PhasesConfig).data_phases
     assert path is not None
     entries, wrong = read_phases(path)
@@ -145,18 +145,18 @@ def _positive(entry: PhaseEntry) -> bool:
 
 
 def _in_units(config: RunConfig, entry: PhaseEntry) -> PhaseEntry:
-    """A phase that begins at a fraction of the run, with its beginning in the unit of the run's length."""
+    """Convert the beginning of a phase at a fraction of the run to the unit of the run's length."""
     t = config.training
     if entry.unit != "fraction":
         return entry
     for unit, length in (("iterations", t.train_iters), ("tokens", t.train_tokens), ("samples", t.train_samples)):
         if length is not None:
             return replace(entry, unit=unit, start=round(entry.start * length))
-    return replace(entry, unit="samples", start=0)  # the run lacks a length, which is reported
+    return replace(entry, unit="samples", start=0)  # the run has no length, which is reported
 
 
 def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePhase], BatchSizes, list[Problem]]:
-    """The phases without ends and schedules, and the batch sizes of the run."""
+    """Phases without ends and schedules, and the batch sizes of the run."""
     phases: list[FilePhase] = []
     problems: list[Problem] = []
     own_sizes = any(entry.whole("global_batch_size") for entry in entries)
@@ -180,7 +180,7 @@ def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePh
 
 
 def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FilePhase:
-    """The phase of `entry` behind the phase `before`: at the first step at or behind what it says."""
+    """The phase of `entry` after the phase `before`: it begins at the first step at or after the given number."""
     length, start = before.config.model.seq_length, int(entry.start)
     if entry.unit == "iterations":
         iterations = max(start, 0)
@@ -196,7 +196,7 @@ def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FileP
 
 
 def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
-    """The run's configuration with what a phase changes, but for its learning rate."""
+    """Configuration of the run with the changes of a phase, except its learning rate."""
     new = {field: value for field, value in entry.values if field in (*DATA, *SIZES, *POSITIONS)}
     if "data_path" in new:
         config = config.without("data_args_path")
@@ -215,7 +215,7 @@ def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
 
 
 def _with_schedule(phase: FilePhase, config: RunConfig) -> FilePhase:
-    """With the learning rate of its own, lengths in samples, if it has one."""
+    """Configuration with the phase's own learning rate, lengths in samples, if it has one."""
     if not phase.entry.own_lr:
         return phase
     given = dict(phase.entry.values)
@@ -233,7 +233,7 @@ def _with_schedule(phase: FilePhase, config: RunConfig) -> FilePhase:
 
 
 def _end(config: RunConfig, phases: Sequence[FilePhase], sizes: BatchSizes) -> int | None:
-    """Samples of the whole run; the shorter of several lengths."""
+    """Samples of the whole run; if several lengths are given, the shortest."""
     training, last = config.training, phases[-1]
     ends = []
     if training.train_tokens is not None:

@@ -1,4 +1,5 @@
-"""Flags of phases and of batch sizes that change, and where their parts are. This module does not import torch."""
+"""Flags for phases and for changing batch sizes, and the import paths of their parts. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -42,11 +43,11 @@ class BatchScheduleFlags:
 
     @property
     def changes_batches(self) -> bool:
-        """True if a flag says that the batch size changes."""
+        """True if a flag makes the batch size change."""
         return self != BatchScheduleFlags()
 
     def batch_sizes(self, config: RunConfig) -> BatchSizes:
-        """The sizes of a run, which is resolved and validated."""
+        """Batch sizes of a resolved and validated run."""
         final = config.training.global_batch_size
         if self.step_batch_size_schedule is not None:
             steps = parse_batch_schedule(self.step_batch_size_schedule)

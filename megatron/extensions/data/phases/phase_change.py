@@ -1,4 +1,4 @@
-"""Takes a run from one phase to another: data, shapes, positions and schedule. The parameters stay."""
+"""Transition of a run from one phase to the next: data, shapes, positions and schedule. The parameters stay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.training.run import TrainingRun
 
 
 class EntersPhases(Callback):
-    """Makes the parts of a run those of the phase of its next step."""
+    """Callback that switches the parts of a run to the phase of its next step."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         enter_phase(run)
@@ -28,9 +28,9 @@ class EntersPhases(Callback):
 
 
 def enter_phase(run: TrainingRun) -> None:
-    """Enters the phase of the next step, if the run is not in it. On every rank, between two steps."""
+    """Enter the phase of the next step, unless the run is in it. Called on every rank, between two steps."""
     assert isinstance(run.plan, PhasePlan)
-    # What is only evaluated is evaluated on the data of the phase that it was trained in.
+    # An evaluation-only run uses the data of the phase in which the model was last trained.
     phase = run.plan.at(run.progress.consumed_samples - run.plan.base.training.skip_train)
     if run.config is not phase.config:
         assert isinstance(phase, FilePhase)
@@ -38,12 +38,12 @@ def enter_phase(run: TrainingRun) -> None:
 
 
 def is_over(run: TrainingRun) -> bool:
-    """Return whether the next step is another phase's."""
+    """Return True if the next step belongs to another phase."""
     return run.config is not run.plan.at(run.progress.consumed_samples).config
 
 
 def change_phase(run: TrainingRun, phase: FilePhase, schedule: OptimizerParamScheduler) -> None:
-    """Makes the run's parts those of a phase."""
+    """Switch the run's parts to a phase."""
     started = run.config is not run.plan.base
     config = run.config = phase.config
     run.forward_backward = replace(run.forward_backward, config=config)

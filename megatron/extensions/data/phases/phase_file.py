@@ -1,4 +1,4 @@
-"""Reads the file of --data-phases: a YAML list of phases, each with where it begins and the flags that it changes."""
+"""Reader of the --data-phases file: a YAML list of phases, each with its beginning and the flags that it changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNITS = {
 }
 
 FRACTION = "from-fraction"
-"""Key of a beginning as a fraction of the run's length."""
+"""Key for a beginning as a fraction of the run's length."""
 
 DATA = ("data_path",)
 SIZES = ("micro_batch_size", "global_batch_size")
@@ -58,15 +58,15 @@ FIELDS = (*DATA, *SIZES, *POSITIONS, *LR_SHAPE, *LR_LENGTHS)
 
 @dataclass(frozen=True)
 class PhaseEntry:
-    """One phase as the file says it."""
+    """One phase of the file."""
 
     where: str
-    """Place in the file, for messages."""
+    """Location in the file, for messages."""
 
     name: str
     unit: str
     start: float
-    """First sample, token or iteration, as `unit` says; or the fraction of the run that is before it."""
+    """First sample, token or iteration, depending on `unit`; or the fraction of the run before the phase."""
 
     values: tuple[tuple[str, object], ...]
     """(field, value) of the flags that it changes."""
@@ -78,19 +78,19 @@ class PhaseEntry:
         return dict(self.values).get(field)
 
     def whole(self, field: str) -> int | None:
-        """The value of a field of whole numbers; None if the phase does not change it."""
+        """Value of an integer field; None if the phase does not change it."""
         value = self.value(field)
         assert value is None or isinstance(value, int)
         return value
 
     @property
     def own_lr(self) -> bool:
-        """True if it has a learning-rate schedule of its own."""
+        """True if it has its own learning-rate schedule."""
         return any(field in (*LR_SHAPE, *LR_LENGTHS) for field, _ in self.values)
 
 
 def read_phases(path: str) -> tuple[tuple[PhaseEntry, ...], tuple[Problem, ...]]:
-    """The phases of a file, in order, and every problem with it."""
+    """Return the phases of a file, in order, and every problem with it."""
     try:
         changed = Path(path).stat().st_mtime_ns
     except OSError as error:

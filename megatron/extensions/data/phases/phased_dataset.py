@@ -1,4 +1,4 @@
-"""The training samples of a run of phases, as one data set."""
+"""Training samples of a run with phases, as one data set."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron.core.datasets.sample_order import SampleOrder, sources_of
 
 
 class PhasedDataset(SampleOrder):
-    """The training samples of a run under their numbers in it: sample i is sample i - `firsts[k]` of `parts[k]`, where
-    k is the phase that it is in, or sample i of it if the parts are `numbered_by_run`. Samples of different phases may
-    differ in length. `end` is the number of samples of the run."""
+    """Training samples of a run by their numbers in the run: sample i, in phase k, is sample i - `firsts[k]` of
+    `parts[k]`, or sample i of that part if the parts are `numbered_by_run`. Samples of different phases may have
+    different lengths. `end` is the number of samples of the run."""
 
     def __init__(self, firsts: Sequence[int], parts: Sequence[Dataset], end: int, numbered_by_run: bool) -> None:
         assert firsts[0] == 0 and len(firsts) == len(parts)
@@ -26,14 +26,14 @@ class PhasedDataset(SampleOrder):
         self.fingerprint = parts[0].fingerprint
 
     def place(self, index: int) -> tuple[Dataset, int]:
-        """(data set of its phase, number in it) of a sample. Raises IndexError beyond the end."""
+        """(data set of its phase, number in it) for a sample. Raises IndexError beyond the end."""
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index} of {self.samples}")
         phase = bisect_right(self.firsts, index) - 1
         return self.parts[phase], index - self.zeros[phase]
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
-        """As of the parts, which number their sources alike."""
+        """As in the parts, all of which number their sources alike."""
         stops = [*self.firsts[1:], self.samples]
         found = [
             sources_of(part, range(max(samples.start, first) - zero, min(samples.stop, stop) - zero))

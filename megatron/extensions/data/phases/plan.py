@@ -1,4 +1,4 @@
-"""The plan of a run of phases, by which the trunk asks for all of them and their learning rates.
+"""Plan of a run with phases: the interface through which the trunk reads the phases and their learning rates.
 
 This module does not import torch.
 """
@@ -22,14 +22,15 @@ from megatron.training.plan import History, Phase, RunPlan
 
 
 class PhaseScheduler(OptimizerParamScheduler):
-    """A phase's own learning rate, which begins with the phase; weight decay is the whole run's."""
+    """A phase's own learning rate, which begins with the phase; weight decay follows the schedule of the whole run."""
 
     def __init__(self, whole: OptimizerParamScheduler, own: OptimizerConfig, first_sample: int, samples: int) -> None:
         super().__init__(own, ScheduleLength.in_samples(own, samples))
         self.whole, self.first_sample = whole, first_sample
 
     def _lr_at(self, samples: int, config: OptimizerConfig) -> float:
-        # Skipped steps make the schedule lag behind the samples: the phase then begins late in it, never before it.
+        # Skipped steps make the schedule lag behind the samples: the phase's schedule then begins late, but never
+        # early.
         return super()._lr_at(max(0, samples - self.first_sample), config)
 
     def weight_decay_at(self, samples: int) -> float:
@@ -38,7 +39,7 @@ class PhaseScheduler(OptimizerParamScheduler):
 
 @dataclass(frozen=True)
 class PhasePlan(RunPlan):
-    """The phases of a file."""
+    """Phases of a file."""
 
     phases: tuple[FilePhase, ...]
     flag: ClassVar[str] = "--data-phases"
@@ -66,21 +67,21 @@ class PhasePlan(RunPlan):
 
     @property
     def schedule_sizes(self) -> BatchSizes:
-        """Those of the run: a phase that has begun keeps its batch size."""
+        """Batch sizes of the run; a phase that has begun keeps its batch size."""
         return self.sizes
 
     def changed_batch(self, saved: RunConfig, past: Sequence[Point]) -> None:
         """Phases that have begun keep their batch sizes."""
 
     def schedule_of(self, phase: FilePhase) -> OptimizerParamScheduler:
-        """The schedule of a phase: its own, or the run's."""
+        """Schedule of a phase: its own, or the run's."""
         whole = self.schedule()
         if phase.optimizer is None:
             return whole
         return PhaseScheduler(whole, phase.optimizer, phase.first_sample, phase.samples)
 
     def lines(self, phase: Phase) -> Iterator[str]:
-        """Beginning, length and changes of a phase."""
+        """Text about the beginning, length and changes of a phase."""
         assert isinstance(phase, FilePhase)
         training, length = phase.config.training, phase.config.model.seq_length
         ending = min(self.sizes.iterations(phase.first_sample + phase.samples), self.iterations)

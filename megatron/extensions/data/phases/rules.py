@@ -1,4 +1,4 @@
-"""True if the phases of a file can run, and may follow those that a checkpoint's run has begun.
+"""Rules about the phases of a file: they must be runnable, and must continue those that a checkpoint's run has begun.
 
 This module does not import torch.
 """
@@ -26,8 +26,8 @@ def findings(
     phases: Sequence[FilePhase] | None,
     problems: Sequence[Problem],
 ) -> list[Problem]:
-    """Problems that `judge` finds in a run by its flags and in each phase, and problems of the file: `problems` so far,
-    where there may be no phases."""
+    """Report problems that `judge` finds in a run by its flags and in each phase, and problems of the file: `problems`
+    are those found so far, and there may be no phases."""
     problems = [*problems, *phase_rules(resolved, phases or ())]
     if phases is None:
         return problems + [p for p in judge(config) if (p.flag, p.value) != ("--data-path", None)]
@@ -41,8 +41,8 @@ def findings(
 
 
 def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
-    """The configuration without phases, so that rules judge what the flags say; data are the first phase's if the flags
-    name none."""
+    """The configuration without phases, so that rules judge the flags; its data are the first phase's if the flags name
+    none."""
     data = config.data
     if data.dataset == "gpt" and not (data.data_path or data.per_split or listed(config)):
         data = replace(data, data_path=first.config.data.data_path)
@@ -50,14 +50,14 @@ def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
 
 
 def _judged(phase: FilePhase) -> RunConfig:
-    """A configuration of a phase that the rules of a run can judge."""
+    """Configuration of a phase that the rules of a run can judge."""
     plain = with_named(phase.config, {**NO_LENGTHS, "lr_decay_style": "constant"}).optimizer
     training = replace(phase.config.training, train_samples=phase.samples, train_iters=None, train_tokens=None)
     return replace(phase.config, optimizer=phase.optimizer or plain, training=training)
 
 
 def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Problem]:
-    """Rules of flags beside --data-phases, on a resolved configuration."""
+    """Check flags together with --data-phases, in a resolved configuration."""
     path, training = config.options(PhasesConfig).data_phases, config.training
     assert path is not None
     entries, _ = read_phases(path)
@@ -111,14 +111,14 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
 
 
 def changes(phases: Sequence[FilePhase], history: History) -> Iterator[str]:
-    """Problems of each phase that has begun differently from its plan, or is planned before the run's position."""
+    """Report phases that have begun differently from their plan, or are planned to begin before the run's position."""
     for saved, phase in zip(history.phases, phases, strict=False):
         where = phase.entry.where
         if saved["first_sample"] != phase.first_sample:
             rule = f"began at sample {saved['first_sample']} in the checkpoint, and begins at {phase.first_sample} now"
             yield f"{where} {rule}"
         now, before = phase.values, saved["values"]
-        if before is None:  # of a run without phases
+        if before is None:  # saved by a run without phases
             before = values_of(history.config) if history.config is not None else {}
         for field, value in before.items():
             if value != now.get(field):

@@ -1,4 +1,4 @@
-"""Turns chunks of records into token ids, in this process or in several."""
+"""Conversion of chunks of records into token ids, in this process or in several."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron.extensions.data.text_data.fast_tokenizer import stand_in_for
 from megatron.extensions.data.text_data.formats import Chunk, Reading, is_blank, texts_of
 
 CHUNK_BYTES = 1 << 18
-CHUNKS_IN_FLIGHT = 3  # for each worker
+CHUNKS_IN_FLIGHT = 3  # in each worker
 
 
 @dataclass(frozen=True)
@@ -38,29 +38,29 @@ class Job:
     reading: Reading
     append_eod: bool
     prepare: Callable[[], object]
-    """Called first in a process of its own: registers tokenizers of the user's."""
+    """Called first in each worker process: registers the user's tokenizers."""
 
     stand_in: bool = False
-    """True if gigatoken does the work of tokenizers."""
+    """True if gigatoken replaces the tokenizers."""
 
 
 @dataclass
 class Encoded:
-    """A chunk's documents: for each key their tokens back to back and their lengths."""
+    """Documents of a chunk: for each key, their tokens back to back and their lengths."""
 
     tokens: list[NDArray]
     lengths: list[NDArray[np.int32]]
     bad: list[tuple[int, str]]
     blank: int
     peak_memory: int
-    """Bytes of the process that made it, at most so far."""
+    """Peak memory, in bytes, of the process that made it."""
 
     compared: int
-    """Characters of it whose ids were compared with those of the tokenizer that was named."""
+    """Number of its characters whose ids were compared with the ids of the original tokenizer."""
 
 
 class Encoder:
-    """Turns chunks into token ids."""
+    """Convert chunks into token ids."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -101,7 +101,7 @@ class Encoder:
             ids = tokenizer.tokenize(text) if text else []
         except UnicodeEncodeError as error:
             raise ValueError(f"not Unicode text: {error.reason} at character {error.start}") from None
-        # An empty document stays empty: a lone EOD is nothing to learn from.
+        # An empty document stays empty: there is nothing to learn from a lone EOD.
         document = np.empty(len(ids) + len(self.ending) if len(ids) else 0, self.dtype)
         if len(ids):
             document[: len(ids)], document[len(ids) :] = ids, self.ending
@@ -109,7 +109,7 @@ class Encoder:
 
 
 def peak_memory() -> int:
-    """Largest resident size of this process so far, in bytes."""
+    """Peak resident memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -118,7 +118,7 @@ _encoder: Encoder | None = None
 
 def _start_worker(job: Job) -> None:
     global _encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers provide the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     load()
@@ -140,7 +140,7 @@ def _encode_in_worker(chunk: Chunk) -> Encoded:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A signal that ends the program is handled after it."""
+    """Handle a signal that ends the program only after the block."""
     if threading.current_thread() is not threading.main_thread():  # which handles signals
         yield
         return
@@ -157,18 +157,18 @@ def _undisturbed() -> Iterator[None]:
 
 
 def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Encodes chunks side by side and yields them in their order, with a bounded number of them in memory."""
+    """Encode chunks in parallel and yield them in their order, with a bounded number of them in memory."""
     if workers == 1:
         encoder = Encoder(job)
         for chunk in chunks:
             yield chunk, encoder(chunk)
         return
-    # Workers start afresh: a fork would copy whatever threads hold at that moment.
+    # Workers are started fresh: a fork would copy locks that other threads hold at that moment.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (job,))
     try:
         pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
         for chunk in chunks:
-            with _undisturbed():  # it may start a worker, which a pool loses sight of that is interrupted
+            with _undisturbed():  # it may start a worker, which an interrupted pool would lose
                 pending.append((chunk, pool.submit(_encode_in_worker, chunk)))
             if len(pending) >= CHUNKS_IN_FLIGHT * workers:
                 first, future = pending.popleft()

@@ -1,7 +1,7 @@
-"""Byte-pair encoding with the optional gigatoken package: the ids of `tokenizers`, many times faster.
+"""Byte-pair encoding with the optional gigatoken package: the same ids as from `tokenizers`, many times faster.
 
 Its ids are compared with those of the tokenizer that it replaces: on a list of difficult texts when it is built, and on
-a share of all documents that it encodes.
+a fraction of all documents that it encodes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ PROBES = (
 )
 BYTE_PAIR_TOKENIZERS = "HuggingFaceTokenizer and GPT2BPETokenizer"
 ALWAYS_COMPARED, SHARE_COMPARED = 1 << 16, 200
-"""The first bytes are all compared; of the rest, about one byte in `SHARE_COMPARED`."""
+"""All of the first bytes are compared; after that, about one byte in `SHARE_COMPARED`."""
 
 
 class DifferentIds(Exception):
-    """gigatoken cannot replace this tokenizer, or returned other ids."""
+    """Raised if gigatoken cannot replace this tokenizer, or returned other ids."""
 
 
 class StandIn:
-    """Encodes the texts of one process to arrays of token ids. Build it with `stand_in_for`."""
+    """Encode the texts of one process to arrays of token ids. Construct it with `stand_in_for`."""
 
     def __init__(self, reference: HuggingFaceTokenizer | GPT2BPETokenizer) -> None:
         from gigatoken import Tokenizer as Gigatoken
@@ -47,13 +47,13 @@ class StandIn:
         self._fast = Gigatoken.from_json(reference.to_json())
         self.prefix, self.suffix = (np.array(ids, np.uint32) for ids in reference.added_around())
         self.seen = self.compared = 0
-        """Bytes so far. A character counts as one byte, also outside ASCII."""
+        """Number of bytes so far. Each character counts as one byte, even outside ASCII."""
 
         for text in (*PROBES, *(f"before{name}after {name}" for name in reference.special_names())):
             self._compare(text, self._encode(text))
 
     def tokenize(self, text: str) -> NDArray[np.uint32]:
-        """Token ids of a text, equal to the reference's. Raises DifferentIds if a comparison fails."""
+        """Return the token ids of a text, equal to the reference's. Raises DifferentIds if a comparison fails."""
         ids = self._encode(text)
         self.seen += len(text)
         if self.compared < ALWAYS_COMPARED or self.compared * SHARE_COMPARED < self.seen:
@@ -72,7 +72,7 @@ class StandIn:
 
 
 def stand_in_for(tokenizer: Tokenizer) -> StandIn:
-    """Builds a stand-in for this tokenizer. Raises DifferentIds with the reason if that is not possible."""
+    """Construct a replacement for this tokenizer. Raises DifferentIds with the reason if that is not possible."""
     if not isinstance(tokenizer, HuggingFaceTokenizer | GPT2BPETokenizer):
         raise DifferentIds(f"gigatoken supports {BYTE_PAIR_TOKENIZERS}, not {type(tokenizer).__name__}")
     if importlib.util.find_spec("gigatoken") is None:
@@ -81,6 +81,6 @@ def stand_in_for(tokenizer: Tokenizer) -> StandIn:
         return StandIn(tokenizer)
     except DifferentIds:
         raise
-    except Exception as error:  # gigatoken does not know this kind of model
-        reason = str(error).split("\n", 1)[0]  # below it, the place in gigatoken's source
+    except Exception as error:  # gigatoken does not support this kind of model
+        reason = str(error).split("\n", 1)[0]  # the lines below it refer to gigatoken's source
         raise DifferentIds(f"gigatoken does not support this tokenizer: {reason}") from None

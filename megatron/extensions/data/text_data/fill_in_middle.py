@@ -1,10 +1,10 @@
-"""Fill-in-the-middle samples (arXiv 2207.14255): a document's middle is moved behind its end.
+"""Fill-in-the-middle samples (arXiv 2207.14255): the middle of a document is moved after its end.
 
     PSM    <prefix> prefix <suffix> suffix <middle> middle
     SPM    <prefix> <suffix> suffix <middle> prefix middle
 
-Documents are cut at characters, and their three parts tokenized apart, so that cuts fall within tokens. The draws for a
-sample depend only on the seed and its number: not on the layout, workers or restarts."""
+Documents are cut at characters, and their three parts tokenized separately, so that cuts may fall within tokens. The
+random numbers for a sample depend only on the seed and the sample's number, not on the layout, workers or restarts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from megatron.extensions.data.text_data.flags import FillInMiddleConfig, of_user
 from megatron.training.config.flags import dashed
 
 REPLACEMENT = "\ufffd"
-"""Character that decoders insert for bytes that are no text: a document that a sample cuts may begin or end within a
-character."""
+"""Character that decoders insert for bytes that are not text: a document that is cut by a sample may begin or end
+within a character."""
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of the tokens between the parts, of padding, and of what separates documents and their fragments."""
+    """Ids of the tokens between the parts, of padding, and of the separators between documents and between their
+    fragments."""
 
     prefix: int
     middle: int
@@ -41,7 +42,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, config: FillInMiddleConfig, tokenizer: Tokenizer) -> SpecialTokens:
-        """Raises ValueError with each flag whose token the tokenizer does not have."""
+        """Raises ValueError that lists each flag whose token the tokenizer does not have."""
         fields = {part: f"fim_{part}_token" for part in ("prefix", "middle", "suffix", "pad", "eod")}
         fields["split"] = "fim_split_sample"
         names = {part: name for part, field in fields.items() if (name := getattr(config, field)) is not None}
@@ -59,8 +60,8 @@ class SpecialTokens:
 
 
 class FillInMiddle(TextDataset):
-    """The samples of another dataset, their documents rearranged with probability --fim-rate, of the same length: what
-    no longer fits is cut off, what is left is padded. The loss leaves out predictions of padding."""
+    """Samples of another dataset whose documents are rearranged with probability --fim-rate. The length is kept: excess
+    tokens are cut off, and missing ones are padded. The loss ignores predictions of padding."""
 
     def __init__(self, inner: Dataset, config: DatasetConfig, tokenizer: Tokenizer, seed: int) -> None:
         assert isinstance(inner, TextDataset)
@@ -82,7 +83,7 @@ class FillInMiddle(TextDataset):
         return self.inner.origin(index)
 
     def documents_of(self, index: int) -> list[tuple[int, int, int]]:
-        """Of the sample before its documents were rearranged."""
+        """Document lengths of the sample before its documents were rearranged."""
         return self.inner.documents_of(index)
 
     def _text(self, index: int) -> NDArray[np.int64]:
@@ -112,7 +113,7 @@ class FillInMiddle(TextDataset):
         text = self.tokenizer.detokenize(ids.tolist())
         if self.config.fim_no_prefix is not None and text.startswith(self.config.fim_no_prefix):
             return ids.tolist()
-        # Text that is cut within a character would be tokenized to something else.
+        # Text that is cut within a character would be tokenized differently.
         content: str | list[int] = ids.tolist() if REPLACEMENT in text else text
         first, second = sorted(draws.integers(0, len(content) + 1, size=2).tolist())
         prefix, middle, suffix = (
@@ -133,7 +134,7 @@ class FillInMiddle(TextDataset):
 
 
 def _cut(ids: NDArray[np.int64], at: int) -> list[NDArray[np.int64]]:
-    """The stretches between the tokens `at`, which are left out."""
+    """Stretches between the tokens `at`, which are left out."""
     ends = [*np.flatnonzero(ids == at).tolist(), len(ids)]
     starts = [0, *(end + 1 for end in ends[:-1])]
     return [ids[start:end] for start, end in zip(starts, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""Flags of text files as training data and of fill-in-the-middle samples. This module does not import torch."""
+"""Flags for text files as training data and for fill-in-the-middle samples. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("text files", may_change=True, rules=rules)
 @dataclass(frozen=True)
 class TextDataConfig:
-    """How text files become documents."""
+    """Options for making documents from text files."""
 
     text_key: tuple[str, ...] = flag(("text",), "--json-keys", many=True)
-    """Key of JSON objects, or column of tables, that holds a document of text files; PATH=KEY for one data set."""
+    """Key of JSON objects, or column of tables, that contains the document; PATH=KEY for one data set."""
 
     text_documents: str = flag("file", choices=("file", "line"))
-    """Unit of a document in a plain text file."""
+    """Document unit in a plain text file: the file or a line."""
 
     append_eod: bool = True
     """End each document of text files with the end-of-document token, if the tokenizer has one."""
 
     max_bad_lines: int = flag(0, at_least=0)
-    """Records of text files that may be left out because they cannot be read."""
+    """Number of unreadable records of text files that may be skipped."""
 
     tokenizer_workers: int | None = flag(None, above=0)
-    """Processes per node that tokenize text files; default: one per core."""
+    """Number of processes per node that tokenize text files; default: one per core."""
 
     def key_of(self, path: str) -> str:
-        """Returns the JSON key that holds the documents of a data set."""
+        """Return the JSON key that contains the documents of a data set."""
         own = [word[len(path) + 1 :] for word in self.text_key if word.startswith(f"{path}=")]
         return (own or [word for word in self.text_key if "=" not in word] or ["text"])[-1]
 
@@ -121,7 +121,7 @@ class FillInMiddleConfig:
     """Token between documents; default: the tokenizer's."""
 
     def wrapped(self, dataset: Dataset, config: DatasetConfig, tokenizer: Tokenizer | None, seed: int) -> Dataset:
-        """The data set with samples whose middle is moved behind their end, if --fim-data asks for it."""
+        """Return the data set with fill-in-the-middle samples, if --fim-data asks for it."""
         if not self.fim_data:
             return dataset
         made: Dataset = imported(f"{__package__}.fill_in_middle:FillInMiddle")(dataset, config, tokenizer, seed)
@@ -140,7 +140,7 @@ PATH_KINDS.register("text", f"{__package__}.path_kind:TEXT", about="is text", or
 
 
 def of_users(section: Section) -> dict[str, list[dict[str, object]]]:
-    """The values of flags of a user's own extensions, as hashes of data contain them. The flags of built-in extensions
-    change no data by themselves."""
+    """Values of the flags of a user's own extensions, for hashes of data. The flags of built-in extensions do not
+    change data by themselves."""
     own = (each.cls for each in EXTENSION_SECTIONS.values() if not each.cls.__module__.startswith("megatron."))
     return {"extension_options": [asdict(section.options(cls)) for cls in own]}

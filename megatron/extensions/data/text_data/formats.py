@@ -1,7 +1,7 @@
-"""Documents of a file, chunk by chunk, in memory that does not grow with the file.
+"""Readers that yield the documents of a file in chunks; their memory does not grow with the file.
 
-A record is left as bytes where that is cheap, and decoded by `texts_of` in the process that tokenizes it. A fault of
-one record is an error of that record. A fault that makes the rest of a file unreadable is an error of the file."""
+Records are kept as bytes where that is cheap, and decoded by `texts_of` in the process that tokenizes them. An error in
+one record affects only that record. An error that makes the rest of a file unreadable is an error of the file."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 BOM = codecs.BOM_UTF8
 ROWS, ROWS_BYTES = 1024, 1 << 20
-"""Rows of a table, and bytes of whole rows, that are taken at a time."""
+"""Number of table rows, and bytes of whole rows, that are read together."""
 
 LONGEST_ESCAPE = 16
-"""Characters at the end of what has been read in which a JSON error may be no error but the cut."""
+"""Number of characters at the end of the text read so far within which a JSON error may be caused by the cut."""
 
 Record = bytes | tuple[bytes | str | None, ...] | dict[str, object] | ValueError
-"""A line; the values of the keys in a row; a JSON object or a whole row; or what is wrong with a record."""
+"""A line; the values of the keys in a row; a JSON object or a whole row; or the error of a record."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings of the flags for reading files."""
+    """Flag settings for reading files."""
 
     keys: tuple[str, ...] = ("text",)
-    """Keys of JSON objects and columns of tables, a document each; none for whole rows."""
+    """Keys of JSON objects and columns of tables, one document each; none for whole rows."""
 
     text_documents: str = "file"
-    """Unit of a document in a plain text file: "file" or "line"."""
+    """Document unit in a plain text file: "file" or "line"."""
 
     flag: str = "--json-keys"
     """The flag that names the keys, for messages."""
@@ -50,21 +50,21 @@ class Reading:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Records that follow one another in a file."""
+    """Consecutive records of a file."""
 
     path: str
     unit: str
-    """Contents of a record: "line", "row", "record" or "document"."""
+    """Kind of records: "line", "row", "record" or "document"."""
 
     first: int
-    """Number of the first of them, counted from 1."""
+    """Number of the first record, counted from 1."""
 
     records: list[Record]
     size: int
-    """Bytes of all records, about."""
+    """Approximate number of bytes of all records."""
 
     consumed: int
-    """Bytes of the file as it is stored, read up to the end of the chunk."""
+    """Bytes of the stored file read up to the end of the chunk."""
 
     of_json: bool
     """True if lines are JSON."""
@@ -73,7 +73,7 @@ class Chunk:
 def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -> Iterator[Chunk]:
     """Records of all files, in order, about `chunk_bytes` at a time.
 
-    Raises ValueError that names file and place where a file is damaged or is not what its name says.
+    Raises ValueError that names the file and the place if a file is damaged or does not match its name.
     """
     for file in files:
         number, unit = 0, "record"
@@ -108,7 +108,7 @@ def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -
 
 
 def texts_of(record: Record, chunk: Chunk, reading: Reading) -> list[str]:
-    """The texts of a record, one for each key. Raises ValueError that says what is wrong with it."""
+    """Return the texts of a record, one for each key. Raises ValueError that describes the error."""
     if isinstance(record, tuple):
         return [_text(value, key) for key, value in zip(reading.keys, record, strict=True)]
     row = _row(record, chunk)
@@ -122,9 +122,9 @@ def texts_of(record: Record, chunk: Chunk, reading: Reading) -> list[str]:
 
 
 def read_rows(file: TextFile) -> list[dict[str, object]]:
-    """All rows of a small file, with the types that their values have; of plain text the lines, as {"text": line}.
+    """Return all rows of a small file, with the types of their values; for plain text, the lines as {"text": line}.
 
-    Raises ValueError that names file and place where it is damaged or is not what its name says.
+    Raises ValueError that names the file and the place if it is damaged or does not match its name.
     """
     rows, reading = list[dict[str, object]](), Reading((), text_documents="line")
     for chunk in read_chunks([file], reading, ROWS_BYTES):
@@ -140,7 +140,7 @@ def read_rows(file: TextFile) -> list[dict[str, object]]:
 
 
 def _row(record: object, chunk: Chunk) -> str | dict[str, object]:
-    """The text of a record, or its object. Raises ValueError that says what is wrong with it."""
+    """Return the text of a record, or its object. Raises ValueError that describes the error."""
     if isinstance(record, ValueError):
         raise record
     if isinstance(record, bytes):
@@ -173,7 +173,7 @@ def _decoded(value: bytes, where: str) -> str:
 
 
 def _to_utf_8(text: bytes) -> str:
-    """The remedy for bytes of a file that are not UTF-8."""
+    """Remedy for a file whose bytes are not UTF-8."""
     utf_16 = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in text
     return f"convert a file of another encoding, such as by iconv -f {'UTF-16' if utf_16 else 'LATIN1'} -t UTF-8"
 
@@ -199,7 +199,7 @@ def _size(record: Record) -> int:
 
 
 class Unreadable(Exception):
-    """A file whose rest cannot be read."""
+    """Raised if the rest of a file cannot be read."""
 
 
 LOOKS_LIKE = (
@@ -214,12 +214,12 @@ LOOKS_LIKE = (
     (rb"\xfd7zXZ\0", "compressed; name it .xz"),
     (rb"\x28\xb5\x2f\xfd", "compressed; name it .zst"),
 )
-"""(Pattern of the beginning of a file, what it is). A pattern contains bytes that no text has, or the structure of the
-header, as text may begin with the letters of a format."""
+"""(Pattern of the beginning of a file, description of its format). A pattern contains bytes that no text has, or the
+structure of the header, because text may begin with the letters of a format name."""
 
 
 def format_of(file: TextFile, stream: IO[bytes]) -> str:
-    """The format by name, JSON lines where that says nothing. Raises Unreadable if the content is another."""
+    """Format by file name, with JSON lines as default. Raises Unreadable if the content has another format."""
     kind = file.format or "jsonl"
     if kind in ("parquet", "arrow"):
         return kind
@@ -228,7 +228,7 @@ def format_of(file: TextFile, stream: IO[bytes]) -> str:
         if re.match(pattern, start):
             raise Unreadable(f"this looks like {what}")
     if kind == "json" and not start.removeprefix(BOM).lstrip().startswith(b"["):
-        kind = "jsonl"  # many name lines so
+        kind = "jsonl"  # many files of lines have this name
     if kind == "jsonl" and is_indented(start.removeprefix(BOM)):
         raise Unreadable("a JSON object takes several lines; write one object a line, or an array in a .json file")
     return kind
@@ -253,7 +253,7 @@ def _text_file(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
 
 
 def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
-    """The objects of an array, each decoded when it is complete."""
+    """Yield the objects of an array, each as soon as it is complete."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text = ""
     at = 0
@@ -265,7 +265,7 @@ def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
         data = stream.read(piece)
         ended = not data
         text, at = text[at:] + decoder.decode(data, final=ended), 0
-        piece = max(piece, len(text))  # an element longer than a piece is not looked through again for each
+        piece = max(piece, len(text))  # so that a long element is not scanned again for each piece
 
     def next_token() -> str:
         nonlocal at
@@ -283,7 +283,7 @@ def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
         while True:
             try:
                 value, end = next_value(text, at)
-                if end < len(text) or ended:  # a number may go on
+                if end < len(text) or ended:  # a number may continue
                     break
             except RecursionError:
                 raise Unreadable("JSON nested too deep") from None
@@ -351,7 +351,7 @@ def _parquet(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
 
 
 def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
-    """Arrow's IPC format, as a file or as a stream."""
+    """Arrow IPC format, as a file or as a stream."""
     import pyarrow as pa
 
     try:
@@ -368,7 +368,7 @@ def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
 
 
 def _columns(batches: Iterable[pa.RecordBatch], reading: Reading) -> Iterator[Record]:
-    """Rows as the bytes of their texts, so that one that is not UTF-8 spoils no other."""
+    """Rows as the bytes of their texts, so that one invalid text does not affect the others."""
     for batch in batches:
         if not reading.keys:
             yield from batch.to_pylist()
@@ -384,9 +384,9 @@ def _columns(batches: Iterable[pa.RecordBatch], reading: Reading) -> Iterator[Re
 
 
 def _text_bytes(column: pa.Array) -> pa.Array | None:
-    """The texts of an Arrow array of any layout, as bytes; None if it does not hold text.
+    """Texts of an Arrow array of any layout, as bytes; None if it does not contain text.
 
-    Lengths and places are validated, of which a stream has no checksum."""
+    Lengths and offsets are validated, because a stream has no checksum for them."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -409,7 +409,7 @@ def _text_bytes(column: pa.Array) -> pa.Array | None:
 
 
 def _seekable(stream: IO[bytes]) -> IO[bytes]:
-    """A stream in which a reader can jump: in memory where the file is compressed as a whole."""
+    """Seekable stream, which is in memory if the file is compressed as a whole."""
     return stream if stream.seekable() else io.BytesIO(stream.read())
 
 
@@ -422,4 +422,4 @@ READERS: dict[str, tuple[str, Callable[[IO[bytes], Reading], Iterator[Record]]]]
     "parquet": ("row", _parquet),
     "arrow": ("row", _arrow),
 }
-"""Format -> what a record is, and its reader."""
+"""Format -> kind of its records, and its reader."""

@@ -1,7 +1,9 @@
-"""What tokens of text files depend on: the content of the files, and the tokenizer, by its files, code and results.
+"""Inputs that determine the tokens of text files: the content of the files, and the tokenizer with its files, code and
+results.
 
-A name in the Hugging Face cache, a path or a time of modification says nothing about content, so content is hashed. The
-digests of files are kept beside the tokens, with the state of each file, so that later starts need not read them again.
+A name in the Hugging Face cache, a path or a modification time does not determine content, so content is hashed. The
+digests of files are stored beside the tokens, with the state of each file, so that later starts need not read the files
+again.
 """
 
 from __future__ import annotations
@@ -29,31 +31,31 @@ DIGESTS = "digests.json"
 """Digests of text files, by their paths, in the folder of all tokens."""
 
 DESCRIPTION = "made_from.json"
-"""In the folder of one data set: what its tokens were made from."""
+"""File in the folder of one data set that describes what its tokens were made from."""
 
 
 def file_digest(path: str | Path) -> str:
-    """Hash of a file's content: about a second per gigabyte on one core."""
-    empty = os.stat(path).st_size == 0  # which cannot be mapped
+    """Hash of a file's content: about one second per gigabyte on one core."""
+    empty = os.stat(path).st_size == 0  # that cannot be memory-mapped
     return array_digest(np.empty(0, np.uint8) if empty else np.memmap(path, np.uint8, "r"))
 
 
 def state_of(path: str) -> list[int]:
-    """Changes whenever a local file's content does."""
+    """State of a local file, which changes whenever its content does."""
     state = os.stat(path)
     return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev]
 
 
 @dataclass(frozen=True)
 class Digests:
-    """Digests of local text files, kept in `folder`."""
+    """Digests of local text files, stored in `folder`."""
 
     folder: Path
 
     def of(self, files: Sequence[TextFile]) -> dict[str, str]:
-        """Path -> hash of its content; of a remote file what its store says of its state.
+        """Path -> hash of its content, or for a remote file the state that its store reports.
 
-        One of the processes that share the folder reads the files while the others wait."""
+        Of the processes that share the folder, one reads the files while the others wait."""
         local = {file.path: state_of(file.path) for file in files if not file.remote}
         found = {file.path: f"{file.size} {file.modified}" for file in files if file.remote}
         if local.keys() - (known := self._known(local)).keys():
@@ -77,13 +79,13 @@ class Digests:
         return kept if isinstance(kept, dict) else {}
 
     def _keep(self, digests: Mapping[str, object]) -> None:
-        with suppress(OSError), whole_file(self.folder / DIGESTS) as temporary:  # a folder that is only read serves too
+        with suppress(OSError), whole_file(self.folder / DIGESTS) as temporary:  # a read-only folder works too
             temporary.write_text(json.dumps(self._kept() | dict(digests), indent=1))
 
 
 def identity_of(config: TokenizerConfig, vocab_size: int | None) -> dict[str, object]:
-    """What decides the ids of a tokenizer: digests of the files that it reads and, of a user's tokenizer, of its code,
-    its flags, and the ids that it gives to some texts. It names no paths, as content decides."""
+    """Description of everything that determines a tokenizer's ids: digests of the files that it reads, and for a user's
+    tokenizer, its code, its flags, and its ids for some texts. It contains no paths, because only content matters."""
     kind = str(config.tokenizer_type)
     files = {path.name: file_digest(path) for path in tokenizer_inputs(config)}
     options = of_users(config)["extension_options"]
@@ -101,15 +103,15 @@ _PROBED: dict[str, str] = {}
 
 
 def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | None) -> str:
-    """Hash of the vocabulary's size and of the ids of some texts, which differ between versions of packages that
-    tokenize differently."""
+    """Hash of the vocabulary size and of the ids of some texts, which differ between package versions that tokenize
+    differently."""
     if identity not in _PROBED:
         tokenizer = build_tokenizer(config, vocab_size)
         found: list[object] = [tokenizer.vocab_size, tokenizer.eod, tokenizer.bos]
         for text in PROBES:
             try:
                 found.append([int(id) for id in tokenizer.tokenize(text)])
-            except Exception as error:  # of a tokenizer that takes other texts, such as numbers
+            except Exception as error:  # raised by a tokenizer for other inputs, such as numbers
                 found.append(type(error).__name__)
         _PROBED[identity] = content_hash({"ids": found})
     return _PROBED[identity]
@@ -121,7 +123,7 @@ def _paths_in(options: Sequence[Mapping[str, object]]) -> Iterator[str]:
     yield from (value for value in values if os.path.isfile(value))
 
 
-# The description of a folder of tokens.
+# Description of a folder of tokens.
 
 
 def describe_tokens(
@@ -131,7 +133,7 @@ def describe_tokens(
     digests: Mapping[str, str],
     bad: Sequence[str],
 ) -> None:
-    """Writes beside the tokens what they were made from, the `bad` records that they lack, and their checksums."""
+    """Write beside the tokens what they were made from, the `bad` records that they lack, and their checksums."""
     inputs = [{"path": file.path, "bytes": file.size, "content": digests[file.path]} for file in files]
     written = {
         path.name: {"state": _written(path), "content": file_digest(path)}
@@ -143,14 +145,14 @@ def describe_tokens(
 
 
 def left_out(folder: Path) -> list[str]:
-    """The bad records that the tokens in a folder lack."""
+    """Return the bad records that the tokens in a folder lack."""
     return list(json.loads((folder / DESCRIPTION).read_text())["left_out"])
 
 
 def damage_of(folder: Path) -> str | None:
-    """What has changed since the tokens in a folder were written; None if nothing.
+    """Return what has changed since the tokens in a folder were written; None if nothing has.
 
-    Reads the small .idx always, and the token ids if the size or time of modification of their file differs."""
+    Always reads the small .idx file; reads the token ids if the size or modification time of their file has changed."""
     try:
         written = json.loads((folder / DESCRIPTION).read_text())["written"]
         for name, expected in written.items():

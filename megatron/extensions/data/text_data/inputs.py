@@ -1,8 +1,8 @@
-"""Which files an input names: paths, globs, folders and URLs; and their bytes, decompressed, where every damage is an
-error.
+"""Files that an input names, by paths, globs, folders or URLs, and their decompressed bytes; all damage is reported as
+an error.
 
-Python's own readers of bz2 and xz leave out what follows a damaged stream, and a zstd reader ends quietly in the middle
-of a frame. Here a file ends where its last stream is complete, or Damaged is raised.
+Python's own readers of bz2 and xz drop everything after a damaged stream, and a zstd reader ends silently in the middle
+of a frame. Here the file must end with a complete stream; otherwise Damaged is raised.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 INPUT_BYTES = 1 << 16
 BUFFER_BYTES = 1 << 20
 ZSTD_WINDOW = 1 << 31
-"""Largest window of the format, of `zstd --long=31`. The library's default is 128 MB."""
+"""Largest window size of the format, as with `zstd --long=31`. The default of the library is 128 MB."""
 
 
 class Damaged(Exception):
-    """A compressed stream that cannot be read to its end."""
+    """Raised if a compressed stream cannot be read to its end."""
 
 
 class _Decompressor(Protocol):
-    """Decompresses one stream, as in zlib, bz2, lzma and zstandard."""
+    """Decompressor of one stream, as in zlib, bz2, lzma and zstandard."""
 
     @property
     def eof(self) -> bool: ...
@@ -63,16 +63,16 @@ COMPRESSIONS: dict[str, Callable[[], _Decompressor]] = {
     ".xz": lzma.LZMADecompressor,
     ".zst": _zstd,
 }
-"""Suffix -> what decompresses one stream."""
+"""Suffix -> factory of decompressors of one stream."""
 
 
 class _Decompressed(io.RawIOBase):
-    """A file of one or more compressed streams, one after another. Raises Damaged."""
+    """File of one or more compressed streams, one after another. Raises Damaged."""
 
     def __init__(self, raw: IO[bytes], suffix: str) -> None:
         self._raw, self._suffix = raw, suffix
         self._stream: _Decompressor | None = None
-        """The decompressor of the current one; None between two."""
+        """Decompressor of the current stream; None between two streams."""
 
         self._ready = memoryview(b"")
         self._read_any = False
@@ -105,7 +105,7 @@ class _Decompressed(io.RawIOBase):
                 yield self._stream.decompress(data)
             except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
                 raise Damaged(str(error)) from None
-            except Exception as error:  # zstandard has its own class, and may not be installed
+            except Exception as error:  # zstandard has its own exception class, and may not be installed
                 if type(error).__name__ != "ZstdError":
                     raise
                 raise Damaged(str(error)) from None
@@ -116,7 +116,7 @@ class _Decompressed(io.RawIOBase):
 
 @contextmanager
 def opened(path: str) -> Iterator[IO[bytes]]:
-    """A local or remote file as it is stored. Raises OSError, and ValueError where a package is missing."""
+    """Open a local or remote file in its stored form. Raises OSError, or ValueError if a package is missing."""
     if "://" in path:
         filesystem, inside = remote(path)
         with filesystem.open(inside, "rb") as stream:
@@ -127,7 +127,7 @@ def opened(path: str) -> Iterator[IO[bytes]]:
 
 
 def decompressed(raw: IO[bytes], suffix: str) -> IO[bytes]:
-    """The content of a stored file whose name ends in `suffix`; "" for one that is not compressed."""
+    """Decompress a stored file whose name ends in `suffix`; "" if it is not compressed."""
     if suffix not in COMPRESSIONS:
         return raw
     if suffix == ".zst":
@@ -139,7 +139,8 @@ def decompressed(raw: IO[bytes], suffix: str) -> IO[bytes]:
 
 
 def remote(url: str) -> tuple[AbstractFileSystem, str]:
-    """The file system of a URL, such as s3://bucket/key, and the place in it. Raises ValueError where it has none."""
+    """Return the file system of a URL, such as s3://bucket/key, and the path in it. Raises ValueError if there is
+    none."""
     scheme = url.partition("://")[0]
     try:
         import fsspec
@@ -155,10 +156,10 @@ def remote(url: str) -> tuple[AbstractFileSystem, str]:
 logger = logging.getLogger(__name__)
 
 SHOWN = 5
-"""Files that a line names."""
+"""Files that are listed in a line."""
 
 WEB = ("http://", "https://")
-"""Beginnings of URLs in which a query follows the path behind a question mark."""
+"""Prefixes of URLs in which a query follows the path after a question mark."""
 
 FORMATS = {
     ".jsonl": "jsonl",
@@ -183,16 +184,16 @@ class TextFile:
     """Path or URL."""
 
     format: str | None
-    """None where the name says nothing."""
+    """Format; None if the name does not tell it."""
 
     compression: str
     """A key of `COMPRESSIONS`, or ""."""
 
     size: int
-    """Bytes as stored."""
+    """Size of the stored file in bytes."""
 
     modified: str
-    """Changes when the file does: its time of modification, or what a remote store calls its state."""
+    """Changes when the file does: its modification time, or the state that a remote store reports."""
 
     @property
     def remote(self) -> bool:
@@ -200,7 +201,7 @@ class TextFile:
 
 
 def by_name(path: str) -> tuple[str | None, str]:
-    """Format and compression that the name of a file states: "a.jsonl.gz" is ("jsonl", ".gz")."""
+    """Format and compression according to the name of a file: "a.jsonl.gz" gives ("jsonl", ".gz")."""
     place = path.partition("?")[0] if path.startswith(WEB) else path
     suffixes = [suffix.lower() for suffix in PurePosixPath(place).suffixes[-2:]]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
@@ -208,7 +209,7 @@ def by_name(path: str) -> tuple[str | None, str]:
 
 
 def is_text(path: str) -> bool:
-    """Return whether a path is text by its name, or a folder that has such files, hidden ones excepted."""
+    """Return True if a path is text by its name, or is a folder that contains such files, except hidden ones."""
     if not os.path.isdir(path):
         return by_name(path)[0] is not None
     names = (os.path.basename(file) for file in files_below(path))
@@ -216,10 +217,10 @@ def is_text(path: str) -> bool:
 
 
 def files_below(folder: str, left_out: Callable[[str, str], None] = lambda link, target: None) -> Iterator[str]:
-    """All files below a folder, also of folders that links lead to.
+    """All files below a folder, including folders that links point to.
 
-    A folder that several paths lead to counts once, under its own path if that is below. `left_out` gets each further
-    path and the first one."""
+    A folder that several paths lead to counts once, under its own path if that is below. `left_out` receives each
+    further path together with the first one."""
     seen: dict[tuple[int, int], str] = {}
     links = deque([folder])
     while links:
@@ -240,17 +241,18 @@ def _say_left_out(link: str, target: str) -> None:
 
 
 def find_inputs(patterns: Sequence[str], flag: str = "--input") -> list[TextFile]:
-    """Files of paths, globs, folders and URLs: in the order given, those of a glob or a folder sorted, none twice.
+    """Files given by paths, globs, folders and URLs: in the given order, sorted within a glob or a folder, without
+    duplicates.
 
-    A folder is every file of a known format below it, hidden ones excepted. Raises ValueError with every pattern that
-    names no file.
+    A folder stands for every file of a known format below it, except hidden ones. Raises ValueError that lists every
+    pattern without files.
     """
     found: dict[str, TextFile] = {}
     problems = []
     for pattern in map(take_credentials, patterns):
         try:
             files = list(_remote_files(pattern) if "://" in pattern else _local_files(pattern))
-        except Exception as error:  # the libraries behind URLs raise errors of their own
+        except Exception as error:  # the libraries for URLs raise errors of their own
             if "://" not in pattern and not isinstance(error, (ValueError, OSError)):
                 raise
             problems.append(f"{flag} {pattern}: {redacted(str(error)).removeprefix(f'{pattern}: ')}")
@@ -293,7 +295,7 @@ def _remote_files(url: str) -> Iterator[TextFile]:
 
 
 def _known(paths: Sequence[str], folder: str) -> Iterator[str]:
-    """Those of a known format. Raises ValueError if there are none."""
+    """Files of a known format. Raises ValueError if there are none."""
     inside = [path.removeprefix(folder) for path in paths]
     shown = [path for path, place in zip(paths, inside, strict=True) if "/." not in f"/{place}"]
     known = [path for path in shown if by_name(path)[0] is not None]

@@ -1,4 +1,4 @@
-"""JSON values in texts, and what lines of JSON look like. This module does not import torch."""
+"""JSON values in texts, and recognition of JSON lines. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATIENT = json.JSONDecoder(parse_int=_integer)
 
 
 def from_json(text: str) -> object:
-    """The value of a JSON text, with integers of any length."""
+    """Value of a JSON text, with integers of any length."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -29,7 +29,7 @@ def from_json(text: str) -> object:
 
 
 def next_value(text: str, at: int) -> tuple[object, int]:
-    """The JSON value that begins at a place, and where it ends."""
+    """JSON value that begins at a position, and the position of its end."""
     try:
         return _QUICK.raw_decode(text, at)
     except json.JSONDecodeError:
@@ -39,8 +39,9 @@ def next_value(text: str, at: int) -> tuple[object, int]:
 
 
 def is_indented(start: bytes) -> bool:
-    """Whether a file begins with an object over several lines: its first line is the beginning of one, and the next is
-    no object of its own. A line that was cut, before others that are whole, is a bad line."""
+    """Return True if a file begins with an object that spans several lines: its first line is the beginning of an
+    object, and the next line is not an object by itself. A truncated line followed by complete ones is a bad line
+    instead."""
     lines = [line.strip() for line in start.split(b"\n")[:-1] if line.strip()][:2]
     if len(lines) < 2 or not lines[0].startswith(b"{"):
         return False
@@ -49,7 +50,7 @@ def is_indented(start: bytes) -> bool:
 
 
 def _cut_at_the_end(text: str) -> bool:
-    """Return whether text is the beginning of a JSON value, up to the end of one of its parts."""
+    """Return True if the text is the beginning of a JSON value, up to the end of one of its parts."""
     try:
         from_json(text)
     except json.JSONDecodeError as error:

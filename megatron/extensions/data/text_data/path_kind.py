@@ -1,4 +1,4 @@
-"""Text files as a kind of path. This module does not import torch."""
+"""Path kind for text files. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.extensions.data.text_data.inputs import find_inputs, is_text
 
 
 class Text(DataKind):
-    """Text files, as --data-path takes them."""
+    """Text files, as --data-path accepts them."""
 
     urls = True
 
@@ -18,7 +18,7 @@ class Text(DataKind):
         return is_text(path)
 
     def describe(self, flag: str, path: str) -> str:
-        """How many files `path` names, and their size. Raises ValueError if there are none."""
+        """Describe how many files `path` names, and their size. Raises ValueError if there are none."""
         files = find_inputs([path], flag)
         size = sum(file.size for file in files)
         return f"{path}: text, {len(files)} files, {size / 1e6:,.1f} MB, tokenized when the run starts"

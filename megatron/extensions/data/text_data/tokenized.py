@@ -1,9 +1,10 @@
-"""Text files as training data: tokenized once into an indexed dataset, which a cache keeps.
+"""Text files as training data: they are tokenized once into an indexed dataset, which a cache keeps.
 
-The dataset is the one that tools/preprocess_data.py writes of the same files, so that samples are the same bit for bit.
-Its name contains a hash of what determines it: the content of the files, the tokenizer (see `identity`), and how
-documents are read. One process of those that share a folder tokenizes while the others wait. Beside the tokens,
-made_from.json says what they were made from; files whose tokens have changed since are tokenized again.
+The dataset equals the one that tools/preprocess_data.py writes for the same files, so that samples are bit-equal. Its
+name contains a hash of everything that determines it: the content of the files, the tokenizer (see `identity`), and the
+options for reading documents. Of the processes that share a folder, one tokenizes while the others wait. Beside the
+tokens, made_from.json describes what they were made from; if the tokens have changed since, the files are tokenized
+again.
 """
 
 from __future__ import annotations
@@ -36,30 +37,30 @@ from megatron.extensions.data.text_data.identity import (
 from megatron.extensions.data.text_data.inputs import TextFile, find_inputs
 
 logger = logging.getLogger(__name__)
-logger.setLevel(logging.WARNING)  # on every rank: the one that tokenizes speaks
+logger.setLevel(logging.WARNING)  # on every rank, because the rank that tokenizes reports
 
 REPORT_EVERY = 10.0
-"""Seconds between lines about a tokenization under way."""
+"""Seconds between progress lines of a tokenization."""
 
 SHOWN_BAD = 5
-"""Bad records that an error quotes."""
+"""Number of bad records that an error quotes."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Text files, and what else determines their tokens."""
+    """Text files, and everything else that determines their tokens."""
 
     files: Sequence[TextFile]
     states: dict[str, list[int]]
-    """Of local files."""
+    """Digests of local files."""
 
     digests: dict[str, str]
     described: dict[str, object]
-    """What determines the tokens, for a hash and a description."""
+    """Everything that determines the tokens, for a hash and a description."""
 
     @classmethod
     def of(cls, files: Sequence[TextFile], folder: Path, job: Job) -> Source:
-        """`folder` keeps the digests of files."""
+        """`folder` stores the digests of files."""
         states = {file.path: state_of(file.path) for file in files if not file.remote}
         digests = Digests(folder).of(files)
         described = {
@@ -71,7 +72,7 @@ class Source:
         return cls(files, states, digests, described)
 
     def check_unchanged(self) -> None:
-        """Raises ValueError if a file has changed since its digest was taken."""
+        """Raise ValueError if a file has changed since its digest was computed."""
         for path, state in self.states.items():
             if not os.path.exists(path) or state_of(path) != state:
                 raise ValueError(f"{path} changed while it was tokenized; start again when it is complete")
@@ -79,7 +80,7 @@ class Source:
 
 @dataclass(frozen=True)
 class TextData:
-    """How text files become datasets in this run."""
+    """Conversion of text files to datasets in this run."""
 
     data: DatasetConfig
     tokenizer: TokenizerConfig
@@ -92,9 +93,9 @@ class TextData:
         return self.data.options(TextDataConfig)
 
     def prefix(self, flag: str, value: str) -> str:
-        """Prefix of the dataset of the text files that `value` names, tokenized now if that has not been done.
+        """Return the prefix of the dataset for the text files that `value` names, which are tokenized now if necessary.
 
-        Raises ValueError where files are missing, damaged, or have more bad records than --max-bad-lines."""
+        Raises ValueError if files are missing, damaged, or have more bad records than --max-bad-lines."""
         files = find_inputs([value], flag)
         reading = Reading((self.options.key_of(value),), self.options.text_documents, "--text-key")
         job = Job(self.tokenizer, self.vocab_size, reading, self.options.append_eod, self.prepare)
@@ -106,9 +107,9 @@ class TextData:
             target = folder / f"{name.partition('.')[0]}-{content_hash(source.described)}"
             if not _intact(target):
                 with folder_lock(folder):
-                    if not _intact(target):  # another process may have made it meanwhile
+                    if not _intact(target):  # another process may have made it in the meantime
                         self._tokenize(job, source, target)
-            self._check_bad(left_out(target))  # of a run that allowed for more
+            self._check_bad(left_out(target))  # made by a run that allowed more
         except OSError as error:
             rule = f"its tokens cannot be written to {folder} ({error})"
             raise ValueError(f"{flag} {value}: {rule}; choose another folder with --data-cache-path FOLDER") from None
@@ -152,7 +153,7 @@ class TextData:
             describe_tokens(temporary, source.described, files, source.digests, bad)
             if target.exists() and not _intact(target):
                 os.replace(target, damaged)
-            if not target.exists():  # without locks another process may have been first
+            if not target.exists():  # without locks, another process may have been first
                 os.replace(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -172,14 +173,15 @@ class TextData:
             )
 
     def _workers(self, size: int) -> int:
-        """Processes that tokenize: those asked for, by default one a core, and none for what one does in no time."""
+        """Number of processes that tokenize: the requested number, by default one per core, and 0 for a short job."""
         if self.options.tokenizer_workers is not None:
             return self.options.tokenizer_workers
         return 1 if size < 1 << 23 else min(64, len(os.sched_getaffinity(0)))
 
 
 def _intact(target: Path) -> bool:
-    """Return whether a folder has tokens that are as they were written. Says what is wrong with those that are not."""
+    """Return True if a folder has tokens that are unchanged since they were written. Reports tokens that have
+    changed."""
     if not target.exists():
         return False
     if wrong := damage_of(target):

@@ -1,4 +1,4 @@
-"""Recognizes files of tokenizers by their content, for messages about a file of the wrong kind."""
+"""Recognition of tokenizer files by their content, for messages about a file of the wrong kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HUGGING_FACE = (
 
 
 def kind_of_file(file: Path) -> tuple[str, str] | None:
-    """(what a file is, what to give instead or how to give it), by its content; None if it is not recognized."""
+    """(description of a file, what to give instead or how to give it), by its content; None if it is not recognized."""
     try:
         with open(file, "rb") as stream:
             start = stream.read(BEGINNING)
@@ -59,7 +59,7 @@ def _kind_of_json(file: Path) -> tuple[str, str] | None:
 
 
 def described(file: Path, wanted: str, error: object) -> str:
-    """What is wrong with a file that is not `wanted`: what it is, or the error of the package that reads it."""
+    """Describe why a file is not `wanted`: what it is, or the error of the package that reads it."""
     kind = kind_of_file(file)
     if kind is None or kind[0] == wanted:
         return f"not {wanted} ({error})"

@@ -1,4 +1,4 @@
-"""Where the tokenizers are. This module does not import torch."""
+"""Import paths of the tokenizers. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOD>", "<|im_end|>")
 GPT2_EOD = "<|endoftext|>"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""A name on the Hugging Face hub, as gpt2 and meta-llama/Llama-3.1-8B."""
+"""A name on the Hugging Face hub, such as gpt2 and meta-llama/Llama-3.1-8B."""
 
 
 MOST_IDS = 1 << 24
-"""Sixty times the ids of the largest vocabularies in use."""
+"""Upper bound for token ids: sixty times the largest vocabularies in use."""
 
 
 MOST_GROWTH = 1000
-"""Normalizers in use make a text at most a few times as long."""
+"""Upper bound for the growth of a text in normalization; normalizers in use lengthen a text at most a few times."""
 
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
 
@@ -46,20 +46,20 @@ class _OverTokenizers:
     _tokenizer: FastTokenizer
 
     _flags: str
-    """The flags that name its files, with their values."""
+    """Flags that name the tokenizer's files, with their values."""
 
     vocab_size: int
 
     def tokenize(self, text: str) -> list[int]:
         """Raises ValueError if the tokenizer cannot encode the text: a regular expression fails on it, or it has an
-        unknown character and the vocabulary no token for these."""
+        unknown character and the vocabulary has no token for these."""
         return self._encode(text)
 
     def _encode(self, text: str, special: bool = True) -> list[int]:
-        """`special`: with the ids that the tokenizer adds around each text."""
+        """`special`: include the ids that the tokenizer adds around each text."""
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
-        except BaseException as error:  # the package raises bare Exception, and panics of Rust are no Exception
+        except BaseException as error:  # the package raises bare Exception, and panics of Rust are not Exceptions
             if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise ValueError(
@@ -98,7 +98,7 @@ class _OverTokenizers:
         return before, behind
 
     def _encodable_text(self) -> tuple[str, list[int]]:
-        """A text with at least one token, and its ids."""
+        """Find a text with at least one token. Returns the text and its ids."""
         problem = ValueError(f"{self._flags}: the tokenizer encodes no text; use another file")
         for text in itertools.chain("a0 ", itertools.islice(self._tokenizer.get_vocab(), 1000)):
             try:
@@ -109,13 +109,13 @@ class _OverTokenizers:
         raise problem
 
     def special_names(self) -> list[str]:
-        """Names of added tokens. A text may contain them."""
+        """Texts of added tokens. A document may contain them."""
         return [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
 
 
 def _size_of(vocab: Mapping[str, int], flags: str) -> int:
-    """The number of ids of a vocabulary. Raises ValueError if an id is so large that the file is damaged or forged:
-    the package makes a table of all ids when it writes the tokenizer."""
+    """Number of ids of a vocabulary. Raises ValueError if an id is so large that the file must be damaged or forged:
+    the package allocates a table of all ids when it writes the tokenizer."""
     token = max(vocab, key=vocab.__getitem__)
     if vocab[token] >= MOST_IDS:
         raise ValueError(
@@ -126,8 +126,9 @@ def _size_of(vocab: Mapping[str, int], flags: str) -> int:
 
 
 def tokenizer_file(name: str) -> Path:
-    """The tokenizer.json that `name` stands for: itself, its folder's, or that of a model of this name in the local
-    Hugging Face cache (HF_HUB_CACHE, HF_HOME), of its main branch. A path that exists wins. Nothing is downloaded.
+    """Return the tokenizer.json that `name` refers to: the file itself, the file in this folder, or the file of this
+    model in the local Hugging Face cache (HF_HUB_CACHE, HF_HOME), main branch. An existing path takes precedence.
+    Nothing is downloaded.
 
     Raises ValueError if there is none."""
     path = Path(name)
@@ -154,7 +155,7 @@ def tokenizer_file(name: str) -> Path:
 
 
 def tokenizer_inputs(config: TokenizerConfig) -> list[Path]:
-    """The existing files that a tokenizer reads: those that its flags name, or of `HuggingFaceTokenizer` the
+    """Existing files that a tokenizer reads: the files that its flags name, or for `HuggingFaceTokenizer` the
     tokenizer.json and the files beside it."""
     config = with_local_files(config)
     if config.tokenizer_type == "HuggingFaceTokenizer":
@@ -168,8 +169,8 @@ def tokenizer_inputs(config: TokenizerConfig) -> list[Path]:
 class HuggingFaceTokenizer(_OverTokenizers):
     """Result of `tokenizer_file`.
 
-    Special and added tokens are those of `read_special_tokens`, and EOD is the EOS token. Text is encoded as the file
-    specifies, including special tokens. Truncation, padding and random segmentation that it stores are off.
+    Special and added tokens come from `read_special_tokens`, and EOD is the EOS token. Text is encoded as the file
+    specifies, including special tokens. Truncation, padding and random segmentation that it stores are turned off.
     """
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
@@ -237,8 +238,8 @@ def _from_file(file: Path) -> FastTokenizer:
 
 
 def _check_charsmaps(file: Path) -> None:
-    """Raises ValueError if a table of a Precompiled normalizer is longer than its data: the package would end the
-    process when it reserves memory for it."""
+    """Raise ValueError if a table of a Precompiled normalizer is longer than its data: the package would end the
+    process when it allocates memory for it."""
     for found in CHARSMAP.finditer(file.read_bytes()):
         try:
             table = base64.b64decode(found[1])
@@ -252,7 +253,7 @@ def _check_charsmaps(file: Path) -> None:
 
 
 def _growth(part: object) -> float:
-    """Largest factor by which a normalizer or a decoder, as tokenizer.json has it, lengthens a text by replacements."""
+    """Largest factor by which the replacements of a normalizer or decoder in tokenizer.json lengthen a text."""
     if not isinstance(part, dict):
         raise TypeError(f"{str(part)[:80]!r} is no normalizer or decoder")
     growth = prod([_growth(each) for each in (*part.get("normalizers", ()), *part.get("decoders", ()))])
@@ -260,16 +261,17 @@ def _growth(part: object) -> float:
     if kind == "Prepend":
         return growth * (1 + len(part["prepend"]))
     if kind == "Replace":
-        length = len(part["pattern"].get("String", ""))  # a regular expression may match nothing, between characters
+        # a regular expression may match the empty string, between characters
+        length = len(part["pattern"].get("String", ""))
         return growth * max(1.0, len(part["content"]) / length if length else 1 + len(part["content"]))
     return growth
 
 
 def _encode_whole_texts(tokenizer: FastTokenizer, file: Path) -> None:
-    """Turns off what a tokenizer.json may store beside the encoding: truncation, padding, and random segmentation."""
+    """Turn off settings of a tokenizer.json beyond the encoding: truncation, padding, and random segmentation."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    for setting in ("dropout", "alpha"):  # of BPE and Unigram
+    for setting in ("dropout", "alpha"):  # in BPE and Unigram models
         if getattr(tokenizer.model, setting, None):
             _say_deterministic(file, setting, getattr(tokenizer.model, setting))
             setattr(tokenizer.model, setting, None)

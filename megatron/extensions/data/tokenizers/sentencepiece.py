@@ -1,4 +1,4 @@
-"""Tokenizers of a SentencePiece model."""
+"""Tokenizers with a SentencePiece model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from megatron.core.config.data import TokenizerConfig
 from megatron.extensions.data.tokenizers.file_kinds import described
 
-# Appended in this order to a model without <EOD>, so that ids equal those of Megatron-LM's data.
+# Appended in this order to a model without <EOD>, so that ids equal those in Megatron-LM's data.
 APPENDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
 class _OverModel:
-    """Common base of tokenizers of a SentencePiece model."""
+    """Common base of tokenizers with a SentencePiece model."""
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -21,7 +21,7 @@ class _OverModel:
         model = str(config.tokenizer_model)
         try:
             self._model = SentencePieceProcessor(model_file=model)
-        except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the package quotes what it cannot read
+        except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the package quotes the part that it cannot read
             wrong = described(Path(model), "a SentencePiece model", error)
             if wrong.startswith("not "):
                 wrong += "; train one with tools/train_tokenizer.py, or use another --tokenizer-type"
@@ -35,7 +35,7 @@ class _OverModel:
 
 
 class Llama2Tokenizer(_OverModel):
-    """A SentencePiece model in Llama 2's way: text starts with BOS, and EOS ends a document."""
+    """SentencePiece model, used as in Llama 2: text starts with BOS, and EOS ends a document."""
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
         super().__init__(config)
@@ -54,7 +54,7 @@ class Llama2Tokenizer(_OverModel):
 
 
 class SentencePieceTokenizer(_OverModel):
-    """A SentencePiece model whose documents end with <EOD>.
+    """SentencePiece model whose documents end with <EOD>.
 
     If the model lacks this piece, <CLS>, <SEP>, <EOD> and <MASK> are added after its last piece. Text is never encoded
     to a special token.

@@ -1,9 +1,10 @@
-"""Special and added tokens of a Hugging Face folder, read from the files that transformers reads, with its precedence.
+"""Special and added tokens of a Hugging Face folder, read from the same files as in transformers, with the same
+precedence.
 
-- tokenizer_config.json names special tokens by role (`eos_token`), further ones, and in `added_tokens_decoder` all
-  tokens that are added to the vocabulary.
+- tokenizer_config.json names special tokens by role (`eos_token`), further special tokens, and in
+  `added_tokens_decoder` all tokens that are added to the vocabulary.
 - Without `added_tokens_decoder`, special_tokens_map.json overrides the roles, and added_tokens.json adds tokens.
-- Tokens that none of them lists and tokenizer.json lacks get the next free ids.
+- Tokens that are in none of these lists and not in tokenizer.json get the next free ids.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The tokens that the files beside a tokenizer.json name."""
+    """Tokens that the files beside a tokenizer.json name."""
 
     roles: dict[str, Token] = field(default_factory=dict)
     """Role, such as "eos_token" -> AddedToken, or its text."""
@@ -48,7 +49,7 @@ class SpecialTokens:
     """Id -> AddedToken. New tokens are added in the order of these ids."""
 
     split: bool = False
-    """True if special tokens that a text spells are encoded as ordinary text."""
+    """True if special tokens that are spelled out in a text are encoded as ordinary text."""
 
     def role(self, name: str) -> str | None:
         """Text of the token with a role; None if the files name none."""
@@ -56,7 +57,7 @@ class SpecialTokens:
         return None if token is None else _text(token)
 
     def add_to(self, tokenizer: Tokenizer) -> None:
-        """Adds the tokens that a `tokenizers.Tokenizer` lacks, in transformers' order."""
+        """Add the tokens that a `tokenizers.Tokenizer` lacks, in transformers' order."""
         from tokenizers import AddedToken
 
         known = tokenizer.get_added_tokens_decoder().values()
@@ -66,7 +67,7 @@ class SpecialTokens:
         by_role = set(filter(None, map(self.role, self.roles)))
         for token in (*self.roles.values(), *self.extra):
             if _text(token) not in names and token not in new:
-                new.append(token)  # the last of several with one text holds
+                new.append(token)  # if several have the same text, the last one holds
         made = [AddedToken(token, special=True) if isinstance(token, str) else token for token in new]
         for token in made:
             token.special = token.special or token.content in by_role
@@ -76,7 +77,7 @@ class SpecialTokens:
 
 
 def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
-    """The tokens that the files of a folder name; `tokenizer` is the `tokenizers.Tokenizer` of its tokenizer.json.
+    """Read the tokens that the files of a folder name; `tokenizer` is the `tokenizers.Tokenizer` of its tokenizer.json.
 
     Raises ValueError that names the file and the key if a value is not a token.
     """
@@ -99,7 +100,7 @@ def role_texts(folder: Path) -> dict[str, str]:
 
 
 class _Settings(dict[str, object]):
-    """Values of the configuration files by their keys, and the file of each."""
+    """Values of the configuration files by key, and the file of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,13 +119,14 @@ class _Settings(dict[str, object]):
         return config
 
     def update(self, file: Path) -> None:  # type: ignore[override]
-        """Overrides values with those of a file, if there is one."""
+        """Override values with those of a file, if it exists."""
         found = _object(file)
         super().update(found)
         self.files |= dict.fromkeys(found, file)
 
     def name_extra(self) -> None:
-        """Gives the further special tokens that are an object of names and tokens roles of their names."""
+        """Assign roles to further special tokens that are given as an object of names and tokens: the names are the
+        roles."""
         extra = self.get(EXTRA)
         if isinstance(extra, dict):
             file = self.files[EXTRA]
@@ -143,7 +145,7 @@ class _Settings(dict[str, object]):
                 continue
             if isinstance(value, dict) and "__type" in value:
                 found[key] = _token(self.files[key], key, value)
-            elif isinstance(value, str | AddedToken):  # "add_bos_token": true is no token
+            elif isinstance(value, str | AddedToken):  # "add_bos_token": true is not a token
                 found[key] = value
         return found
 
@@ -170,7 +172,7 @@ def _decoder(file: Path, found: object) -> dict[int, AddedToken]:
 
 
 def _listed(file: Path, special: set[str]) -> dict[int, AddedToken]:
-    """Tokens of added_tokens.json, an object of texts and ids."""
+    """Tokens of added_tokens.json, an object that maps texts to ids."""
     from tokenizers import AddedToken
 
     made: dict[int, AddedToken] = {}
@@ -182,7 +184,7 @@ def _listed(file: Path, special: set[str]) -> dict[int, AddedToken]:
 
 
 def _token(file: Path, key: str, value: object) -> Token:
-    """A token as text or AddedToken, of text or of an object with its "content"."""
+    """Return a token as text or AddedToken, from a text or an object with its "content"."""
     from tokenizers import AddedToken
 
     if isinstance(value, str) and value:
@@ -217,7 +219,8 @@ def _shown(value: object) -> str:
 
 
 def _object(file: Path) -> dict[str, object]:
-    """The JSON object in a file; empty if there is no file. Raises ValueError if it holds anything else."""
+    """Read the JSON object in a file; empty if the file does not exist. Raises ValueError if it contains anything
+    else."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
