@@ -16,6 +16,8 @@
 #   PORT             port of the rendezvous. Default: 29400
 #   MAX_RESTARTS     restarts by torchrun (10); after these, this script starts torchrun again
 #   MAX_FRUITLESS    consecutive starts without a newer checkpoint (10), after which the run ends
+#   RENDEZVOUS_PATIENCE  a whole number (1) by which the limits of the hosts' rendezvous are multiplied, for hosts so busy
+#                    that their launchers stand still for seconds; launchers notice a lost host as much later
 #
 # torchrun restarts the ranks on the hosts that it still sees. If the host of its rendezvous is lost, this script meets the
 # others at the first remaining host. Ctrl-C or SIGTERM at torchrun saves and ends all hosts; at this script of one host it
@@ -37,6 +39,8 @@ fi
 fewest=$((${#hosts[@]} > 2 ? ${#hosts[@]} / 2 + 1 : 1))
 min_hosts="${MIN_HOSTS:-$fewest}"
 port="${PORT:-29400}"
+export RENDEZVOUS_PATIENCE="${RENDEZVOUS_PATIENCE:-1}"
+patience="$RENDEZVOUS_PATIENCE"
 if [[ -z "${PYTHON:-}" ]]; then
     PYTHON=.venv/bin/python
     [[ -x "$PYTHON" ]] || PYTHON=python3
@@ -156,8 +160,9 @@ while true; do
     rm -f "$OUTCOME_FILE" "$scratch/moves"
     at="$(meeting "${wait_first[@]}")"
     [[ -z "$stopped" ]] || exit 75
-    conf="is_host=$([[ "$at" == "$here" ]] && echo 1 || echo 0),join_timeout=60,last_call_timeout=${LAST_CALL:-6}"
-    conf+=",read_timeout=$((${#wait_first[@]} ? 6 : 15)),close_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=4"
+    conf="is_host=$([[ "$at" == "$here" ]] && echo 1 || echo 0),join_timeout=$((60 * patience))"
+    conf+=",last_call_timeout=${LAST_CALL:-6},read_timeout=$((patience * (${#wait_first[@]} ? 6 : 15)))"
+    conf+=",close_timeout=$((5 * patience)),keep_alive_interval=2,keep_alive_max_attempt=$((4 * patience))"
     say "joins the rendezvous at $at:$port, $min_hosts to ${#hosts[@]} hosts"
     LAUNCH="$PYTHON -m megatron.extensions.operate.resilience.torchrun --nnodes $min_hosts:${#hosts[@]}"
     LAUNCH+=" --nproc-per-node $gpus --max-restarts ${MAX_RESTARTS:-10} --rdzv-backend c10d-open"

@@ -6,12 +6,14 @@ Each rank reads its place from the variables that torchrun sets.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import itertools
 import logging
 import multiprocessing as mp
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -81,8 +83,13 @@ def _print_to(out: Path, err: Path) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), standard)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.register(STACKS, all_threads=True)
     logging.getLogger().handlers.clear()
     warnings.showwarning = lambda *about, **_: sys.stderr.write(warnings.formatwarning(*about[:4]))
+
+
+STACKS = signal.SIGRTMAX - 1
+"""Has a process write the stacks of its threads to its screen."""
 
 
 @contextmanager
@@ -126,13 +133,35 @@ def run_forked(
 
 
 def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
-    """Exit codes. Raises TimeoutError if a rank has not ended in that time."""
+    """Exit codes. Raises TimeoutError, with what all of them do, if a rank has not ended in that time."""
     limit = time.monotonic() + seconds
     for process in ranks:
         process.join(max(0.0, limit - time.monotonic()))
         if process.exitcode is None:
-            raise TimeoutError(f"a rank did not end within {seconds} s")
+            told = "\n".join(doings([each.pid for each in ranks if each.is_alive()]))
+            raise TimeoutError(f"a rank did not end within {seconds} s\n{told}")
     return [process.exitcode for process in ranks]
+
+
+def doings(pids: Sequence[int]) -> Iterator[str]:
+    """What processes and their descendants do: state, seconds of the processor, and the end of their screens, to which
+    those of this module write the stacks of their threads."""
+    screens = list[str]()
+    for pid in pids:
+        with suppress(OSError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            yield f"process {pid}: state {fields[0]}, {(int(fields[11]) + int(fields[12])) / 100:.1f} s of a processor"
+            caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+            if int(caught.split()[1], 16) >> (STACKS - 1) & 1:
+                os.kill(pid, STACKS)
+            screens.append(os.readlink(f"/proc/{pid}/fd/2"))
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            yield from doings([int(child) for child in children])
+    time.sleep(1.0)
+    for screen in sorted(set(screens)):
+        with suppress(OSError):
+            yield f"{screen} ends with\n{Path(screen).read_text(errors='replace')[-8000:]}"
 
 
 def _rank(

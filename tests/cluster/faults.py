@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -35,10 +36,14 @@ MODEL = (
 ).split()
 RATE = "1gbit"
 PATIENCE = 240.0
-"""Seconds after which a run that does not go on has failed; many times of what it takes on a free machine."""
+"""Seconds without a word from any host after which a run hangs; many times of what it takes on a free machine."""
+
+LONGEST = 1800.0
+"""Seconds after which a run has failed that says much, but does not do what is expected."""
 
 NAMING = re.compile(r"^(?:RUN FAILED: .*|ended because .*|torch\S*Rendezvous\w*Error: .*)", re.MULTILINE)
 STEP = re.compile(r" iteration +(\d+)/")
+RECOVERED = re.compile(r"recovered by .*", re.MULTILINE)
 WORLD = re.compile(r"layout: (\d+) rank")
 
 
@@ -117,13 +122,23 @@ class Run:
         return max((world for text in self.since(before) for world in _worlds_with_steps(text)), default=0)
 
     def wait(self, condition: Callable[[], bool], what: str) -> float:
-        """Seconds until a condition holds. Raises TimeoutError."""
-        began = time.monotonic()
+        """Seconds until a condition holds. Raises TimeoutError once the hosts say nothing more."""
+        began = heard = time.monotonic()
+        said = self.marks()
         while not condition():
-            if time.monotonic() - began > PATIENCE:
-                raise TimeoutError(f"not within {PATIENCE:.0f} s: {what}; logs in {self.folder}")
+            now = time.monotonic()
+            if (marks := self.marks()) != said:
+                said, heard = marks, now
+            if now - heard > PATIENCE * crowding() or now - began > LONGEST:
+                told = f"waited {now - began:.0f} s, for {now - heard:.0f} s of them without a word from any host"
+                raise TimeoutError(f"{told}: {what}; logs in {self.folder}")
             time.sleep(0.1)
         return time.monotonic() - began
+
+
+def crowding() -> float:
+    """Processes that want a processor of this machine, for each that it has, of late; at least 1."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def _worlds_with_steps(text: str) -> list[int]:
@@ -143,6 +158,8 @@ class Outcome:
     went_on: float = math.nan
     came_back: float = math.nan
     ranks_left: int = 0
+    recovered: str = ""
+    """What the run says of its recovery, with copies in memory."""
 
 
 def strike(run: Run, fault: Fault, host: int) -> Outcome:
@@ -160,6 +177,8 @@ def strike(run: Run, fault: Fault, host: int) -> Outcome:
         outcome.ranks_left = run.last_world(before)
         if outcome.ranks_left and outcome.went_on != outcome.went_on:
             outcome.went_on = time.monotonic() - began
+        found = RECOVERED.search("".join(run.since(before)))
+        outcome.recovered = found[0] if found else ""
         return bool(outcome.ranks_left) and len(outcome.named) == len(expected)
 
     if fault.harmless:
@@ -190,6 +209,7 @@ def told(outcome: Outcome) -> str:
         return "nothing was interrupted"
     named = "; ".join(f"{name} after {seconds:.1f} s: {line}" for name, (seconds, line) in outcome.named.items())
     went_on = f"went on after {outcome.went_on:.0f} s on {outcome.ranks_left} ranks"
+    went_on += f", {outcome.recovered}" if outcome.recovered else ""
     return f"named by {named or 'nobody'}; {went_on}; all back {outcome.came_back:.0f} s after mending"
 
 

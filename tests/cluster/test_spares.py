@@ -17,6 +17,9 @@ from tests.limits import HANG
 from tests.slurm.cluster import MISSING, running_cluster
 
 FLAGS = "--peer-copies 1 --restarts-in-job 2 --spare-ranks 1".split()
+BUSY = "--host-heartbeat-timeout-seconds 20".split()
+"""Tests share a machine with others, on which a process stands still for seconds."""
+
 TASK = """
 import os, signal, sys
 task = os.environ["SLURM_PROCID"]
@@ -42,7 +45,7 @@ def whole(pytestconfig: pytest.Config) -> None:
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_a_host_that_is_lost_under_the_elastic_script(tmp_path: Path) -> None:
     with hosts(3, "1gbit") as box:
-        run = Run(box, 1, tmp_path, FLAGS, {"PACE": "0.2"})
+        run = Run(box, 1, tmp_path, [*FLAGS, *BUSY], {"PACE": "0.2", "RENDEZVOUS_PATIENCE": "10"})
         for host in range(3):
             run.start(host)
         run.wait(lambda: " iteration        4/" in run.screens()[0], "the first steps, of which copies are complete")

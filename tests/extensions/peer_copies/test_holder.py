@@ -14,7 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.extensions.operate.peer_copies.client import Address, HolderError, Link, Pace, leased, open_holder
+from megatron.extensions.operate.peer_copies import client
+from megatron.extensions.operate.peer_copies.client import (
+    Address,
+    HolderError,
+    Link,
+    Pace,
+    drop_abandoned,
+    leased,
+    open_holder,
+)
 from megatron.extensions.operate.peer_copies.holder import WORLD, header_of, headers_in, read_header, sealed
 from megatron.extensions.operate.peer_copies.sets import (
     Copy,
@@ -139,3 +148,26 @@ def test_what_a_host_holds_and_keeps(tmp_path: Path) -> None:
     drop_others(tmp_path, [found.copies[0]])
     assert inventory(tmp_path, "here").copies == found.copies[:1]
     assert sorted(path.name for path in (tmp_path / GENERATION).iterdir()) == ["0-own.0", "0-own.0.json", WORLD]
+
+
+def test_copies_whose_holder_was_killed_are_deleted_after_a_time(tmp_path: Path) -> None:
+    own, left, new, served = (
+        tmp_path / f"megatron-copies-{os.getuid()}-{name}" for name in ("own", "left", "new", "served")
+    )
+    for folder in (own, left, new):
+        (folder / GENERATION).mkdir(parents=True)
+    holder = open_holder(served, keep=60)
+    hour = time.time() - 3700
+    for path in (own / GENERATION, own, left / GENERATION, left, new, served / "holder.json", served):
+        os.utime(path, (hour, hour))
+    drop_abandoned(own, keep=60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(each.name for each in (own, new, served))
+    Link(holder).end()
+
+
+def test_a_holder_that_does_not_start_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(client, "PROGRAM", tmp_path / "slow.py")
+    monkeypatch.setattr(client, "OPENS", 0.1)
+    with pytest.raises(OSError, match=r"was not ready after 0.1 s"):
+        open_holder(tmp_path / "host", keep=60)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,6 +30,9 @@ count as several hosts."""
 
 OPENS = 120.0
 """Seconds in which a holder starts."""
+
+ABANDONED = 3600.0
+"""Seconds without a new copy, at least, after which those without a holder are deleted."""
 
 ANSWER = 30.0
 """Seconds within which a living holder receives or sends a chunk."""
@@ -79,6 +83,26 @@ def open_holder(folder: Path, keep: float) -> Address:
     process.returncode = 0  # it outlives this process, which need not wait for it
     about = json.loads((folder / ABOUT).read_text())
     return Address(host_name(), about["address"], int(about["port"]), about["token"])
+
+
+def drop_abandoned(own: Path, keep: float) -> None:
+    """Deletes the copies of other runs of this user whose holders were killed, as by SLURM at the end of a job, if
+    nobody has written any for `keep` seconds, and for `ABANDONED`."""
+    for folder in own.parent.glob(f"megatron-copies-{os.getuid()}-*"):
+        with suppress(OSError):
+            newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+            if folder != own and time.time() - newest > max(keep, ABANDONED) and not _has_holder(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_holder(folder: Path) -> bool:
+    """Return whether a holder serves a folder."""
+    try:
+        about = json.loads((folder / ABOUT).read_text())
+        Link(Address("", about["address"], int(about["port"]), about["token"])).close()
+    except (OSError, ValueError, KeyError):
+        return False
+    return True
 
 
 def own_address() -> str:

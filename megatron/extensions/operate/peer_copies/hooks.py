@@ -23,6 +23,7 @@ from megatron.extensions.operate.peer_copies.client import (
     Address,
     Link,
     Pace,
+    drop_abandoned,
     folder_of,
     host_name,
     leased,
@@ -108,7 +109,9 @@ class PeerCopies(Callback):
         self._leads = names.index(own) == world.rank
         mine = Host(own, None, Inventory(), None)
         if self._leads:
-            holder = open_holder(self._folder, 60 * self._options.peer_copy_keep_minutes)
+            keep = 60 * self._options.peer_copy_keep_minutes
+            drop_abandoned(self._folder, keep)
+            holder = open_holder(self._folder, keep)
             self._leases.append(leased(holder))
             held, fault = inventory(self._folder, own), read_fault(self._folder)
             mine = Host(own, holder, held, fault, read_note(self._folder))

@@ -38,11 +38,14 @@ from torch.distributed.run import main
 from megatron.training.reliability.run_status import VARIABLE, ExitCode
 
 BACKEND = "c10d-open"
-REPLY = 6.0
+PATIENCE = float(os.environ.get("RENDEZVOUS_PATIENCE", "1"))
+"""Factor of the limits, for hosts on which a process may stand still for longer."""
+
+REPLY = 6.0 * PATIENCE
 """Seconds that a request to the store waits in its socket."""
 
-ANSWER = 8.0
-"""Seconds within which a reachable store answers, however busy the machine is."""
+ANSWER = 8.0 * PATIENCE
+"""Seconds within which a reachable store answers."""
 
 
 P = ParamSpec("P")

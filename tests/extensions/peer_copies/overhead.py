@@ -1,0 +1,114 @@
+"""What copies in memory add to a step, between hosts with a link of a given rate (root).
+
+    python -m tests.extensions.peer_copies.overhead --steps 120
+
+Two hosts of `tests.cluster.hosts`, joined by cables of `--rate`, train one model, sharded over them, so that all that
+a rank holds is sent to the other host. For `BLOCK` steps copies are made after each, for the next `BLOCK` they are not,
+in turn: both see the same load of the machine. The first step of a block is left out, as it has the copies of the step
+before behind it. A step computes for a moment, communicates, and then sleeps for `--seconds`, as a step on a GPU leaves
+the processor of the host free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pretrain_gpt
+from megatron.extensions import load
+from megatron.extensions.operate.peer_copies.client import Link
+from megatron.extensions.operate.peer_copies.hooks import PeerCopies
+from megatron.training import training
+from megatron.training.run import TrainingRun
+from tests.cluster.forked import run_on_hosts
+from tests.cluster.hosts import hosts, missing
+
+MODEL = (
+    "--cpu --bf16 --num-layers 4 --num-attention-heads 4 --seq-length 64 --vocab-size 1024 --mock-data --lr 1e-3 "
+    "--lr-warmup-iters 1 --micro-batch-size 1 --global-batch-size 2 --log-interval 1 --eval-iters 0 --num-workers 0 "
+    "--data-parallel-sharding-strategy optim --peer-copies 1 --save-interval 1000000"
+).split()
+BLOCK = 5
+
+
+def copied(iteration: int) -> bool:
+    """Whether a copy is made after an iteration."""
+    return (iteration // BLOCK) % 2 == 0
+
+
+def measured_main(seconds: float, sent: Path) -> Callable[[list[str]], int]:
+    """`pretrain_gpt.main` with so many seconds of sleep in each step, which copies in every second block of steps, and
+    notes in the file `sent` the bytes of each part that it sends, and the seconds that this takes."""
+
+    def main(argv: list[str]) -> int:
+        made, copy, put = training.train_step, PeerCopies._copy, Link.put
+
+        def step(run: TrainingRun) -> None:
+            made(run)
+            time.sleep(seconds)
+
+        def in_blocks(copies: PeerCopies) -> None:
+            assert copies._run is not None
+            if copied(copies._run.progress.iteration):
+                copy(copies)
+
+        def noted(link: Link, generation: str, name: str, header: bytes, data: memoryview, *rest: object) -> None:
+            began = time.perf_counter()
+            put(link, generation, name, header, data, *rest)  # type: ignore[arg-type]
+            with sent.open("a") as file:
+                file.write(f"{json.dumps([len(header) + len(data), time.perf_counter() - began])}\n")
+
+        training.train_step, PeerCopies._copy, Link.put = step, in_blocks, noted  # type: ignore[method-assign, assignment]
+        return pretrain_gpt.main(argv)
+
+    return main
+
+
+def told(records: Sequence[dict[str, float]], sent: Sequence[Sequence[float]]) -> str:
+    """The medians of steps with copies and without, and what was sent."""
+    after = {True: list[float](), False: list[float]()}
+    for record in records:
+        before = int(record["iteration"]) - 1
+        if before >= 2 * BLOCK and copied(before) == copied(before - 1):
+            after[copied(before)].append(record["step_time"])
+    middle = {kind: statistics.median(times) for kind, times in after.items()}
+    spread = {kind: statistics.quantiles(times, n=4) for kind, times in after.items()}
+    nbytes, seconds = (statistics.mean(each[number] for each in sent) for number in (0, 1))
+    lines = [
+        f"{'with' if kind else 'without'} copies: {1000 * middle[kind]:.1f} ms a step, half of {len(times)} steps "
+        f"within {1000 * spread[kind][0]:.1f} to {1000 * spread[kind][2]:.1f}"
+        for kind, times in after.items()
+    ]
+    lines.append(f"a host sends {nbytes / 1e6:.1f} MB after a step, in {seconds:.2f} s")
+    lines.append(f"copies add {middle[True] / middle[False] - 1:+.1%}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, and prints the medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seconds", type=float, default=0.7)
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--rate", default="1gbit")
+    asked = parser.parse_args(argv)
+    if why := missing():
+        parser.error(why)
+    load()
+    with tempfile.TemporaryDirectory(prefix="overhead-") as name, hosts(2, asked.rate) as box:
+        folder = Path(name)
+        flags = [*MODEL, "--hidden-size", str(asked.hidden_size), "--train-iters", str(asked.steps)]
+        flags += ["--save", str(folder / "save"), "--load", str(folder / "save")]
+        run_on_hosts(box, 1, flags, folder, main=measured_main(asked.seconds, folder / "sent"))
+        lines = [json.loads(line) for line in (folder / "save/metrics.jsonl").read_text().splitlines()]
+        sent = [json.loads(line) for line in (folder / "sent").read_text().splitlines()]
+        print(told([line for line in lines if "step_time" in line], sent))
+
+
+if __name__ == "__main__":
+    main()
