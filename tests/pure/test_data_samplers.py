@@ -1,6 +1,8 @@
 """Which samples a rank takes: the same whatever the layout, the workers and where the run resumed."""
 
 import threading
+import time
+from concurrent.futures import wait
 from contextlib import closing
 
 import numpy as np
@@ -88,3 +90,21 @@ def test_a_micro_batch_stacks_its_samples():
     assert batch["position_ids"] is None
     assert batch["sample_index"].tolist() == [6, 7, 8]
     torch.testing.assert_close(batch["tokens"][1], torch.from_numpy(datasets.train.text(7)[:-1]))
+
+
+def test_only_a_wait_for_samples_counts_as_one():
+    class Slow(Numbers):
+        def __getitem__(self, index):
+            time.sleep(0.05)
+            return super().__getitem__(index)
+
+    with closing(DataIterator(Slow(8), micro_batch_size=1, num_workers=1)) as iterator:
+        iterator.next_step(0, 2)
+        waited = iterator.waited
+        assert waited > 0.05
+        wait([future for _, future in iterator._ready])
+        iterator.next_step(2, 2)
+        assert iterator.waited == waited, "they were ready"
+    unready = DataIterator(Slow(8), micro_batch_size=1)
+    unready.next_step(0, 2)
+    assert unready.waited > 0.09

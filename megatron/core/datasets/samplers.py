@@ -9,9 +9,10 @@ from step to step.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
@@ -81,6 +82,9 @@ class DataIterator:
         self.end = len(dataset)
         """No sample from this number on is taken, or prefetched."""
 
+        self.waited = 0.0
+        """Seconds for which callers of `next_step` have waited for samples that were not ready."""
+
         self._pool = None
         if num_workers:
             # A thread starts on device 0. Pinning there would create a context of every rank on that device.
@@ -111,9 +115,12 @@ class DataIterator:
                 "--eval-iters for evaluation), which repeats the data, or stop earlier"
             )
         wanted = self._deal(range(consumed_samples, end))
-        if self._pool is None:
-            return [self._prepare(indices) for indices in wanted]
-        return self._take(range(consumed_samples, end), wanted)
+        if self._pool is not None:
+            return self._take(range(consumed_samples, end), wanted)
+        began = time.perf_counter()
+        prepared = [self._prepare(indices) for indices in wanted]
+        self.waited += time.perf_counter() - began
+        return prepared
 
     def restrict(self, end: int, micro_batch_size: int) -> None:
         """Takes no sample from number `end` on, and micro-batches of another size."""
@@ -142,6 +149,10 @@ class DataIterator:
                 self._next = step.stop
             self._schedule(1 + self._depth, len(step))
             _, future = self._ready.popleft()
+            if not future.done():
+                began = time.perf_counter()
+                wait([future])
+                self.waited += time.perf_counter() - began
             found.append(future.result())
         self._schedule(max(self._depth, len(wanted)), len(step))  # prefetch a whole step of the same size
         return found

@@ -146,12 +146,15 @@ class Storage(Protocol):
         self.write(path, (self.read(path) if self.size(path) is not None else b"") + data)
 
     def scratch(self, final: PurePath) -> PurePath:
-        """Where the files of the folder `final` are written until it is published."""
+        """Where the files of the folder `final` are written until it is published, in the process that called
+        `begin`."""
         return final
 
-    def begin(self, final: PurePath) -> None:
+    def begin(self, final: PurePath, keeps_names: bool = False) -> None:
         """Prepares a folder to be written. Deletes what killed writers of such folders have left: those beside it whose
-        names are equal up to the first underscore. Unless overridden, a published `final` is deleted first."""
+        names are equal up to the first underscore. Unless overridden, a published `final` is deleted first.
+
+        `keeps_names`: other programs read the folder, so that its files must be stored under their names."""
         for name in self.names(final.parent):
             beside = final.parent / name
             if name == final.name or (_kind(beside) == _kind(final) and not self.finished(beside)):
@@ -248,7 +251,7 @@ class LocalStorage(Storage):
     def scratch(self, final: PurePath) -> PurePath:
         return final.with_suffix(".tmp")
 
-    def begin(self, final: PurePath) -> None:
+    def begin(self, final: PurePath, keeps_names: bool = False) -> None:
         folder = Path(final.parent)
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{_kind(final)}_*.tmp"):
@@ -374,6 +377,8 @@ class _Ranges(SeekableFile):
         into = memoryview(buffer).cast("B")
         length = min(len(into), max(0, self._size - self._at))
         data = self._storage.read(self._path, self._at, length) if length else b""
+        if len(data) != length:
+            raise OSError(f"{self._path}: {length} bytes from {self._at} on were asked for, and {len(data)} came")
         into[: len(data)] = data
         self._at += len(data)
         return len(data)

@@ -120,8 +120,12 @@ def _save(
     check: Callable[[], None],
 ) -> Folder:
     final, storage = checkpoint_folder(root, iteration), storage_of(root)
-    scratch = storage.scratch(final)
-    on_first_rank(lambda: storage.begin(final), world)
+
+    def begin() -> PurePath:
+        storage.begin(final)
+        return storage.scratch(final)
+
+    scratch = on_first_rank(begin, world)
     writer, files = kind(scratch), SummedFiles()
     writer.fs = files
     with _failures_as_checkpoint_error(f"cannot write checkpoint {scratch}"), one_checksum():

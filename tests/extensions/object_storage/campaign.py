@@ -2,9 +2,11 @@
 
     python -m tests.extensions.object_storage.campaign [--rounds 100] [--seed 1]
 
-Each round has a writer process publish checkpoint-like folders through a proxy that cuts connections; half of the
-writers are killed at a random moment. Then a reader verifies every published folder, through the same faults, against
-the content that its number determines, and that each folder reported as saved is there.
+Each round has a writer process publish three checkpoint-like folders through a proxy that cuts connections, and holds
+requests back for seconds, also those of a dead process. Half of the writers are killed at a random moment. A second
+writer publishes three with other content, from the first that was not saved on, or the last one again. Then a reader
+verifies every published folder, through the same faults, and that each folder reported as saved is there, from the
+writer that reported it last.
 """
 
 from __future__ import annotations
@@ -14,49 +16,56 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping
 from pathlib import PurePath
 
 from megatron.core.dist_checkpointing.file_storage import _built, located
 from megatron.core.dist_checkpointing.integrity import SummedFile, damages, read_manifest, write_manifest
 from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.extensions import load
-from megatron.extensions.operate.object_storage.fsspec_storage import FsspecStorage
+from megatron.extensions.operate.object_storage.attempts import AttemptStorage
 from megatron.extensions.operate.object_storage.limits import LIMITS
 from tests.extensions.object_storage.server import BUCKET, Faults, credentials, environment, faulty_proxy, s3_server
 
 FILES = 3
 
 
-def content(number: int, file: int) -> bytes:
+def content(number: int, file: int, writer: int) -> bytes:
     """Of a file of a folder; the largest takes two parts."""
-    generator = random.Random(1000 * number + file)
+    generator = random.Random(1000 * number + 10 * writer + file)
     return generator.randbytes((6 << 20 if file == 0 else 1 << 18) + number)
 
 
-def write(root: PurePath, first: int) -> None:
-    """Publishes three folders, and prints the number of each that is saved."""
-    storage = FsspecStorage("s3")
+def write(root: PurePath, first: int, writer: int) -> None:
+    """Publishes three folders, and prints a line when it begins, and the number of each that is saved."""
+    storage = AttemptStorage("s3")
+    print("begun", flush=True)
     for number in range(first, first + 3):
         final, sums = root / f"iter_{number:07d}", {}
         storage.begin(final)
+        scratch = storage.scratch(final)
         for name in range(FILES):
-            with SummedFile(final / f"__{name}_0.distcp") as file:
-                file.write(content(number, name))
+            with SummedFile(scratch / f"__{name}_0.distcp") as file:
+                file.write(content(number, name, writer))
             sums[f"__{name}_0.distcp"] = file.sums
-        write_manifest(final, sums)
+        write_manifest(scratch, sums)
         storage.publish(final)
         print(number, flush=True)
 
 
-def check(root: PurePath, saved: Sequence[int]) -> int:
-    """Verifies the published folders. Returns their number; raises AssertionError."""
+def check(root: PurePath, saved: Mapping[int, int]) -> int:
+    """Verifies the published folders; `saved` maps those reported to their last writer. Returns the number of all.
+    Raises AssertionError."""
     folders = saved_folders(root)
     assert set(saved) <= set(folders), f"saved {sorted(saved)}, and there are {sorted(folders)}"
-    for folder in folders.values():
+    for number, folder in folders.items():
         sums = read_manifest(folder)
         found = damages(folder, sums, list(sums))
         assert len(sums) == FILES and not found, f"{folder}: {found}"
+        crc32 = [zlib.crc32(content(number, 1, writer)) for writer in (0, 1)]
+        by = crc32.index(sums["__1_0.distcp"]["crc32"])
+        assert by == saved.get(number, by), f"{folder} was written by {by}, and saved by {saved[number]}"
     return len(folders)
 
 
@@ -64,12 +73,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", nargs=2, help="as the writer: the URL and the first number")
+    parser.add_argument("--write", nargs=3, help="as the writer: the URL, the first number, and its own")
     args = parser.parse_args()
     load()
     LIMITS.part_bytes = 5 << 20
     if args.write is not None:
-        write(located(args.write[0]), int(args.write[1]))
+        write(located(args.write[0]), int(args.write[1]), int(args.write[2]))
         return
     with s3_server() as port:
         for seed in range(args.seed, args.seed + args.rounds):
@@ -78,21 +87,26 @@ def main() -> None:
 
 def one_round(port: int, seed: int) -> str:
     """One writer and one reader. Returns a line about them."""
-    generator, faults = random.Random(seed), Faults(seed, cut=0.15)
+    generator, faults = random.Random(seed), Faults(seed, cut=0.15, late=0.03)
     root, killed = located(f"s3://{BUCKET}/run{seed}"), seed % 2 == 0
-    saved = list[int]()
+    saved = dict[int, int]()
     _built.cache_clear()  # a storage stays connected to the proxy of its round
     with faulty_proxy(port, faults) as proxy, environment(credentials(proxy)):
-        for first in (1, 4):
-            command = [sys.executable, "-m", __spec__.name, "--write", str(root), str(first)]
+        for number in (0, 1):
+            first = min(len(saved) + 1, 3)
+            command = [sys.executable, "-m", __spec__.name, "--write", str(root), str(first), str(number)]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-                if killed and first == 1:
-                    time.sleep(generator.uniform(0.5, 4.0))
+                assert writer.stdout is not None
+                writer.stdout.readline()
+                if killed and number == 0:
+                    time.sleep(generator.uniform(0.0, 3.0))
                     writer.kill()
-                saved += [int(line) for line in writer.communicate()[0].split()]
+                saved |= {int(line): number for line in writer.communicate()[0].split()}
+        time.sleep(faults.longest_hold if killed else 0)
         found = check(root, saved)
-    assert killed or saved == [1, 2, 3, 4, 5, 6], saved
-    return f"seed {seed}: {'killed, ' if killed else ''}{faults.cuts} cuts, {len(saved)} saved, {found} found"
+    assert killed or sorted(saved) == [1, 2, 3, 4, 5], saved
+    late = f"{faults.cuts} cuts, {faults.held} held back"
+    return f"seed {seed}: {'killed, ' if killed else ''}{late}, {len(saved)} saved, {found} found"
 
 
 if __name__ == "__main__":

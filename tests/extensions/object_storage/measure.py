@@ -93,7 +93,7 @@ def measure_outage(port: int, folder: Path, args: argparse.Namespace) -> None:
 
     def fail() -> None:
         files = file_system()
-        while not files.exists(f"{BUCKET}/run/iter_0000002/.unfinished"):
+        while not files.exists(f"{BUCKET}/run/iter_0000002"):
             time.sleep(0.01)
         faults.down_until = time.monotonic() + args.seconds
         print(f"the store fails for {args.seconds:g} s, as iteration 2 is written", flush=True)

@@ -76,16 +76,31 @@ class Faults:
     cut: float = 0.0
     """Probability that a connection is cut within its next few hundred KiB."""
 
+    late: float = 0.0
+    """Probability that what a client sends over a connection is held back, and delivered even if the client dies."""
+
+    longest_hold: float = 3.0
+    """Seconds."""
+
     down_until: float = 0.0
     """`time.monotonic()` until which connections are refused."""
 
     moved: int = 0
     cuts: int = 0
+    held: int = 0
     generator: random.Random = field(init=False)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.generator = random.Random(self.seed)
+
+    def hold(self) -> float:
+        """Seconds for which a new connection holds back what its client sends."""
+        with self.lock:
+            if not self.late or self.generator.random() >= self.late:
+                return 0.0
+            self.held += 1
+            return self.longest_hold * self.generator.random()
 
     def limit(self) -> float:
         """Bytes after which a new connection is cut."""
@@ -112,13 +127,16 @@ def _accept(listener: socket.socket, port: int, faults: Faults) -> None:
                 continue
             server = socket.create_connection(("127.0.0.1", port))
             left = [faults.limit()]
-            for source, sink in ((client, server), (server, client)):
-                threading.Thread(target=_pump, args=(source, sink, left, faults), daemon=True).start()
+            for source, sink, hold in ((client, server, faults.hold()), (server, client, 0.0)):
+                threading.Thread(target=_pump, args=(source, sink, left, faults, hold), daemon=True).start()
 
 
-def _pump(source: socket.socket, sink: socket.socket, left: list[float], faults: Faults) -> None:
+def _pump(source: socket.socket, sink: socket.socket, left: list[float], faults: Faults, hold: float) -> None:
     with suppress(OSError):
         while data := source.recv(1 << 16):
+            if hold and len(data) < 1 << 16:  # the last piece, as far as it looks
+                time.sleep(hold)
+                hold = 0.0
             with faults.lock:
                 faults.moved += len(data)
             if left[0] < len(data) or time.monotonic() < faults.down_until:

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.dist_checkpointing.file_storage import located
+from megatron.core.dist_checkpointing.file_storage import UNFINISHED, located
+from megatron.extensions.operate.object_storage.attempts import ATTEMPT, PUBLISHED, AttemptStorage
 from megatron.extensions.operate.object_storage.fsspec_storage import FsspecStorage
 from megatron.extensions.operate.object_storage.limits import LIMITS, Limits, Traffic
 from tests.extensions.object_storage.server import (
@@ -34,20 +35,20 @@ def port() -> Iterator[int]:
 
 
 @pytest.fixture
-def storage(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FsspecStorage]:
+def storage(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[AttemptStorage]:
     """The storage, its bucket empty."""
     monkeypatch.setattr(LIMITS, "part_bytes", 5 << 20)
     with environment(credentials(port)):
         files = file_system()
         if files.exists(f"{BUCKET}/run"):
             files.rm(f"{BUCKET}/run", recursive=True)
-        yield FsspecStorage("s3")
+        yield AttemptStorage("s3")
 
 
 def write_folder(storage: FsspecStorage, final: PurePath, content: bytes) -> None:
     storage.begin(final)
     for name in ("a", "b"):
-        with storage.create(final / name) as file:
+        with storage.create(storage.scratch(final) / name) as file:
             file.write(content)
     storage.publish(final)
 
@@ -57,7 +58,7 @@ def uploads(port: int) -> list[str]:
     return [each["Key"] for each in found]
 
 
-def test_files(storage: FsspecStorage) -> None:
+def test_files(storage: AttemptStorage) -> None:
     file = ROOT / "file"
     assert storage.names(ROOT) == [] and storage.size(file) is None and not storage.exists(file)
     for missing in (storage.read, storage.open, storage.remove):
@@ -77,7 +78,7 @@ def test_files(storage: FsspecStorage) -> None:
 
 
 def test_a_large_object_is_uploaded_in_parts_of_bounded_memory(
-    storage: FsspecStorage, monkeypatch: pytest.MonkeyPatch
+    storage: AttemptStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LIMITS, "traffic", Traffic())
     before = LIMITS._held
@@ -93,7 +94,7 @@ def test_a_large_object_is_uploaded_in_parts_of_bounded_memory(
     assert storage.size(ROOT / "large") == (23 << 20) + 4 and storage.read(ROOT / "large", 23 << 20) == b"more"
 
 
-def test_an_object_is_replaced_only_as_it_was_seen(storage: FsspecStorage) -> None:
+def test_an_object_is_replaced_only_as_it_was_seen(storage: AttemptStorage) -> None:
     file = ROOT / "latest"
     storage.replace(file, b"1", None)
     with pytest.raises(FileExistsError, match="changed by another writer"):
@@ -107,23 +108,66 @@ def test_an_object_is_replaced_only_as_it_was_seen(storage: FsspecStorage) -> No
     assert storage.read(file) == b"2"
 
 
-def test_an_upload_that_was_cut_off_is_invisible_and_cleaned(storage: FsspecStorage, port: int) -> None:
+def test_an_upload_that_was_cut_off_is_invisible_and_cleaned(storage: AttemptStorage, port: int) -> None:
     write_folder(storage, ROOT / "iter_1", b"whole")
     storage.begin(ROOT / "iter_2")
-    file = storage.create(ROOT / "iter_2" / "a")
+    file = storage.create(storage.scratch(ROOT / "iter_2") / "a")
     file.write(bytes(12 << 20))  # the process is killed here
     time.sleep(0.5)
-    assert not storage.finished(ROOT / "iter_2") and uploads(port) == ["run/iter_2/a"]
+    assert not storage.finished(ROOT / "iter_2") and [key.split("/")[1] for key in uploads(port)] == ["iter_2"]
     write_folder(storage, ROOT / "iter_3", b"whole")
     assert storage.names(ROOT) == ["iter_1", "iter_3"] and uploads(port) == []
 
 
-def test_cut_connections_change_nothing(port: int, storage: FsspecStorage) -> None:
+def test_late_requests_of_a_dead_attempt_change_no_checkpoint(storage: AttemptStorage) -> None:
+    """The store carries out requests of a writer after the next one has written the same checkpoint."""
+    final, dead, reader = ROOT / "iter_1", AttemptStorage("s3"), AttemptStorage("s3")
+    dead.begin(final)
+    late = dead.scratch(final) / "a"
+    write_folder(storage, final, b"whole")
+    for name in (late.name, UNFINISHED):
+        dead.write(late.with_name(name), b"dead")
+    dead.write(final / UNFINISHED, b"")
+    with pytest.raises(FileExistsError, match="changed by another writer"):
+        dead.publish(final)
+    assert reader.finished(final) and reader.read(final / "a") == b"whole" and reader.names(final) == ["a", "b"]
+    dead.discard(final)
+    dead.write(late, b"dead")
+    assert reader.finished(final) and reader.read(final / "b") == b"whole"
+    storage.withdraw(final)
+    dead.write(late, b"dead")
+    assert not reader.finished(final)
+    write_folder(AttemptStorage("s3"), ROOT / "iter_2", b"whole")
+    assert storage.names(ROOT) == ["iter_2"]
+
+
+def test_readers_follow_a_checkpoint_that_is_written_again(storage: AttemptStorage) -> None:
+    final, reader = ROOT / "iter_1", AttemptStorage("s3")
+    FsspecStorage.begin(storage, final)
+    for content in (b"as earlier versions wrote it", b"old", b"new"):
+        if content.startswith(b"as"):
+            storage.write(final / "a", content)
+            FsspecStorage.publish(storage, final)
+        else:
+            write_folder(storage, final, content)
+        assert reader.size(final / "a") == len(content) and reader.read(final / "a") == content
+        assert reader.finished(final)
+    found = sorted(path.split("/")[3] for path in file_system().find(f"{BUCKET}/run"))
+    assert found == [storage.read(final / PUBLISHED).decode()] * 2 + [PUBLISHED] and found[0].startswith(ATTEMPT)
+    storage.begin(final, keeps_names=True)
+    with storage.create(final / "config.json") as file:
+        file.write(b"{}")
+    assert not reader.finished(final)
+    storage.publish(final)
+    assert reader.finished(final) and file_system().find(f"{BUCKET}/run") == [f"{BUCKET}/run/iter_1/config.json"]
+
+
+def test_cut_connections_change_nothing(port: int, storage: AttemptStorage) -> None:
     """A sample of the campaign tests.extensions.object_storage.campaign."""
     faults = Faults(seed=7, cut=0.3)
     data = os.urandom(11 << 20)
     with faulty_proxy(port, faults) as proxy, environment(credentials(proxy)):
-        tried = FsspecStorage("s3")
+        tried = AttemptStorage("s3")
         write_folder(tried, ROOT / "iter_1", data)
         tried.replace(ROOT / "latest", b"1", None)
         tried.replace(ROOT / "latest", b"2", b"1")
@@ -154,6 +198,23 @@ def test_an_error_that_stays_is_raised_at_once() -> None:
     assert calls == [0]
 
 
+def test_time_for_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that were under way fail when the process goes on, long after the limit."""
+    now = [0.0]
+    monkeypatch.setattr("megatron.extensions.operate.object_storage.limits.time.monotonic", lambda: now[0])
+    limits = Limits(retry_seconds=30, timeout_seconds=10, answered=True)
+
+    def stopped(attempt: int) -> int:
+        if attempt < 2:
+            now[0] += 3600
+            raise OSError("timed out")
+        return attempt
+
+    assert limits.tried("a", stopped, lambda _: None) == 2
+    with pytest.raises(OSError, match=r"a: .*\(3 attempts in 10800 s\)"):
+        limits.tried("a", lambda attempt: stopped(0), lambda _: None)
+
+
 def test_pauses_grow_and_the_bandwidth_is_kept() -> None:
     limits, pauses = Limits(), list[float]()
 
@@ -172,7 +233,7 @@ def test_pauses_grow_and_the_bandwidth_is_kept() -> None:
 
 def test_any_store_of_fsspec(capfd: pytest.CaptureFixture[str]) -> None:
     """fsspec's store in memory has no conditional replacement and no uploads in parts."""
-    storage, root = FsspecStorage("memory"), PurePath("/run")
+    storage, root = AttemptStorage("memory"), PurePath("/run")
     write_folder(storage, root / "iter_1", b"whole")
     assert storage.names(root / "iter_1") == ["a", "b"] and storage.finished(root / "iter_1")
     storage.replace(root / "latest", b"1", None)

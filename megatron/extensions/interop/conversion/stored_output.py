@@ -45,7 +45,7 @@ def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Pa
 def upload(folder: Path, final: PurePath) -> None:
     """Publishes a copy of a folder. Raises OSError; then there is none."""
     storage = storage_of(final)
-    storage.begin(final)
+    storage.begin(final, keeps_names=True)
     try:
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             with file.open("rb") as source, storage.create(final.joinpath(*file.relative_to(folder).parts)) as target:

@@ -84,7 +84,7 @@ def is_url(path: str | None) -> bool:
 
 
 for _scheme in SCHEMES:
-    STORAGES.register(_scheme, f"{__package__}.fsspec_storage:FsspecStorage")
+    STORAGES.register(_scheme, f"{__package__}.attempts:AttemptStorage")
 
 CALLBACKS.register("object storage", f"{__package__}.hooks:StorageTraffic", when=is_remote)
 CALLBACKS.register("read-ahead", f"{__package__}.read_ahead:ReadAhead", when=reads_data)

@@ -147,9 +147,14 @@ class FsspecStorage(Storage):
         LIMITS.tried(path, put)
 
     def remove(self, path: PurePath) -> None:
+        self._remove(path, self._place(path))
+
+    def _remove(self, path: PurePath, place: str) -> None:
+        """Removes what is at `place`, which messages call `path`."""
+
         def removed(attempt: int) -> None:
             try:
-                self._fs.rm(self._place(path), recursive=True)
+                self._fs.rm(place, recursive=True)
             except FileNotFoundError:
                 if not attempt:  # otherwise an earlier attempt has removed it
                     raise
@@ -212,9 +217,12 @@ class FsspecStorage(Storage):
             remedy = "start runs that save to one URL one after another"
             print(visible(f"{path}: {rule}; {remedy}"), file=sys.stderr, flush=True)
 
-    def begin(self, final: PurePath) -> None:
+    def begin(self, final: PurePath, keeps_names: bool = False) -> None:
         """Also deletes the parts of interrupted uploads."""
-        super().begin(final)
+        super().begin(final, keeps_names)
+        self._abort_uploads(final)
+
+    def _abort_uploads(self, final: PurePath) -> None:
         if self._s3 is not None:
             kind = final.with_name(final.name.partition("_")[0])
             with suppress(OSError):  # they cost space, but do no other harm

@@ -94,9 +94,11 @@ class Limits:
 
         `request` is called with the number of its attempt, from 0: an earlier attempt may have succeeded without an
         answer. Raises OSError with `what` and the last reason, without credentials; an error that another attempt would
-        not avoid is raised immediately.
+        not avoid is raised immediately. Only the time for which the store had to answer counts, and at least two attempts
+        are made, because the process may have been stopped for longer.
         """
         began, attempt = time.monotonic(), 0
+        waited = 0.0
         while True:
             started = time.monotonic()
             try:
@@ -104,11 +106,11 @@ class Limits:
             except Exception as error:
                 if is_final(error):
                     raise as_os_error(what, error) from None
-                passed = time.monotonic() - began
+                waited += min(time.monotonic() - started, self.timeout_seconds)
                 pause = min(LONGEST_PAUSE, 0.1 * 2**attempt) * random.uniform(0.5, 1.0)
                 limit = self.retry_seconds if self.answered else min(FIRST_CONTACT, self.retry_seconds)
-                if passed + pause > limit:
-                    times = f"{attempt + 1} attempt{'s' if attempt else ''} in {passed:.0f} s"
+                if attempt and waited + pause > limit:
+                    times = f"{attempt + 1} attempts in {time.monotonic() - began:.0f} s"
                     raise OSError(redacted(f"{what}: {_told(error)} ({times})")) from None
             else:
                 self.answered = True
@@ -116,6 +118,7 @@ class Limits:
                 return done
             self.count(repeated=1)
             sleep(pause)
+            waited += pause
             attempt += 1
 
 

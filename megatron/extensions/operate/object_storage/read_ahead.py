@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -117,22 +116,25 @@ def _fetched(block: Block) -> bytes:
 
 
 class ReadAhead(Callback, Meter):
-    """Keep the window ahead of the step, and log `data_wait_ms`: the mean time that a rank has waited for the samples
-    of a step."""
+    """Keep the window ahead of the step, and log `data_wait_ms`: the mean time of a step for which a rank has waited
+    for samples that were not ready."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.limit = config.options(ObjectStorageFlags).storage_read_ahead_megabytes * 1_000_000
         self.waited, self.steps = 0.0, 0
+        """Seconds of `DataIterator.waited` that are in the log, and steps that are not."""
+
+        self._counted = -1
         self.window: Window | None = None
         self._wake, self._step = threading.Condition(), range(0)
         self._closed = False
 
     def meters(self, run: TrainingRun) -> list[Meter]:
         self.device, self.world = run.runtime.device, run.runtime.state.world.size
-        run.timers.watchers.append(self._timed)
+        self.train = run.data.train
         if self.limit:
-            self.window = Window(run.data.train, self.limit)
+            self.window = Window(self.train, self.limit)
         self._size = lambda: run.batch_sizes.at(run.progress.consumed_samples)
         return [self]
 
@@ -151,6 +153,9 @@ class ReadAhead(Callback, Meter):
         threading.Thread(target=self._follow, name="read-ahead", daemon=True).start()
 
     def begin_step(self, step: Step) -> None:
+        if step.iteration != self._counted:  # else its passes are run again
+            self._counted = step.iteration
+            self.steps += 1
         with self._wake:
             self._step = range(step.first_sample, step.first_sample + step.samples)
             self._wake.notify()
@@ -162,8 +167,9 @@ class ReadAhead(Callback, Meter):
 
     def take(self) -> Tensor:
         """[seconds, steps] float64."""
-        taken = torch.tensor([self.waited, self.steps], dtype=torch.float64, device=self.device)
-        self.waited, self.steps = 0.0, 0
+        waited = self.train.waited
+        taken = torch.tensor([waited - self.waited, self.steps], dtype=torch.float64, device=self.device)
+        self.waited, self.steps = waited, 0
         return taken
 
     def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
@@ -173,14 +179,6 @@ class ReadAhead(Callback, Meter):
     def lines(self, record: Record) -> list[str]:
         wait = record.get("data_wait_ms")
         return [f" data wait {wait:.1f} ms per step"] if isinstance(wait, float) else []
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        if part == "data":
-            self.waited += time.perf_counter() - began
-            self.steps += 1
 
     def _follow(self) -> None:
         """Move the window with the step, in a separate thread."""

@@ -1,0 +1,152 @@
+"""Checkpoints of which no two attempts to write them share an object. No torch.
+
+A store may carry out a request long after the process that sent it has died, or after the same process has sent it
+again. So each attempt to write the checkpoint `iter_0000100` has a folder of its own in it, such as
+`iter_0000100/attempt-5b0ea3c1d2f4`. The object `iter_0000100/published.txt` names the attempt that is the checkpoint.
+It is written last, on condition that nobody else has changed it since the attempt began. A late write of an earlier
+attempt then reaches a folder that nothing names, and the next process that saves removes it.
+
+Readers name files as on a disk: `iter_0000100/metadata.json` is read from the folder of the published attempt. Folders
+that other programs read, such as Hugging Face exports, have no attempts: they hold `.unfinished` until they are whole,
+and so do checkpoints of earlier versions of this program.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import PurePath
+from typing import NamedTuple
+
+from megatron.core.dist_checkpointing.file_storage import UNFINISHED
+from megatron.extensions.operate.object_storage.fsspec_storage import FsspecStorage
+
+PUBLISHED = "published.txt"
+ATTEMPT = "attempt-"
+CHECKPOINT = re.compile(r"iter_\d+")
+"""Names of folders that may have attempts."""
+
+
+class Begun(NamedTuple):
+    """An attempt that is not published yet."""
+
+    folder: PurePath
+    before: bytes | None
+    """Content of `PUBLISHED` when the attempt began."""
+
+
+class AttemptStorage(FsspecStorage):
+    """`FsspecStorage` whose checkpoints are written in attempts."""
+
+    def __init__(self, scheme: str) -> None:
+        super().__init__(scheme)
+        self._current: dict[PurePath, str] = {}
+        """Folder of a checkpoint -> its published attempt; empty: it has none."""
+
+        self._begun: dict[PurePath, Begun] = {}
+        self._cleaned = set[PurePath]()
+
+    def names(self, folder: PurePath) -> list[str]:
+        attempt = self._attempt(folder) if CHECKPOINT.fullmatch(folder.name) else ""
+        return super().names(folder / attempt if attempt else folder)
+
+    def size(self, path: PurePath) -> int | None:
+        found = super().size(path)
+        return super().size(path) if found is None and self._has_moved(path) else found
+
+    def read(self, path: PurePath, start: int = 0, length: int | None = None) -> bytes:
+        try:
+            return super().read(path, start, length)
+        except FileNotFoundError:
+            if not self._has_moved(path):
+                raise
+            return super().read(path, start, length)
+
+    def scratch(self, final: PurePath) -> PurePath:
+        """In the process that has begun the folder."""
+        return self._begun[final].folder if final in self._begun else final
+
+    def begin(self, final: PurePath, keeps_names: bool = False) -> None:
+        if keeps_names or not CHECKPOINT.fullmatch(final.name):
+            super().begin(final)
+            self._current[final] = ""
+            return
+        for name in self.names(final.parent):
+            if CHECKPOINT.fullmatch(name):
+                self._clean(final.parent / name)
+        self._abort_uploads(final)
+        before = self.content(final / PUBLISHED)
+        self._begun[final] = Begun(final / f"{ATTEMPT}{os.urandom(6).hex()}", before)
+
+    def publish(self, final: PurePath) -> None:
+        if final not in self._begun:
+            super().publish(final)
+            return
+        attempt, before = self._begun[final]
+        self.replace(final / PUBLISHED, attempt.name.encode(), before)
+        del self._begun[final]
+        self._current[final] = attempt.name
+        with suppress(OSError):  # what it replaces costs space, and the next process removes it
+            self._remove_others(final, attempt.name)
+
+    def finished(self, final: PurePath) -> bool:
+        if not CHECKPOINT.fullmatch(final.name):
+            return super().finished(final)
+        if self._attempt(final, again=True):
+            return True
+        found = super().names(final)
+        return UNFINISHED not in found and any(not name.startswith(ATTEMPT) for name in found)
+
+    def discard(self, final: PurePath) -> None:
+        if (begun := self._begun.pop(final, None)) is None:
+            super().discard(final)
+        elif self._attempt(final, again=True) != begun.folder.name:
+            with suppress(FileNotFoundError):
+                self.remove(begun.folder)
+
+    def withdraw(self, final: PurePath) -> None:
+        if CHECKPOINT.fullmatch(final.name) and self._attempt(final, again=True):
+            with suppress(FileNotFoundError):
+                self.remove(final / PUBLISHED)
+            self._current[final] = ""
+        super().withdraw(final)
+
+    def _clean(self, checkpoint: PurePath) -> None:
+        """Removes what killed writers have left, of a published checkpoint once in a process."""
+        if not self.finished(checkpoint):
+            self.withdraw(checkpoint)
+        elif checkpoint not in self._cleaned and (attempt := self._attempt(checkpoint)):
+            self._remove_others(checkpoint, attempt)
+        self._cleaned.add(checkpoint)
+
+    def _remove_others(self, checkpoint: PurePath, attempt: str) -> None:
+        for name in super().names(checkpoint):
+            if name not in (attempt, PUBLISHED):
+                with suppress(FileNotFoundError):
+                    self._remove(checkpoint / name, super()._place(checkpoint / name))
+
+    def _place(self, path: PurePath) -> str:
+        folder = path.parent
+        if _may_be_of_an_attempt(path) and (attempt := self._attempt(folder)):
+            path = folder / attempt / path.name
+        return super()._place(path)
+
+    def _attempt(self, checkpoint: PurePath, again: bool = False) -> str:
+        """Name of the published attempt; empty if there is none. `again`: asks the store, as it may be another one."""
+        if again or checkpoint not in self._current:
+            text = (self.content(checkpoint / PUBLISHED) or b"").decode(errors="replace").strip()
+            self._current[checkpoint] = text if re.fullmatch(rf"{ATTEMPT}\w+", text) else ""
+        return self._current[checkpoint]
+
+    def _has_moved(self, path: PurePath) -> bool:
+        """Return whether another attempt was published since this process has read the folder of a file."""
+        if not _may_be_of_an_attempt(path):
+            return False
+        return self._attempt(path.parent) != self._attempt(path.parent, again=True)
+
+
+def _may_be_of_an_attempt(path: PurePath) -> bool:
+    if not CHECKPOINT.fullmatch(path.parent.name):
+        return False
+    return path.name not in (PUBLISHED, UNFINISHED) and not path.name.startswith(ATTEMPT)
