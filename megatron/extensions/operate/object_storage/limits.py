@@ -94,8 +94,8 @@ class Limits:
 
         `request` is called with the number of its attempt, from 0: an earlier attempt may have succeeded without an
         answer. Raises OSError with `what` and the last reason, without credentials; an error that another attempt would
-        not avoid is raised immediately. Only the time for which the store had to answer counts, and at least two attempts
-        are made, because the process may have been stopped for longer.
+        not avoid is raised immediately. Only the time for which the store had to answer counts, and at least two
+        attempts are made, because the process may have been stopped for longer.
         """
         began, attempt = time.monotonic(), 0
         waited = 0.0
