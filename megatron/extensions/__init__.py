@@ -101,6 +101,11 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         needs=("datasets", "tokenizers"),
     ),
     BuiltIn(
+        "data/sources",
+        "data sets of Hugging Face's datasets, WebDataset and MosaicML, each read by its own library",
+        needs=("datasets", "text_data"),
+    ),
+    BuiltIn(
         "observe/evaluation",
         "Downstream tasks of lm-evaluation-harness, during training and on checkpoints.",
         needs=("inference",),

@@ -67,8 +67,9 @@ class Encoder:
         self.tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
         self.stand_in = stand_in_for(self.tokenizer) if job.stand_in else None
         self.dtype = best_dtype(self.tokenizer.vocab_size)
-        ends_itself = added_after(self.tokenizer)[-1:] == [self.tokenizer.eod]
-        self.ending = [self.tokenizer.eod] if job.append_eod and not ends_itself else []
+        eod = self.tokenizer.eod
+        ends_itself = added_after(self.tokenizer)[-1:] == [eod]
+        self.ending = [eod] if job.append_eod and eod is not None and not ends_itself else []
 
     def __call__(self, chunk: Chunk) -> Encoded:
         reading = self.job.reading

@@ -14,18 +14,20 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+
+import numpy as np
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.index_cache import content_hash, folder_lock
 from megatron.core.tokenizers import build_tokenizer
 from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuilder, best_dtype
-from megatron.extensions.data.text_data.encoding import CHUNK_BYTES, Job, encode_all
+from megatron.extensions.data.text_data.encoding import CHUNK_BYTES, Encoded, Job, encode_all
 from megatron.extensions.data.text_data.flags import TextDataConfig
-from megatron.extensions.data.text_data.formats import Reading, read_chunks
+from megatron.extensions.data.text_data.formats import Chunk, Reading, read_chunks
 from megatron.extensions.data.text_data.identity import (
     Digests,
     damage_of,
@@ -71,6 +73,14 @@ class Source:
         }
         return cls(files, states, digests, described)
 
+    def dtype(self, job: Job) -> np.dtype:
+        """The dtype of token ids in the dataset: that of the tokenizer's vocabulary."""
+        return best_dtype(build_tokenizer(job.tokenizer, job.vocab_size).vocab_size)
+
+    def encoded(self, job: Job, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
+        """Token ids of all documents, in order, chunk by chunk."""
+        return encode_all(job, read_chunks(self.files, job.reading, CHUNK_BYTES), workers)
+
     def check_unchanged(self) -> None:
         """Raise ValueError if a file has changed since its digest was computed."""
         for path, state in self.states.items():
@@ -99,10 +109,15 @@ class TextData:
         files = find_inputs([value], flag)
         reading = Reading((self.options.key_of(value),), self.options.text_documents, "--text-key")
         job = Job(self.tokenizer, self.vocab_size, reading, self.options.append_eod, self.prepare)
+        return self.made(flag, value, job, lambda folder: Source.of(files, folder, job))
+
+    def made(self, flag: str, value: str, job: Job, source_of: Callable[[Path], Source]) -> str:
+        """Prefix of the dataset of a source, made now if that has not been done. `source_of(folder)` returns the
+        source; the folder may keep digests of its files."""
         folder = self._folder(flag, value)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            source = Source.of(files, folder, job)
+            source = source_of(folder)
             name = Path((value.partition("?")[0] if "://" in value else value).rstrip("/")).name
             target = folder / f"{name.partition('.')[0]}-{content_hash(source.described)}"
             if not _intact(target):
@@ -124,9 +139,6 @@ class TextData:
 
     def _tokenize(self, job: Job, source: Source, target: Path) -> None:
         files = source.files
-        tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
-        if tokenizer.eod is None:
-            job = replace(job, append_eod=False)
         total = sum(file.size for file in files)
         done = 0
         began = time.monotonic()
@@ -135,10 +147,9 @@ class TextData:
         damaged = temporary.with_suffix(".damaged")
         bad: list[str] = []
         try:
-            with IndexedDatasetBuilder(str(temporary / "text_document"), best_dtype(tokenizer.vocab_size)) as builder:
+            with IndexedDatasetBuilder(str(temporary / "text_document"), source.dtype(job)) as builder:
                 reported = began
-                chunks = read_chunks(files, job.reading, CHUNK_BYTES)
-                for chunk, encoded in encode_all(job, chunks, self._workers(total)):
+                for chunk, encoded in source.encoded(job, self._workers(total)):
                     builder.add_documents(encoded.tokens[0], encoded.lengths[0])
                     bad += (f"{chunk.path}:{number}: {reason}" for number, reason in encoded.bad)
                     done += chunk.size

@@ -1,0 +1,58 @@
+"""Shards of mosaicml-streaming: a folder with index.json, of MDS, JSON or CSV shards, compressed or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from megatron.extensions.data.sources.documents import Documents, Value, chosen_key, document_of, library, shown_files
+
+INDEX = "index.json"
+
+DEFAULTS = {"split": "", "download_retry": 2, "download_timeout": 60, "validate_hash": None, "keep_zip": False}
+"""Values of a stream's settings."""
+
+
+def is_mosaic(path: str) -> bool:
+    """Return whether a folder has the index of MosaicML's shards."""
+    try:
+        with open(os.path.join(path, INDEX), encoding="utf-8") as stream:
+            start = stream.read(1 << 16)
+    except (OSError, UnicodeDecodeError):
+        return False
+    return '"shards"' in start and '"version"' in start
+
+
+class MosaicDocuments(Documents):
+    """A document of each sample. Columns with pickles, which run code, are refused by the library."""
+
+    unit = "sample"
+
+    def __init__(self, path: str, wanted: str) -> None:
+        self._streams = library("streaming.base.stream", "streaming")
+        self._world = library("streaming.base.world", "streaming").World(1, 1, 1, 0)
+        self._path = path
+        self.files = shown_files(path)
+        with open(os.path.join(path, INDEX), encoding="utf-8") as stream:
+            shards = json.load(stream)["shards"]
+        stored = set(map(os.path.basename, self.files))
+        packed = (info["raw_data"]["basename"] for info in shards if info.get("zip_data"))
+        self._compressed = any(name not in stored for name in packed)
+        self.key = chosen_key(wanted, shards[0]["column_names"] if shards else ())
+
+    def __iter__(self) -> Iterator[Value]:
+        with ExitStack() as folders:
+            stream = self._streams.Stream(local=self._path)
+            if self._compressed:  # decompressed one shard at a time, beside nothing of the user's
+                copies = folders.enter_context(tempfile.TemporaryDirectory())
+                stream = self._streams.Stream(remote=os.path.abspath(self._path), local=copies)
+            stream.apply_default(DEFAULTS)
+            for shard in stream.get_shards(self._world, allow_unsafe_types=False):
+                stream.prepare_shard(shard)
+                for number in range(len(shard)):
+                    yield document_of(shard[number][self.key])
+                if self._compressed:
+                    shard.evict()

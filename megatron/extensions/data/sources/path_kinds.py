@@ -1,0 +1,51 @@
+"""Data sets of the three libraries as kinds of paths. No torch, and no library before one is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron.core.config.data import DatasetConfig, TokenizerConfig
+from megatron.core.dist_checkpointing.path_kind import DataKind, DataReader
+from megatron.core.registry import imported
+from megatron.extensions.data.sources.hugging_face import SCHEME, is_saved
+from megatron.extensions.data.sources.mosaic import is_mosaic
+from megatron.extensions.data.sources.web_shards import is_shard, shards_of
+
+if TYPE_CHECKING:
+    from megatron.extensions.data.sources.documents import Documents
+
+
+class SourceKind(DataKind):
+    """Files that a library reads: `documents` is the class that does, `holds` says whether a path is of the kind."""
+
+    def __init__(self, documents: str, library: str, holds: Callable[[str], bool], scheme: str = "") -> None:
+        self.documents = documents
+        self.library = library
+        self.holds = holds
+        self.scheme = scheme
+
+    def __call__(self, path: str) -> bool:
+        return bool(self.scheme and path.startswith(self.scheme)) or ("://" not in path and self.holds(path))
+
+    def describe(self, flag: str, path: str) -> str:
+        return f"{path}: read by {self.library}, and its tokens are kept, when the run starts"
+
+    def reader(
+        self, data: DatasetConfig, tokenizer: TokenizerConfig, vocab_size: int | None, prepare: Callable[[], object]
+    ) -> DataReader:
+        made = imported(f"{__package__}.tokenized_source:SourceData")
+        opens: Callable[[str, str], Documents] = imported(f"{__package__}.{self.documents}")
+        found: DataReader = made(data, tokenizer, vocab_size, prepare, opens, self.scheme)
+        return found
+
+
+def _has_shards(path: str) -> bool:
+    """Return whether a path names tar files. A range in braces need not exist yet: the reader says which shard is
+    missing."""
+    return is_shard(path.partition("}")[2]) if "{" in path else bool(shards_of(path))
+
+
+HUGGING_FACE = SourceKind("hugging_face:HuggingFaceDocuments", "datasets", is_saved, SCHEME)
+WEB_SHARDS = SourceKind("web_shards:WebDocuments", "webdataset", _has_shards)
+MOSAIC = SourceKind("mosaic:MosaicDocuments", "mosaicml-streaming", is_mosaic)

@@ -1,0 +1,126 @@
+"""Documents that a library reads as training data: written once into an indexed dataset, which a cache keeps.
+
+The cache, its locks and its checks are those of text files (`megatron.extensions.data.text_data.tokenized`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from megatron.core.tokenizers import build_tokenizer
+from megatron.extensions.data.datasets.indexed_writer import best_dtype
+from megatron.extensions.data.sources.documents import Documents, text_files
+from megatron.extensions.data.text_data.encoding import CHUNK_BYTES, Encoded, Job, encode_all, peak_memory
+from megatron.extensions.data.text_data.formats import Chunk, Reading, Record
+from megatron.extensions.data.text_data.identity import Digests, identity_of, state_of
+from megatron.extensions.data.text_data.tokenized import Source, TextData
+
+RECORDS = 1024
+"""Records that are taken at a time, unless their texts or tokens are large."""
+
+
+def dtype_of(job: Job) -> np.dtype:
+    """The dtype of token ids: that of the tokenizer's vocabulary, or of --vocab-size."""
+    named = job.tokenizer.tokenizer_type is not None
+    size = build_tokenizer(job.tokenizer, job.vocab_size).vocab_size if named else job.vocab_size
+    return best_dtype(size or 1 << 30)
+
+
+@dataclass(frozen=True)
+class DocumentSource(Source):
+    """Files of a library, and what else determines their tokens."""
+
+    documents: Documents
+    path: str
+
+    @classmethod
+    def from_documents(cls, documents: Documents, path: str, job: Job, folder: Path) -> DocumentSource:
+        """`folder` keeps the digests of files."""
+        files = text_files(documents.files)
+        digests = Digests(folder).of(files)
+        described: dict[str, object] = {
+            "files": [digests[file.path] for file in files],
+            "library": type(documents).__name__,
+            "key": documents.key,
+        }
+        if isinstance(documents.first(), np.ndarray):
+            described["dtype"] = dtype_of(job).name
+        else:
+            described |= {"tokenizer": identity_of(job.tokenizer, job.vocab_size), "append_eod": job.append_eod}
+        states = {file.path: state_of(file.path) for file in files}
+        return cls(files, states, digests, described, documents, path)
+
+    def dtype(self, job: Job) -> np.dtype:
+        return dtype_of(job)
+
+    def encoded(self, job: Job, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
+        if "dtype" in self.described:
+            return self._tokens(job)
+        return encode_all(job, self._chunks(), workers)
+
+    def _chunks(self) -> Iterator[Chunk]:
+        records: list[Record] = []
+        size = 0
+        number = 0
+        for number, value in enumerate(self.documents, 1):
+            if isinstance(value, np.ndarray):
+                value = ValueError("token ids among texts")
+            records.append(value if isinstance(value, ValueError) else (value,))
+            size += 0 if isinstance(value, ValueError) else len(value)
+            if size >= CHUNK_BYTES:
+                yield self._chunk(number, records, size)
+                records, size = [], 0
+        if records:
+            yield self._chunk(number, records, size)
+
+    def _chunk(self, last: int, records: list[Record], size: int) -> Chunk:
+        return Chunk(self.path, self.documents.unit, last - len(records) + 1, records, size, 0, False)
+
+    def _tokens(self, job: Job) -> Iterator[tuple[Chunk, Encoded]]:
+        """Token ids as they are: no end of a document is added."""
+        documents, first = iter(self.documents), 1
+        while values := list(islice(documents, RECORDS)):
+            ids, bad = list[np.ndarray](), list[tuple[int, str]]()
+            for number, value in enumerate(values, first):
+                if isinstance(value, np.ndarray):
+                    ids.append(value)
+                else:
+                    bad.append((number, str(value) if isinstance(value, ValueError) else "a text among token ids"))
+            lengths = np.array([len(each) for each in ids], np.int32)
+            joined = np.concatenate(ids) if ids else np.empty(0, self.dtype(job))
+            chunk = self._chunk(first + len(values) - 1, [b""] * len(values), joined.nbytes)
+            yield chunk, Encoded([joined], [lengths], bad, 0, peak_memory(), 0)
+            first += len(values)
+
+
+@dataclass(frozen=True)
+class SourceData(TextData):
+    """How the documents of a library become datasets in this run."""
+
+    opens: Callable[[str, str], Documents]
+    """(path, --text-key) -> the documents."""
+
+    scheme: str = ""
+    """What may stand before a path."""
+
+    def prefix(self, flag: str, value: str) -> str:
+        """Prefix of the dataset of the documents of `value`, made now if that has not been done. Raises ValueError
+        where the library is missing, or files are missing, damaged or not what the library reads."""
+        path = value.removeprefix(self.scheme)
+        wanted = self.options.key_of(value)
+        try:
+            documents = self.opens(path, wanted)
+            documents.first()
+        except OSError as error:
+            raise ValueError(f"{flag} {value}: {error}") from None
+        except Exception as error:  # the libraries raise errors of their own
+            raise ValueError(f"{flag} {value}: {error}") from error
+        reading = Reading((documents.key,), "file", "--text-key")
+        job = Job(self.tokenizer, self.vocab_size, reading, self.options.append_eod, self.prepare)
+        return self.made(flag, path, job, partial(DocumentSource.from_documents, documents, path, job))

@@ -1,0 +1,95 @@
+"""Shards of WebDataset: tar files, in which the members of a sample share the name before the first dot."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping
+
+from megatron.extensions.data.sources.documents import (
+    DEFAULT_KEY,
+    TOKEN_KEYS,
+    Documents,
+    Value,
+    document_of,
+    library,
+    shown_files,
+)
+
+SUFFIXES = (".tar", ".tar.gz", ".tgz")
+DECODED = ("txt", "text", "transcript", "json", "jsn", "npy")
+"""Endings of members that the library decodes here. Pickles, which run code, are not read."""
+
+PLAIN = ("txt", "text", "transcript")
+
+
+def is_shard(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES)
+
+
+def shards_of(path: str) -> list[str]:
+    """Shards of a folder, file, glob or range in braces such as shard-{000..131}.tar, sorted. Empty if there are none.
+
+    A range must name files that exist, so that no shard is left out unnoticed."""
+    if os.path.isdir(path):
+        return [file for file in shown_files(path) if is_shard(file)]
+    if os.path.isfile(path):
+        return [path] if is_shard(path) else []
+    if "{" in path:
+        expanded = library("braceexpand", "webdataset").braceexpand(path)
+        return list(expanded)
+    return sorted(file for file in glob.glob(path, recursive=True) if is_shard(file))
+
+
+class WebDocuments(Documents):
+    """A document of each sample of some shards.
+
+    It is the member whose ending --text-key names (`txt`, `npy`), or that field of the member `json`; by default the
+    member `txt`, the field `text`, or `input_ids`."""
+
+    unit = "sample"
+
+    def __init__(self, path: str, wanted: str) -> None:
+        self._library = library("webdataset", "webdataset")
+        self._decode = library("webdataset.autodecode", "webdataset").basichandlers
+        self._wanted = self.key = wanted
+        self.files = shards_of(path)
+        if missing := [file for file in self.files if not os.path.isfile(file)]:
+            raise ValueError(f"there is no shard {missing[0]}; correct the range")
+        if not self.files:
+            raise ValueError(f"there is no shard ({', '.join(SUFFIXES)}); the path is taken from {os.getcwd()}")
+        if isinstance(found := self.first(), ValueError):
+            raise found
+
+    def __iter__(self) -> Iterator[Value]:
+        # Absolute paths, as the library opens others, such as pipe:COMMAND, in ways of their own.
+        shards = list(map(os.path.abspath, self.files))
+        for sample in self._library.WebDataset(shards, shardshuffle=False, nodesplitter=None, workersplitter=None):
+            try:
+                yield document_of(self._value(sample))
+            except ValueError as error:
+                yield ValueError(f"{os.path.basename(sample['__url__'])}, {sample['__key__']}: {error}")
+
+    def _value(self, sample: Mapping[str, bytes]) -> object:
+        plain = [name for name in PLAIN if name in sample]
+        if self._wanted in sample:
+            return self._decoded(self._wanted, sample)
+        if self._wanted == DEFAULT_KEY and plain:
+            return self._decoded(plain[0], sample)
+        fields: object = next((self._decoded(name, sample) for name in ("json", "jsn") if name in sample), {})
+        others = TOKEN_KEYS if self._wanted == DEFAULT_KEY else ()
+        if isinstance(fields, dict):
+            for name in (self._wanted, *others):
+                if name in fields:
+                    return fields[name]
+        for name in others:
+            if f"{name}.npy" in sample:
+                return self._decoded(f"{name}.npy", sample)
+        members = [name for name in sample if not name.startswith("__")]
+        inside = f", of which json has {', '.join(map(repr, fields))}" if isinstance(fields, dict) and fields else ""
+        raise ValueError(f"no member {self._wanted!r} (--text-key); those of the sample are {members}{inside}")
+
+    def _decoded(self, name: str, sample: Mapping[str, bytes]) -> object:
+        if name.rpartition(".")[2] not in DECODED:
+            raise ValueError(f"{name}: not read as a document; --text-key may name {', '.join(DECODED)}")
+        return self._decode(name, sample[name])

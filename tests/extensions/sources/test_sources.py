@@ -1,0 +1,131 @@
+"""Data sets that other libraries have written, as training data: their documents, errors and resumed runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.config.data import DatasetConfig, TokenizerConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.dist_checkpointing.path_kind import data_kind_of
+from megatron.extensions.data.sources import documents
+from megatron.extensions.data.text_data.flags import TextDataConfig
+from tests.faults.test_kills import check_kills
+
+TEXTS = [f"document {number} of a corpus: {'ab ' * (number % 7)}" for number in range(40)]
+IDS = [np.random.default_rng(n).integers(0, 49, n % 23 + 1) for n in range(60)]
+
+
+def saved(folder: Path, column: str, values: Sequence[object]) -> str:
+    """A folder of `save_to_disk`, in two files."""
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_dict({"id": list(range(len(values))), column: values})
+    made.save_to_disk(str(folder / "saved"), num_shards=2)
+    return str(folder / "saved")
+
+
+def rows(folder: Path, column: str, values: Sequence[object]) -> str:
+    """Two files that `datasets` reads."""
+    pytest.importorskip("datasets")
+    import pyarrow
+    from pyarrow import parquet
+
+    (folder / "rows").mkdir()
+    for number, part in enumerate((values[:10], values[10:])):
+        table = pyarrow.table({column: part})
+        parquet.write_table(table, folder / "rows" / f"{number}.parquet")
+    return f"datasets:{folder / 'rows'}"
+
+
+def web_shards(folder: Path, column: str, values: Sequence[object]) -> str:
+    """Two tar files, with text as members and token ids in JSON."""
+    webdataset = pytest.importorskip("webdataset")
+    for number, part in enumerate((values[:10], values[10:])):
+        with webdataset.TarWriter(str(folder / f"shard-{number}.tar")) as writer:
+            for place, value in enumerate(part):
+                key = f"{number}{place:04}"
+                if isinstance(value, str):
+                    writer.write({"__key__": key, "txt": value})
+                else:
+                    writer.write({"__key__": key, "json": {column: np.asarray(value).tolist()}})
+    return str(folder / "shard-{0..1}.tar")
+
+
+def mosaic(folder: Path, column: str, values: Sequence[object], compression: str | None = None) -> str:
+    """Several shards of MosaicML's format."""
+    streaming = pytest.importorskip("streaming")
+    encoding = "str" if isinstance(values[0], str) else "ndarray:int64"
+    rules = {"columns": {"id": "int", column: encoding}, "size_limit": 1 << 11, "compression": compression}
+    with streaming.MDSWriter(out=str(folder / "mds"), **rules) as writer:
+        for number, value in enumerate(values):
+            writer.write({"id": number, column: value})
+    return str(folder / "mds")
+
+
+def zipped_mosaic(folder: Path, column: str, values: Sequence[object]) -> str:
+    return mosaic(folder, column, values, "zstd")
+
+
+MAKERS: list[Callable[[Path, str, Sequence[object]], str]] = [saved, rows, web_shards, mosaic, zipped_mosaic]
+BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
+
+
+def made(path: str, tokenizer: TokenizerConfig = BYTES, vocab_size: int | None = None, **options: object) -> str:
+    """Prefix of the dataset that a run makes of a path."""
+    config = DatasetConfig().with_options(TextDataConfig(**options))  # type: ignore[arg-type]
+    kind = data_kind_of(path)
+    assert kind is not None and path in kind.describe("--data-path", path)
+    return kind.reader(config, tokenizer, vocab_size, list).prefix("--data-path", path)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_texts_become_the_tokens_of_text_files(tmp_path: Path, maker: Callable[..., str]) -> None:
+    path = maker(tmp_path, "text", TEXTS)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    found, expected = made(path), made(str(tmp_path / "a.jsonl"))
+    assert found != expected and made(path) == found
+    for suffix in (".bin", ".idx"):
+        assert Path(found + suffix).read_bytes() == Path(expected + suffix).read_bytes()
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_token_ids_are_taken_as_they_are(tmp_path: Path, maker: Callable[..., str]) -> None:
+    path = maker(tmp_path, "input_ids", IDS)
+    indexed = IndexedDataset(made(path, TokenizerConfig(), 50))
+    assert indexed.dtype == np.uint16 and len(indexed) == len(IDS) and indexed.checked
+    assert all(indexed[number].tolist() == ids.tolist() for number, ids in enumerate(IDS))
+
+
+def test_errors_name_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path, "body", TEXTS)
+    with pytest.raises(ValueError, match=r"--data-path .*saved: no column 'text' \(--text-key\); .* 'body', 'id'"):
+        made(path)
+    assert len(IndexedDataset(made(path, text_key=("body",)))) == len(TEXTS)
+    with pytest.raises(ValueError, match="neither text nor token ids but int"):
+        made(path, text_key=("id",))
+    with pytest.raises(ValueError, match="there is no file that datasets reads"):
+        made("datasets:nothing/*.parquet")
+    monkeypatch.setattr(documents, "import_module", lambda name: __import__("no_such_library"))
+    for maker in (path, str(tmp_path / "shard.tar")):
+        (tmp_path / "shard.tar").touch()
+        with pytest.raises(ValueError, match=r"needs the extra \[(datasets|webdataset)\] .* pip install"):
+            made(maker)
+
+
+def test_samples_of_shards_without_a_document(tmp_path: Path) -> None:
+    path = web_shards(tmp_path, "other", IDS)
+    with pytest.raises(ValueError, match=r"shard-0.tar, 00000: no member 'text' .*'json'.* json has 'other'"):
+        made(path)
+    assert len(IndexedDataset(made(path, text_key=("other",)))) == len(IDS)
+    with pytest.raises(ValueError, match=r"there is no shard .*shard-2.tar; correct the range"):
+        made(path.replace("0..1", "0..2"))
+
+
+def test_a_killed_run_continues_at_other_layouts(tmp_path: Path) -> None:
+    path = saved(tmp_path, "input_ids", IDS)
+    packing = "--sequence-packing best-fit --tokenizer-type NullTokenizer"
+    check_kills(tmp_path, (8, 4, 2), f"--data-path {path} --split 1,0,0 {packing}".split())
