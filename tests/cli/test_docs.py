@@ -2,8 +2,7 @@
 
 Every block fenced as bash is run, block after block, by one shell in a copy of the tree. Commands that take long are
 fenced as text: their flags are validated. A block that is not meant to be run, such as an sbatch line, is fenced
-without a language. The programs of one page start as a reader starts them; those of the others are forked from this
-process, which has imported torch.
+without a language.
 
 Every block fenced as python is run, too. A fragment has a comment before it with the Python that it needs around it: a
 line `<!-- python`, the program with a line BLOCK in the place of the fragment, and a line `-->`.
