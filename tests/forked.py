@@ -7,6 +7,7 @@ Each rank reads its place from the variables that torchrun sets.
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import gc
 import itertools
 import logging
@@ -197,9 +198,18 @@ def _rank(
 
 def _ports() -> Iterator[int]:
     """Ports that nothing listens on. Below those that the system hands out and those of jobs and daemons of SLURM (from
-    20,000 on), and from a place of this worker's own, so that nobody takes one before rank 0 does."""
+    20,000 on), and of a hundred that no other process of tests has, so that nobody takes one before rank 0 does: ranks
+    whose own rank 0 comes second would join those of the first."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    first = 10_000 + worker % 10 * 1_000 + os.getpid() % 10 * 100
+    wanted = worker % 10 * 10 + os.getpid() % 10
+    for hundred in [*range(wanted, 100), *range(wanted)]:
+        name = Path(tempfile.gettempdir()) / f"test-ports-{os.getuid()}-{hundred}"
+        lock = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)  # open until the last process of these tests has ended
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        os.close(lock)
+    first = 10_000 + hundred * 100
     for port in itertools.cycle(range(first, first + 100)):
         with socket.socket() as probe, suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

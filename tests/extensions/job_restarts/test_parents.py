@@ -7,13 +7,14 @@ import os
 import subprocess
 import time
 from dataclasses import asdict
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from megatron.extensions.operate.job_restarts import parents
 from megatron.extensions.operate.job_restarts.parents import Parents, Start
-from megatron.training.reliability.rank_store import Peer
+from megatron.training.reliability.rank_store import NoStoreError, Peer
 
 BEFORE = Start((0, 1), (0, 1, 2))
 
@@ -127,3 +128,14 @@ def test_a_rank_is_lost_unless_its_parent_lives_or_the_run_has_ended() -> None:
     assert there.lost([1]) and not there.lost([0, 1])
     there.leave(0, ())
     assert not there.lost([1])
+
+
+def test_a_process_that_meets_the_store_of_another_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = parents_of(Peer.here(), Peer.here())
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(NoStoreError, match="store of another run at :1: another program"):
+        other.check_run("2 processes, --save b", timedelta(0))
+    first.check_run("2 processes, --save a", timedelta(seconds=5))
+    with pytest.raises(NoStoreError, match="store of another run at :1: 2 processes, --save a; give the two"):
+        other.check_run("2 processes, --save b", timedelta(seconds=5))
+    other.check_run("2 processes, --save a", timedelta(seconds=5))

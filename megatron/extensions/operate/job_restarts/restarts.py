@@ -44,6 +44,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Log, Task
 from megatron.training.reliability.launch import SIGNALS, START, Launch, write_error_file
 from megatron.training.reliability.lossy_output import flush_output
+from megatron.training.reliability.rank_store import NoStoreError
 from megatron.training.reliability.run_status import ExitCode
 from megatron.training.reliability.starts import Attempt
 from megatron.training.run import TrainingRun
@@ -137,7 +138,12 @@ def start_again(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
         return ExitCode.BAD_CONFIGURATION
     for name in IMPORTED_LATE:
         import_module(name)  # once here, instead of in each start
-    return Parent(config, launch, attempt, Parents.of(config, launch)).run()
+    try:
+        parents = Parents.of(config, launch)
+    except NoStoreError as error:
+        print(f"RUN FAILED: {error}", file=sys.stderr, flush=True)
+        return ExitCode.FAILED
+    return Parent(config, launch, attempt, parents).run()
 
 
 class Parent:
