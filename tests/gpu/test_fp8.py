@@ -61,7 +61,9 @@ def experts(recipe, device, compiled, x, w, dy):
     gemms = Fp8GroupedGemms(context, Axis(), Cuts(), one, compiled, add_each_product_)
     segments = Segments.of_counts(torch.tensor([50, 0, 37, 9], device=device), spare=True)
     x, w, dy = (value.to(device) for value in (x, w, dy))
-    return {"y": gemms.forward(x, w, segments), "dx": gemms.input_grad(dy, w, segments)}
+    dw = torch.zeros(w.flatten(1, 2).shape, device=device)
+    gemms.add_weight_grad_(dw, dy, x, segments)
+    return {"y": gemms.forward(x, w, segments), "dx": gemms.input_grad(dy, w, segments), "dw": dw}
 
 
 x, w, dy = (torch.randn(shape).bfloat16() for shape in ((100, 256), (4, 2, 96, 256), (100, 192)))
@@ -70,7 +72,7 @@ for recipe in ("delayed", *blocks):
     for compiled in (False, True):
         for key, value in experts(recipe, "cuda", compiled, x, w, dy).items():
             error = ((value.cpu().double() - plain[key].double()).norm() / plain[key].double().norm()).item()
-            assert error < 0.01 and not value[96:].any(), (recipe, compiled, key, error)
+            assert error < 0.01 and (key == "dw" or not value[96:].any()), (recipe, compiled, key, error)
 
 bad = torch.randn(32, 64).bfloat16().cuda()
 bad[3, 5] = torch.inf

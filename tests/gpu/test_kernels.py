@@ -52,10 +52,17 @@ print("agree")
 
 GROUPED = """
 from megatron.extensions.speed.fusions.kernels import grouped_triton
+from megatron.extensions.speed.fusions.kernels import grouped_fp8_triton
+from tests.extensions.fusions import test_kernels_grouped_fp8 as in_fp8
 from tests.extensions.fusions.test_kernels_grouped import check_grouped, check_list
 check_grouped("cuda")
 for tiling in ("wide", "tall", "small"):
     check_list(grouped_triton, "cuda", tiling)
+in_fp8.check_casts(grouped_fp8_triton, "cuda")
+for tiling in ("square", "shallow", "small"):
+    in_fp8.check_sums(grouped_fp8_triton, "cuda", tiling)
+for tiling in ("square", "shallow", "flat"):
+    in_fp8.check_rows(grouped_fp8_triton, "cuda", tiling)
 print("agree")
 """
 

@@ -132,7 +132,7 @@ class GroupedBiasFunction(torch.autograd.Function):
         def add_db_(out: Tensor, overwrite: bool) -> None:
             """The bias is the weight of one more input, the factor."""
             out = (out.zero_() if overwrite else out).view(*bias.shape, 1)
-            ctx.layer.gemms.add_weight_grad_(out, columns, weights[:, None], segments)
+            ctx.layer.gemms.add_bias_grad_(out, columns, weights[:, None], segments)
 
         db = accumulate_weight_grad(ctx.bias, add_db_, ctx.layer.queue)
         return dy, db, of_factors, None, None, None
@@ -246,9 +246,10 @@ class Experts(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         widths = config.expert_io_size, config.moe_ffn_size // ctx.state.axis("expt_tp").size
-        self.grouped = config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, ctx.device, *widths)
-        if ctx.format is not None:
-            self.grouped = self.grouped and ctx.format.groups_in_one_kernel(ctx.device)
+        if ctx.format is None:
+            self.grouped = config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, ctx.device, *widths)
+        else:
+            self.grouped = config.moe_grouped_gemm and ctx.format.groups_in_one_kernel(ctx.device)
         cut = ctx.state.axis("expt_tp").size > 1
         self.linear_fc1, self.linear_fc2 = (
             GroupedLinear(metas, cuts, self.grouped, ctx)

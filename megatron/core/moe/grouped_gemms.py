@@ -55,6 +55,13 @@ class Segments:
             self._sizes = [stop - start for start, stop in pairwise(ends)]
         return self._sizes
 
+    def padded(self, multiple: int) -> Segments:
+        """Segments of as many experts, whose numbers of rows are rounded up to a multiple. They may have spare rows."""
+        if self._sizes is not None:
+            return Segments([-(-size // multiple) * multiple for size in self._sizes], None, self._device, True)
+        counts = torch.diff(self.ends, prepend=self.ends.new_zeros(1))
+        return Segments.of_counts((counts + (multiple - 1)) // multiple * multiple, spare=True)
+
     def experts_of(self, rows: int) -> Tensor:
         """[rows] int64 on the device: the expert of each row; that of spare rows is some expert."""
         ends = self.ends[:-1].contiguous()
@@ -141,6 +148,8 @@ class GroupedGemms:
     def __init__(self, gemm: GroupedGemm, add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Segments], None]) -> None:
         self.gemm, self.add_weight_grad_ = gemm, add_weight_grad_
         """(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X of each expert"""
+        self.add_bias_grad_ = add_weight_grad_
+        """The same for the gradient of a bias, the weight of one input"""
 
     def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
         """x [n, in], weight [experts, ..., in] -> y [n, out]"""

@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
 from megatron.core.tensor_parallel.linear_spec import ColumnLinear, ReplicatedLinear, RowLinear
+from megatron.extensions.speed.fp8 import grouped
 from megatron.extensions.speed.fp8.build import Fp8Format
 from megatron.extensions.speed.fp8.casts import E4M3
 from megatron.extensions.speed.fp8.flags import Fp8Flags
@@ -129,12 +130,17 @@ def experts(rank: int, size: int, recipe: str) -> dict[str, Tensor]:
     hidden = one.forward(x, fc1, segments)
     gate, up = hidden.unflatten(-1, (2, -1)).unbind(-2)
     d_up = two.input_grad(dy, fc2, segments)
-    parts = {"y": two.forward(gate.tanh() * up, fc2, segments)}
-    parts["dx"] = one.input_grad(torch.cat((d_up * up, d_up * gate), -1), fc1, segments)
+    active, d_gated = gate.tanh() * up, torch.cat((d_up * up, d_up * gate), -1)
+    parts = {"y": two.forward(active, fc2, segments), "dx": one.input_grad(d_gated, fc1, segments)}
+    d_fc1, d_fc2 = torch.zeros_like(fc1), torch.zeros_like(fc2)
+    one.add_weight_grad_(d_fc1.flatten(1, 2), d_gated, x, segments)
+    two.add_weight_grad_(d_fc2, dy, active, segments)
     return {
         **{name: mappings.all_reduce_(part, expt_tp) for name, part in parts.items()},
         "gate": mappings.all_gather(gate, expt_tp, 1),
         "d_up": mappings.all_gather(d_up, expt_tp, 1),
+        "d_fc1": mappings.all_gather(d_fc1, expt_tp, 2),
+        "d_fc2": mappings.all_gather(d_fc2, expt_tp, 2),
     }
 
 
@@ -188,8 +194,12 @@ def test_each_row_meets_the_matrix_of_its_expert(recipe: str) -> None:
 
 
 def test_gpus_with_a_kernel_for_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's, of some GPUs and recipes, or one in its place."""
     gpu = torch.device("cuda", 0)
     for capability, found in (((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert has_grouped_fp8_kernel("delayed", gpu) == found
-        assert not has_grouped_fp8_kernel("blockwise", gpu)
+        with monkeypatch.context() as without:
+            without.setattr(grouped, "LEFT_OUT", {"grouped_scaled_mm"})
+            assert has_grouped_fp8_kernel("delayed", gpu) == found
+            assert not has_grouped_fp8_kernel("blockwise", gpu)
+        assert has_grouped_fp8_kernel("delayed", gpu) and has_grouped_fp8_kernel("blockwise", gpu)

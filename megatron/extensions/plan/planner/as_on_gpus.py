@@ -38,11 +38,11 @@ from megatron.core.config.layers import Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.kernels import LEFT_OUT
-from megatron.core.moe import grouped_gemms
 from megatron.core.tensor_parallel import weight_grad
 from megatron.core.tensor_parallel.layers import Hardware
 from megatron.core.torch_private import AutogradContext, cpu_attention, device_constructors
 from megatron.extensions.plan.planner.live_memory import LiveMemory
+from megatron.extensions.plan.planner.time.expert_products import planned_expert_products
 from megatron.extensions.speed.fp8 import casts
 from megatron.extensions.speed.fp8.casts import Scaled
 from megatron.extensions.speed.fusions.attention.flash_dropout import FlashDropoutKernel, fits
@@ -370,8 +370,9 @@ class PlannedFunctions(PlannedRegions):
     `device`, if one is given: that is what `with torch.device(device)` does, which as a second mode takes as long again
     at every function.
 
-    Products in 16 bits and in fp8 are added to fp32 weight gradients where they are computed, those of all experts by
-    one kernel; of fp8, Triton's kernel is planned, whatever `gemm_choice` finds.
+    Products in 16 bits and in fp8 are added to fp32 weight gradients where they are computed; of fp8, Triton's kernel
+    is planned, whatever `gemm_choice` finds. Products of experts are one kernel for all of them, unless this process
+    leaves it out (`time/expert_products.py`): then there is one for each expert.
     """
 
     def __init__(
@@ -389,7 +390,7 @@ class PlannedFunctions(PlannedRegions):
         self.own |= {
             unwrap(casts.dequantized_mm): self._dequantized_mm,
             unwrap(casts.add_fp8_product_): self._add_fp8_product_,
-            unwrap(grouped_gemms.add_products_grouped_): self._add_products_grouped_,
+            **(planned_expert_products(launches) if fused else {}),
             unwrap(batched_gemms.bmm_in_fp32): self._bmm_in_fp32,
             unwrap(weight_grad.add_product_): self._add_product_,
         }
@@ -423,11 +424,6 @@ class PlannedFunctions(PlannedRegions):
     def _add_fp8_product_(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
         """out [o, i] += dy [o, n] x [i, n]^T"""
         self.launches.product("fp8_", dy.values, x.values.t(), out, {"beta": not overwrite})
-
-    def _add_products_grouped_(self, out: Tensor, dy: Tensor, x: Tensor, segments: grouped_gemms.Segments) -> None:
-        """out [experts, o, i] += dy_e [n_e, o]^T x_e [n_e, i] for each expert."""
-        for rows in filter(None, segments.sizes_of(x)):
-            self.launches.product("addmm_", dy[:rows].t(), x[:rows], out[0], {})
 
     def _bmm_in_fp32(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         """a [n, i, k] b [n, k, j] -> [n, i, j]"""

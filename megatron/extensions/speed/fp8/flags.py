@@ -24,8 +24,7 @@ TILE = 128
 class Fp8Flags:
     fp8_format: str | None = flag(None, choices=("e4m3", "hybrid"))
     """Compute the matrix products of linear layers in 8-bit floating point: all in e4m3, or output gradients in e5m2
-    (hybrid). Attention (without --attention-backend fp8), embedding, head and the weight gradients of experts stay in
-    bf16."""
+    (hybrid; those of experts in e4m3). Attention (without --attention-backend fp8), embedding and head stay in bf16."""
 
     fp8_recipe: str = flag("delayed", choices=("tensorwise", "delayed", "rowwise", "blockwise"))
     """Scaling of fp8 tensors: by the tensor's largest value, that of earlier steps (delayed), each row's, or that of

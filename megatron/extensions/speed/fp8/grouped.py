@@ -1,28 +1,34 @@
 """fp8 GEMMs of mixture-of-experts layers: rows that are sorted by expert, times the matrices of their experts.
 
 Activations and their gradients are scaled by rows of the features, one token's each, so that no scale depends on the
-other tokens of a micro-batch. The kernel for all experts at once takes scales of rows, and e4m3 alone."""
+other tokens of a micro-batch. torch's kernel for all experts at once takes scales of rows, and e4m3 alone. For weight
+gradients, which sum over tokens, they are scaled by tiles of 128 rows of an expert (DeepSeek-V3, arXiv 2412.19437,
+section 3.3.2)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce_
-from megatron.core.compiled_regions import region
-from megatron.core.moe.grouped_gemms import Segments
+from megatron.core.compiled_regions import region, torch_function
+from megatron.core.kernels import KERNELS, LEFT_OUT, operation
+from megatron.core.moe.grouped_gemms import Segments, add_products_grouped_
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.torch_private import scaled_grouped_mm
-from megatron.extensions.speed.fp8.blockwise import cast_by_blocks
+from megatron.extensions.speed.fp8.blockwise import cast_by_blocks, power_of_two
 from megatron.extensions.speed.fp8.casts import (
     E4M3,
     TILE,
     Scaled,
     multiplier_of,
+    multiplies_in_fp8,
     round_scaled,
     scaled_mm,
     transposed,
@@ -34,21 +40,30 @@ GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 
 def has_grouped_fp8_kernel(recipe: str, device: torch.device) -> bool:
-    """Return whether one kernel multiplies all experts in fp8, and reads the numbers of rows on the device."""
-    if device.type != "cuda":
-        return recipe != "blockwise"
+    """Return whether one kernel multiplies all experts in fp8, and reads the numbers of rows on the device: torch's, or
+    one that this process may use in its place."""
+    if device.type != "cuda" or ("grouped_scaled_mm" in KERNELS and "grouped_scaled_mm" not in LEFT_OUT):
+        return True
     return recipe != "blockwise" and torch.cuda.get_device_capability(device) in GROUPED_CAPABILITIES
 
 
+def torch_groups(a: Scaled, in_one_kernel: bool) -> bool:
+    """Return whether torch has a kernel for rows that are cast as in `a`, and is asked for it."""
+    fits = in_one_kernel and a.values.is_cuda and a.scale.shape[1] == 1
+    return fits and torch.cuda.get_device_capability(a.values.device) in GROUPED_CAPABILITIES
+
+
+@operation
+@torch_function
 def grouped_scaled_mm(a: Scaled, b: Scaled, segments: Segments, out_dtype: torch.dtype, in_one_kernel: bool) -> Tensor:
     """fp8 GEMM of each expert: a [n, k], b [experts, m, k] -> a_e b_eᵀ [n, m] in `out_dtype`, spare rows 0.
 
-    The kernel for all experts returns bf16 whatever `out_dtype`.
+    torch's kernel for all experts returns bf16 whatever `out_dtype`.
     """
     y = a.scale.new_empty((a.values.shape[0], b.values.shape[1]), dtype=out_dtype)
     if not a.values.shape[0]:
         return y
-    if a.values.is_cuda and in_one_kernel:
+    if torch_groups(a, in_one_kernel):
         experts = b.values.shape[0]
         columns, scales = b.values.transpose(1, 2), (a.scale.view(-1), b.scale.view(experts, -1))
         y = scaled_grouped_mm(a.values, columns, *scales, offs=segments.ends, out_dtype=torch.bfloat16)
@@ -77,17 +92,85 @@ def cast_by_rows(x: Tensor) -> Scaled:
     return cast_by_row_amax(x, amax_of_rows(x))
 
 
+def blocks_of(matrices: Tensor, transpose: bool = False) -> Scaled:
+    """Casts matrices [experts, m, k] by blocks of 128 x 128: as they are, or transposed."""
+    blocks = [cast_by_blocks(matrix, TILE, E4M3) for matrix in matrices]
+    if transpose:
+        blocks = [Scaled(transposed(block.values), block.scale.t()) for block in blocks]
+    values, scales = zip(*blocks, strict=True)
+    return Scaled(torch.stack([part.view(torch.uint8) for part in values]).view(E4M3), torch.stack(scales))
+
+
+class ExpertTiles(NamedTuple):
+    """A transposed e4m3 cast of rows x [n, k] that are sorted by expert, scaled by tiles of 128 rows of one expert and
+    one column. The rows of each expert are padded with zeros to whole tiles, and those of no expert are without
+    meaning: `tiles` has room for any division of n rows among the experts."""
+
+    values: Tensor
+    """[k, 128 tiles]"""
+    scale: Tensor
+    """[tiles, k], fp32: powers of two"""
+    rows: int
+    """n, without padding"""
+
+
+def tiles_for(rows: int, experts: int) -> int:
+    """Largest number of tiles that `rows` take, however they are divided."""
+    return rows // TILE + experts
+
+
+@operation
+def cast_along_tokens(x: Tensor, ends: Tensor, tile_ends: Tensor, compiled: bool) -> ExpertTiles:
+    """Casts x [n, k] by tiles along tokens. Expert e has the rows from ends[e - 1] to ends[e], and the tiles from
+    tile_ends[e - 1] to tile_ends[e]."""
+    return ExpertTiles(*region(cast_along_tokens_twin, compiled)(x, ends, tile_ends), x.shape[0])
+
+
+def cast_along_tokens_twin(x: Tensor, ends: Tensor, tile_ends: Tensor) -> tuple[Tensor, Tensor]:
+    """`cast_along_tokens` in torch: values and scale."""
+    (rows, k), tiles = x.shape, tiles_for(x.shape[0], ends.shape[0])
+    place = torch.arange(TILE * tiles, device=x.device)
+    experts = torch.searchsorted(tile_ends, place // TILE, right=True, out_int32=True).clamp(max=ends.shape[0] - 1)
+    starts, tile_starts = (F.pad(each[:-1], (1, 0)).long() for each in (ends, tile_ends))
+    row = place + (starts - TILE * tile_starts)[experts]
+    padded = torch.where((row < ends[experts])[:, None], x[row.clamp(max=rows - 1)], 0.0)
+    blocks = padded.view(tiles, TILE, k)
+    multiplier = power_of_two(multiplier_of(blocks.abs().amax(dim=1).to(torch.float32), torch.finfo(E4M3).max))
+    values = transposed(round_scaled(blocks, multiplier[:, None, :], E4M3).view(-1, k))
+    return values, multiplier.reciprocal()
+
+
+@operation
+@torch_function
+def add_fp8_products_grouped_(out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
+    """out[e] [o, i] += dy_e x_eᵀ for each expert e, for operands cast by `cast_along_tokens`. Without a kernel for fp8
+    these values are multiplied in 16 bits, and on CPUs in fp32."""
+    padded = Segments.of_counts(TILE * torch.diff(tile_ends, prepend=tile_ends.new_zeros(1)), spare=True)
+    dtype = torch.bfloat16 if multiplies_in_fp8(out) else torch.float32
+    add_products_grouped_(out, rows_of_tiles(dy, dtype), rows_of_tiles(x, dtype), padded)
+
+
+def rows_of_tiles(tiles: ExpertTiles, dtype: torch.dtype) -> Tensor:
+    """The rows [128 tiles, k] that a cast stands for. They are exact in 16 bits, as e4m3 has fewer."""
+    scale = tiles.scale.to(dtype).repeat_interleave(TILE, dim=0)
+    return tiles.values.t().to(dtype) * scale
+
+
 AddWeightGrad = Callable[[Tensor, Tensor, Tensor, Segments], None]
 """(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X of each expert."""
 
 
 class Fp8GroupedGemms:
-    """The products of a grouped linear layer with rows, y = x Wᵀ and dX = dY W, in fp8. W [experts, ..., in].
+    """The products of a grouped linear layer with rows, y = x Wᵀ, dX = dY W and dW = dYᵀ X, in fp8. W [experts, ...,
+    in].
 
     `cuts` says which features are sharded over `expt_tp`: the scale of a row that is cut follows from the whole row.
     With `in_one_kernel` GPUs multiply all experts at once (`has_grouped_fp8_kernel`), else one by one.
-    `add_weight_grad_` computes the third product, in 16 bits: it sums over tokens, and scales along them would depend
-    on which tokens an expert is given at once.
+
+    The weight gradient sums over tokens. Its operands are cast by tiles of 128 rows of an expert. Which tokens share a
+    tile depends on the layout, but their values hardly do: multipliers are powers of two, so that a value has the same
+    mantissa with any of them, and only those below 2^-13 of the largest one in a tile lose bits. `add_bias_grad_`
+    computes the gradient of a bias in 16 bits.
     """
 
     def __init__(
@@ -97,9 +180,9 @@ class Fp8GroupedGemms:
         cuts: Cuts,
         in_one_kernel: bool,
         compiled: bool,
-        add_weight_grad_: AddWeightGrad,
+        add_bias_grad_: AddWeightGrad,
     ) -> None:
-        self.add_weight_grad_ = add_weight_grad_
+        self.add_bias_grad_ = add_bias_grad_
         self.casts = fp8.casts
         self.expt_tp = expt_tp
         self.cuts = cuts
@@ -116,6 +199,16 @@ class Fp8GroupedGemms:
         """dY [n, out] -> [n, in]"""
         matrices = self.casts.get(weight, "columns", lambda: self._weight(weight, True))
         return grouped_scaled_mm(self._rows(dy, self.cuts.outputs), matrices, segments, dy.dtype, self.in_one_kernel)
+
+    def add_weight_grad_(self, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
+        """out [experts, out, in] += dY [n, out]ᵀ x [n, in] of each expert"""
+        if not x.shape[0]:
+            return
+        tile_ends = segments.padded(TILE).ends // TILE
+        ends, compiled = segments.ends, self.compiled
+        of_dy = cast_along_tokens(dy.detach(), ends, tile_ends, compiled)
+        of_x = cast_along_tokens(x.detach(), ends, tile_ends, compiled)
+        add_fp8_products_grouped_(out, of_dy, of_x, tile_ends)
 
     def _rows(self, x: Tensor, cut: bool) -> Scaled:
         """Casts x [n, k] by rows, or by tiles of 128 of them. Numbers of rows change: regions are not static."""
@@ -134,10 +227,6 @@ class Fp8GroupedGemms:
         """W as [experts, out, in], or [experts, in, out] with `transpose`, cast along its last dimension."""
         matrices = weight.detach().view(weight.shape[0], -1, weight.shape[-1])
         if self.in_blocks:
-            blocks = [cast_by_blocks(matrix, TILE, E4M3) for matrix in matrices]
-            if transpose:
-                blocks = [Scaled(transposed(block.values), block.scale.t()) for block in blocks]
-            values, scales = zip(*blocks, strict=True)
-            return Scaled(torch.stack([part.view(torch.uint8) for part in values]).view(E4M3), torch.stack(scales))
+            return blocks_of(matrices, transpose)
         cut = self.cuts.outputs if transpose else self.cuts.inputs
         return self._by_rows(matrices.transpose(1, 2) if transpose else matrices, cut)

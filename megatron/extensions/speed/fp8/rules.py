@@ -25,12 +25,8 @@ def fp8(c: RunConfig, world_size: int) -> Iterator[Problem]:
     yield from _scaling(c)
     yield from _shapes(c)
     yield from _multi_token(c)
-    own, flag = c.options(Fp8Flags), "--moe-grouped-gemm"
     if c.model.moe_latent_size is not None:
         yield from tokens_for_latents(c)
-    if own.fp8_format is not None and own.fp8_recipe == "blockwise" and _kinds(c).experts and c.model.moe_grouped_gemm:
-        rule = "has no effect in fp8 with --fp8-recipe blockwise, for which there is no grouped kernel"
-        yield Problem(flag, None, rule, f"use another --fp8-recipe, or remove {flag}", harmless=True)
 
 
 def _formats(c: RunConfig) -> Iterator[Problem]:

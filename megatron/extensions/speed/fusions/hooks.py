@@ -18,6 +18,7 @@ from megatron.extensions.speed.fusions.gemm_choice import (
     place_of,
 )
 from megatron.extensions.speed.fusions.grouped_choice import ADD_PRODUCTS
+from megatron.extensions.speed.fusions.grouped_fp8_choice import ROW_PRODUCTS, WEIGHT_GRADS, said
 from megatron.extensions.speed.fusions.kernel_choice import RunShapes, choose_kernels, device_clock
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback
@@ -40,6 +41,10 @@ class KernelChoice(Callback):
             for (outputs, inputs), choice in ADD_PRODUCTS.found.items():
                 name = f"{outputs} x {inputs}"
                 runtime.say(f" kernel of weight gradients of experts {name}: {choice.winner} ({choice.times})")
+            for line in said(
+                {"fp8 weight gradients of experts": WEIGHT_GRADS, "fp8 products of experts": ROW_PRODUCTS}
+            ):
+                runtime.say(f" {line}")
         return replace(parallel, attention_backend=choose_attention(config, runtime))
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:

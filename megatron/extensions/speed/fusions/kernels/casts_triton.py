@@ -80,19 +80,19 @@ def bits_of_size(x):
 
 
 @triton.jit
-def _reciprocal(x):
+def reciprocal(x):
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
 
 
 @triton.jit
-def _multiplier_of(amax, into, SMALLEST: tl.constexpr):
+def multiplier_for(amax, into, SMALLEST: tl.constexpr):
     largest: tl.constexpr = 448.0 if into.dtype.element_ty == tl.float8e4nv else 57344.0
     bounded = tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(amax == 0, 1.0, _reciprocal(bounded) * largest)  # as torch divides a number by a tensor
+    return tl.where(amax == 0, 1.0, reciprocal(bounded) * largest)  # as torch divides a number by a tensor
 
 
 @triton.jit
-def _rounded(x, multiplier, into):
+def rounded(x, multiplier, into):
     largest: tl.constexpr = 448.0 if into.dtype.element_ty == tl.float8e4nv else 57344.0
     scaled = tl.clamp(x * multiplier, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
     return scaled.to(into.dtype.element_ty, fp_downcast_rounding="rtne")
@@ -103,10 +103,10 @@ def store_casts(values, by_rows, by_columns, rows, columns, i, j, in_i, in_j, n,
     """Casts `values` at the rows i and the columns j of a matrix [n, k], where the masks `in_i` and `in_j` hold, and
     stores them in `rows` [n, k] times `by_rows` and in `columns` [k, n] times `by_columns`, as they are asked for."""
     if rows is not None:
-        cast = _rounded(values, by_rows, rows)
+        cast = rounded(values, by_rows, rows)
         tl.store(rows + i[:, None] * k + j[None, :], cast, mask=in_i[:, None] & in_j[None, :])
     if columns is not None:
-        cast = _rounded(values, by_columns, columns)
+        cast = rounded(values, by_columns, columns)
         at = j.to(tl.int64)[:, None] * n + i[None, :]
         tl.store(columns + at, tl.trans(cast), mask=in_j[:, None] & in_i[None, :])
 
@@ -126,7 +126,7 @@ def note_amax(bits, casts):
     if tl.atomic_add(casts.state + 1, 1) == tl.num_programs(0) - 1:
         largest = tl.atomic_xchg(casts.state, 0)
         tl.atomic_xchg(casts.state + 1, 0)
-        tl.store(casts.scale, _reciprocal(tl.load(casts.multiplier)) + 0.0 * largest.to(tl.float32, bitcast=True))
+        tl.store(casts.scale, reciprocal(tl.load(casts.multiplier)) + 0.0 * largest.to(tl.float32, bitcast=True))
         if casts.noted is not None:
             before = bits_of_size(tl.load(casts.noted))
             tl.store(casts.noted, tl.maximum(before, largest).to(tl.float32, bitcast=True))
@@ -166,21 +166,21 @@ def cast_tiles(
     values = load_tile(x, strides, i, j, in_i, in_j).to(tl.float32)
     by_row, by_column = 1.0, 1.0
     if not BY_VECTOR:
-        by_row = _multiplier_of(
+        by_row = multiplier_for(
             tl.load(amax[1] if rows is None else amax[0]), columns if rows is None else rows, SMALLEST
         )
         if tl.program_id(0) == 0:
-            tl.store(scales[0], _reciprocal(by_row))
+            tl.store(scales[0], reciprocal(by_row))
         by_column = by_row
     if BY_VECTOR and rows is not None:
-        of_rows = _multiplier_of(tl.load(amax[0] + i, mask=in_i, other=0.0), rows, SMALLEST)
+        of_rows = multiplier_for(tl.load(amax[0] + i, mask=in_i, other=0.0), rows, SMALLEST)
         if tl.program_id(0) % tl.cdiv(k, TILE) == 0:
-            tl.store(scales[0] + i, _reciprocal(of_rows), mask=in_i)
+            tl.store(scales[0] + i, reciprocal(of_rows), mask=in_i)
         by_row = of_rows[:, None]
     if BY_VECTOR and columns is not None:
-        of_columns = _multiplier_of(tl.load(amax[1] + j, mask=in_j, other=0.0), columns, SMALLEST)
+        of_columns = multiplier_for(tl.load(amax[1] + j, mask=in_j, other=0.0), columns, SMALLEST)
         if tl.program_id(0) // tl.cdiv(k, TILE) == 0:
-            tl.store(scales[1] + j, _reciprocal(of_columns), mask=in_j)
+            tl.store(scales[1] + j, reciprocal(of_columns), mask=in_j)
         by_column = of_columns[None, :]
     store_casts(values, by_row, by_column, rows, columns, i, j, in_i, in_j, n, k)
 

@@ -105,7 +105,7 @@ def schedule_kernel(schedule, ends, experts, tiles, programs, slots, EXPERTS: tl
 
 
 @triton.jit
-def _item(schedule, item, experts, tiles, BLOCK_N: tl.constexpr):
+def list_item(schedule, item, experts, tiles, BLOCK_N: tl.constexpr):
     """(place of the expert, tile, part, first row, end) of an item of the list: a whole tile, or a part of one."""
     whole = tl.load(schedule + WHOLE)
     tail = tl.load(schedule + TAIL)
@@ -123,7 +123,7 @@ def _item(schedule, item, experts, tiles, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _steps(schedule, experts, tiles, program, programs, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr):
+def list_steps(schedule, experts, tiles, program, programs, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Steps of all items of a program: every `programs`-th one of the list."""
     first, whole = tl.load(schedule + FIRST), tl.load(schedule + WHOLE)
     items = whole + tl.load(schedule + TAIL) * tl.load(schedule + PARTS)
@@ -136,13 +136,13 @@ def _steps(schedule, experts, tiles, program, programs, EXPERTS: tl.constexpr, B
     count = tl.cdiv(tl.maximum(high - program, 0), programs) - tl.cdiv(tl.maximum(low - program, 0), programs)
     total = tl.sum(tl.where(used, count * tl.cdiv(stop - start, BLOCK_N), 0))
     for item in range(program + tl.cdiv(tl.maximum(whole - program, 0), programs) * programs, items, programs):
-        _, _, _, begin, end = _item(schedule, item, experts, tiles, BLOCK_N)
+        _, _, _, begin, end = list_item(schedule, item, experts, tiles, BLOCK_N)
         total += tl.cdiv(end - begin, BLOCK_N)
     return total
 
 
 @triton.jit
-def _corner(tile, outputs, inputs, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
+def tile_corner(tile, outputs, inputs, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
     """First output and input of a tile. Eight rows of tiles share their operands in the cache."""
     down, across = tl.cdiv(outputs, BLOCK_O), tl.cdiv(inputs, BLOCK_I)
     group, place = tile // (8 * across), tile % (8 * across)
@@ -174,11 +174,11 @@ def add_grouped_kernel(
     row, end = 0, 0
     corner_o, corner_i = 0, 0
     total = tl.zeros((BLOCK_O, BLOCK_I), dtype=tl.float32)
-    for _ in range(_steps(schedule, experts, tiles, tl.program_id(0), programs, EXPERTS, BLOCK_N)):
+    for _ in range(list_steps(schedule, experts, tiles, tl.program_id(0), programs, EXPERTS, BLOCK_N)):
         if row + BLOCK_N >= end:
             item += programs
-            _rank, tile, _part, row, end = _item(schedule, item, experts, tiles, BLOCK_N)
-            corner_o, corner_i = _corner(tile, outputs, inputs, BLOCK_O, BLOCK_I)
+            _rank, tile, _part, row, end = list_item(schedule, item, experts, tiles, BLOCK_N)
+            corner_o, corner_i = tile_corner(tile, outputs, inputs, BLOCK_O, BLOCK_I)
         else:
             row += BLOCK_N
         n = row + tl.arange(0, BLOCK_N)
@@ -189,16 +189,16 @@ def add_grouped_kernel(
         total = tl.dot(tl.trans(of_dy), of_x, total, input_precision="ieee")
         if row + BLOCK_N >= end:
             # Where the tile goes is read again, as Triton loads nothing ahead if such a value goes from step to step.
-            rank, _tile, part, _row, _end = _item(schedule, item, experts, tiles, BLOCK_N)
+            rank, _tile, part, _row, _end = list_item(schedule, item, experts, tiles, BLOCK_N)
             expert = tl.load(schedule + HEAD + rank).to(tl.int64)
             slot = (item - tl.load(schedule + WHOLE) - tl.load(schedule + TAIL)).to(tl.int64)
             matrix, apart = out + expert * outputs * inputs, parts + slot * (BLOCK_O * BLOCK_I)
-            _send(matrix, apart, part, total, corner_o, corner_i, outputs, inputs, BLOCK_O, BLOCK_I)
+            send_tile(matrix, apart, part, total, corner_o, corner_i, outputs, inputs, BLOCK_O, BLOCK_I)
             total = tl.zeros((BLOCK_O, BLOCK_I), dtype=tl.float32)
 
 
 @triton.jit
-def _send(
+def send_tile(
     matrix, apart, part, total, corner_o, corner_i, outputs, inputs, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
 ):
     """Adds a sum to the tile of the matrix, to which nothing else is added in this kernel, or writes it apart if it is
@@ -241,8 +241,8 @@ def add_parts_kernel(
     place, tail = tl.program_id(0), tl.load(schedule + TAIL)
     if place >= tail:
         return
-    rank, tile, _part, _row, _end = _item(schedule, tl.load(schedule + WHOLE) + place, experts, tiles, BLOCK_N)
-    corner_o, corner_i = _corner(tile, outputs, inputs, BLOCK_O, BLOCK_I)
+    rank, tile, _part, _row, _end = list_item(schedule, tl.load(schedule + WHOLE) + place, experts, tiles, BLOCK_N)
+    corner_o, corner_i = tile_corner(tile, outputs, inputs, BLOCK_O, BLOCK_I)
     row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_I)[None, :]
     o, i = corner_o + row, corner_i + column
     inside = (o < outputs) & (i < inputs)

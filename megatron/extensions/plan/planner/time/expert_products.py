@@ -1,0 +1,63 @@
+"""Planned products of experts: one kernel for all experts of a rank, where torch has one product for each.
+
+A grouped product of a plan is even over the experts. One for each expert has a launch and a last wave of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from inspect import unwrap
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.kernels import LEFT_OUT
+from megatron.core.moe import grouped_gemms
+from megatron.core.moe.grouped_gemms import Segments
+from megatron.extensions.speed.fp8 import grouped
+from megatron.extensions.speed.fp8.casts import Scaled
+from megatron.extensions.speed.fp8.grouped import ExpertTiles
+
+
+class Products(Protocol):
+    """Told of products, see `Launches`."""
+
+    def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None: ...
+
+
+def _add_products(launches: Products, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
+    """out [experts, o, i] += dy_e [n_e, o]^T x_e [n_e, i] for each expert."""
+    if x.shape[0]:
+        launches.product("grouped_", dy.t(), x, out, {})
+
+
+def _add_fp8_products(launches: Products, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
+    """The same in fp8. Padding is not counted."""
+    launches.product("fp8_grouped_", dy.values[:, : dy.rows], x.values.t()[: x.rows], out, {})
+
+
+def _multiply_rows(
+    launches: Products, a: Scaled, b: Scaled, segments: Segments, out_dtype: torch.dtype, in_one_kernel: bool
+) -> Tensor:
+    """a [n, k], b [experts, m, k] -> [n, m]"""
+    out = torch.empty(a.values.shape[0], b.values.shape[1], dtype=out_dtype)
+    if out.shape[0]:
+        launches.product("fp8_grouped", a.values, b.values.transpose(1, 2), out, {})
+    return segments.clear_spare_(out)
+
+
+PLANNED: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
+    "add_products_grouped_": (grouped_gemms.add_products_grouped_, _add_products),
+    "add_fp8_products_grouped_": (grouped.add_fp8_products_grouped_, _add_fp8_products),
+    "grouped_scaled_mm": (grouped.grouped_scaled_mm, _multiply_rows),
+}
+"""Name of a kernel -> the operation, and what a plan does in its place."""
+
+
+def planned_expert_products(launches: Products) -> dict[Callable[..., object], Callable[..., object]]:
+    """Functions in torch -> what a plan does in their place, but for those whose kernels this process leaves out."""
+    return {
+        unwrap(plain): partial(planned, launches) for name, (plain, planned) in PLANNED.items() if name not in LEFT_OUT
+    }

@@ -1,0 +1,280 @@
+"""Kernels of experts in fp8, and the choice between them by timing them at a run's shapes (see `grouped_choice.py`).
+
+Products of rows, y = x Wᵀ and dX = dY W, are computed by torch's grouped kernel, if a GPU has it for the recipe, else
+by one product for each expert; or by Triton's list of tiles. Weight gradients are sums of products of rows that are
+cast by tiles along tokens: in fp8 by Triton's list of tiles, or of the same values in 16 bits.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVarTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.moe.grouped_gemms import Segments
+from megatron.core.parallel_state import Axis
+from megatron.extensions.speed.fp8 import grouped
+from megatron.extensions.speed.fp8.blockwise import cast_by_blocks
+from megatron.extensions.speed.fp8.casts import TILE, Scaled
+from megatron.extensions.speed.fp8.grouped import ExpertTiles, cast_by_rows, rows_of_tiles, tiles_for
+from megatron.extensions.speed.fusions.gemm_choice import TOLERANCES, TORCH
+from megatron.extensions.speed.fusions.grouped_choice import CHECKED, even, operands_of, uneven
+from megatron.extensions.speed.fusions.kernel_choice import (
+    SLOWER,
+    Choice,
+    Clock,
+    FusedKernel,
+    RunShapes,
+    compare,
+    gpu_operator,
+    has_triton,
+    no_result,
+    runs_triton,
+)
+from megatron.extensions.speed.fusions.kernels.casts import TOLERANCE
+
+LISTS = ("square", "shallow", "small")
+"""Tilings of weight gradients, see `grouped_fp8_triton.TILINGS`."""
+
+ROW_LISTS = ("square", "shallow", "flat")
+"""Tilings of products of rows, see `grouped_fp8_triton.ROW_TILINGS`."""
+
+ANY = "shallow"
+"""The tiling that fits every GPU with fp8, for shapes that have not been timed."""
+
+Operands = TypeVarTuple("Operands")
+Run = Callable[[], object]
+
+
+def _fake_cast(x: Tensor, ends: Tensor, tile_ends: Tensor) -> tuple[Tensor, Tensor]:
+    tiles = tiles_for(x.shape[0], ends.shape[0])
+    values = x.new_empty((x.shape[1], TILE * tiles), dtype=torch.float8_e4m3fn)
+    return values, x.new_empty((tiles, x.shape[1]), dtype=torch.float32)
+
+
+def _fake_rows(
+    x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, ends: Tensor, dtype: torch.dtype, tiling: str
+) -> Tensor:
+    return x.new_empty((x.shape[0], w.shape[1]), dtype=dtype)
+
+
+MODULE = "kernels.grouped_fp8_triton"
+_cast = gpu_operator(
+    f"{MODULE}:cast_along_tokens", "(Tensor x, Tensor ends, Tensor tile_ends) -> (Tensor, Tensor)", _fake_cast
+)
+_add = gpu_operator(
+    f"{MODULE}:add_grouped_fp8_",
+    "(Tensor(a!) out, Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, Tensor tile_ends, str tiling) -> ()",
+    no_result,
+)
+_multiply = gpu_operator(
+    f"{MODULE}:multiply_rows",
+    "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor ends, ScalarType dtype, str tiling) -> Tensor",
+    _fake_rows,
+)
+
+
+@dataclass
+class ExpertKernel(Generic[*Operands]):
+    """Kernels of an operation of experts by (outputs, inputs) of a product, as a run found them; `ANY` elsewhere."""
+
+    chosen: dict[tuple[int, int], str] = field(default_factory=dict)
+    found: dict[tuple[int, int], Choice] = field(default_factory=dict)
+    """Timings, for a log."""
+
+    @abstractmethod
+    def runs(self, shapes: RunShapes) -> Iterator[tuple[tuple[int, int], dict[str, Run]]]:
+        """(outputs, inputs) of each product of a run -> a run of each kernel, `TORCH` last. A kernel's first run raises
+        RuntimeError if its results are wrong."""
+
+    def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
+        """Why a run uses none of the kernels: at one of its shapes none is right, or torch is faster than each of them;
+        None if it uses them. Collective over the world."""
+        self.chosen.clear()
+        self.found.clear()
+        if shapes.device.type != "cuda" or shapes.fp8 is None:
+            return None
+        if not has_triton():
+            return "Triton is not installed"
+        for shape, runs in self.runs(shapes):
+            if (why := self.compare(shape, runs, shapes, world, clock)) is not None:
+                return why
+        return None
+
+    def compare(
+        self, shape: tuple[int, int], runs: dict[str, Run], shapes: RunShapes, world: Axis, clock: Clock | None
+    ) -> str | None:
+        """Chooses for one shape. The first kernel that is right is chosen if nothing is timed."""
+        choice = compare(runs, clock or _untimed, shapes.device, world)
+        own = Choice({name: seconds for name, seconds in choice.seconds.items() if name != TORCH}, choice.errors)
+        if own.winner is None or (clock and own.seconds[own.winner] > SLOWER * choice.seconds[TORCH]):
+            return f"torch is the fastest for {shape[0]} x {shape[1]}: {choice.times}"
+        self.found[shape], self.chosen[shape] = choice, own.winner
+        return None
+
+
+def _untimed(run: Run) -> float:
+    """A clock that runs once, and by which all runs take equally long."""
+    run()
+    return 0.0
+
+
+class Fp8WeightGrads(ExpertKernel[Tensor, ExpertTiles, ExpertTiles, Tensor]):
+    """Sums of fp8 products over the rows of each expert."""
+
+    def suits(self, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> bool:
+        return runs_triton(out) and out.dtype == torch.float32 and out.is_contiguous()
+
+    def __call__(self, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
+        _add(out, *dy[:2], *x[:2], tile_ends, self.chosen.get((out.shape[1], out.shape[2]), ANY))
+
+    def runs(self, shapes: RunShapes) -> Iterator[tuple[tuple[int, int], dict[str, Run]]]:
+        for outputs, inputs in shapes.expert_matrices:
+            operands = tiles_of(shapes, outputs, inputs, even(shapes))
+            runs: dict[str, Run] = {
+                name: _checked(partial(self.check, name, shapes, outputs, inputs), partial(self.add, name, *operands))
+                for name in LISTS
+            }
+            plain = grouped.add_fp8_products_grouped_.__wrapped__  # type: ignore[attr-defined]
+            yield (outputs, inputs), runs | {TORCH: partial(plain, *operands)}
+
+    @staticmethod
+    def add(tiling: str, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
+        """By one tiling."""
+        _add(out, *dy[:2], *x[:2], tile_ends, tiling)
+
+    def check(self, tiling: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
+        """Adds twice, and raises RuntimeError unless the corners of each expert's sums are right."""
+        for counts in (even(shapes), uneven(shapes)):
+            out, dy, x, tile_ends = tiles_of(shapes, outputs, inputs, counts)
+            for _ in range(2):
+                self.add(tiling, out, dy, x, tile_ends)
+            start = 0
+            for expert, stop in zip(out, tile_ends.tolist(), strict=True):
+                for part in (slice(CHECKED), slice(-CHECKED, None)):
+                    one, two = (rows_of_tiles(_part(each, start, stop, part), torch.float64) for each in (dy, x))
+                    _compare(expert[part, part], 2 * (one.t() @ two), tiling)
+                start = stop
+
+
+class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
+    """Products of the rows of each expert with its matrix."""
+
+    def suits(self, a: Scaled, b: Scaled, segments: Segments, out_dtype: torch.dtype, in_one_kernel: bool) -> bool:
+        timed = (b.values.shape[1], b.values.shape[2]) in self.chosen
+        return runs_triton(a.values) and (timed or not grouped.torch_groups(a, in_one_kernel))
+
+    def __call__(self, a: Scaled, b: Scaled, segments: Segments, out_dtype: torch.dtype, in_one_kernel: bool) -> Tensor:
+        tiling = self.chosen.get((b.values.shape[1], b.values.shape[2]), ANY)
+        return segments.clear_spare_(_multiply(*a, *b, segments.ends, out_dtype, tiling))
+
+    def runs(self, shapes: RunShapes) -> Iterator[tuple[tuple[int, int], dict[str, Run]]]:
+        for matrix in shapes.expert_matrices:
+            for outputs, inputs in (matrix, matrix[::-1]):
+                operands = rows_of(shapes, outputs, inputs, even(shapes))
+                runs: dict[str, Run] = {
+                    name: _checked(
+                        partial(self.check, name, shapes, outputs, inputs), partial(self.multiply, name, *operands)
+                    )
+                    for name in ROW_LISTS
+                }
+                plain = grouped.grouped_scaled_mm.__wrapped__  # type: ignore[attr-defined]
+                yield (outputs, inputs), runs | {TORCH: partial(plain, *operands, shapes.dtype, True)}
+
+    @staticmethod
+    def multiply(tiling: str, a: Scaled, b: Scaled, segments: Segments) -> Tensor:
+        """By one tiling."""
+        return _multiply(*a, *b, segments.ends, torch.bfloat16, tiling)
+
+    def check(self, tiling: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
+        """Raises RuntimeError unless the first and the last results of each expert are right."""
+        for counts in (even(shapes), uneven(shapes)):
+            a, b, segments = rows_of(shapes, outputs, inputs, counts)
+            y = self.multiply(tiling, a, b, segments)
+            stop = 0
+            for expert, count in enumerate(counts):
+                start, stop = stop, stop + count
+                if not count:
+                    continue
+                matrix = Scaled(b.values[expert], b.scale[expert]).dequantized(torch.float64)
+                for part, place in (
+                    (slice(start, start + 1), slice(CHECKED)),
+                    (slice(stop - 1, stop), slice(-CHECKED, None)),
+                ):
+                    row = Scaled(a.values[part], a.scale[part]).dequantized(torch.float64)
+                    _compare(y[part, place], row @ matrix[place].t(), tiling)
+
+
+def _part(tiles: ExpertTiles, start: int, stop: int, columns: slice) -> ExpertTiles:
+    """Some columns of the tiles from `start` to `stop`."""
+    values, rows = tiles.values[columns, TILE * start : TILE * stop], TILE * (stop - start)
+    return ExpertTiles(values, tiles.scale[start:stop, columns], rows)
+
+
+def _compare(found: Tensor, right: Tensor, kernel: str) -> None:
+    error = (found - right).norm().item()
+    if not error <= TOLERANCES[torch.float32] * right.norm().item():
+        raise RuntimeError(f"{kernel} is wrong by {error:.1e}")
+
+
+def _checked(check: Run, run: Run) -> Run:
+    """A run, before whose first call something is checked."""
+    known = False
+
+    def checked() -> object:
+        nonlocal known
+        if not known:
+            check()
+            known = True
+        return run()
+
+    return checked
+
+
+def tiles_of(
+    shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]
+) -> tuple[Tensor, ExpertTiles, ExpertTiles, Tensor]:
+    """Zeros, random rows cast by tiles along tokens, and the tiles of experts with these counts."""
+    out, dy, x, segments = operands_of(shapes, outputs, inputs, counts)
+    tile_ends = segments.padded(TILE).ends // TILE
+    cast = grouped.cast_along_tokens.__wrapped__  # type: ignore[attr-defined]
+    one, two = (cast(each, segments.ends, tile_ends, True) for each in (dy, x))
+    return out, one, two, tile_ends
+
+
+def rows_of(shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]) -> tuple[Scaled, Scaled, Segments]:
+    """Random rows, matrices, and the segments of experts with these counts, cast as by the recipe of a run."""
+    segments = Segments.of_counts(torch.tensor(counts, device=shapes.device), spare=True)
+    x, matrices = shapes.random(shapes.expert_rows, inputs), shapes.random(shapes.experts, outputs, inputs)
+    if shapes.fp8 != "blockwise":
+        return cast_by_rows(x), cast_by_rows(matrices), segments
+    return cast_by_blocks(x, 1, grouped.E4M3), grouped.blocks_of(matrices), segments
+
+
+def said(kernels: Mapping[str, ExpertKernel[*tuple[object, ...]]]) -> Iterator[str]:
+    """Lines of a log, for kernels by what they compute."""
+    for subject, kernel in kernels.items():
+        for (outputs, inputs), choice in kernel.found.items():
+            yield f"kernel of {subject} {outputs} x {inputs}: {choice.winner} ({choice.times})"
+
+
+def _cast_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
+    for _, inputs in shapes.expert_matrices[:1] if shapes.fp8 is not None else ():
+        segments = Segments.of_counts(torch.tensor(uneven(shapes), device=shapes.device), spare=True)
+        yield shapes.random(shapes.expert_rows, inputs), segments.ends, segments.padded(TILE).ends // TILE, True
+
+
+CAST = FusedKernel(
+    lambda x, ends, tile_ends, compiled: ExpertTiles(*_cast(x.contiguous(), ends, tile_ends), x.shape[0]),
+    grouped.cast_along_tokens,
+    lambda x, *_: runs_triton(x),
+    _cast_samples,
+    TOLERANCE,
+)
+WEIGHT_GRADS = Fp8WeightGrads()
+ROW_PRODUCTS = Fp8RowProducts()

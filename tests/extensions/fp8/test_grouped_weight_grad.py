@@ -1,0 +1,90 @@
+"""Weight gradients of experts in fp8 against one product of rounded operands for each expert."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.moe.grouped_gemms import Segments, add_each_product_
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
+from megatron.extensions.speed.fp8.build import Fp8Format
+from megatron.extensions.speed.fp8.casts import E4M3, TILE
+from megatron.extensions.speed.fp8.flags import Fp8Flags
+from megatron.extensions.speed.fp8.grouped import Fp8GroupedGemms, cast_along_tokens, rows_of_tiles
+from tests.extensions.fp8.test_gemms import in_blocks, spread
+
+CPU = torch.device("cpu")
+OUT, IN = 24, 40
+COUNTS = ([3, 0, 300, 128], [0, 0, 0, 0], [129, 1], [256])
+"""Rows of each expert: with some in several tiles, some with whole ones, and some without rows."""
+
+
+def gemms() -> Fp8GroupedGemms:
+    context = Fp8Format(Fp8Flags(fp8_format="hybrid", fp8_recipe="delayed"), range(1), WeightCasts())
+    return Fp8GroupedGemms(context, Axis(), Cuts(), False, False, add_each_product_)
+
+
+def operands(counts: list[int], spare: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A sum, and rows whose spare ones are as large as no other."""
+    torch.manual_seed(sum(counts))
+    rows = sum(counts) + spare
+    dy, x = spread(rows, OUT), spread(rows, IN)
+    dy[sum(counts) :], x[sum(counts) :] = 1e30, 1e30
+    return torch.randn(len(counts), OUT, IN), dy, x
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Rows of one expert, rounded by tiles of 128 rows. fp64."""
+    return in_blocks(x.t(), 1, E4M3).t() if len(x) else x.double()
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("on_device", [True, False])
+def test_products_are_those_of_rows_rounded_by_tiles_of_an_expert(counts: list[int], on_device: bool) -> None:
+    spare = 5 if on_device else 0
+    out, dy, x = operands(counts, spare)
+    expected = out.double()
+    segments = Segments.of_sizes(counts, CPU)
+    for expert, one, other in zip(
+        expected, segments.split(dy[: sum(counts)]), segments.split(x[: sum(counts)]), strict=True
+    ):
+        expert += rounded(one).t() @ rounded(other)
+    gemms().add_weight_grad_(out, dy, x, Segments.of_counts(torch.tensor(counts), True) if on_device else segments)
+    assert (out.double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_which_tokens_share_a_tile_changes_no_value_but_tiny_ones() -> None:
+    """Rows of two ranks at once, and those of each: as expert parallelism and one process sum them up."""
+    torch.manual_seed(0)
+    dy, x = torch.randn(200, OUT).bfloat16(), torch.randn(200, IN).bfloat16()
+    at_once, by_rank = torch.zeros(1, OUT, IN), torch.zeros(1, OUT, IN)
+    gemms().add_weight_grad_(at_once, dy, x, Segments.of_sizes([200], CPU))
+    for part in (slice(90), slice(90, None)):
+        gemms().add_weight_grad_(by_rank, dy[part], x[part], Segments.of_sizes([len(x[part])], CPU))
+    assert (at_once - by_rank).norm() <= 1e-5 * at_once.norm()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_casts_hide_nothing_that_is_not_finite(bad: float) -> None:
+    """The column of a weight gradient, of the expert alone whose row it is."""
+    out, dy, x = operands([130, 7], 0)
+    x[129, 3] = bad
+    gemms().add_weight_grad_(out, dy, x, Segments.of_sizes([130, 7], CPU))
+    assert not out[0, :, 3].isfinite().any() and out[1].isfinite().all()
+    assert out[0, :, [i for i in range(IN) if i != 3]].isfinite().all()
+
+
+def test_a_cast_has_room_for_any_division_of_the_rows() -> None:
+    x = torch.randn(257, 16).bfloat16()
+    for counts in ([1, 128, 128], [257, 0, 0], [129, 1, 127], [1, 1, 1]):
+        segments = Segments.of_counts(torch.tensor(counts), True)
+        tile_ends = segments.padded(TILE).ends // TILE
+        made = cast_along_tokens(x, segments.ends, tile_ends, False)
+        assert made.values.shape == (16, TILE * made.scale.shape[0]) and tile_ends[-1] <= made.scale.shape[0]
+        rows, start = rows_of_tiles(made, torch.float32), 0
+        for tile_end, one in zip(tile_ends.tolist(), segments.split(x), strict=True):
+            assert torch.equal(rows[start : start + len(one)].double(), rounded(one))
+            assert not rows[start + len(one) : TILE * tile_end].any()
+            start = TILE * tile_end

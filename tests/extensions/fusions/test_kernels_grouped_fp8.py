@@ -1,0 +1,160 @@
+"""Kernels of experts in fp8: casts along tokens bit for bit as their twin, and products beside those of the same values
+in fp64, interpreted; what they become for GPUs; and the choice between them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from tempfile import TemporaryDirectory
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megatron.core.moe.grouped_gemms import Segments, add_each_product_
+from megatron.extensions.speed.fp8 import grouped
+from megatron.extensions.speed.fp8.blockwise import cast_by_blocks
+from megatron.extensions.speed.fp8.casts import E4M3, TILE, Scaled
+from megatron.extensions.speed.fp8.grouped import ExpertTiles, rows_of_tiles
+from tests.extensions.fusions.test_kernels_grouped import mutated
+from tests.triton_cases import apart, round_to_fp8_as_torch, same_bits
+
+SHAPES = (
+    ([3, 0, 300, 1], 24, 40),
+    ([0, 0, 0, 0], 16, 24),
+    ([0, 17 * TILE], 16, 24),  # a tile of the sum in parts
+    ([129, 128], 40, 24),
+)
+"""Rows of each expert, outputs and inputs: some are no multiples of a tile."""
+
+ON_GPUS = (*SHAPES, ([0, 5000, 3, 9000], 304, 528), ([900] * 40, 272, 272))
+
+
+def drawn(seed: int) -> Iterator[tuple[list[int], int, int]]:
+    """The shapes above, and another."""
+    yield from SHAPES
+    draw = random.Random(seed)
+    counts = [draw.choice((0, 1, 100, 128, 200)) for _ in range(draw.randint(1, 5))]
+    yield counts, 8 * draw.randint(1, 7), 8 * draw.randint(1, 7)
+
+
+def segments_of(counts: list[int]) -> tuple[Segments, Tensor]:
+    """And the ends of tiles."""
+    segments = Segments.of_counts(torch.tensor(counts), True)
+    return segments, segments.padded(TILE).ends // TILE
+
+
+def rows_of(counts: list[int], width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Values of many magnitudes; spare rows are the largest."""
+    x = torch.randn(sum(counts) + 5, width) * torch.exp(3 * torch.randn(sum(counts) + 5, width))
+    x[sum(counts) :] = 1e30
+    return x.to(dtype)
+
+
+def check_casts(kernels: ModuleType, device: str = "cpu", seed: int = 0) -> None:
+    """Bit for bit as in torch, with what is not finite too."""
+    for number, (counts, _, width) in enumerate(drawn(seed)):
+        torch.manual_seed(number)
+        (segments, tile_ends), x = segments_of(counts), rows_of(counts, width)
+        if sum(counts):
+            x[0, 0], x[sum(counts) - 1, 1], x[sum(counts) // 2 - 2, 2] = torch.nan, torch.inf, -9.2e-41
+        expected = grouped.cast_along_tokens_twin(x, segments.ends, tile_ends)
+        found = kernels.cast_along_tokens(*(part.to(device) for part in (x, segments.ends, tile_ends)))
+        assert all(same_bits(one.cpu(), two) for one, two in zip(found, expected, strict=True)), (counts, width)
+
+
+def check_sums(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny", seed: int = 0) -> None:
+    """By the definition in fp64. Small tiles for the interpreter, which has four programs."""
+    kernels.TILINGS["tiny"] = kernels.Tiling(16, 32, 1, warps=4, stages=2)
+    for number, (counts, outputs, inputs) in enumerate(drawn(seed) if device == "cpu" else ON_GPUS):
+        torch.manual_seed(number)
+        segments, tile_ends = segments_of(counts)
+        dy, x = (
+            ExpertTiles(*grouped.cast_along_tokens_twin(rows_of(counts, width), segments.ends, tile_ends), sum(counts))
+            for width in (outputs, inputs)
+        )
+        out = torch.randn(len(counts), outputs, inputs)
+        expected = out.double()
+        add_each_product_(expected, *(rows_of_tiles(each, torch.float64) for each in (dy, x)), segments.padded(TILE))
+        own = out.to(device)
+        kernels.add_grouped_fp8_(own, *(part.to(device) for part in (*dy[:2], *x[:2], tile_ends)), tiling)
+        error = (own.cpu().double() - expected).norm() / expected.norm()
+        assert error < (1e-6 if device == "cpu" else 1e-3), (counts, outputs, inputs, error)
+
+
+def operands(counts: list[int], outputs: int, inputs: int, blocks: bool) -> tuple[Scaled, Scaled]:
+    """Rows and matrices, cast by rows or by blocks."""
+    x, w = rows_of(counts, inputs), torch.randn(len(counts), outputs, inputs).bfloat16()
+    if blocks:
+        return cast_by_blocks(x, 1, E4M3), grouped.blocks_of(w)
+    return grouped.cast_by_rows(x), grouped.cast_by_rows(w)
+
+
+def check_rows(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny", seed: int = 0) -> None:
+    """Of dequantized operands in fp64."""
+    kernels.ROW_TILINGS["tiny"] = kernels.RowTiling(16, 32, TILE, 4, 2)
+    for number, (counts, outputs, inputs) in enumerate(drawn(seed) if device == "cpu" else ON_GPUS):
+        torch.manual_seed(number)
+        segments, _ = segments_of(counts)
+        for blocks in (False, True):
+            a, b = operands(counts, outputs, inputs + 120 * blocks, blocks)
+            dtype = torch.float32 if device == "cpu" else torch.bfloat16
+            on_device = (part.to(device) for part in (*a, *b, segments.ends))
+            y = kernels.multiply_rows(*on_device, dtype, tiling)[: sum(counts)].cpu().double()
+            expected = torch.zeros_like(y)
+            parts = zip(*(segments.split(each) for each in (expected, *a)), *b, strict=True)
+            for out, values, scale, matrix, matrix_scale in parts:
+                one, two = Scaled(values, scale), Scaled(matrix, matrix_scale)
+                out += one.dequantized(torch.float64) @ two.dequantized(torch.float64).t()
+            error = (y - expected).norm()
+            assert error <= (1e-6 if device == "cpu" else 1e-2) * expected.norm(), (counts, outputs, inputs, blocks)
+
+
+@apart(interpret=True)
+def test_interpreted_casts_along_tokens_are_the_twin() -> None:
+    from megatron.extensions.speed.fusions.kernels import grouped_fp8_triton
+
+    round_to_fp8_as_torch()
+    check_casts(grouped_fp8_triton)
+
+
+@apart(interpret=True)
+def test_an_interpreted_list_of_tiles_adds_each_product_in_fp8() -> None:
+    from megatron.extensions.speed.fusions.kernels import grouped_fp8_triton
+
+    check_sums(grouped_fp8_triton)
+
+
+@apart(interpret=True)
+def test_interpreted_products_of_rows_are_those_of_each_expert() -> None:
+    from megatron.extensions.speed.fusions.kernels import grouped_fp8_triton
+
+    check_rows(grouped_fp8_triton)
+
+
+MUTANTS = (
+    (check_casts, "of_tiles <= tile", "of_tiles < tile"),
+    (check_casts, "(n < stop)[:, None] & (k < width)", "(n < stop + 1)[:, None] & (k < width)"),
+    (check_casts, "& 0x7F800000", "& 0x7FC00000"),
+    (check_sums, "dy_scale + step.to(tl.int64) * outputs + o", "dy_scale + o"),
+    (check_sums, "n = step * TILE", "n = (end - 1) * TILE"),
+    (check_sums, "in_o, in_i = o < outputs, i < inputs", "in_o, in_i = o < outputs, i < outputs"),
+    (check_rows, "of_rows <= tile", "of_rows < tile"),
+    (check_rows, "column // BLOCK_K) * steps", "column // BLOCK_K)"),
+    (check_rows, "(n < stop)[:, None] & (o < outputs)", "(n < stop - 1)[:, None] & (o < outputs)"),
+    (check_rows, "used = k < terms - step * BLOCK_K", "used = k < terms"),
+)
+
+
+@apart(interpret=True)
+def test_every_mutant_of_a_kernel_is_found() -> None:
+    from megatron.extensions.speed.fusions.kernels import grouped_fp8_triton
+
+    round_to_fp8_as_torch()
+    with TemporaryDirectory() as folder:
+        for check, old, new in MUTANTS:
+            try:
+                check(mutated(grouped_fp8_triton, old, new, folder))
+            except Exception:
+                continue
+            raise AssertionError(f"nothing finds {new} in place of {old}")
