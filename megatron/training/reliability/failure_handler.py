@@ -30,7 +30,7 @@ from megatron.training.reliability.failure_report import (
     hung,
     is_consequence,
 )
-from megatron.training.reliability.launch import Launch, restarts_left, tell_last, write_error_file
+from megatron.training.reliability.launch import START, Launch, restarts_left, tell_last, write_error_file
 from megatron.training.reliability.lossy_output import flush_output
 from megatron.training.reliability.rank_status import RankStatus, Standing
 from megatron.training.reliability.rank_store import PERIOD, Board, NoStoreError, launcher_has_store, store_refuses
@@ -364,7 +364,8 @@ class FailureHandler:
             self._kill_silent(cause)
             self.left = True
             board.say("left")
-            time.sleep(0.5)  # the launcher hears of the failed rank first
+            if START not in os.environ:  # otherwise the launcher hears of none
+                time.sleep(0.5)  # it hears of the failed rank first
         except RuntimeError:
             write_error_file(cause.line(), time.time() + 1)
         self._exit(cause.code)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -111,6 +112,20 @@ def table(samples: Sequence[tuple[int, Mapping[str, Sample]]]) -> list[str]:
     return lines
 
 
+def phases(screen: str, events: Sequence[Mapping[str, Any]]) -> str:
+    """The median seconds of each phase of a restart: from the failure until it is detected, until the ranks have ended,
+    their parents have met and forked, and the first step is made, and those of start-up."""
+    lines = re.findall(r"^ *start-up \(s\): (.*)$", screen, re.MULTILINE)[1:]
+    starts = [dict(part.rsplit(" ", 1) for part in line.split(" | ")) for line in lines]
+    pairs = list(zip(events, starts, strict=False))
+    found = {"detected": [float(event["detected_after"]) for event, _ in pairs]}
+    found["ended, met, forked, first step"] = [
+        event["recovered_after"] - event["detected_after"] - float(start["total"]) for event, start in pairs
+    ]
+    found |= {name: [float(start.get(name, 0)) for start in starts] for name in starts[0]}
+    return " | ".join(f"{name} {statistics.median(seconds):.2f}" for name, seconds in found.items())
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs it, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{(time.monotonic() - began) / 60:.0f} minutes; seconds to the next step: median "
             f"{statistics.median(seconds):.1f}, longest {seconds[-1]:.1f}"
         )
+        print(f"of a restart, median (s): {phases(run.screen.read_text(errors='replace'), events)}")
 
 
 if __name__ == "__main__":
