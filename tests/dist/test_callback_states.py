@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -90,11 +91,17 @@ def evaluated(rank: int, world_size: int, config: RunConfig) -> tuple[float, flo
         return records[0]["valid_loss"], records[1]["valid_loss"]
 
 
+@cache
+def evaluated_by_one(precision: str) -> tuple[float, float]:
+    (expected,) = run_world(1, evaluated, config_of(f"{precision} --eval-averaged", 1))
+    return expected
+
+
 @pytest.mark.parametrize("precision", ["--fp32", "--bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_averaged_weights_are_evaluated_and_training_continues_with_its_own(layout: str, precision: str) -> None:
     world, flags = LAYOUTS[layout]
-    (expected,) = run_world(1, evaluated, config_of(f"{precision} --eval-averaged", 1))
+    expected = evaluated_by_one(precision)
     found = run_world(world, evaluated, config_of(f"{precision} --eval-averaged {flags}", world))
     tolerance = 1e-5 if precision == "--fp32" else 5e-3
     assert found == [pytest.approx(expected, rel=tolerance)] * world
@@ -143,22 +150,31 @@ def loaded(rank: int, world_size: int, config: RunConfig, folder: Path) -> None:
                 assert torch.equal(data, whole[spans].to(data.dtype)), piece.meta.name
 
 
+@pytest.fixture(scope="module")
+def saved_by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on one process."""
+    folder = tmp_path_factory.mktemp("one")
+    run_world(1, saved, config_of(f"--fp64 --save {folder}", 1))
+    return folder
+
+
 @pytest.mark.parametrize(("before", "after"), [("zero1", "pp2-tied"), ("pp2-tied", "tp2-dp2"), ("tp2-dp2", "zero3")])
-def test_states_are_planned_and_load_at_another_layout(before: str, after: str, tmp_path: Path) -> None:
-    for name, (world, flags) in {"one": (1, ""), "many": LAYOUTS[before]}.items():
-        run_world(world, saved, config_of(f"--fp64 --save {tmp_path / name} {flags}", world))
-    one, many = (Checkpoint(tmp_path / name / "iter_0000002") for name in ("one", "many"))
+def test_states_are_planned_and_load_at_another_layout(
+    before: str, after: str, saved_by_one: Path, tmp_path: Path
+) -> None:
+    world, flags = LAYOUTS[before]
+    run_world(world, saved, config_of(f"--fp64 --save {tmp_path} {flags}", world))
+    one, many = (Checkpoint(folder / "iter_0000002") for folder in (saved_by_one, tmp_path))
     keys = [key for key in one.tensors if key.startswith("callbacks.")]
     assert len(keys) == 2 * sum(key.startswith("model.") for key in one.tensors)
     for key in keys:
         torch.testing.assert_close(many.read(key), one.read(key), rtol=1e-9, atol=1e-11)
     world, flags = LAYOUTS[after]
-    run_world(world, loaded, config_of(f"--fp64 --load {tmp_path / 'many'} {flags}", world), many.folder)
+    run_world(world, loaded, config_of(f"--fp64 --load {tmp_path} {flags}", world), many.folder)
 
 
-def test_finetuning_starts_with_states_of_zero(tmp_path: Path) -> None:
-    run_world(1, saved, config_of(f"--fp64 --save {tmp_path}", 1))
-    run_world(1, at_zero, config_of(f"--fp64 --finetune --load {tmp_path}", 1))
+def test_finetuning_starts_with_states_of_zero(saved_by_one: Path) -> None:
+    run_world(1, at_zero, config_of(f"--fp64 --finetune --load {saved_by_one}", 1))
 
 
 def at_zero(rank: int, world_size: int, config: RunConfig) -> None:

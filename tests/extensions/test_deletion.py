@@ -1,4 +1,9 @@
-"""Each built-in extension can be deleted: its flags are gone and name it when given, and a run has the same bits."""
+"""Each built-in extension can be deleted: its flags are gone and name it when given, and a run has the same bits.
+
+Deletions are tried together, in few sets: for each two extensions of which the first does not need the second, a set
+has the second without the first, so that an import or a registration that `needs` does not state fails. --whole tries
+each deletion alone.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,11 @@ import json
 import multiprocessing as mp
 import re
 import shutil
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -79,12 +86,35 @@ def whole() -> dict[str, Any]:
     return tried(ROOT, [])
 
 
-def without(name: str, folder: Path) -> set[str]:
-    """Copies the library without an extension and those that need it. Returns their names."""
-    shutil.copytree(ROOT / "megatron", folder / "megatron")  # compiled modules too, which times of change keep valid
-    gone = {name}
+def with_users(names: Iterable[str]) -> frozenset[str]:
+    """These extensions, and all that need them."""
+    gone = frozenset(names)
     while more := {each.name for each in extensions.BUILT_IN if gone & set(each.needs)} - gone:
         gone |= more
+    return gone
+
+
+NAMES = [extension.name for extension in extensions.BUILT_IN]
+
+
+def deleted_together() -> Iterator[frozenset[str]]:
+    """Sets to delete, the one that tries most new pairs first."""
+    draw = Random(0)
+    sets = [with_users(draw.sample(NAMES, count)) for count in (1, 2, 3, 4, 5, 6, 8, 10) for _ in range(150)]
+    sets += [with_users([name]) for name in NAMES]
+    untried = {name: frozenset(NAMES) - with_users([name]) for name in NAMES}  # that have not run without the key
+    while any(untried.values()):
+        best = max(sets, key=lambda gone: sum(len(untried[name] - gone) for name in gone))
+        yield best
+        untried |= {name: untried[name] & best for name in best}
+
+
+TOGETHER = list(deleted_together())
+
+
+def without(gone: frozenset[str], folder: Path) -> None:
+    """Copies the library without these extensions."""
+    shutil.copytree(ROOT / "megatron", folder / "megatron")  # compiled modules too, which times of change keep valid
     source = folder / "megatron" / "extensions" / "__init__.py"
     text = source.read_text()
     for place in [each.place for each in extensions.BUILT_IN if each.name in gone]:
@@ -92,7 +122,6 @@ def without(name: str, folder: Path) -> set[str]:
         text, count = re.subn(rf'    BuiltIn\(\s*"{place}",.*?\),\n(?=    BuiltIn|\))', "", text, flags=re.DOTALL)
         assert count == 1, place
     source.write_text(text)
-    return gone
 
 
 def listed(text: str) -> set[str]:
@@ -101,16 +130,30 @@ def listed(text: str) -> set[str]:
     return {flag for usage in usages for flag in re.findall(r"--[\w-]+", usage)}
 
 
-@pytest.mark.parametrize("name", [extension.name for extension in extensions.BUILT_IN])
-def test_the_rest_runs_without_it(name: str, tmp_path: Path) -> None:
-    gone = without(name, tmp_path)
+def test_each_extension_runs_without_each_that_it_does_not_need() -> None:
+    for name in NAMES:
+        for other in set(NAMES) - with_users([name]):
+            assert any(name in gone and other not in gone for gone in TOGETHER)
+
+
+@pytest.mark.grid("which", range(len(TOGETHER)), NAMES)
+def test_the_rest_runs_without_it(which: int | str, tmp_path: Path) -> None:
+    """Asks for flags of each extension once."""
+    gone = with_users([which]) if isinstance(which, str) else TOGETHER[which]
+    asked = gone if isinstance(which, str) else gone.difference(*TOGETHER[:which])
+    without(gone, tmp_path)
     index = dict(line.split(": ") for line in extensions.INDEX.read_text().splitlines())
-    flags = {flag: each for each in gone for flag in index.get(each, "").split()}
-    values = [flag for flag in flags if "=" in flag]
-    found = tried(tmp_path, [*sorted(flags.keys() - values)[:3], *values])
-    assert not listed(found["help"]) & flags.keys()
-    assert flags.keys() & listed(whole()["help"]) or flags.keys() == {*values}
-    for flag, text in found["refused"].items():
-        what = f"{flag}: is a flag" if flag not in values else f"{flag.replace('=', ' ')}: is a value"
-        assert f"{what} of the extension {flags[flag]}, which is not installed" in text
+    flags = {name: index.get(name, "").split() for name in gone}
+    values = {name: [flag for flag in flags[name] if "=" in flag] for name in asked}
+    some = {name: [*sorted({*flags[name]} - {*values[name]})[:3], *values[name]] for name in asked}
+    found = tried(tmp_path, [flag for given in some.values() for flag in given])
+    for name in gone:
+        assert not listed(found["help"]) & {*flags[name]}
+    for name, given in some.items():
+        assert {*flags[name]} & listed(whole()["help"]) or flags[name] == values[name]
+        for flag in given:
+            what = f"{flag}: is a flag" if "=" not in flag else f"{flag.replace('=', ' ')}: is a value"
+            owners = [each for each in gone if flag in flags[each]]
+            told = [f"{what} of the extension {owner}, which is not installed" for owner in owners]
+            assert any(text in found["refused"][flag] for text in told), flag
     assert found["losses"] == whole()["losses"]

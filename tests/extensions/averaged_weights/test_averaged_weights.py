@@ -69,10 +69,12 @@ MORE_LAYOUTS = {
 }
 """Beside those of `LAYOUTS`."""
 
-PRECISIONS = [(layout, precision) for precision in ("--fp32", "--bf16") for layout in LAYOUTS]
+FP32 = [(layout, "--fp32") for layout in LAYOUTS | MORE_LAYOUTS]
+BF16 = [(layout, "--bf16") for layout in LAYOUTS]
+"""Averages are of main parameters: with the optimizer's shards (zero1), and with shards of weights (zero3), in part."""
 
 
-@pytest.mark.parametrize(("layout", "precision"), [*PRECISIONS, *((layout, "--fp32") for layout in MORE_LAYOUTS)])
+@pytest.mark.grid(("layout", "precision"), [*FP32, ("zero1", "--bf16"), ("zero3", "--bf16")], [*FP32, *BF16])
 def test_averages_are_literal_ones_at_every_layout(layout: str, precision: str, tmp_path: Path) -> None:
     """In fp64, of the main parameters that the checkpoints of the same run hold after each step."""
     ranks, flags = (LAYOUTS | MORE_LAYOUTS)[layout]

@@ -28,7 +28,7 @@ def test_heads_of_one_width_and_of_two(config: TransformerConfig, family: str) -
     assert found[family] == EXPORTED and {*found.values()} == {EXPORTED}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.grid("seed", range(3), range(12))
 def test_drawn_models(seed: int) -> None:
     wrong = [
         f"{family} of {text}: {verdict}"
