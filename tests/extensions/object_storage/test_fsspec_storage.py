@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import PurePath
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,8 @@ from megatron.core.dist_checkpointing.file_storage import UNFINISHED, located
 from megatron.extensions.operate.object_storage.attempts import ATTEMPT, PUBLISHED, AttemptStorage
 from megatron.extensions.operate.object_storage.fsspec_storage import FsspecStorage
 from megatron.extensions.operate.object_storage.limits import LIMITS, Limits, Traffic
+from megatron.extensions.operate.object_storage.s3_requests import is_precondition
+from megatron.extensions.operate.object_storage.versioned_writes import replace_seen
 from tests.extensions.object_storage.server import (
     BUCKET,
     Faults,
@@ -229,6 +234,47 @@ def test_pauses_grow_and_the_bandwidth_is_kept() -> None:
     for _ in range(4):
         slow.limits.move(100_000)
     assert time.monotonic() - began >= 0.25
+
+
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_google_and_azure_replace_only_the_version_that_was_read(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`emulators` runs the real packages."""
+
+    class Store:
+        """What those packages do with an object, and with the condition of a write."""
+
+        _location = "http://store"
+        content, version = b"1", 7
+
+        def info(self, place: str) -> dict[str, object]:
+            return {"etag": self.version, "generation": self.version, "name": place}
+
+        def cat_file(self, place: str) -> bytes:
+            return self.content
+
+        def pipe_file(self, place: str, data: bytes, etag: int, match_condition: str) -> None:
+            assert place == "bucket/a b" and match_condition == "if not modified"
+            self.put(data, etag)
+
+        def call(self, method: str, url: str, *, data: bytes, name: str, **given: Any) -> None:
+            assert (method, url, name) == ("POST", "http://store/upload/storage/v1/b/bucket/o", "a b")
+            self.put(data, given["ifGenerationMatch"])
+
+        def put(self, data: bytes, version: int) -> None:
+            if version != self.version:
+                raise OSError("ConditionNotMet")
+            self.content, self.version = data, self.version + 1
+
+    azure = SimpleNamespace(MatchConditions=SimpleNamespace(IfNotModified="if not modified"))
+    monkeypatch.setitem(sys.modules, "azure", SimpleNamespace(core=azure))
+    monkeypatch.setitem(sys.modules, "azure.core", azure)
+    store = Store()
+    replaced = partial(replace_seen, store, scheme, "bucket/a b")
+    assert replaced(b"2", b"1") and not replaced(b"3", b"1") and store.content == b"2"
+    monkeypatch.setattr(store, "info", lambda place: {"etag": 7, "generation": 7})  # of before another write
+    with pytest.raises(OSError, match="ConditionNotMet") as error:
+        replaced(b"3", b"2")
+    assert is_precondition(error.value) and store.content == b"2"
 
 
 def test_any_store_of_fsspec(capfd: pytest.CaptureFixture[str]) -> None:

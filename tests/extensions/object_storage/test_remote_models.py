@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,10 @@ import pytest
 from megatron.extensions import load
 from tests.corpus import byte_level
 from tests.extensions.object_storage.server import BUCKET, credentials, environment, file_system, s3_server
-from tests.forked import run_forked, run_program
+from tests.forked import forked_ranks, run_forked, run_program
+from tests.limits import HANG, wait_for
+from tools.common import run_tool
+from tools.serve import main
 
 pytest.importorskip("s3fs")
 ROOT = f"s3://{BUCKET}"
@@ -49,7 +55,7 @@ def test_tokenizers_and_models_are_read_from_urls(port: int, tmp_path: Path) -> 
         for name, model, save in (("x", f"{url}/tokenizer.json", run), ("y", str(tokenizer), str(tmp_path / "local")))
     ]
     assert all("saved checkpoint at iteration 2" in text for text in said)
-    run_program("tools/inspect_checkpoint.py", run, tmp_path / "local", code=0)
+    run_program("tools/inspect_checkpoint.py", f"{run}/iter_0000002", tmp_path / "local", code=0)
     assert files.exists(f"{BUCKET}/run/tokenizer/tokenizer_config.json")
     prompt = ("--prompt", "line 1", "--max-new-tokens", "5")
     expected = run_program("tools/generate_text.py", "--load", tmp_path / "local", *prompt, code=0).stdout
@@ -59,6 +65,13 @@ def test_tokenizers_and_models_are_read_from_urls(port: int, tmp_path: Path) -> 
     files.rm(f"{BUCKET}/tokenizer", recursive=True)
     assert run_program("tools/generate_text.py", "--load", run, *prompt, code=0).stdout == expected, "as it was kept"
     assert run_program("tools/generate_text.py", "--load", hf, *prompt, code=0).stdout == expected
+    serving, ready = ["--load", run, "--device", "cpu", "--port", "0"], re.compile(r"serving run at (http://\S+/v1)")
+    with forked_ranks(1, serving, tmp_path / "served", main=lambda argv: run_tool(partial(main, argv))) as server:
+        found = wait_for(
+            lambda: ready.search((tmp_path / "served").read_text()), server, (tmp_path / "served").read_text
+        )
+        with urllib.request.urlopen(f"{found[1]}/models", timeout=HANG) as answer:
+            assert json.loads(answer.read())["data"][0]["id"] == "run"
     run_program("tools/convert_checkpoint.py", "--input", hf, "--output", f"{ROOT}/again", code=0)
     run_program("tools/inspect_checkpoint.py", f"{ROOT}/again", hf, code=0)
     flags = ["--cpu", "--fp32", "--load", hf, *data, str(tmp_path / "z"), "--seq-length", "16", "--lr", "1e-2"]

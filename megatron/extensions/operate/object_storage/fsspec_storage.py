@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.ranged_file import Range, RangedFile
 from megatron.extensions.operate.object_storage.block_cache import CACHE, Stored
 from megatron.extensions.operate.object_storage.limits import LIMITS
 from megatron.extensions.operate.object_storage.s3_requests import S3, Parts, is_precondition
+from megatron.extensions.operate.object_storage.versioned_writes import replace_seen
 from megatron.training.reliability.visible_text import visible
 
 if TYPE_CHECKING:
@@ -187,6 +188,8 @@ class FsspecStorage(Storage):
             try:
                 if self._s3 is not None:
                     return self._s3.replace(path, data, expected)
+                if expected is not None:
+                    return replace_seen(self._fs, self.scheme, self._place(path), data, expected)
                 self._fs.pipe_file(self._place(path), data, mode="create")
             except FileExistsError:
                 return False
@@ -197,8 +200,6 @@ class FsspecStorage(Storage):
             return True
 
         try:
-            if self._s3 is None and expected is not None:
-                raise NotImplementedError
             done = LIMITS.tried(path, replaced)
         except (NotImplementedError, OSError) as error:
             if not isinstance(error, NotImplementedError) and "NotImplemented" not in str(error):

@@ -26,10 +26,14 @@ AT_ONCE = 4
 SMALLEST_PART = 5 << 20
 
 
+STORES_TELL = ("pre-condition", "PreconditionFailed", "ConditionalRequestConflict", "ConditionNotMet")
+"""Words of the stores' errors for a write whose condition does not hold."""
+
+
 def is_precondition(error: BaseException) -> bool:
     """Return True if a store has refused a conditional write because the object has changed."""
     told = f"{error} {error.__cause__}"
-    return any(word in told for word in ("pre-condition", "PreconditionFailed", "ConditionalRequestConflict"))
+    return any(word in told for word in STORES_TELL)
 
 
 class S3(NamedTuple):
