@@ -139,7 +139,7 @@ def _answer(error: BaseException) -> tuple[str, int]:
 def as_os_error(what: object, error: Exception) -> OSError:
     """Convert the error to an OSError of the same class, without credentials."""
     if isinstance(error, ImportError):
-        return OSError(f"{what}: {error}; pip install 'megatron[remote]', or fsspec's package for this scheme")
+        return OSError(f"{what}: {error}; pip install 'paritrain[remote]', or fsspec's package for this scheme")
     kind = next((kind for kind in FINAL[:5] if isinstance(error, kind)), OSError)
     return kind(redacted(f"{what}: {_told(error)}"))
 
