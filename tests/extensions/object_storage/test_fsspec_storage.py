@@ -243,7 +243,7 @@ def test_google_and_azure_replace_only_the_version_that_was_read(scheme: str, mo
     class Store:
         """What those packages do with an object, and with the condition of a write."""
 
-        _location = "http://store"
+        base = "http://store/storage/v1/"
         content, version = b"1", 7
 
         def info(self, place: str) -> dict[str, object]:

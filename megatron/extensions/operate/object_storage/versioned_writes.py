@@ -32,7 +32,8 @@ def _to_google(fs: AbstractFileSystem, place: str, data: bytes, about: About) ->
     bucket, _, key = place.partition("/")
     given = {"uploadType": "media", "name": key, "ifGenerationMatch": about["generation"]}
     headers = {"Content-Type": "application/octet-stream"}
-    fs.call("POST", f"{fs._location}/upload/storage/v1/b/{bucket}/o", headers=headers, data=data, **given)
+    url = f"{fs.base.removesuffix('storage/v1/')}upload/storage/v1/b/{bucket}/o"
+    fs.call("POST", url, headers=headers, data=data, **given)
 
 
 def _to_azure(fs: AbstractFileSystem, place: str, data: bytes, about: About) -> None:
