@@ -1,4 +1,4 @@
-"""Matrix products and attention of 16-bit dtypes in fp32, on CPUs without instructions for them.
+"""16-bit matrix products and attention computed in fp32, on CPUs without instructions for them.
 
-It has no flags: a run on such a CPU takes it by itself, on all ranks, and says so. Read `products`.
+There are no flags: a run on such a CPU uses this automatically, on all ranks, and reports it. Read `products`.
 """

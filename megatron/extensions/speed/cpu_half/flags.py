@@ -1,4 +1,4 @@
-"""Registers the callback. This module does not import torch."""
+"""Registration of the callback. This module does not import torch."""
 
 from __future__ import annotations
 

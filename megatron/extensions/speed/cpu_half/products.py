@@ -1,8 +1,8 @@
-"""Products of 16-bit matrices in fp32, for CPUs without instructions for them.
+"""16-bit matrix products computed in fp32, for CPUs without instructions for them.
 
-There torch's own kernels take up to fifty times as long as a product in fp32. Operands are cast to fp32 and results are
-rounded once, as in those kernels. The operators of torch are replaced, so that layers, their backward passes, compiled
-regions and extensions stay as they are.
+On such CPUs torch's own kernels take up to fifty times as long as an fp32 product. Operands are cast to fp32 and
+results are rounded once, as in those kernels. The operators of torch are replaced, so that layers, their backward
+passes, compiled regions and extensions stay unchanged.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from megatron.training.initialize import Runtime
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 _OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, _ATTENTION: 3, f"{_ATTENTION}_backward": 5}
-"""How many arguments of an operator, the first ones, share its dtype."""
+"""Number of first arguments of an operator that share its dtype."""
 
 _VARIANTS = {"mm": "mm.out", "bmm": "bmm.out"} | {name: f"{name}.out {name}_" for name in ("addmm", "baddbmm")}
-"""Operators that write the same into existing memory."""
+"""Operators that write the same result into existing memory."""
 
 _FEW_ROWS = 4
-"""Rows up to which torch's own kernel takes no longer for a product with a transposed matrix, as in generation: it
-reads the matrix once, in 16 bits."""
+"""Largest number of rows for which torch's own kernel is not slower in a product with a transposed matrix, as in
+generation: it reads the matrix once, in 16 bits."""
 
 _replaced: set[torch.dtype] = set()
-"""The dtypes that this process multiplies in fp32: process-wide, as torch's operators are."""
+"""Dtypes that this process multiplies in fp32: process-wide, as torch's operators are."""
 
 
 def has_products_of(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has instructions for products of a 16-bit `dtype`, and torch uses them."""
+    """Return True if this CPU has instructions for products of a 16-bit `dtype`, and torch uses them."""
     return torch.backends.mkldnn.is_available() and matmul_instructions(dtype)
 
 
 def multiply_in_fp32(dtype: torch.dtype) -> None:
-    """Makes this process compute matrix products and attention of `dtype` on CPUs in fp32, from now on."""
+    """Make this process compute matrix products and attention of `dtype` on CPUs in fp32 from now on."""
     _replace_operators()
     _replaced.add(dtype)
 
@@ -53,12 +53,12 @@ def multiply_in_fp32(dtype: torch.dtype) -> None:
 Results = Tensor | tuple[Tensor, ...]
 
 Kernel = Callable[..., Results]
-"""An operator's function of a dispatch key set, and of operands."""
+"""Function of an operator, which takes a dispatch key set and the operands."""
 
 
 @cache
 def _replace_operators() -> Library:
-    """Replaces the operators for as long as the result exists. Each call takes about 1.5 microseconds more."""
+    """Replace the operators as long as the result exists. Each call takes about 1.5 microseconds longer."""
     library = Library("aten", "IMPL", "CPU")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
@@ -71,7 +71,7 @@ def _replace_operators() -> Library:
 
 
 def _in_fp32(own: Kernel, product: Kernel, operands: int, in_place: bool) -> Kernel:
-    """The kernel `own`, which for dtypes in `_replaced` is `product` of operands in fp32."""
+    """Return the kernel `own`, except that for dtypes in `_replaced` it computes `product` of operands in fp32."""
 
     def run(keys: object, *args: Tensor, **kwargs: Tensor | None) -> Results:
         dtype, out = args[0].dtype, args[0] if in_place else kwargs.get("out")
@@ -87,7 +87,7 @@ def _in_fp32(own: Kernel, product: Kernel, operands: int, in_place: bool) -> Ker
             return out.resize_(found.shape).copy_(found)
         if isinstance(found, Tensor):
             return found.to(dtype)
-        # Of attention [b, heads, n, d]; its log-sum-exps [b, heads, n] stay in fp32.
+        # Attention of [b, heads, n, d]; its log-sum-exps [b, heads, n] stay in fp32.
         return tuple(x.to(dtype) if x.ndim == 4 else x for x in found)
 
     return run
@@ -98,8 +98,8 @@ def _few_rows(x: Tensor, matrix: Tensor) -> bool:
 
 
 def choose_products(dtypes: Iterable[torch.dtype], device: torch.device, world: Axis) -> list[str]:
-    """Computes products of 16-bit `dtypes` in fp32 if the CPU of any rank lacks instructions for them: on all ranks, as
-    replicas must stay equal. Returns lines that say so. Collective over `world`."""
+    """Compute products of 16-bit `dtypes` in fp32 if the CPU of any rank lacks instructions for them: on all ranks,
+    because replicas must stay equal. Returns lines for the log. Collective over `world`."""
     lines = []
     for dtype in dtypes:
         if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
@@ -112,14 +112,14 @@ def choose_products(dtypes: Iterable[torch.dtype], device: torch.device, world: 
 
 
 def multiplied_dtypes(config: RunConfig) -> list[torch.dtype]:
-    """The dtypes of matrix products: that of the layers, and those in which the optimizer multiplies."""
+    """Dtypes of matrix products: those of the layers, and those in which the optimizer multiplies."""
     of_updates = OPTIMIZERS.facts(config.optimizer.optimizer).product_dtypes
     names = [config.parallel.params_dtype, *of_updates(config.optimizer, config.parallel.main_dtype)]
     return [getattr(torch, name) for name in dict.fromkeys(names)]
 
 
 class ProductsInFp32(Callback):
-    """Chooses for a run, before its model is built."""
+    """Callback that decides for a run, before its model is built."""
 
     def on_setup(self, runtime: Runtime) -> None:
         for line in choose_products(multiplied_dtypes(self.config), runtime.device, runtime.state.world):

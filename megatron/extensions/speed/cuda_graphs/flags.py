@@ -1,4 +1,5 @@
-"""Flags of CUDA graphs, what they exclude, and where their runner is. This module does not import torch."""
+"""Flags of CUDA graphs, features that they exclude, and the import path of their runner. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ HERE = "megatron.extensions.speed.cuda_graphs"
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """A graph replays the recorded kernels on the same memory. It cannot contain host decisions that change from
-    batch to batch, or host waits."""
+    """A graph replays the recorded kernels on the same memory. It cannot contain host decisions that change between
+    batches, or waits on the host."""
     own = config.options(CudaGraphFlags)
     c = config
     p = config.parallel
@@ -58,7 +59,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         variants = c.model.linear_attentions
     except ValueError:
-        variants = ()  # a pattern that cannot be read, which another rule reports
+        variants = ()  # another rule reports a pattern that cannot be read
     for variant in variants:
         if variant in ("gated_delta_net", "kimi_delta_attention"):
             by_flag = c.model.experimental_attention_variant is not None
@@ -68,7 +69,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         why = "memory of whole gradients comes and goes during the passes"
         strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
         yield Problem.exclusive(name, impl, strategy, why)
-    if gathered_format(p) is not None and c.optimizer.use_distributed_optimizer:  # else another rule speaks of it
+    if gathered_format(p) is not None and c.optimizer.use_distributed_optimizer:  # otherwise another rule reports it
         why = "recorded steps cast the weights that they find in bf16"
         yield Problem.exclusive("--fp8-param-gather", None, graph, why)
 

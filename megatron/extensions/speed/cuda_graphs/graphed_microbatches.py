@@ -1,9 +1,9 @@
-"""Forward and backward of a micro-batch as one CUDA graph, recorded once and replayed.
+"""Forward and backward pass of a micro-batch as one CUDA graph, recorded once and replayed.
 
-Launching a small model's kernels one by one takes longer than running them; a graph is launched at once. It repeats the
-same kernels on the same memory, so what goes in is copied to where the recorded batch lay, and what comes out, the
-loss, is copied away; parameters and gradient sums lie in flat buffers that never move, and dropout is a function of the
-samples' numbers, which go in. `flags.py` says what cannot be recorded.
+Launching the kernels of a small model one by one takes longer than running them; a graph is launched at once. A graph
+repeats the same kernels on the same memory. So inputs are copied to the memory of the recorded batch, and the loss is
+copied away. Parameters and gradient sums are in flat buffers that never move, and dropout is a function of the samples'
+numbers, which are inputs. `flags.py` lists what cannot be recorded.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ Replay = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Records work on a device, to be replayed."""
+    """Recorder of work on a device, for replays."""
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]: ...
 
 
 class CudaRecorder:
-    """torch's CUDA graphs, on the current stream, which must not be the default one.
+    """Recorder with torch's CUDA graphs, on the current stream, which must not be the default one.
 
-    Recordings share their memory, but for what is still referenced, so only one may be replayed at a time.
-    Other threads, which read data and pin memory, may go on meanwhile: only what this one does is watched. Garbage is
-    collected before, as what holds device memory must not be freed in a recording.
+    Recordings share their memory, except tensors that are still referenced, so only one may be replayed at a time.
+    Other threads, which read data and pin memory, may continue meanwhile, because only this thread's calls are
+    captured. Garbage is collected first, because device memory must not be freed during a recording.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Calls `run`, whose work on the device is recorded and not done. Its result, whose values are valid after each
-        call of the returned function."""
+        """Call `run`, whose device work is recorded instead of executed. Returns a replay function and the result of
+        `run`, whose values are valid after each call of the function."""
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.collect()
         gc.disable()
@@ -64,12 +64,12 @@ class CudaRecorder:
 
 
 class GraphedMicrobatches:
-    """Runs micro-batches one after another: in the first `warm_up_steps` steps as they come, then from a recording.
+    """Run micro-batches one after another: eagerly in the first `warm_up_steps` steps, then from a recording.
 
-    `run(batch, seed)` is the forward and the backward of seed * loss sum, and returns the loss sum. All micro-batches
-    have one shape. The gradients of the batch that is recorded are added by its first replay: recording computes
-    nothing. If weights are cast (fp8), the first micro-batch of a step has a separate recording, which makes the casts
-    that the others read."""
+    `run(batch, seed)` computes the forward, and the backward of seed * loss sum, and returns the loss sum. All
+    micro-batches have the same shape. The gradients of the recorded batch are added by the first replay, because
+    recording computes nothing. If weights are cast (fp8), the first micro-batch of a step has a separate recording,
+    which makes the casts that the others read."""
 
     def __init__(
         self,
@@ -89,10 +89,10 @@ class GraphedMicrobatches:
         self._steps = 0
         self._inputs: Batch | None = None
         self._recordings: dict[bool, tuple[Tensor, Replay]] = {}
-        """The loss and the replay, by whether weights are cast in it."""
+        """Loss and replay function, for recordings with and without weight casts."""
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
-        """The loss sum of each micro-batch of a step."""
+        """Return the loss sum of each micro-batch of a step."""
         self._seed.fill_(seed)
         self._steps += 1
         if self._steps <= self.warm_up_steps:
@@ -132,9 +132,9 @@ def _copy_into(inputs: Batch, batch: Batch) -> None:
 
 
 class GraphedPipeline(Pipeline):
-    """Trains micro-batches from recordings."""
+    """Train micro-batches from recordings."""
 
-    may_overwrite = False  # a recording is replayed for the first micro-batch and for all others
+    may_overwrite = False  # there is one recording for the first micro-batch, and one for all others
 
     def __init__(
         self,
@@ -160,8 +160,8 @@ class GraphedPipeline(Pipeline):
 
 
 class SideStream(Callback):
-    """Leaves the default CUDA stream: that stream cannot be captured, and autograd computes a parameter's gradient on
-    the stream of its first use. Raises ValueError on CPU."""
+    """Switch from the default CUDA stream to another one: the default stream cannot be captured, and autograd computes
+    a parameter's gradient on the stream of its first use. Raises ValueError on CPU."""
 
     def on_setup(self, runtime: Runtime) -> None:
         if runtime.device.type != "cuda":

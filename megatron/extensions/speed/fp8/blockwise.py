@@ -1,8 +1,9 @@
 """Blockwise fp8: weights scaled by blocks of 128 x 128, activations and gradients by tiles of 1 x 128.
 
-DeepSeek-V3, arXiv 2412.19437, section 3.3.2 and figure 7. Tiles lie along the dimension that a GEMM sums over, so that
-an outlier costs precision in its own tile only. Multipliers are powers of two: a scaled value keeps its mantissa, and a
-tensor that is cast along another dimension later loses nothing by the first cast but small values (section 3.5.2).
+DeepSeek-V3, arXiv 2412.19437, section 3.3.2 and figure 7. Tiles extend along the dimension that a GEMM sums over, so
+that an outlier reduces precision only in its own tile. Multipliers are powers of two: a scaled value keeps its
+mantissa, so that if a tensor is later cast along another dimension, the first cast loses only small values (section
+3.5.2).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ R = TypeVar("R")
 
 
 def in_blocks(x: Tensor, rows: int) -> Tensor:
-    """x [n, k] -> [blocks of rows, rows, blocks of columns, 128], with zeros behind the last rows and columns."""
+    """x [n, k] -> [blocks of rows, rows, blocks of columns, 128], padded with zeros after the last rows and columns."""
     n, k = x.shape
     if n % rows or k % TILE:
         x = F.pad(x, (0, -k % TILE, 0, -n % rows))
@@ -37,14 +38,14 @@ def amax_of_blocks(blocks: Tensor) -> Tensor:
 
 
 def power_of_two(multiplier: Tensor) -> Tensor:
-    """Rounds fp32 multipliers down to powers of two, exactly: the sign and the exponent of their bits. 0 and NaN, which
-    stand for values that are not finite, become NaN."""
+    """Round fp32 multipliers down to powers of two, exactly, by keeping the sign and exponent bits. 0 and NaN, which
+    represent values that are not finite, become NaN."""
     rounded_down = (multiplier.view(torch.int32) & 0x7F800000).view(torch.float32)
     return torch.where(multiplier > 0, rounded_down, torch.nan)
 
 
 def cast_by_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> Scaled:
-    """Casts x [n, k] by blocks of `rows` x 128: one row (a tile) or 128. The last blocks may be smaller."""
+    """Cast x [n, k] by blocks of `rows` x 128: one row (a tile) or 128 rows. The last blocks may be smaller."""
     n, k = x.shape
     blocks = in_blocks(x, rows)
     multiplier = power_of_two(multiplier_of(amax_of_blocks(blocks), torch.finfo(dtype).max))
@@ -53,21 +54,21 @@ def cast_by_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> Scaled:
 
 
 def cast_along_columns(x: Tensor, dtype: torch.dtype) -> Scaled:
-    """Casts the transpose of x [n, k] by tiles of 128 x 1: values [k, n], scale [k, n / 128]."""
+    """Cast the transpose of x [n, k] by tiles of 128 x 1: values [k, n], scale [k, n / 128]."""
     return cast_by_blocks(x.t(), 1, dtype)
 
 
 def recast_along_columns(values: Tensor, scale: Tensor) -> Scaled:
-    """Casts the transpose of what values [n, k] and scale [n, k / 128] stand for: values [k, n], scale [k, n / 128]."""
+    """Cast the transpose of the matrix with values [n, k] and scale [n, k / 128]: values [k, n], scale [k, n / 128]."""
     return cast_along_columns(Scaled(values, scale).dequantized(), values.dtype)
 
 
 class BlockwiseGemms(Fp8Gemms):
-    """Blocks of 128 x 128 for the weight, whose casts by rows and by columns have the same; tiles of 1 x 128 for the
-    rest.
+    """Blocks of 128 x 128 for the weight, which are the same for casts by rows and by columns; tiles of 1 x 128 for
+    everything else.
 
     The GEMM of the weight gradient sums over tokens. For it, the input is cast by columns from its cast by rows, which
-    is what sequence parallelism gathers.
+    is the tensor that sequence parallelism gathers.
     """
 
     gathers_weights = True
@@ -91,7 +92,7 @@ class BlockwiseGemms(Fp8Gemms):
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self._by_rows(rows_of(x), 1, E4M3)
-        # Bytes, as not every backend sends fp8.
+        # As bytes, because not every backend sends fp8.
         return values.view(torch.uint8).view(x.shape), scale.view(*x.shape[:-1], -1)
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
@@ -107,5 +108,6 @@ class BlockwiseGemms(Fp8Gemms):
         return self._region(recast_along_columns, whole)(*rows)
 
     def _region(self, cast: Callable[K, R], whole: bool) -> Callable[K, R]:
-        """A cast as a region, if a matrix has `whole` tiles: compilers of some versions mix up the scales of others."""
+        """Cast within a region if all tiles of the matrix are `whole`: some compiler versions mix up the scales of
+        partial tiles."""
         return region(cast, self.compiled and whole, static=True)

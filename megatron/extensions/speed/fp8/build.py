@@ -1,4 +1,5 @@
-"""Called by the trunk: the fp8 GEMMs of linear layers and experts by recipe, and whether a GPU computes them."""
+"""Interface to the trunk: the fp8 GEMMs of linear layers and experts for each recipe, and a check that a GPU supports
+them."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ RECIPES: dict[str, type[Fp8Gemms]] = {
 
 
 class Fp8Format(Fp8Context):
-    """fp8 as a format of products (`LINEAR_FORMATS`)."""
+    """fp8 as a number format of linear layers (`LINEAR_FORMATS`)."""
 
     @classmethod
     def build(cls, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> Fp8Format:
         return cls(config.options(Fp8Flags), layers, casts)
 
     def linear(self, name: str, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> Fp8Gemms:
-        """The GEMMs of the linear layer `name`, by recipe."""
+        """Return the GEMMs of the linear layer `name`, for its recipe."""
         return RECIPES[self.config.fp8_recipe](name, self, tp, cuts, device, compiled)
 
     def grouped(
@@ -44,12 +45,13 @@ class Fp8Format(Fp8Context):
 
     @staticmethod
     def gather(ddp: DistributedDataParallel) -> WeightGather | None:
-        """Prepares gathers of weights in fp8, for --fp8-param-gather; None if no bucket holds such weights alone."""
+        """Prepare the gathering of weights in fp8, for --fp8-param-gather; None if no bucket consists of such weights
+        only."""
         return build_gather(ddp)
 
     @staticmethod
     def check(config: ModelParallelConfig, device: torch.device) -> None:
-        """Raises ValueError if the GPU does not support fp8, or the recipe."""
+        """Raise ValueError if the GPU does not support fp8, or the recipe."""
         own = config.options(Fp8Flags)
         if device.type != "cuda":
             return

@@ -1,11 +1,12 @@
 """Scaled casts to fp8 and GEMMs of their results (Micikevicius et al., "FP8 Formats", arXiv 2209.05433).
 
-A matrix x is held as x8 = round(x * m). The multiplier m brings its largest value to the largest number of the format.
-A GEMM sums in fp32 and multiplies by the scales 1 / m of both operands. Casts saturate, yet NaN and Inf are not lost:
-they make the scale NaN or infinite, and with it the result.
+A matrix x is represented as x8 = round(x * m). The multiplier m maps its largest value to the largest number of the
+format. A GEMM sums in fp32 and multiplies by the scales 1 / m of both operands. Casts saturate, but NaN and Inf are not
+lost: they make the scale NaN or infinite, and therefore the result.
 
-A cast by rows has the matrix's shape [n, k], a cast by columns is its transpose [k, n]: GEMMs in fp8 sum along the last
-dimension of both operands. Both casts are made of one read of the matrix. Collectives run between its amax and them.
+A cast by rows has the matrix's shape [n, k]; a cast by columns is its transpose [k, n], because GEMMs in fp8 sum along
+the last dimension of both operands. Both casts are made in one pass over the matrix. Collectives run between the
+computation of its amax and the casts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Others = TypeVarTuple("Others")
 
 class CastPair(NamedTuple):
     """fp8 values by rows [n, k] and by columns [k, n], and the fp32 scales that undo their multipliers: [], or [n, 1]
-    and [k, 1]. None where not asked for."""
+    and [k, 1]. None if not requested."""
 
     rows: Tensor | None
     row_scale: Tensor | None
@@ -42,8 +43,8 @@ class CastPair(NamedTuple):
 
 
 class CastOrder(NamedTuple):
-    """How to cast a matrix by a given multiplier [], as `wanted` by rows and by columns. `noted` [] becomes the larger
-    of it and the matrix's amax."""
+    """How to cast a matrix with a given multiplier []: by rows and by columns, as `wanted`. `noted` [] is raised to the
+    matrix's amax if that is larger."""
 
     multiplier: Tensor
     noted: Tensor | None
@@ -52,22 +53,23 @@ class CastOrder(NamedTuple):
 
 
 CastParts = tuple[Tensor, Tensor | None, Sequence[bool], torch.dtype]
-"""The parts of a `CastOrder`, as operators of torch take them."""
+"""The fields of a `CastOrder`, in the form that torch operators take."""
 
 
 @operation
 def cast_transpose(
     x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype, compiled: bool
 ) -> CastPair:
-    """Casts x [n, k] scaled by an amax: by rows with `row_amax`, [] or [n, 1], by columns with `column_amax`, [] or
-    [1, k]. None asks for no cast. An amax [] is that of the whole tensor, so that both casts have the same values."""
+    """Cast x [n, k], scaled by an amax: by rows with `row_amax`, [] or [n, 1], and by columns with `column_amax`, [] or
+    [1, k]. No cast is made for None. An amax [] is that of the whole tensor, so that both casts have the same
+    values."""
     return region(cast_transpose_twin, compiled, static=True)(x, row_amax, column_amax, dtype)
 
 
 @operation
 def cast_transpose_noting_amax(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
-    """Casts x [n, k] and notes its amax, which the multiplier ignores. The scales are NaN if the amax is not finite:
-    the cast may have hidden that."""
+    """Cast x [n, k] and record its amax, which does not affect the multiplier. The scales are NaN if the amax is not
+    finite, because saturation may have hidden that."""
     return noting(cast_transpose_with_amax_twin, compiled, cast, x)
 
 
@@ -77,7 +79,8 @@ def noting(
     cast: CastOrder,
     *others: *Others,
 ) -> Made:
-    """The result of a twin as a region. Its last operand is the `cast`, and it returns an amax too, which is noted."""
+    """Return the result of a twin, computed as a region. The twin's last operand is the `cast`. It also returns an
+    amax, which is recorded."""
     found, amax = region(twin, compiled, static=True)(*others, cast._replace(noted=None))
     if cast.noted is not None:
         assert amax is not None
@@ -100,7 +103,7 @@ def transpose(values: Tensor, compiled: bool) -> Tensor:
 
 
 def cast_transpose_twin(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> CastPair:
-    """`cast_transpose` in torch."""
+    """`cast_transpose` in plain torch."""
     largest = torch.finfo(dtype).max
     rows = columns = row_scale = column_scale = None
     if row_amax is not None:
@@ -116,7 +119,7 @@ def cast_transpose_twin(x: Tensor, row_amax: Tensor | None, column_amax: Tensor 
 
 
 def cast_transpose_with_amax_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
-    """`cast_transpose_noting_amax` in torch, but for the note: also returns the amax."""
+    """`cast_transpose_noting_amax` in plain torch, except that it returns the amax instead of recording it."""
     amax = amax_of(x)
     scale = cast.multiplier.reciprocal() + 0.0 * amax
     values = round_scaled(x, cast.multiplier, cast.dtype)
@@ -126,7 +129,7 @@ def cast_transpose_with_amax_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair,
 
 
 def amax_of_rows_and_columns_twin(x: Tensor, wanted: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
-    """`amax_of_rows_and_columns` in torch."""
+    """`amax_of_rows_and_columns` in plain torch."""
     rows = _amax_along(x, 1) if wanted[0] else None
     return rows, _amax_along(x, 0) if wanted[1] else None
 
@@ -137,16 +140,16 @@ def _amax_along(x: Tensor, dim: int) -> Tensor:
 
 
 def round_scaled(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds x * multiplier, computed in fp32, to the nearest number of the format, ties to even.
+    """Round x * multiplier, computed in fp32, to the nearest number of the format, ties to even.
 
-    The clamp makes overflow saturate: what conversions do with it differs between devices. NaN stays NaN.
+    The clamp makes overflow saturate, because conversions treat it differently on different devices. NaN stays NaN.
     """
     largest = torch.finfo(dtype).max
     return (x.to(torch.float32) * multiplier).clamp(-largest, largest).to(dtype).contiguous()
 
 
 def transposed(values: Tensor) -> Tensor:
-    """`transpose` in torch."""
+    """`transpose` in plain torch."""
     return values.view(torch.uint8).t().contiguous().view(values.dtype)
 
 
@@ -156,48 +159,51 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def multiplier_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Tensor:
-    """Scaling multiplier largest / amax / 2^margin: 1 where amax is 0; 0 or NaN where it is not finite."""
+    """Scaling multiplier largest / amax / 2^margin: 1 if amax is 0; 0 or NaN if it is not finite."""
     return torch.where(amax == 0, 1.0, largest / 2.0**margin / amax.clamp(min=SMALLEST_AMAX))
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 BLOCK_CAPABILITY = 9
-"""Major compute capability of the GPUs whose kernels take scales of tiles (Hopper). Older and newer ones have none."""
+"""Major compute capability of the GPUs whose kernels support scales of tiles (Hopper). Older and newer GPUs have no
+such kernels."""
 
 BLOCK_CUDA = (12, 9)
-"""First CUDA whose kernels do."""
+"""First CUDA version whose kernels support them."""
 
 FIRST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with fp8 GEMMs (Ada)."""
 
 
 class Scaled(NamedTuple):
-    """An fp8 matrix: fp8 values [n, k] and an fp32 scale. It stands for values * scale.
+    """An fp8 matrix: fp8 values [n, k] and an fp32 scale. It represents values * scale.
 
-    There is one scale for all [], or one for each row [n, 1], tile [n, k / 128] or block [n / 128, k / 128].
+    There is one scale for the whole matrix [], or one for each row [n, 1], tile [n, k / 128] or block [n / 128, k /
+    128].
     """
 
     values: Tensor
     scale: Tensor
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns values * scale, [n, k] in `dtype`."""
+        """Return values * scale, [n, k] in `dtype`."""
         return self.values.to(dtype) * by_block(self.scale, self.values.shape).to(dtype)
 
     @property
     def in_blocks(self) -> bool:
-        """True if there is a scale for each block."""
+        """True if each block has a scale."""
         return self.scale.ndim == 2 and self.scale.shape[0] != self.values.shape[0]
 
     @property
     def in_tiles(self) -> bool:
-        """True if there are several scales for each row."""
+        """True if each row has several scales."""
         return self.scale.ndim == 2 and not self.in_blocks and self.scale.shape[1] > 1
 
 
 def by_block(scale: Tensor, shape: torch.Size) -> Tensor:
-    """A scale or multiplier in a form that broadcasts to the matrix [n, k] whose blocks, rows or whole it is for."""
+    """A scale or multiplier in a form that broadcasts to the matrix [n, k], for scales of blocks, rows or the whole
+    matrix."""
     if scale.ndim == 0 or (scale.shape[1] == 1 and scale.shape[0] == shape[0]):
         return scale
     rows = 1 if scale.shape[0] == shape[0] else TILE
@@ -206,13 +212,13 @@ def by_block(scale: Tensor, shape: torch.Size) -> Tensor:
 
 
 def formats(name: str) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the formats (of inputs and weights, of output gradients) of --fp8-format `name`."""
+    """Return the formats (of inputs and weights, of output gradients) for --fp8-format `name`."""
     return E4M3, E5M2 if name == "hybrid" else E4M3
 
 
 def multiplies_in_fp8(x: Tensor) -> bool:
-    """Whether operands like `x` go to torch's fp8 GEMM. That of CPUs takes up to a thousand times as long as a product
-    of dequantized operands, which has the same values."""
+    """Return True if operands like `x` use torch's fp8 GEMM. On CPUs it takes up to a thousand times as long as a
+    product of dequantized operands, which has the same values."""
     return x.is_cuda
 
 
@@ -224,13 +230,14 @@ def scaled_mm(
     fast_accumulation: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """fp8 GEMM: a [n, k], b [m, k], bias [m] -> a bᵀ + bias [n, m], summed in fp32 and rounded to `out_dtype`. Written
-    to `out`, if it is given and each operand has one scale.
+    """fp8 GEMM: a [n, k], b [m, k], bias [m] -> a bᵀ + bias [n, m], summed in fp32 and rounded to `out_dtype`. The
+    result is written to `out` if that is given and each operand has one scale.
 
-    With a scale for each row, CUDA returns bf16 whatever `out_dtype`: the one dtype that all of torch's kernels return.
-    The only place that knows kernels. Both operands are row-major, so that b's transpose is column-major, the only
-    arrangement that Hopper takes. CUDA needs multiples of 16 for k and m, and at most one operand in e5m2. On CPUs
-    `dequantized_mm` computes it. With `fast_accumulation`, Hopper's tensor cores keep partial sums to fewer bits.
+    With a scale for each row, CUDA returns bf16 whatever `out_dtype` is, because all of torch's kernels support only
+    that dtype. This is the only function that depends on kernels. Both operands are row-major, so that b's transpose is
+    column-major, the only layout that Hopper supports. CUDA requires that k and m be multiples of 16, and that at most
+    one operand be e5m2. On CPUs `dequantized_mm` computes it. With `fast_accumulation`, Hopper's tensor cores keep
+    partial sums with fewer bits.
     """
     if b.in_blocks or b.in_tiles:
         return _block_scaled_mm(a, b, out_dtype, bias)
@@ -253,7 +260,8 @@ def scaled_mm(
 
 
 def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """`scaled_mm` of a in tiles and b in tiles or blocks. The kernel is cuBLAS', which scales after every 128 terms."""
+    """`scaled_mm` for a in tiles and b in tiles or blocks. The kernel is cuBLAS', which scales after every 128
+    terms."""
     if not a.values.is_cuda:
         return dequantized_mm(a, b, out_dtype, bias)
     rows = a.values.shape[0]
@@ -265,7 +273,7 @@ def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor 
         kind = ScalingType.BlockWise128x128 if b.in_blocks else ScalingType.BlockWise1x128
         of_b = _blocks_as_columns(b.scale) if b.in_blocks else _tiles_as_columns(b.scale)
         y = F.scaled_mm(values, others, scale, ScalingType.BlockWise1x128, of_b, kind, output_dtype=out_dtype)
-    else:  # F.scaled_mm takes e4m3 alone, and the older entry no blocks in general
+    else:  # F.scaled_mm supports only e4m3, and the older function does not support blocks in general
         tiles = b.scale.repeat_interleave(TILE, 0) if b.in_blocks else b.scale
         y = torch_private.scaled_mm(values, others, scale, _tiles_as_columns(tiles).t(), out_dtype=out_dtype)
     y = y[:rows, : b.values.shape[0]].contiguous()
@@ -273,7 +281,8 @@ def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor 
 
 
 def _in_whole_tiles(values: Tensor, rows: int) -> Tensor:
-    """fp8 values [n, k] with zeros up to multiples of `rows` and 128: some versions of torch take no smaller tiles."""
+    """Pad fp8 values [n, k] with zeros to multiples of `rows` and 128, because some versions of torch do not support
+    smaller tiles."""
     n, k = values.shape
     if n % rows == 0 and k % TILE == 0:
         return values
@@ -281,12 +290,12 @@ def _in_whole_tiles(values: Tensor, rows: int) -> Tensor:
 
 
 def _tiles_as_columns(scale: Tensor) -> Tensor:
-    """Scales of tiles [n, tiles] with the rows next to each other, as the kernel reads them."""
+    """Scales of tiles [n, tiles], with adjacent rows contiguous in memory, as the kernel reads them."""
     return scale.t().contiguous().t()
 
 
 def _blocks_as_columns(scale: Tensor) -> Tensor:
-    """Scales of blocks [m / 128, k / 128] -> [k / 128 in a multiple of four, m / 128], column-major."""
+    """Scales of blocks [m / 128, k / 128] -> [k / 128 rounded up to a multiple of four, m / 128], column-major."""
     return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
 
 
@@ -294,7 +303,7 @@ def _blocks_as_columns(scale: Tensor) -> Tensor:
 def dequantized_mm(
     a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Computes `scaled_mm` without an fp8 kernel."""
+    """Compute `scaled_mm` without an fp8 kernel."""
     product = a.dequantized() @ b.dequantized().t()
     rounded = (product if bias is None else product + bias.to(torch.float32)).to(out_dtype)
     return rounded if out is None else out.copy_(rounded)
@@ -303,6 +312,6 @@ def dequantized_mm(
 @operation
 @torch_function
 def add_fp8_product_(out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
-    """out [o, i] += dy x^T, for dy [o, n] and x [i, n] cast by columns. With `overwrite` out = dy x^T."""
+    """out [o, i] += dy x^T, for dy [o, n] and x [i, n] cast by columns. With `overwrite`, out = dy x^T."""
     product = scaled_mm(dy, x, out.dtype)
     out.copy_(product) if overwrite else out.add_(product)

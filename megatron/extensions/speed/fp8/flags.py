@@ -1,4 +1,4 @@
-"""Flags of fp8, and where its parts are. This module does not import torch."""
+"""Flags of fp8, and the import paths of its parts. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 HERE = "megatron.extensions.speed.fp8"
 
 ALIGNMENT = 16
-"""The dimensions of matrices in fp8 kernels must be multiples of this."""
+"""Dimensions of matrices in fp8 kernels must be multiples of this."""
 
 TILE = 128
-"""Elements of a tile of --fp8-recipe blockwise; a block has as many rows of tiles."""
+"""Elements per tile of --fp8-recipe blockwise; a block consists of as many tile rows."""
 
 
 @extension_flags("fp8", may_change=True, rules=f"{HERE}.rules:fp8")
@@ -27,17 +27,17 @@ class Fp8Flags:
     (hybrid; those of experts in e4m3). Attention (without --attention-backend fp8), embedding and head stay in bf16."""
 
     fp8_recipe: str = flag("delayed", choices=("tensorwise", "delayed", "rowwise", "blockwise"))
-    """Scaling of fp8 tensors: by the tensor's largest value, that of earlier steps (delayed), each row's, or that of
-    each tile of 128 values and each block of 128 x 128 weights (blockwise)."""
+    """Scaling of fp8 tensors: by the tensor's largest value (tensorwise), by that of earlier steps (delayed), by each
+    row's (rowwise), or by those of each tile of 128 values and each block of 128 x 128 weights (blockwise)."""
 
-    fp8_margin: int = flag(0, at_least=0, at_most=16, bounds_reason="as e4m3 has 18 powers of two")
+    fp8_margin: int = flag(0, at_least=0, at_most=16, bounds_reason="because e4m3 has 18 powers of two")
     """Delayed scaling: margin below the format's largest number, in powers of two."""
 
     fp8_amax_history_len: int = 1
-    """Delayed scaling: number of steps in the history of largest values."""
+    """Delayed scaling: number of steps in the amax history."""
 
     fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"))
-    """Delayed scaling: scale by the largest value of the last step, or of the whole history."""
+    """Delayed scaling: scale by the largest value of the last step (most_recent), or of the whole history (max)."""
 
     first_last_layers_bf16: bool = False
     """Keep the first and last transformer layers in bf16."""
@@ -49,7 +49,8 @@ class Fp8Flags:
     """--first-last-layers-bf16: number of last layers in bf16."""
 
     fp8_param_gather: bool = False
-    """Gather updated weights of fp8 linear layers in fp8 over the data-parallel ranks: half the bytes, same numbers."""
+    """Gather the updated weights of fp8 linear layers in fp8 over the data-parallel ranks: half the bytes, same
+    results."""
 
     def layers(self, num_layers: int) -> range:
         """Numbers of the transformer layers whose linear layers use fp8."""
@@ -61,27 +62,27 @@ class Fp8Flags:
 
 
 def alignment(parallel: ModelParallelConfig, ranks: int) -> tuple[int, str]:
-    """Number that divides a rank's features in fp8 if `ranks` have a part of them, and the flag that asks for it.
+    """Divisor of a rank's features in fp8 if `ranks` share them, and the flag that requires it.
 
-    Kernels want multiples of 16. Blockwise, a tile on two ranks would have two scales."""
+    Kernels require multiples of 16. With blockwise scaling, a tile on two ranks would have two scales."""
     cut = parallel.options(Fp8Flags).fp8_recipe == "blockwise" and ranks > 1
     return (TILE, "--fp8-recipe blockwise") if cut else (ALIGNMENT, "--fp8-format")
 
 
 def described(parallel: ModelParallelConfig) -> str:
-    """Format and recipe."""
+    """Text for a plan: format and recipe."""
     own = parallel.options(Fp8Flags)
     return f"fp8 {own.fp8_format} {own.fp8_recipe}"
 
 
 def gathers(parallel: ModelParallelConfig) -> bool:
-    """Return whether weights are gathered in fp8. A rule refuses it by rows."""
+    """Return True if weights are gathered in fp8. A rule refuses this for the rowwise recipe."""
     own = parallel.options(Fp8Flags)
     return own.fp8_param_gather and own.fp8_format is not None and own.fp8_recipe != "rowwise"
 
 
 def delays(config: RunConfig) -> bool:
-    """Return whether scales follow from earlier steps."""
+    """Return True if scales are computed from earlier steps."""
     own = config.options(Fp8Flags)
     return own.fp8_format is not None and own.fp8_recipe == "delayed"
 

@@ -1,4 +1,4 @@
-"""fp8 GEMMs of mixture-of-experts layers: rows that are sorted by expert, times the matrices of their experts.
+"""fp8 GEMMs of mixture-of-experts layers: rows sorted by expert, times the matrices of their experts.
 
 Activations and their gradients are scaled by rows of the features, one token's each, so that no scale depends on the
 other tokens of a micro-batch. torch's kernel for all experts at once takes scales of rows, and e4m3 alone. For weight
@@ -36,7 +36,7 @@ from megatron.extensions.speed.fp8.casts import (
 from megatron.extensions.speed.fp8.recipes import Fp8Context
 
 GROUPED_CAPABILITIES = ((9, 0), (10, 0))
-"""Compute capabilities of the GPUs whose grouped kernel takes fp8 with scales of rows."""
+"""Compute capabilities of the GPUs whose grouped kernel supports fp8 with row scales."""
 
 
 def has_grouped_fp8_kernel(recipe: str, device: torch.device) -> bool:
@@ -56,7 +56,7 @@ def torch_groups(a: Scaled, in_one_kernel: bool) -> bool:
 @operation
 @torch_function
 def grouped_scaled_mm(a: Scaled, b: Scaled, segments: Segments, out_dtype: torch.dtype, in_one_kernel: bool) -> Tensor:
-    """fp8 GEMM of each expert: a [n, k], b [experts, m, k] -> a_e b_eᵀ [n, m] in `out_dtype`, spare rows 0.
+    """fp8 GEMM of each expert: a [n, k], b [experts, m, k] -> a_e b_eᵀ [n, m] in `out_dtype`; spare rows are 0.
 
     torch's kernel for all experts returns bf16 whatever `out_dtype`.
     """
@@ -82,13 +82,13 @@ def amax_of_rows(x: Tensor) -> Tensor:
 
 
 def cast_by_row_amax(x: Tensor, amax: Tensor) -> Scaled:
-    """Casts x [..., k] to e4m3, each row scaled by its `amax` [..., 1]."""
+    """Cast x [..., k] to e4m3, each row scaled by its `amax` [..., 1]."""
     multiplier = multiplier_of(amax, torch.finfo(E4M3).max)
     return Scaled(round_scaled(x, multiplier, E4M3), multiplier.reciprocal())
 
 
 def cast_by_rows(x: Tensor) -> Scaled:
-    """Casts x [..., k] to e4m3, each row scaled by its largest value."""
+    """Cast x [..., k] to e4m3, each row scaled by its largest value."""
     return cast_by_row_amax(x, amax_of_rows(x))
 
 
@@ -157,7 +157,7 @@ def rows_of_tiles(tiles: ExpertTiles, dtype: torch.dtype) -> Tensor:
 
 
 AddWeightGrad = Callable[[Tensor, Tensor, Tensor, Segments], None]
-"""(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X of each expert."""
+"""(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X for each expert."""
 
 
 class Fp8GroupedGemms:
@@ -211,7 +211,7 @@ class Fp8GroupedGemms:
         add_fp8_products_grouped_(out, of_dy, of_x, tile_ends)
 
     def _rows(self, x: Tensor, cut: bool) -> Scaled:
-        """Casts x [n, k] by rows, or by tiles of 128 of them. Numbers of rows change: regions are not static."""
+        """Cast x [n, k] by rows, or by tiles of 128 values. The number of rows changes, so regions are not static."""
         x = x.detach()
         if self.in_blocks:
             return region(cast_by_blocks, self.compiled and x.shape[1] % TILE == 0)(x, 1, E4M3)
@@ -224,7 +224,7 @@ class Fp8GroupedGemms:
         return region(cast_by_row_amax, self.compiled)(x, amax)
 
     def _weight(self, weight: Tensor, transpose: bool) -> Scaled:
-        """W as [experts, out, in], or [experts, in, out] with `transpose`, cast along its last dimension."""
+        """Return W as [experts, out, in], or [experts, in, out] with `transpose`, cast along its last dimension."""
         matrices = weight.detach().view(weight.shape[0], -1, weight.shape[-1])
         if self.in_blocks:
             return blocks_of(matrices, transpose)

@@ -1,7 +1,8 @@
 """fp8 scaling recipes: tensorwise, delayed and rowwise GEMMs of a linear layer (arXiv 2209.05433), and the multipliers
-of the delayed one, which follow from the amax history of earlier steps (section 3; as in NVIDIA's TransformerEngine).
+of the delayed recipe, which are computed from the amax history of earlier steps (section 3; as in NVIDIA's
+TransformerEngine).
 
-Each linear layer has one object. Weights are cast once for all micro-batches of a step.
+Each linear layer has one such object. Weights are cast once for all micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from megatron.training.initialize import Runtime
 
 @dataclass
 class GatheredWeight:
-    """The cast by rows of a weight, as all-gathers over the data-parallel ranks make it (`weight_gather.py`)."""
+    """Cast by rows of a weight, as produced by all-gathers over the data-parallel ranks (`weight_gather.py`)."""
 
     values: Tensor
     """e4m3 [out, in], in the memory of the gathers"""
@@ -61,7 +62,8 @@ class GatheredWeight:
     """fp32 [blocks of rows, blocks of columns]: the largest value of each part that has a scale"""
 
     valid: bool = False
-    """True if it is the weight's. It is from the first update on; initial weights are cast by each rank."""
+    """True if the cast is up to date. This holds from the first update on; each rank casts the initial weights
+    itself."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ INPUT, WEIGHT, GRAD = range(3)
 
 
 class Wanted(NamedTuple):
-    """Which casts of a tensor [n, k] GEMMs will read: by rows [n, k], by columns [k, n]."""
+    """Casts of a tensor [n, k] that GEMMs will read: by rows [n, k], by columns [k, n]."""
 
     rows: bool = True
     columns: bool = False
@@ -93,19 +95,19 @@ BOTH = Wanted(True, True)
 class Fp8Gemms(nn.Module):
     """Base class of the recipes, which differ in the scales of a cast.
 
-    A tensor is cast at once for all GEMMs that read it: by rows for those that sum over its columns, by columns for
-    those that sum over its rows. Inputs are saved for the backward by columns, one byte an element. An input that is
-    gathered over the ranks is saved as it is sent instead, and cast by columns after the second gather.
+    A tensor is cast once for all GEMMs that read it: by rows for GEMMs that sum over its columns, by columns for GEMMs
+    that sum over its rows. Inputs are saved for the backward as casts by columns, one byte per element. An input that
+    is gathered over the ranks is instead saved in the form that is sent, and cast by columns after the second gather.
     """
 
     adds_residual = False
-    """As of `LinearGemms`. cuBLASLt adds to products of operands that have one scale each."""
+    """See `LinearGemms`. cuBLASLt can add to products of operands that have one scale each."""
 
     splits_tokens = False
-    """As of `LinearGemms`."""
+    """See `LinearGemms`."""
 
     gathers_weights = False
-    """True if a weight has the same scales by rows and by columns, so that one cast of it stands for both."""
+    """True if a weight has the same scales by rows and by columns, so that one cast represents both."""
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
         super().__init__()
@@ -125,15 +127,15 @@ class Fp8Gemms(nn.Module):
         return self.grad_format if which == GRAD else E4M3
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
-        """Casts x [n, k], which is an INPUT, WEIGHT or GRAD, as `wanted`: by rows first."""
+        """Cast x [n, k], which is an INPUT, WEIGHT or GRAD, as `wanted`: by rows first."""
         raise NotImplementedError
 
     def cast_to_gather(self, x: Tensor) -> Operand:
-        """Casts an input [s/t, b, in] that will be gathered, or leaves that for later."""
+        """Cast an input [s/t, b, in] that will be gathered, or leave the cast for later."""
         raise NotImplementedError
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
-        """Casts what `cast_to_gather` returned and a gather has made whole: by rows or by columns."""
+        """Cast the gathered result of `cast_to_gather`: by rows or by columns."""
         raise NotImplementedError
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
@@ -165,7 +167,8 @@ class Fp8Gemms(nn.Module):
         return _as_operands(self.cast(rows_of(x), which, BOTH if needs_dw else ROWS), x.shape[:-1])
 
     def _weight(self, weight: Tensor, kind: str) -> Scaled:
-        """The weight cast by "rows" or "columns". Both are made at once where they are kept until a backward."""
+        """Return the weight cast by "rows" or "columns". Both casts are made together if they are kept until a
+        backward."""
 
         def make() -> Scaled:
             if self.training and self.casts.keeps:
@@ -188,28 +191,28 @@ class Fp8Gemms(nn.Module):
         return [rows, columns] if wanted.rows else [columns]
 
     def weight_multiplier(self, amax: Tensor) -> Tensor:
-        """The multiplier of each part of a weight by its `amax`. For recipes with `gathers_weights`."""
+        """Multiplier of each part of a weight, from its `amax`. Only for recipes with `gathers_weights`."""
         return multiplier_of(amax, torch.finfo(E4M3).max)
 
     def scale_of_weight(self, amax: Tensor) -> Tensor:
-        """The scale of a gathered weight, as `cast` would have returned it."""
+        """Scale of a gathered weight, equal to the one that `cast` would return."""
         return self.weight_multiplier(amax).reciprocal()
 
     def _amax_over_ranks(self, amax: Tensor | None, cut: bool) -> None:
-        """Reduces, in place, the amax of a tensor that is cut over tensor-parallel ranks: each rank then scales its
-        part as one process scales the whole, so that layouts agree."""
+        """Reduce, in place, the amax of a tensor that is sharded over tensor-parallel ranks. Each rank then scales its
+        part as one process scales the whole tensor, so that layouts agree."""
         if amax is not None and cut:
             all_reduce_(amax, self.tp, dist.ReduceOp.MAX)
 
 
 def _as_operands(made: list[Scaled], tokens: tuple[int, ...]) -> Operands:
-    """Casts by rows, and by columns where they are wanted, of an activation [s, b, ...]."""
+    """Cast an activation [s, b, ...] by rows, and by columns if wanted."""
     rows, *columns = made
     return Operands((rows.values.view(*tokens, -1), rows.scale), tuple(columns[0]) if columns else ())
 
 
 def given_operands(pair: CastPair, tokens: tuple[int, ...]) -> Operands:
-    """Casts that a kernel made in place of `cast_input` or `cast_grad`, of an activation [*tokens, n]."""
+    """Casts of an activation [*tokens, n] that a kernel made in place of `cast_input` or `cast_grad`."""
     return _as_operands(_scaled(pair, Wanted(pair.rows is not None, pair.columns is not None)), tokens)
 
 
@@ -223,13 +226,14 @@ def _scaled(pair: CastPair, wanted: Wanted) -> list[Scaled]:
 
 
 class PerTensorGemms(Fp8Gemms):
-    """One scale for each tensor: the cast by columns is the transpose of that by rows. Inputs are gathered in fp8."""
+    """Recipe with one scale for each tensor: the cast by columns is the transpose of the cast by rows. Inputs are
+    gathered in fp8."""
 
     adds_residual = gathers_weights = splits_tokens = True
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self.cast(rows_of(x), INPUT, ROWS)[0]
-        return values.view(torch.uint8).view(x.shape), scale  # bytes, as not every backend sends fp8
+        return values.view(torch.uint8).view(x.shape), scale  # as bytes, because not every backend sends fp8
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
         values = rows_of(x[0]).view(E4M3)
@@ -238,7 +242,7 @@ class PerTensorGemms(Fp8Gemms):
         return Scaled(values, x[1])
 
     def forward_rows_(self, out: Tensor, x: Operand, weight: Tensor, bias: Tensor | None) -> None:
-        """As of `LinearGemms`. x [n, in] may be the bytes that a gather sends."""
+        """See `LinearGemms`. x [n, in] may be the bytes that a gather sends."""
         rows, by = Scaled(x[0].view(E4M3), x[1]), self._weight(weight, "rows")
         scaled_mm(rows, by, weight.dtype, bias, fast_accumulation=True, out=out)
 
@@ -247,11 +251,11 @@ class PerTensorGemms(Fp8Gemms):
         return values.view(torch.uint8).view(dy.shape), scale
 
     def _cast_part_of_grad(self, dy: Tensor) -> Scaled:
-        """dY [n, out] of a part of the tokens by rows, at the scale of all tokens."""
+        """Cast dY [n, out] of some of the tokens by rows, with the scale of all tokens."""
         return self.cast(dy, GRAD, ROWS)[0]
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
-        """As of `LinearGemms`. dY [n, out] may be the bytes that a gather sends."""
+        """See `LinearGemms`. dY [n, out] may be the bytes that a gather sends."""
         rows = Scaled(dy[0].view(self.grad_format), dy[1])
         scaled_mm(rows, self._weight(weight, "columns"), weight.dtype, out=out)
 
@@ -260,10 +264,10 @@ class PerTensorGemms(Fp8Gemms):
 
 
 class TensorwiseGemms(PerTensorGemms):
-    """Scales each tensor by its own amax, which costs a pass over it before the cast."""
+    """Tensorwise recipe: scale each tensor by its own amax, which takes a pass over it before the cast."""
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
-        x = x.detach()  # else one more variant of each region would be compiled
+        x = x.detach()  # otherwise one more variant of each region would be compiled
         amax, cuts = region(amax_of, self.compiled, static=True)(x), self.cuts
         sequence = cuts.sequence or cuts.tokens
         cut = (sequence or cuts.inputs, cuts.inputs or cuts.outputs, cuts.outputs or cuts.tokens)[which]
@@ -282,10 +286,11 @@ class TensorwiseGemms(PerTensorGemms):
 
 
 class DelayedGemms(PerTensorGemms):
-    """Scales each tensor by the amax history of earlier steps, so that a cast needs no pass over the tensor before it.
+    """Delayed recipe: scale each tensor by the amax history of earlier steps, so that a cast needs no earlier pass over
+    the tensor.
 
-    In training each rank records its amax of this step. `DelayedScaling` reduces them over the ranks at the end of the
-    step, and sets the multipliers of the next one.
+    In training each rank records its amax of the current step. `DelayedScaling` reduces them over the ranks at the end
+    of the step, and sets the multipliers of the next one.
     """
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
@@ -307,27 +312,27 @@ class DelayedGemms(PerTensorGemms):
         return _scaled(cast_transpose_noting_amax(x.detach(), self._order(which, wanted), self.compiled), wanted)
 
     def input_order(self, needs_dw: bool) -> CastOrder:
-        """The casts that `cast_input` makes, for a kernel that computes the input."""
+        """Casts of `cast_input`, for a kernel that computes the input."""
         return self._order(INPUT, BOTH if needs_dw and not self.cuts.sequence else ROWS)
 
     def given_input(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
-        """`cast_input` by such a kernel, of an input [*tokens, in]."""
+        """`cast_input` by such a kernel, for an input [*tokens, in]."""
         if not self.cuts.sequence:
             return given_operands(pair, tokens)
         assert pair.rows is not None and pair.row_scale is not None
-        local = pair.rows.view(torch.uint8).view(*tokens, -1), pair.row_scale  # as `cast_to_gather`
+        local = pair.rows.view(torch.uint8).view(*tokens, -1), pair.row_scale  # like `cast_to_gather`
         return Operands(local, local)
 
     def grad_order(self, needs_dw: bool) -> CastOrder:
-        """The casts that `cast_grad` makes, for a kernel that computes the gradient."""
+        """Casts of `cast_grad`, for a kernel that computes the gradient."""
         return self._order(GRAD, BOTH if needs_dw else ROWS)
 
     def given_grad(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
-        """`cast_grad` by such a kernel, of a gradient [*tokens, out]."""
+        """`cast_grad` by such a kernel, for a gradient [*tokens, out]."""
         return given_operands(pair, tokens)
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
-        """One NaN, made once: what tensors that have casts in place of values consist of."""
+        """A NaN, allocated once, from which the stand-ins for tensors that exist only as casts are expanded."""
         if self._no_value is None or self._no_value.dtype != dtype:
             self._no_value = torch.full((), torch.nan, dtype=dtype, device=self.multiplier.device)
         return self._no_value
@@ -352,13 +357,13 @@ AMAX_HISTORY = f".amax{HISTORY}"
 
 
 class RowwiseGemms(Fp8Gemms):
-    """One scale for each row of a cast: for each row of the tensor by rows, and for each column by columns. Inputs are
-    gathered uncast."""
+    """Rowwise recipe with one scale for each row of a cast: for each row of the tensor by rows, and for each column by
+    columns. Inputs are gathered uncast."""
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
         x, cuts = x.detach(), self.cuts
         by_rows, by_columns = amax_of_rows_and_columns(x, wanted, self.compiled)
-        # Weight gradients sum over tokens. Every rank has all of them, but before a whole weight.
+        # Weight gradients sum over tokens. Every rank has all tokens, except before a weight that is not sharded.
         self._amax_over_ranks(by_rows, (cuts.inputs, cuts.inputs, cuts.outputs)[which])
         self._amax_over_ranks(by_columns, (cuts.tokens, cuts.outputs, cuts.tokens)[which])
         return _scaled(cast_transpose(x, by_rows, by_columns, self.format_of(which), self.compiled), wanted)
@@ -371,11 +376,11 @@ class RowwiseGemms(Fp8Gemms):
 
 
 class DelayedScaling(Meter):
-    """Amax histories of all fp8 layers of a rank, in one tensor, and the multipliers that follow from them.
+    """Amax histories of all fp8 layers of a rank, in one tensor, and the multipliers computed from them.
 
     All ranks of a pipeline stage hold the same histories. Each rank sees its part of the sequence, the features and the
-    batch; at the end of a step their amax values are reduced to one maximum. Histories are part of the model's state,
-    and checkpoints hold them.
+    batch; at the end of a step, their amax values are reduced to one maximum. Histories are part of the model's state
+    and of checkpoints.
     """
 
     def __init__(self, config: Fp8Flags, modules: Iterable[nn.Module], stage: Axis) -> None:
@@ -400,16 +405,17 @@ class DelayedScaling(Meter):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Recomputes the multipliers from the histories, for example after loading a checkpoint."""
+        """Recompute the multipliers from the histories, for example after loading a checkpoint."""
         if self.layers:
             amax = self.history.amax(dim=-1) if self.takes_max else self.history[..., 0]
             self.multiplier.copy_(multiplier_of(amax, self.largest, self.margin))
 
     @torch.no_grad()
     def end_step(self, skip: Tensor) -> None:
-        """Appends this step's amax values to the histories, unless the step was skipped (`skip` is 1).
+        """Append this step's amax values to the histories, unless the step was skipped (`skip` is 1).
 
-        A history whose value is not finite stays as it is. Collective over the stage: one reduction, 3 numbers a layer.
+        A history does not change if the new value is not finite. Collective over the stage: one reduction, with 3
+        numbers per layer.
         """
         if not self.layers:
             return
@@ -423,13 +429,14 @@ class DelayedScaling(Meter):
         return [self.history, self.amax, self.multiplier] if self.layers else []
 
     def discard_step(self) -> None:
-        """Drops the amax values of a step that will not reach `end_step`."""
+        """Discard the amax values of a step that will not reach `end_step`."""
         if self.layers:
             self.amax.zero_()
 
 
 class Fp8Scales(Callback):
-    """`DelayedScaling` of a run. Scales follow from the checkpoint's histories once it is loaded."""
+    """Callback with the `DelayedScaling` of a run. Scales are computed from the checkpoint's histories once it is
+    loaded."""
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
         self.scaling = DelayedScaling(config.options(Fp8Flags), stages.values(), runtime.state.axis("stage"))

@@ -51,7 +51,7 @@ def _formats(c: RunConfig) -> Iterator[Problem]:
 
 
 def _param_gather(c: RunConfig) -> Iterator[Problem]:
-    """Weights are gathered in fp8 where each has one cast, and where there is a gather."""
+    """Check --fp8-param-gather: each weight must have a single cast, and must be gathered."""
     own, flag = c.options(Fp8Flags), "--fp8-param-gather"
     if not own.fp8_param_gather:
         return
@@ -72,7 +72,8 @@ def _param_gather(c: RunConfig) -> Iterator[Problem]:
 
 
 def _comm_overlap(c: RunConfig) -> Iterator[Problem]:
-    """Parts of a sequence are cast and multiplied one by one, by products of operands that have one scale each."""
+    """Check overlap: parts of a sequence are cast and multiplied one by one, which requires one scale for each
+    operand."""
     own = c.options(Fp8Flags)
     if own.fp8_format is None or not named_value(c, "tp_comm_overlap"):
         return
@@ -85,7 +86,7 @@ def _comm_overlap(c: RunConfig) -> Iterator[Problem]:
 
 
 def _scaling(c: RunConfig) -> Iterator[Problem]:
-    """Flags of a recipe have no effect under another one."""
+    """Report flags that have no effect under the chosen recipe."""
     own, table = c.options(Fp8Flags), field_table()
     if own.fp8_format is None and own.fp8_recipe != table["fp8_recipe"].default:
         yield Problem.no_effect("--fp8-recipe", own.fp8_recipe, "--fp8-format")
@@ -161,8 +162,8 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
 
 
 def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
-    """Rows of the projection to queries, gates, keys and values of several widths, and columns of the last one, in
-    layers of each kind. `rank` is a number that divides them, `rule` says so."""
+    """Check the rows of the projection to queries, gates, keys and values of several widths, and the columns of the
+    output projection, for each kind of layer. `rank` is the required divisor; `rule` names it."""
     try:
         kinds = dict.fromkeys(c.model.of_layer(number) for number in range(c.model.num_layers))
     except ValueError:
@@ -186,7 +187,7 @@ def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
 
 
 def _widths(c: RunConfig) -> tuple[int, ...]:
-    """The widths of MLPs in fp8. None if the pattern cannot be parsed, as another rule reports that."""
+    """Widths of MLPs in fp8. None if the pattern cannot be parsed, which another rule reports."""
     try:
         widths, dense = c.model.ffn_sizes, set(c.model.dense_layers)
     except ValueError:
@@ -195,7 +196,7 @@ def _widths(c: RunConfig) -> tuple[int, ...]:
 
 
 class _Kinds(NamedTuple):
-    """Parts of layers in fp8: the attention, a dense MLP, experts."""
+    """Parts of a layer in fp8: the attention, a dense MLP, experts."""
 
     attention: bool
     dense: bool
@@ -203,7 +204,8 @@ class _Kinds(NamedTuple):
 
 
 def _kinds(c: RunConfig) -> _Kinds:
-    """Parts of layers in fp8. No MLPs if a pattern of layers cannot be parsed, as another rule reports that."""
+    """Return the parts of layers in fp8. Returns no MLPs if a pattern of layers cannot be parsed, which another rule
+    reports."""
     try:
         every = c.model.layers
     except ValueError:
@@ -217,7 +219,8 @@ def _kinds(c: RunConfig) -> _Kinds:
 
 
 def _multi_token(c: RunConfig) -> Iterator[Problem]:
-    """The projection has a rank's share of the hidden size as output features, and is in fp8 if the last layer is."""
+    """Check the projection of multi-token prediction: its output features are a rank's share of the hidden size, and it
+    is in fp8 if the last layer is."""
     m = c.model
     own = c.options(Fp8Flags)
     tp = c.parallel.tensor_model_parallel_size

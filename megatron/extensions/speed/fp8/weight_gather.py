@@ -1,7 +1,7 @@
-"""Weights that are gathered over the data-parallel ranks in fp8: one byte an element in place of two.
+"""Weights that are gathered over the data-parallel ranks in fp8: one byte per element instead of two.
 
-Under the distributed optimizer each rank updates a part of every weight. It casts its part as one process casts the
-whole weight: the amax of each weight, or of each of its blocks, is reduced over the ranks before the cast.
+With the distributed optimizer, each rank updates a part of every weight. It casts its part as one process would cast
+the whole weight: before the cast, the amax of each weight, or of each of its blocks, is reduced over the ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.extensions.speed.fp8.recipes import Fp8Gemms, GatheredWeight, Tens
 
 
 def gemms_of_weights(modules: Sequence[nn.Module]) -> dict[int, Fp8Gemms]:
-    """The fp8 GEMMs of linear layers whose weights can be gathered in fp8, by the id of the weight."""
+    """fp8 GEMMs of linear layers whose weights can be gathered in fp8, by the id of the weight."""
     layers = (layer for module in modules for layer in module.modules())
     found = ((getattr(layer, "weight", None), getattr(layer, "gemms", None)) for layer in layers)
     return {id(weight): gemms for weight, gemms in found if isinstance(gemms, Fp8Gemms) and gemms.gathers_weights}
@@ -33,7 +33,7 @@ def gemms_of_weights(modules: Sequence[nn.Module]) -> dict[int, Fp8Gemms]:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [start, start + len(values)) of a flat weight, which this rank has updated."""
+    """Elements [start, start + len(values)) of a flattened weight, which this rank has updated."""
 
     weight: GatheredWeight
     gemms: Fp8Gemms
@@ -43,7 +43,8 @@ class Part:
     """uint8, as long as `values`"""
 
     def amax(self) -> tuple[int, Tensor]:
-        """(first, amax [rows, columns]): the amax of this part in rows of the weight's amax from `first` on."""
+        """(first, amax [rows, columns]): the amax of this part, in the rows of the weight's amax that begin with
+        `first`."""
         if not isinstance(self.gemms, BlockwiseGemms):
             return 0, region(amax_of, self.gemms.compiled)(self.values).view(1, 1)
         first, before, matrix_shape = self._blocks()
@@ -51,7 +52,7 @@ class Part:
         return first, amax_of_blocks(in_blocks(F.pad(self.values, (before, behind)).view(matrix_shape), TILE))
 
     def cast_(self) -> None:
-        """Casts the part into `sent`, by the amax of the whole weight."""
+        """Cast the part into `sent`, with the amax of the whole weight."""
         multiplier = self.gemms.weight_multiplier(self.weight.amax)
         if isinstance(self.gemms, BlockwiseGemms):
             first, before, shape = self._blocks()
@@ -63,14 +64,15 @@ class Part:
         self.sent.copy_(values.view(torch.uint8))
 
     def _blocks(self) -> tuple[int, int, tuple[int, int]]:
-        """(first row of blocks, elements of it before this part, shape of whole rows from there to its end)"""
+        """(first block row, elements of it before this part, shape of the whole rows from there to the part's end)"""
         columns = self.weight.values.shape[1]
         first, before = divmod(self.start, TILE * columns)
         return first, before, (-(-(before + len(self.values)) // columns), columns)
 
 
 class WeightGather:
-    """Casts this rank's parts of `weights`, all that `axis` gathers in fp8, in the same order on its ranks."""
+    """Cast this rank's parts of `weights`, which are all that `axis` gathers in fp8, in the same order on all of its
+    ranks."""
 
     def __init__(self, weights: Sequence[tuple[GatheredWeight, Fp8Gemms]], parts: Sequence[Part], axis: Axis) -> None:
         self.weights = weights
@@ -87,7 +89,7 @@ class WeightGather:
 
     @torch.no_grad()
     def cast_(self) -> None:
-        """Casts the parts as they are now. Collective over the data-parallel and the tensor-parallel ranks."""
+        """Cast the current values of the parts. Collective over the data-parallel and the tensor-parallel ranks."""
         self.amax.zero_()
         for part in self.parts:
             first, amax = part.amax()
@@ -102,7 +104,7 @@ class WeightGather:
 
 
 def build_gather(ddp: DistributedDataParallel) -> WeightGather | None:
-    """Prepares gathers in fp8 of the buckets that hold weights of fp8 layers alone; None if there are none."""
+    """Prepare gathers in fp8 for the buckets that consist of weights of fp8 layers only; None if there are none."""
     gemms, axis = gemms_of_weights(ddp.modules), ddp.state.shard_axis("dp_cp")
     weights: dict[int, tuple[GatheredWeight, Fp8Gemms]] = {}
     parts: list[Part] = []

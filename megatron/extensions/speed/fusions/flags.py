@@ -1,4 +1,4 @@
-"""The flag of fusions, and the parts that they replace. This module does not import torch."""
+"""Flag of fusions, and the parts that they replace. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 _HERE = "megatron.extensions.speed.fusions"
 
 OWN_BACKENDS = "flash3", "cudnn", "triton"
-"""Choices of --attention-backend beside those of torch."""
+"""Choices of --attention-backend in addition to torch's."""
 
 FP8_BACKENDS = {"fp8": "Fp8Backend", "fp8_flash3": "Fp8Flash3Backend", "fp8_triton": "Fp8TritonBackend"}
-"""Those with a forward in fp8, and their classes: they change results, so that nothing takes them by itself."""
+"""Choices with a forward in fp8, and their classes. They change results, so they are used only if requested."""
 
 
 FP8_CHANNELS, WIDEST_FP8 = 16, 256
-"""Channels of heads in fp8: a multiple of the first number, up to the second."""
+"""Head channels in fp8: a multiple of the first number, up to the second."""
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Kernels of attention of GPUs, which compute neither everything nor in every precision: other kernels do that
-    then."""
+    """Attention kernels of GPUs, which do not support everything in every precision: other kernels compute the rest."""
     own = c.options(Fusions)
     m, p = c.model, c.parallel
     backend, cap = p.attention_backend, m.attn_logit_softcapping
@@ -52,7 +51,7 @@ def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
     wide = not (p.bf16 or p.fp16)
     with_dropout = "plain torch" if p.cpu or wide else "the kernel triton"
     for beside, given, why in (
-        # torch has a FlashAttention for CPUs, which computes in all precisions.
+        # torch has a FlashAttention for CPUs, which supports all precisions.
         ("--cpu", p.cpu and backend != "flash", "it is a kernel of GPUs"),
         ("--fp32 or --fp64", wide and not p.cpu, "it computes in 16 bits"),
         (f"--attention-dropout {m.attention_dropout}", drops and not triton, f"{with_dropout} computes dropout"),
@@ -72,7 +71,7 @@ def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _fp8_rules(c: RunConfig) -> Iterator[Problem]:
-    """Attention that kernels in fp8 do not compute."""
+    """Attention that fp8 kernels do not support."""
     m, p = c.model, c.parallel
     in_all = m.window_attn_skip_freq is None
     local = (m.window_size is not None or m.attention_chunk_size is not None) and in_all
@@ -107,11 +106,12 @@ def _fp8_rules(c: RunConfig) -> Iterator[Problem]:
 class Fusions:
     fusions: bool = True
     """Use fused layers and kernels if regions are compiled, as on GPUs (see --compile). Each kernel is compared with
-    plain torch at start; one that is wrong, fails or is slower is left out. --no-fusions uses none."""
+    plain torch at the start; a kernel that is wrong, fails or is slower is not used. --no-fusions turns all of them
+    off."""
 
 
 class Built(Protocol):
-    """The fields that are read of a part's `megatron.core.tensor_parallel.layers.TPContext`."""
+    """Fields of a part's `megatron.core.tensor_parallel.layers.TPContext` that are read."""
 
     layer: int
 
@@ -120,13 +120,13 @@ class Built(Protocol):
 
 
 def fuses(config: Section, ctx: Built) -> bool:
-    """Return whether a part with this configuration and context is built in its fused form."""
+    """Return True if a part with this configuration and context is built in its fused form."""
     return ctx.compiled and config.options(Fusions).fusions
 
 
 def splits_at_once(config: TransformerConfig, ctx: Built) -> bool:
-    """Whether self-attention gains by splitting its projection at once: where it rotates or sums up the gradient of a
-    bias, and neither a norm nor a bound comes between."""
+    """Return True if self-attention benefits from splitting its projection in one pass: if it applies a rotation or
+    sums the gradient of a bias, and neither a norm nor a clamp comes between."""
     rotates = config.layer(ctx.layer).rotation is not None
     sums_bias = ctx.compiled and (config.add_bias_linear or config.add_qkv_bias)
     normed = config.qk_layernorm or (config.qk_l2_norm and rotates) or config.clip_qkv is not None

@@ -1,8 +1,8 @@
-"""RMSNorm and LayerNorm together with the residual stream: x + update and its norm in one kernel, and in the backward
-the gradient of both, with those of weight and bias, in one pass over the operands.
+"""RMSNorm and LayerNorm fused with the residual stream: x + update and its norm in one kernel, and in the backward the
+gradient of both, with those of weight and bias, in one pass over the operands.
 
-For `--compile`. torch's own norms are kernels of their own: beside them a residual addition reads and writes the stream
-once more forward and backward, and the weight's gradient reads both operands again.
+For `--compile`. torch's own norms are separate kernels: with them, a residual addition reads and writes the stream once
+more in the forward and in the backward, and the weight's gradient reads both operands again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.extensions.speed.fusions.kernels.norms import normalized as _norma
 
 
 class InputCast(NamedTuple):
-    """The casts that a layer wants of its input."""
+    """Casts that a layer wants for its input."""
 
     gemms: DelayedGemms
     needs_dw: bool
@@ -37,14 +37,14 @@ class InputCast(NamedTuple):
 
     def stand_in(self, pair: CastPair, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of NaN [s, b, h], in the memory of one number, that carries the casts to the layer and the gradient
-        back. Only a layer that reads `given_input` may have it as its input."""
+        back. Only a layer that reads `given_input` may have it as input."""
         found = self.gemms.no_value(dtype).expand(shape)
         found.given_casts = self.gemms.given_input(pair, shape[:-1])  # type: ignore[attr-defined]
         return found
 
 
 class DropoutMask(NamedTuple):
-    """A mask of hidden states [s, b, h] with probability p, as a compiled kernel that applies it makes it."""
+    """Dropout mask for hidden states [s, b, h] with probability p, as applied by a compiled kernel."""
 
     p: float
     row_bits: Tensor
@@ -54,11 +54,11 @@ class DropoutMask(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> DropoutMask:
-        """The mask by which `dropout` of these arguments drops parts of x."""
+        """Mask with which `dropout` of these arguments drops elements of x."""
         return cls(p, *mask_bits(x, key, sample_index, seq_offset))
 
     def applied(self, x: Tensor) -> Tensor:
-        """Within a region: x [s, b, h], zeros where it is dropped, else times 1 / (1 - p)."""
+        """Within a region: x [s, b, h], with zeros where it is dropped, and otherwise times 1 / (1 - p)."""
         return drop_at_once(x, *self)
 
 
@@ -72,7 +72,7 @@ class _AddDroppedContext(AutogradContext):
 
 
 class _AddDropped(torch.autograd.Function):
-    """x + update with dropout of the update."""
+    """x + update, with dropout applied to the update."""
 
     @staticmethod
     def forward(ctx: _AddDroppedContext, x: Tensor, update: Tensor, mask: DropoutMask) -> Tensor:
@@ -91,7 +91,7 @@ def _added_dropped(x: Tensor, update: Tensor, p: float, row_bits: Tensor, column
 
 
 class ResidualSum(NamedTuple):
-    """The residual stream with an addition that the next norm makes: x + dropout of the update."""
+    """Residual stream with an addition that the next norm computes: x + dropout of the update."""
 
     x: Tensor
     update: Tensor | None = None
@@ -102,7 +102,7 @@ class ResidualSum(NamedTuple):
 
 
 class FusedLayerNorm(LayerNorm):
-    """`LayerNorm` of a stream whose addition it makes in its own kernels, where there will be a backward."""
+    """`LayerNorm` of a stream whose addition it computes in its own kernels, if there will be a backward."""
 
     centered = True
 
@@ -131,7 +131,7 @@ class FusedLayerNorm(LayerNorm):
         return found if residual else found[1]
 
     def fuses(self) -> bool:
-        """Kernels have a weight, and a bias where a mean is taken off."""
+        """The kernels require a weight, and a bias if a mean is subtracted."""
         usual = self.weight is not None and (self.bias is not None) == self.centered
         return usual and torch.is_grad_enabled()
 
@@ -140,16 +140,16 @@ class FusedLayerNorm(LayerNorm):
 
 
 class FusedRMSNorm(FusedLayerNorm, RMSNorm):
-    """`RMSNorm` in the same way."""
+    """`RMSNorm`, in the same way."""
 
     centered = False
 
 
 def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = None) -> tuple[Tensor, Tensor]:
-    """(the sum, its norm), of any norm; in one kernel forward and backward by those that can. With a `cast`, of the
-    layer that alone reads the norm, the norm may be a stand-in.
+    """(the sum, its norm), for any norm; in one kernel forward and backward if the norm supports it. With a `cast` for
+    the layer that alone reads the norm, the norm may be a stand-in.
 
-    Use the first result in place of `stream.x`, without an update too: then the backward adds its gradient to the
+    Use the first result in place of `stream.x`, even without an update: the backward then adds its gradient to the
     norm's.
     """
     if isinstance(norm, FusedLayerNorm):
@@ -163,13 +163,13 @@ def fused_norm(
     x: Tensor, update: Tensor | None, norm: Norm, mask: DropoutMask | None = None, cast: InputCast | None = None
 ) -> tuple[Tensor, Tensor]:
     """(x + update, its norm over the last dim): x, update [..., h] -> [..., h] twice, in fp32 for 16-bit operands.
-    Without an update (x, its norm): use that x in place of the given one, so that its gradient is added within the
-    backward of the norm.
+    Without an update (x, its norm): use that x in place of the argument, so that its gradient is added in the backward
+    of the norm.
 
-    With a `mask` that is x + dropout of the update, for x [s, b, h].
+    With a `mask`, this is x + dropout of the update, for x [s, b, h].
 
-    With a `cast`, and without a mask, the norm is a stand-in that carries its casts. If the update, or x without one,
-    is the output of a linear layer, the backward makes what that has use for of its gradient.
+    With a `cast`, and without a mask, the norm is a stand-in that carries its casts. If the update, or x if there is
+    none, is the output of a linear layer, the backward makes the casts and sums that this layer needs of its gradient.
     """
     output = x if update is None else update
     cast, of_update = (cast, gradient_of_output(output)) if mask is None else (None, None)
@@ -178,7 +178,7 @@ def fused_norm(
 
 class _FusedNormContext(AutogradContext):
     p: float | None
-    """Of a dropout mask; None without one."""
+    """Fields of a dropout mask; None without one."""
     of_update: OutputGradient | None
     one_plus: bool
     adds: bool
@@ -239,7 +239,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _with_casts_and_sum(of_update: OutputGradient, operands: NormBackward) -> tuple[Tensor | None, ...]:
-    """`_backward_of_both` without a mask, that hands the casts and the sum of the update's gradient over."""
+    """`_backward_of_both` without a mask, which hands over the casts and the sum of the update's gradient."""
     total, of_total, of_normed, weight, statistics, one_plus = operands
     of_sum = None if of_total is None else _rows(of_total)
     of_rows = tuple(part.view(-1, 1) for part in statistics)
@@ -252,12 +252,13 @@ def _with_casts_and_sum(of_update: OutputGradient, operands: NormBackward) -> tu
 
 
 def _added_and_normalized(x: Tensor, update: Tensor, mask: DropoutMask | None, norm: Norm) -> tuple[Tensor, ...]:
-    """(x + update, and of it what `_normalized` returns)"""
+    """(x + update, and the results of `_normalized` for it)"""
     total = x + (update if mask is None else mask.applied(update))
     return total, *_normalized(total, norm)
 
 
 def _backward_of_both(mask: DropoutMask | None, *operands: *NormBackward) -> tuple[Tensor | None, ...]:
-    """`_backward`, with the gradient of the update after that of x where dropout makes them differ, else None."""
+    """`_backward`, followed by the gradient of the update if dropout makes it differ from that of x, and otherwise by
+    None."""
     dx, *of_parameters = _backward(*operands)
     return dx, None if mask is None else mask.applied(dx), *of_parameters

@@ -1,13 +1,14 @@
-"""Chooses GEMMs that add to existing values, which torch does not do in one pass, by timing them at the model's shapes.
+"""Choice of GEMMs that add to existing values, which torch does not do in one pass, by timing them at the model's
+shapes.
 
-Weight gradients in fp8: cuBLASLt's product that adds to its output, Triton's, or torch's, which writes a product in
-fp32 that is then added: an addition reads it and both reads and writes the gradient. The other two read and write the
-gradient once.
+Weight gradients in fp8: the candidates are cuBLASLt's product that adds to its output, Triton's, and torch's, which
+writes a product in fp32 that is then added: the addition reads the product, and reads and writes the gradient. The
+other two read and write the gradient once.
 
-The residual stream: the GEMM of a row-parallel layer, y = addend + x Wᵀ + bias, reads the stream as its addend, and
-saves the next norm a pass that reads the product and writes the sum. The sum is rounded once, and twice where a product
-is added later. torch's `addmm` would copy the addend into the output before it adds to that; cuBLASLt reads it as the
-product's matrix C and writes another one.
+The residual stream: the GEMM of a row-parallel layer, y = addend + x Wᵀ + bias, reads the stream as its addend. This
+saves the next norm a pass that reads the product and writes the sum. The sum is rounded once, instead of twice if a
+product is added later. torch's `addmm` would copy the addend into the output before it adds to it; cuBLASLt reads the
+addend as the matrix C and writes another one.
 
 The fastest kernel depends on the GPU, the shape and the versions of libraries."""
 
@@ -43,19 +44,19 @@ from megatron.extensions.speed.fusions.kernel_choice import (
 from megatron.extensions.speed.fusions.kernels import cublaslt
 
 TORCH = "torch"
-"""The kernel that writes a product, which is then added."""
+"""Name of the kernel that writes a product, which is then added."""
 
 GEMM, NORM = "GEMM", "norm"
 """GEMMs that add to the residual stream."""
 
 SIZES = 16
-"""Features of both sides are multiples of this, as fp8 products and aligned rows need it."""
+"""Numbers of input and output features must be multiples of this, which fp8 products and aligned rows require."""
 
 CHECKED = 64
-"""Rows and columns whose sums are compared."""
+"""Number of rows and columns whose sums are compared."""
 
 TOLERANCES = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
-"""How far sums may be off, relative to their norm: twice the rounding of one; weight gradients as those in bf16."""
+"""Allowed relative error of sums, in norm: twice the rounding error of one sum; for weight gradients, as in bf16."""
 
 Run = Callable[[], object]
 
@@ -65,16 +66,16 @@ KERNELS = {
     "triton": gpu_operator("kernels.products_triton:add_product_triton_", _SUM, no_result),
     "cublaslt": gpu_operator("kernels.cublaslt:add_product_cublaslt_", _SUM, no_result),
 }
-"""out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32; with `overwrite` = it.
+"""out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32; with `overwrite`, = instead of +=.
 
 out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32: [], or for "triton" also [o, 1] and [i, 1], or of tiles of
-128, [o, n / 128] and [i, n / 128]. All are contiguous. Raises RuntimeError where a kernel does not support the
+128, [o, n / 128] and [i, n / 128]. All are contiguous. Raises RuntimeError if a kernel does not support the
 operands."""
 
 
 @dataclass(frozen=True, order=True)
 class ProductShape:
-    """dW [outputs, inputs] summed over tokens."""
+    """dW [outputs, inputs], summed over tokens."""
 
     outputs: int
     inputs: int
@@ -83,13 +84,13 @@ class ProductShape:
 
 @dataclass
 class WeightGradKernel:
-    """The kernels of weight gradients by shape, as `choose_weight_grads` found them; Triton's where it has not."""
+    """Kernels of weight gradients by shape, as `choose_weight_grads` found them; Triton's for other shapes."""
 
     chosen: dict[ProductShape, str] = field(default_factory=dict)
 
     def suits(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> bool:
         fits = runs_triton(out) and out.dtype == torch.float32 and out.is_contiguous()
-        if self._kernel(out, dy) == "cublaslt":  # was timed on aligned sums; a buffer may hold others
+        if self._kernel(out, dy) == "cublaslt":  # it was timed on aligned sums, but sums in a buffer may not be aligned
             fits = fits and out.data_ptr() % cublaslt.ALIGNMENT == 0
         return fits and self._kernel(out, dy) != TORCH
 
@@ -97,7 +98,7 @@ class WeightGradKernel:
         add_product_(self._kernel(out, dy), out, dy, x, overwrite)
 
     def samples(self, shapes: RunShapes) -> tuple[()]:
-        """None: they are compared by layer, once the model is built."""
+        """None: layers are compared one by one, once the model is built."""
         return ()
 
     def _kernel(self, out: Tensor, dy: Scaled) -> str:
@@ -123,9 +124,9 @@ def choose_weight_grads(
     device: torch.device,
     clock: Clock = device_clock,
 ) -> Mapping[ProductShape, Choice]:
-    """Times the kernels at each shape of the fp8 linear layers in `modules`, whose micro-batches have `tokens` on a
-    rank, and lets the layers use the fastest ones. Collective over the ranks of a pipeline stage, which have the same
-    shapes: the slowest rank counts, and all use the same kernels, so that replicas stay equal."""
+    """Time the kernels at each shape of the fp8 linear layers in `modules`, for micro-batches with `tokens` on each
+    rank, and let the layers use the fastest ones. Collective over the ranks of a pipeline stage, which have the same
+    shapes: the slowest rank decides, and all use the same kernels, so that replicas stay equal."""
     linears = [part for module in modules for part in module.modules() if isinstance(part, ParallelLinear)]
     layers = [(linear.weight, linear.gemms) for linear in linears if isinstance(linear.gemms, Fp8Gemms)]
     formats = {}
@@ -144,7 +145,7 @@ def choose_weight_grads(
 def weight_grad_runs(
     shape: ProductShape, grad_format: torch.dtype, recipe: str, device: torch.device
 ) -> dict[str, Run]:
-    """A run of each kernel, on random operands as a recipe casts them."""
+    """A run of each kernel, on random operands that are cast as in a recipe."""
     generator = torch.Generator(device).manual_seed(0)
 
     def operand(rows: int, dtype: torch.dtype) -> Scaled:
@@ -171,8 +172,8 @@ def weight_grad_runs(
 
 
 def _checked(run: Run, sums: Callable[[], Tensor], expected: Callable[[slice], Tensor], kernel: str) -> Run:
-    """A run, before whose first call the `sums` are compared: RuntimeError if those in the first or last rows and
-    columns are not what is `expected`."""
+    """A run whose first call compares the `sums`. Raises RuntimeError if the first or last rows and columns differ from
+    `expected`."""
     known = False
 
     def checked() -> None:
@@ -195,8 +196,8 @@ def _rows(x: Scaled, part: slice) -> Scaled:
 
 
 def adds_residual(x: Tensor | None, weight: Tensor, *_: object) -> bool:
-    """Whether products with a `weight` [m, k] in 16 bits or fp8 may be `residual_gemm`, for their operands' device and
-    sizes."""
+    """Return True if products with a `weight` [m, k] in 16 bits or fp8 may use `residual_gemm`, given their operands'
+    device and sizes."""
     return weight.is_cuda and weight.itemsize <= 2 and weight.shape[0] % SIZES == 0 and weight.shape[-1] % SIZES == 0
 
 
@@ -213,7 +214,7 @@ def _computed(
 def residual_sum(
     x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """A product of torch's, rounded, and then the sum."""
+    """torch's product, rounded, and then the sum."""
     return _product(x, weight, addend.dtype, bias, scales).add_(addend)
 
 
@@ -228,7 +229,7 @@ def _product(
 def residual_product(
     x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, x_scale: Tensor | None, weight_scale: Tensor | None
 ) -> Tensor:
-    """By cuBLASLt; what that does not support is a product of torch's and an addition."""
+    """Product by cuBLASLt; if that does not support the operands, torch's product and an addition."""
     scales = None if x_scale is None or weight_scale is None else (x_scale, weight_scale)
     try:
         return cublaslt.residual_product(x, weight, addend, bias, scales)
@@ -250,12 +251,12 @@ _residual_product = gpu_operator(
 
 
 RESIDUAL_GEMM = FusedKernel(_computed, residual_gemm, adds_residual, lambda shapes: (), 2.0**-7)
-"""Compared by layer, in `choose_additions`."""
+"""Compared for each layer, in `choose_additions`."""
 
 
 @dataclass(frozen=True, order=True)
 class ResidualShape:
-    """The product of a row-parallel layer."""
+    """Product of a row-parallel layer."""
 
     tokens: int
     outputs: int
@@ -270,9 +271,9 @@ class ResidualShape:
 def choose_additions(
     modules: Iterable[nn.Module], tokens: int, stage: Axis, device: torch.device, clock: Clock = device_clock
 ) -> Mapping[ResidualShape, Choice]:
-    """Times both ways at each shape of the layers in `modules` that take an addend, for micro-batches of `tokens` on a
-    rank, and sets the layers' `adds_residual`. Collective over the ranks of a pipeline stage, whose slowest rank
-    counts."""
+    """Time both ways at each shape of the layers in `modules` that take an addend, for micro-batches of `tokens` on a
+    rank, and set the layers' `adds_residual`. Collective over the ranks of a pipeline stage; the slowest rank
+    decides."""
     linears: dict[ResidualShape, list[RowParallelLinear]] = {}
     for linear in _row_parallel(modules):
         if linear.takes_addend():
@@ -289,13 +290,13 @@ def choose_additions(
 
 
 def place_of(choice: Choice) -> str:
-    """Place of the additions, by the timings."""
+    """Where the additions are made, according to the timings."""
     within, after = (choice.seconds[name] for name in (GEMM, NORM))
     return GEMM if math.isfinite(within) and within <= SLOWER * after else NORM
 
 
 def keep_additions_in_norms(modules: Iterable[nn.Module]) -> None:
-    """Lets no layer add to the residual stream within its GEMM."""
+    """Turn off the addition to the residual stream within GEMMs for all layers."""
     for linear in _row_parallel(modules):
         linear.adds_residual = False
 
@@ -305,8 +306,8 @@ def _row_parallel(modules: Iterable[nn.Module]) -> list[RowParallelLinear]:
 
 
 def residual_runs(shape: ResidualShape, dtype: torch.dtype, device: torch.device) -> dict[str, Run]:
-    """A run of each way on random operands: the GEMM with its addend, and one without, with the pass that this adds to
-    the norm."""
+    """A run of each way on random operands: the GEMM with its addend, and a GEMM without one, followed by the pass that
+    this adds to the norm."""
     generator = torch.Generator(device).manual_seed(0)
 
     def made(*size: int) -> Tensor:

@@ -1,12 +1,11 @@
-"""Chooses the kernels of experts, by timing them at the model's shapes when a run starts.
+"""Choice of the kernels of experts, by timing them at the model's shapes when a run starts.
 
-The rows of experts, whose numbers only the device knows: torch's grouped GEMM covers the forward pass and the gradients
-of inputs. Weight gradients are added in fp32 to their sums, which it does not do; and it leaves rows that belong to no
-expert as the memory was.
+Only the device knows the numbers of rows of experts. torch's grouped GEMM covers the forward pass and the gradients of
+inputs. It cannot add weight gradients in fp32 to their sums, and it leaves rows that belong to no expert uninitialized.
 
-Weight gradients have several kernels: one list of tiles for all experts in some tilings (`grouped_triton.py`), and a
-program for each tile, which suits few rows and sums in other precisions. Without timings, as in deterministic runs, the
-first one that is right is used.
+Weight gradients have several kernels: one list of tiles for all experts, in several tilings (`grouped_triton.py`), and
+one program for each tile, which suits few rows and sums in other precisions. Without timings, as in deterministic runs,
+the first correct kernel is used.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ LISTS = ("wide", "tall", "small")
 """Tilings of the kernel with one list of tiles, see `grouped_triton.TILINGS`."""
 
 TOLERANCE = 2.0**-12
-"""How far sums may be off, relative to their norm: products of 16 bits are exact in fp32, and all kernels sum them in
-fp32. A lost step or tile is off by more than 2^-6."""
+"""Allowed relative error of sums, in norm: 16-bit products are exact in fp32, and all kernels sum them in fp32. A lost
+step or tile causes an error of more than 2^-6."""
 
 CHECKED = 64
 """Rows and columns of each expert whose sums are compared."""
@@ -50,7 +49,7 @@ _add_in_list = gpu_operator(
     "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends, str tiling) -> ()",
     no_result,
 )
-"""`_add_products` for fp32 `out`, by one list of tiles."""
+"""`_add_products` for fp32 `out`, with one list of tiles."""
 
 _add_products = gpu_operator(
     "kernels.products_triton:add_grouped_products_",
@@ -62,7 +61,7 @@ _add_products = gpu_operator(
 out [experts, o, i], dy [n, o], x [n, i], contiguous. Expert e has the rows from ends[e - 1] to ends[e] (int32)."""
 
 _clear_rows = gpu_operator("kernels.products_triton:clear_rows_behind_", "(Tensor(a!) x, Tensor ends) -> ()", no_result)
-"""Sets the rows of x [n, width], contiguous, from ends[-1] (int32) on to zero. Touches no others."""
+"""Set the rows of x [n, width], contiguous, from ends[-1] (int32) on to zero. Other rows are not touched."""
 
 
 def add_grouped_(kernel: str, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
@@ -75,7 +74,7 @@ def add_grouped_(kernel: str, out: Tensor, dy: Tensor, x: Tensor, segments: Segm
 
 @dataclass
 class GroupedWeightGrad:
-    """The kernels of weight gradients of experts by (outputs, inputs), as a run found them; `TILES` elsewhere."""
+    """Kernels of expert weight gradients by (outputs, inputs), as found by a run; `TILES` for other shapes."""
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)
@@ -96,8 +95,8 @@ class GroupedWeightGrad:
             yield operands_of(shapes, outputs, inputs, even(shapes))
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
-        """Why a run uses none of the kernels: at one of its shapes none is right, or torch is faster than each of them;
-        None if it uses them. Collective over the world."""
+        """Reason why a run uses none of the kernels: at one of its shapes none is correct, or torch is faster than each
+        of them; None if it uses them. Collective over the world."""
         self.chosen.clear()
         self.found.clear()
         for operands in self.samples(shapes):
@@ -116,7 +115,7 @@ class GroupedWeightGrad:
 
 
 def _untimed(run: Callable[[], object]) -> float:
-    """A clock that runs once, and by which all runs take equally long."""
+    """Clock that runs each candidate once, and reports equal times."""
     run()
     return 0.0
 
@@ -124,8 +123,8 @@ def _untimed(run: Callable[[], object]) -> float:
 def weight_grad_runs(
     shapes: RunShapes, outputs: int, inputs: int, operands: tuple[Tensor, Tensor, Tensor, Segments]
 ) -> dict[str, Callable[[], object]]:
-    """A run of each kernel and of torch on the operands. A kernel's first run raises RuntimeError if its sums are
-    wrong, with even or with uneven numbers of rows."""
+    """A run of each kernel and of torch on the operands. The first run of a kernel raises RuntimeError if its sums are
+    wrong, for even or uneven numbers of rows."""
     runs: dict[str, Callable[[], object]] = {}
     for kernel in (*LISTS, TILES):
         check = partial(_check, kernel, shapes, outputs, inputs)
@@ -148,7 +147,7 @@ def _checked_first(check: Callable[[], None], run: Callable[[], object]) -> Call
 
 
 def _check(kernel: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
-    """Adds twice, and raises RuntimeError unless the corners of each expert's sums are those of products in fp32."""
+    """Add twice, and raise RuntimeError unless the corners of each expert's sums equal those of fp32 products."""
     for counts in (even(shapes), uneven(shapes)):
         out, dy, x, segments = operands_of(shapes, outputs, inputs, counts)
         for _ in range(2):
@@ -166,12 +165,12 @@ def _check(kernel: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
 
 
 def even(shapes: RunShapes) -> list[int]:
-    """Equal numbers of rows of all experts."""
+    """Equal numbers of rows for all experts."""
     return [max(0, shapes.expert_rows // shapes.experts - 1)] * shapes.experts
 
 
 def uneven(shapes: RunShapes) -> list[int]:
-    """Numbers of rows: half of all for the last expert, one for the first, none for the second, the rest for the
+    """Uneven numbers of rows: half of all for the last expert, one for the first, none for the second, the rest for the
     others."""
     rows, experts = shapes.expert_rows, shapes.experts
     if experts < 4:
@@ -182,7 +181,7 @@ def uneven(shapes: RunShapes) -> list[int]:
 def operands_of(
     shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Segments]:
-    """Zeros, random rows, and the segments of experts with these counts, behind which spare rows are left."""
+    """Zeros, random rows, and the segments of experts with these counts, followed by spare rows."""
     segments = Segments.of_counts(torch.tensor(counts, device=shapes.device), spare=True)
     out = torch.zeros(shapes.experts, outputs, inputs, device=shapes.device)
     return out, shapes.random(shapes.expert_rows, outputs), shapes.random(shapes.expert_rows, inputs), segments

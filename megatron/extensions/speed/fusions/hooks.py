@@ -1,4 +1,4 @@
-"""Chooses among kernels at the start of a run on GPUs."""
+"""Callbacks that choose kernels at the start of a run on GPUs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from megatron.training.initialize import Runtime
 
 
 class KernelChoice(Callback):
-    """Leaves out kernels that lose against torch, and takes the fastest of those that are several. --no-fusions leaves
-    out all."""
+    """Turn off kernels that are slower than torch, and choose the fastest if there are several. --no-fusions turns all
+    off."""
 
     def choose(self, config: RunConfig, parallel: ModelParallelConfig, runtime: Runtime) -> ModelParallelConfig:
         LEFT_OUT.clear()
@@ -53,12 +53,12 @@ class KernelChoice(Callback):
 
 
 TORCH = "auto", "flash", "unfused"
-"""Kernels of attention that torch has."""
+"""Attention kernels of torch."""
 
 
 def choose_gemms(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel]) -> None:
-    """Chooses the kernels of fp8 weight gradients, and where the residual stream is added to, on GPUs. If nothing may
-    depend on timings, the next norm adds to it. Collective over the ranks of a pipeline stage."""
+    """Choose the kernels of fp8 weight gradients, and where the residual stream is added, on GPUs. If nothing may
+    depend on timings, the next norm adds it. Collective over the ranks of a pipeline stage."""
     parallel = config.parallel
     if runtime.device.type != "cuda":
         return

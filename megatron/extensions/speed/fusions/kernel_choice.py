@@ -1,4 +1,4 @@
-"""Compares kernels with plain torch at the start of a run, on its shapes, and leaves out those that lose.
+"""Comparison of kernels with plain torch at the start of a run, at its shapes; slower kernels are turned off.
 
 Ranks compare the largest error and the slowest time, so that all use the same kernels.
 """
@@ -31,14 +31,14 @@ from megatron.training.config.run_config import RunConfig
 WARM_UP, REPEATS = 3, 10
 
 SLOWER = 1.1
-"""How many times as long as torch a kernel may take: runs are not to differ in their last bits because of noise."""
+"""Allowed time of a kernel relative to torch: noise must not make runs differ in their last bits."""
 
 OF_FP8 = 4
-"""How many times as far results in fp8 may be off: torch's compiler leaves out the rounding to 16 bits before that to
-fp8, by which they differ by 1.3 % in e4m3 and 1.6 % in e5m2."""
+"""Factor of the allowed error for fp8 results: torch's compiler omits the rounding to 16 bits before the rounding to
+fp8, which makes results differ by 1.3 % in e4m3 and 1.6 % in e5m2."""
 
 NOT_A_NUMBER = 1e9
-"""The error of a kernel whose result is NaN where torch's is not."""
+"""Error of a kernel whose result is NaN where torch's is not."""
 
 Clock = Callable[[Callable[[], object]], float]
 """Seconds that a call takes."""
@@ -47,7 +47,7 @@ Clock = Callable[[Callable[[], object]], float]
 @dataclass(frozen=True)
 class Choice:
     """Seconds of a forward and backward by kernel; infinite for a kernel that does not support the shape, or is not
-    installed. `errors` say why, where this rank knows it."""
+    installed. `errors` has the reasons, as far as this rank knows them."""
 
     seconds: Mapping[str, float]
     errors: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -72,10 +72,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class RunShapes:
-    """Sizes of one rank's tensors in training, and where they are."""
+    """Sizes of one rank's tensors in training, and their device."""
 
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     length: int
     hidden: int
     ffn: int
@@ -89,11 +89,11 @@ class RunShapes:
     fp8: str | None = None
     """The recipe; None without fp8."""
     expert_rows: int = 0
-    """Of all local experts in a micro-batch, if tokens are even over the experts."""
+    """Rows of all local experts in a micro-batch, if tokens are evenly distributed over the experts."""
     expert_matrices: tuple[tuple[int, int], ...] = ()
-    """(outputs, inputs) of the layers of an expert."""
+    """(outputs, inputs) of an expert's layers."""
     config: RunConfig | None = None
-    """For kernels that need to know more of the run."""
+    """Configuration, for kernels that need to know more about the run."""
 
     @classmethod
     def of(cls, config: RunConfig, device: torch.device) -> RunShapes:
@@ -134,28 +134,28 @@ Operands = TypeVarTuple("Operands")
 
 @runtime_checkable
 class ComparedKernel(Protocol):
-    """A kernel that can lose against torch at the start of a run."""
+    """A kernel that may turn out slower than torch at the start of a run."""
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
-        """Why a run of these shapes does not use the kernel; None if it does. Collective over the world."""
+        """Reason why a run of these shapes does not use the kernel; None if it does. Collective over the world."""
 
 
 @dataclass(frozen=True)
 class FusedKernel(Generic[*Operands, R]):
-    """A kernel in place of an operation, and how it is compared with that."""
+    """A kernel that replaces an operation, and the way to compare the two."""
 
     run: Callable[[*Operands], R]
     plain: Callable[[*Operands], R]
-    """The operation in torch, with the same operands."""
+    """The operation in plain torch, with the same operands."""
     suits: Callable[[*Operands], bool]
-    """True if it computes with these operands."""
+    """True if the kernel supports these operands."""
     samples: Callable[[RunShapes], Iterable[tuple[*Operands]]]
     """Operands of a run; none if the run does not perform the operation."""
     tolerance: float
-    """How far results, and operands that are written, may be off, relative to their norm."""
+    """Allowed relative error, in norm, of results and of operands that are written."""
     planned: Callable[..., R] | None = None
-    """Tells a plan what a launch does: called with the `Launches` of a plan (`plan/planner/as_on_gpus.py`) and the
-    operands, it returns results of the right shapes. None where a plan is to count the operations of `plain`."""
+    """Describes a launch for a plan: called with the plan's `Launches` (`plan/planner/as_on_gpus.py`) and the operands,
+    it returns results of the right shapes. None if a plan should count the operations of `plain`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", getattr(self.plain, "__wrapped__", self.plain))
@@ -164,8 +164,8 @@ class FusedKernel(Generic[*Operands, R]):
         return self.run(*operands)
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
-        """Why the kernel is not used: it is wrong, raises, or takes longer than torch, with the operands of a run; None
-        if it is used. Collective over the world."""
+        """Reason why the kernel is not used: with the operands of a run it is wrong, raises, or takes longer than
+        torch; None if it is used. Collective over the world."""
         for operands in self.samples(shapes):
             if (why := _lost(self, operands, shapes.device, world, clock)) is not None:
                 return why
@@ -174,19 +174,19 @@ class FusedKernel(Generic[*Operands, R]):
 
 @cache
 def fused_kernels() -> dict[str, FusedKernel[*tuple[object, ...], object]]:
-    """Kernels of functions in torch, by their names."""
+    """Kernels that replace torch functions, by name."""
     return {name: kernel for name in KERNELS if isinstance(kernel := KERNELS[name], FusedKernel)}
 
 
 @cache
 def operations() -> dict[Callable[..., object], str]:
-    """Functions in torch that kernels may compute -> the name of the kernel."""
+    """Torch functions that kernels may replace -> the name of the kernel."""
     return {unwrap(kernel.plain): name for name, kernel in fused_kernels().items()}
 
 
 @cache
 def planned_kernels() -> dict[str, Callable[..., object]]:
-    """Names of kernels -> `FusedKernel.planned`, but for those of which a plan counts the operations of torch."""
+    """Kernel names -> `FusedKernel.planned`, except for kernels for which a plan counts torch's operations."""
     return {name: kernel.planned for name, kernel in fused_kernels().items() if kernel.planned is not None}
 
 
@@ -197,8 +197,8 @@ def choose_kernels(
     say: Callable[[str], None],
     kernels: Mapping[str, object] | None = None,
 ) -> None:
-    """Compares every registered kernel with torch on the operands of a run. Leaves out one that is wrong, raises, or
-    takes longer than torch by the `clock`; None times nothing. Collective over the world."""
+    """Compare every registered kernel with torch on the operands of a run. A kernel is turned off if it is wrong,
+    raises, or takes longer than torch by the `clock`; None times nothing. Collective over the world."""
     LEFT_OUT.clear()
     found: Mapping[str, object] = {name: KERNELS[name] for name in KERNELS} if kernels is None else kernels
     for name, kernel in found.items():
@@ -214,7 +214,7 @@ def _lost(
     world: Axis,
     clock: Clock | None,
 ) -> str | None:
-    """Why a kernel is not used; None if it is."""
+    """Reason why a kernel is not used; None if it is."""
     failed = "raises an error on another rank"
     try:
         error = _error(kernel, operands) if kernel.suits(*operands) else 0.0
@@ -236,7 +236,7 @@ def _lost(
 
 
 def _error(kernel: FusedKernel[*Operands, R], operands: tuple[*Operands]) -> float:
-    """The largest difference of a result, or of an operand that is written, relative to the norm of torch's."""
+    """Largest difference of a result, or of an operand that is written, relative to the norm of torch's."""
     mine, theirs = (copied(operands) for _ in range(2))
     results, expected = (kernel(*mine), mine), (kernel.plain(*theirs), theirs)
     pairs = zip(tensors_in(results), tensors_in(expected), strict=True)
@@ -254,7 +254,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def copied(value: R) -> R:
-    """The same with copies of the tensors that it holds, in tuples and lists at any depth."""
+    """Copy of a structure that copies the tensors in it, in tuples and lists at any depth."""
     leaves, structure = tree_flatten(value)
     copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     found: R = tree_unflatten(copies, structure)
@@ -262,7 +262,7 @@ def copied(value: R) -> R:
 
 
 def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.device, world: Axis) -> Choice:
-    """Times each run on every rank; the slowest rank counts. Timed kernels are removed from `runs`, so that their
+    """Time each run on every rank; the slowest rank decides. Timed kernels are removed from `runs`, so that their
     operands are freed. Collective over the world."""
     names, errors = list(runs), dict[str, str]()
     found = [_time(name, runs.pop(name), clock, errors) for name in names]
@@ -272,12 +272,12 @@ def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.d
 
 
 LONGEST_ERROR = 120
-"""Characters of a message in a log line."""
+"""Largest number of characters of a message in a log line."""
 
 
 def _time(name: str, run: Callable[[], object], clock: Clock, errors: dict[str, str]) -> float:
-    """Seconds of a run; infinite if it raises, with the reason in `errors`: torch and Triton do for shapes that they do
-    not support, and a package may be missing or take other arguments."""
+    """Seconds of a run; infinite if it raises, with the reason in `errors`: torch and Triton raise for shapes that they
+    do not support, and a package may be missing or have other arguments."""
     try:
         return clock(run)
     except Exception as raised:
@@ -302,31 +302,31 @@ def device_clock(run: Callable[[], object]) -> float:
 
 @cache
 def has_triton() -> bool:
-    """Return whether Triton is installed. Does not import it."""
+    """Return True if Triton is installed. Does not import it."""
     return find_spec("triton") is not None
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few for what is none."""
+    """Number of multiprocessors of a GPU; a small number for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Return whether kernels on `x` can be Triton's."""
+    """Return True if Triton kernels can run on `x`."""
     return x.is_cuda and has_triton()
 
 
 def no_result(*operands: object) -> None:
-    """The fake of an operator that writes its results into operands."""
+    """Fake implementation of an operator that writes its results into operands."""
 
 
 def gpu_operator(
     place: str, schema: str, fake: Callable[P, R], package: str = __name__.rpartition(".")[0]
 ) -> Callable[P, R]:
-    """The operator `megatron::NAME` of GPUs, computed by a function NAME whose `place` is "module:NAME" in a package.
-    The module may import Triton, and is imported when the operator first runs. Fake tensors, plans and profilers see
-    one operator.
-    `fake` has its signature, and returns tensors like its results without computing them."""
+    """Register the operator `megatron::NAME` for GPUs, computed by a function NAME whose `place` is "module:NAME" in a
+    package. The module may import Triton, and is imported when the operator first runs. Fake tensors, plans and
+    profilers see one operator. `fake` has the same signature, and returns tensors like its results without computing
+    them."""
     module, name = place.split(":")
 
     def run(*operands: P.args, **options: P.kwargs) -> R:

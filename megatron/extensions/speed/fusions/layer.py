@@ -1,7 +1,7 @@
-"""A transformer layer whose additions to the residual stream are made by the norms or GEMMs beside them, and an MLP
-with SwiGLU whose activation is cast to fp8 where it is computed, and its gradient too.
+"""Transformer layer whose additions to the residual stream are computed by adjacent norms or GEMMs, and SwiGLU MLP
+whose activation, and its gradient, are cast to fp8 where they are computed.
 
-The MLP is for `--compile` with scales that are known before (--fp8-recipe delayed): neither the activation nor the
+The MLP is for `--compile` with scales that are known in advance (--fp8-recipe delayed): neither the activation nor the
 gradient of its input is stored in 16 bits. Stand-ins carry the casts to the linear layers before and after it.
 """
 
@@ -44,7 +44,7 @@ from megatron.extensions.speed.fusions.split_heads import SplitSelfAttention
 
 
 def casts_swiglu(fc1: ParallelLinear, activation: object, fc2: ParallelLinear) -> bool:
-    """Return whether `cast_mlp` can replace fc2(activation(fc1(x)))."""
+    """Return True if `cast_mlp` can replace fc2(activation(fc1(x)))."""
     swiglu = isinstance(activation, FusedActivation) and activation.compiled and activation.kind == "swiglu"
     plain = type(fc1) is ColumnParallelLinear and type(fc2) is RowParallelLinear and fc1.bias is fc2.bias is None
     delayed = swiglu and plain and all(isinstance(linear.gemms, DelayedGemms) for linear in (fc1, fc2))
@@ -52,10 +52,10 @@ def casts_swiglu(fc1: ParallelLinear, activation: object, fc2: ParallelLinear) -
 
 
 def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor | None = None) -> Tensor:
-    """fc2(SwiGLU(fc1(x))): x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With gradients. Added to
-    an `addend` [s, b, h] where fc2 takes one.
+    """fc2(SwiGLU(fc1(x))): x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. Supports gradients. The
+    result is added to an `addend` [s, b, h] if fc2 supports one.
 
-    If the layers are `observed`, their hooks would see stand-ins."""
+    If the layers are `observed`, their hooks would see stand-ins, so this is not used."""
     assert isinstance(fc2.gemms, DelayedGemms)
     of_hidden = OutputGradient(fc1.gemms, fc1.weight.requires_grad, False)
     settings = fc1.boundary, fc1.axis, fc1.queue, fc1.gemms, True, of_hidden, None
@@ -66,7 +66,7 @@ def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor
 
 
 class MLPKernel:
-    """`cast_mlp`. Its parts are compared, `kernels/casts.py`."""
+    """Kernel entry of `cast_mlp`. Its parts are compared separately, see `kernels/casts.py`."""
 
     suits = staticmethod(casts_swiglu)
     __call__ = staticmethod(cast_mlp)
@@ -84,7 +84,7 @@ class _CastSwiGLUContext(AutogradContext):
 
 
 class _CastSwiGLU(torch.autograd.Function):
-    """SwiGLU of the output [s, b, 2f] of a layer, cast [s, b, f] as the layer after it wants its input."""
+    """SwiGLU of the output [s, b, 2f] of a layer, cast [s, b, f] as the next layer wants its input."""
 
     @staticmethod
     def forward(ctx: _CastSwiGLUContext, hidden: Tensor, cast: InputCast, of_hidden: OutputGradient) -> Tensor:
@@ -103,23 +103,24 @@ class _CastSwiGLU(torch.autograd.Function):
 
 
 class FusedTransformerLayer(TransformerLayer):
-    """`TransformerLayer` that hands its stream to the next one as a `ResidualSum`, whose addition the next norm makes.
+    """`TransformerLayer` that passes its stream to the next layer as a `ResidualSum`, whose addition the next norm
+    computes.
 
-    A norm casts its output to fp8 where the sublayer reads that. A sublayer that can adds to the stream in its last
-    GEMM.
+    A norm casts its output to fp8 if the sublayer reads the cast. If a sublayer supports it, its last GEMM adds to the
+    stream.
     """
 
     def forward(self, x: Stream, context: BatchContext, pending: bool = False) -> Stream:  # type: ignore[override]
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With `pending` the last addition is left
-        to what reads the stream."""
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With `pending`, the last addition is left
+        to the reader of the stream."""
         if self.norms_sums:
             return super().forward(added(x), context)
         stream = self._next(x if isinstance(x, ResidualSum) else ResidualSum(added(x)), context)
         return stream if pending else stream.added()
 
     def takes_pending(self) -> bool:
-        """Whether a norm adds the update in its kernels. Hooks see the sum, but for those that say that they take a
-        stream."""
+        """Return True if a norm adds the update in its kernels. Hooks see the sum, except those that declare that they
+        accept a stream."""
         norm = self.input_layernorm if self.mixes else self.pre_mlp_layernorm
         observed = is_hooked(self, forward=False) or not all(
             getattr(hook, "takes_pending", False) for hook in forward_hooks(self)
@@ -144,7 +145,7 @@ class FusedTransformerLayer(TransformerLayer):
         return self._add_mlp(x, normed, context)
 
     def _cast_of(self, sublayer: nn.Module) -> InputCast | None:
-        """The casts that a sublayer wants of its input in place of it. Norms that are computed again make none."""
+        """The casts that a sublayer wants instead of its input. Recomputed norms make none."""
         return None if self.recompute_norms and self.training else input_cast_of(sublayer)
 
     def _add_attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> ResidualSum:
@@ -160,8 +161,8 @@ class FusedTransformerLayer(TransformerLayer):
         return self._sum(x, self.post_mlp_layernorm(y), self.mlp_dropout, context)
 
     def _adds_within(self, sublayer: nn.Module, post: nn.Module, dropout: HiddenDropout) -> bool:
-        """Whether the last GEMM of a sublayer adds to the residual stream: if nothing comes between the two, and no
-        norm before is computed again."""
+        """Return True if the last GEMM of a sublayer adds to the residual stream: nothing may come between the two, and
+        no norm before it may be recomputed."""
         direct = isinstance(post, nn.Identity) and dropout.p == 0 and self.multiplier == 1
         return direct and not (self.parallel or self.recompute_norms) and takes_addend(sublayer)
 
@@ -173,15 +174,14 @@ class FusedTransformerLayer(TransformerLayer):
     def _of_normed(
         self, norm: nn.Module, x: Tensor, normed: Tensor, sublayer: Callable[..., Tensor], context: BatchContext
     ) -> Tensor:
-        """The sublayer of normed = norm(x)."""
+        """Output of the sublayer for normed = norm(x)."""
         if self.recompute_norms and self.training:
             return with_recomputed((normed,), norm, x, sublayer, context)
         return sublayer(normed, context)
 
 
 def input_cast_of(sublayer: nn.Module) -> InputCast | None:
-    """The casts that the first layer of a sublayer, which alone reads its input, can be given in place of that. Hooks
-    see the input."""
+    """Casts that can replace the input of a sublayer's first layer, which alone reads it. Hooks see the input."""
     linear = getattr(sublayer, FIRST.get(type(sublayer), ""), None)
     if type(linear) is not ColumnParallelLinear or not isinstance(linear.gemms, DelayedGemms) or not linear.compiled:
         return None
@@ -192,7 +192,7 @@ def input_cast_of(sublayer: nn.Module) -> InputCast | None:
 
 
 def takes_addend(sublayer: nn.Module) -> bool:
-    """Return whether a sublayer can add its output to the residual stream in its last layer."""
+    """Return True if a sublayer can add its output to the residual stream in its last layer."""
     linear = getattr(sublayer, LAST.get(type(sublayer), ""), None)
     return isinstance(linear, RowParallelLinear) and not observed(sublayer) and linear.takes_addend()
 

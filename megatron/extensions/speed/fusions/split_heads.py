@@ -1,5 +1,5 @@
-"""The projection of attention split into queries, gates, keys and values: their rotation, and in the backward one
-gradient of the projection, written in one pass with the rotation back and the sums of the bias's gradient.
+"""Split of the attention projection into queries, gates, keys and values, with rotation. In the backward, one pass
+writes the gradient of the projection, rotates back, and sums the gradient of the bias.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.core.transformer.self_attention import Heads, SelfAttention
 
 
 class SplitSelfAttention(SelfAttention):
-    """`SelfAttention` that splits and rotates its projection at once, and where regions are compiled adds the bias."""
+    """`SelfAttention` that splits and rotates its projection in one pass, and adds the bias if regions are compiled."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
@@ -48,26 +48,26 @@ def split_heads(
     compiled: bool = False,
     of_qkv: OutputGradient | None = None,
 ) -> Heads:
-    """qkv [s, b, groups, sum(counts), d] -> the heads. `counts` are the `head_counts` of a group.
+    """Split qkv [s, b, groups, sum(counts), d] into heads. `counts` are the `head_counts` of a group.
 
-    With `tables`, cosines and sines, `bias` is added first, queries and keys are rotated, and all parts have memory of
-    their own: views would keep the rest of qkv. Without, they are views where that is possible, and qkv must have the
-    bias in it already: only its gradient is summed up here. If the linear layer before reads casts of the gradient
-    `of_qkv`, the backward makes these instead of it."""
-    static = torch.is_grad_enabled()  # prompts of generation have any length, and must not compile a kernel each
+    With `tables`, cosines and sines, `bias` is added first, queries and keys are rotated, and all parts have their own
+    memory, because views would keep the rest of qkv alive. Without tables, the parts are views where possible, and qkv
+    must already include the bias: only its gradient is summed here. If the preceding linear layer reads casts of the
+    gradient `of_qkv`, the backward makes these instead of the gradient."""
+    static = torch.is_grad_enabled()  # generation prompts have any length, and must not each compile a kernel
     split = HeadSplit(tuple(counts), interleaved, compiled, static)
     q, *gate, k, v = _SplitHeads.apply(qkv, bias, tuple(tables), split, of_qkv)
     return q, gate[0].flatten(2) if gate else None, k, v
 
 
 class HeadSplit(NamedTuple):
-    """The way that a projection is split to heads."""
+    """How a projection is split into heads."""
 
     counts: tuple[int, ...]
-    """Heads of a group: queries, gates, keys and values."""
+    """Heads per group: queries, gates, keys and values."""
 
     interleaved: bool
-    """True if pairs of neighbouring channels are rotated."""
+    """True if pairs of adjacent channels are rotated."""
 
     compiled: bool
     static: bool
@@ -76,7 +76,7 @@ class HeadSplit(NamedTuple):
 
 class _SplitHeadsContext(AutogradContext):
     settings: tuple[int, bool]
-    """Groups, and whether neighbouring channels are rotated."""
+    """Number of groups, and whether adjacent channels are rotated."""
     compiled: bool
     bias: Tensor | None
     shape: torch.Size
@@ -121,7 +121,7 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def _split(qkv: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Parts without heads, as gates may be, are left out."""
+    """Parts without heads, such as absent gates, are left out."""
     return tuple(part.flatten(2, 3) for part, count in zip(qkv.split(counts, dim=3), counts, strict=True) if count)
 
 
@@ -135,7 +135,7 @@ def _split_and_rotated(
 
 
 def joined_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], groups: int, interleaved: bool) -> Tensor:
-    """Gradients of the heads -> that of qkv. The transpose of a rotation is that by the opposite angle."""
+    """Gradients of the heads -> gradient of qkv. The transpose of a rotation is the rotation by the opposite angle."""
     dq, *of_gate, dk, dv = grads
     if tables:
         cos, sin = tables
@@ -145,6 +145,6 @@ def joined_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], groups: int,
 
 
 def _summed(joined: Tensor) -> Tensor:
-    """`joined_heads` over tokens, by a kernel of its own: one pass for both takes 2.4 times as long on a GPU."""
+    """Sum of `joined_heads` over tokens, in a separate kernel: one pass for both takes 2.4 times as long on a GPU."""
     wide = torch.promote_types(joined.dtype, torch.float32)
     return joined.flatten(0, 1).flatten(1).sum(0, dtype=wide).to(joined.dtype)

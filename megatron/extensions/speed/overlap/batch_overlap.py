@@ -1,13 +1,13 @@
-"""Two passes of different micro-batches that run in turns: while a collective of one is under way, the other computes.
+"""Two passes of different micro-batches that alternate: while a collective of one is in flight, the other computes.
 
-Each pass runs in a thread of its own, and one of them at a time. A pass hands over where it has started a collective,
-and completes it when it takes over again. A backward pass is run by autograd and cannot return in the middle of it, so
-it needs a stack of its own; threads leave layers as they are and the graph of a micro-batch whole, recomputation
-included. (DualPipe, arXiv 2412.19437, section 3.2.1, overlaps a forward with a backward; Megatron-LM cuts the graph at
-the same places instead.)
+Each pass runs in its own thread, and only one of them at a time. A pass yields where it has started a collective, and
+completes the collective when its turn comes again. A backward pass is run by autograd and cannot return in the middle,
+so it needs its own stack. With threads, layers stay unchanged, and the graph of a micro-batch stays whole, including
+recomputation. (DualPipe, arXiv 2412.19437, section 3.2.1, overlaps a forward with a backward; Megatron-LM cuts the
+graph at the same places instead.)
 
-Who runs is decided by what has been started, never by time: ranks that run the same passes start their collectives in
-the same order.
+The turn depends on the collectives that have been started, never on time: ranks that run the same passes start their
+collectives in the same order.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron.training.step_parts import StepParts
 
 
 class _Abandoned(BaseException):
-    """Ends a pass because the other one failed."""
+    """Raised in a pass to end it because the other one failed."""
 
 
 class BatchOverlap(PassPair):
-    """Runs two passes in turns."""
+    """Run two passes in alternation."""
 
     in_turns = True
 
@@ -37,7 +37,8 @@ class BatchOverlap(PassPair):
         self._active = False
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Runs both; `first`, in the calling thread, begins. An exception of one ends the other, and is raised."""
+        """Run both passes; `first`, in the calling thread, begins. An exception in one pass ends the other, and is
+        raised."""
         assert not self._active, "two passes run in turns already"
         self._active, self._turn = True, 0
         self._finished = [False, False]
@@ -54,8 +55,8 @@ class BatchOverlap(PassPair):
             raise self._error
 
     def hand_over(self) -> None:
-        """Called by a pass that has started a collective: returns when the other pass has handed over, or ended.
-        Without another one it returns at once."""
+        """Called by a pass that has started a collective: returns when the other pass has yielded or ended. Returns
+        immediately if there is no other pass."""
         if not self._active or self._finished[1 - self._turn]:
             return
         own = self._turn
@@ -81,7 +82,8 @@ class BatchOverlap(PassPair):
         self._switch(1 - number)
 
     def _start(self, body: Callable[[], None]) -> None:
-        """Has the second thread run a pass when its turn comes, on the caller's stream and under its dispatch modes."""
+        """Make the second thread run a pass when its turn comes, on the caller's stream and under its dispatch
+        modes."""
         if self._jobs is None:
             self._jobs = SimpleQueue()
             Thread(target=_work, args=(self._jobs,), name="batch-overlap", daemon=True).start()

@@ -1,16 +1,16 @@
 """Overlap of tensor-parallel collectives with GEMMs, under sequence parallelism (--tp-comm-overlap).
 
-A GEMM of an all-gathered input runs in parts, each as soon as its rows arrive. The operand of a reduce-scatter is
-computed in the order in which the ranks need it, each part while the previous sum travels. So no collective of a
-layer's forward is waited for as a whole, and the bytes sent stay the same. (Wang et al., "Overlap Communication with
-Dependent Computation via Decomposition", ASPLOS 2023.)
+A GEMM with an all-gathered input runs in parts, each as soon as its rows arrive. The operand of a reduce-scatter is
+computed in the order in which the ranks need it, each part while the previous sum is in flight. So no collective of a
+layer's forward is waited for as a whole, and the number of bytes sent stays the same. (Wang et al., "Overlap
+Communication with Dependent Computation via Decomposition", ASPLOS 2023.)
 
 In the backward, the gather before a row-parallel layer's GEMMs runs in parts. A column-parallel layer needs no parts
 there: its gather overlaps with the GEMM for dX and its reduction with the GEMM for dW, as in `LinearFunction`. If the
 schedule queues dW, dX is computed and reduced in parts.
 
-Parts travel as the GEMMs read them: in fp8 with one scale a tensor as bytes, which one process would cast to the same
-values.
+Parts are sent in the form that the GEMMs read: with one scale per tensor in fp8, as bytes, equal to the cast values in
+one process.
 
 Shapes: t ranks; [s, b, h] activations; f features of the sharded dimension.
 """
@@ -66,11 +66,11 @@ class Products:
         return matrix if self.of_grad else matrix.t()
 
     def like(self, x: Tensor) -> Tensor:
-        """Memory for the products of x [..., k]."""
+        """Allocate memory for the products of x [..., k]."""
         return x.new_empty(*x.shape[:-1], self.matrix.shape[1], dtype=self.weight.dtype)
 
     def multiply(self, part: Tensor, scales: Operand, out: Tensor) -> None:
-        """Multiplies `part` [s/t, b, k], cast with `scales`, into `out`, which is contiguous."""
+        """Multiply `part` [s/t, b, k], cast with `scales`, into `out`, which is contiguous."""
         rows, flat = (part.flatten(0, -2), *scales), out.view(-1, out.shape[-1])
         if self.of_grad:
             self.gemms.input_grad_rows_(flat, rows, self.weight)
@@ -85,9 +85,9 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _taking_turns(x: Tensor, count: int, hardware: Hardware) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
-    """Yields the context of each step of a loop. On GPUs every other step runs on a second stream, so that the first
-    tiles of a product use the multiprocessors that the last tiles of the one before leave idle. Tensors that a step
-    makes must stay until the end."""
+    """Yield the context of each step of a loop. On GPUs every other step runs on a second stream, so that the first
+    tiles of a product use the multiprocessors that the last tiles of the previous product leave idle. Tensors that a
+    step makes must be kept until the end."""
     with hardware.at_one_time(count):
         if not x.is_cuda:
             yield lambda _: nullcontext()
@@ -100,10 +100,10 @@ def _taking_turns(x: Tensor, count: int, hardware: Hardware) -> Iterator[Callabl
 
 class RingOverlap:
     """GEMMs fused with collectives, by a ring of sends and receives between neighbours, for any backend and device. All
-    ranks of the axis call them with the same shapes.
+    ranks of the axis call these methods with the same shapes.
 
-    A part is one rank's rows. While a part is multiplied, it is on its way to the next rank, or the sum so far arrives
-    from the previous one. So a step takes as long as the longer of the two.
+    A part consists of one rank's rows. While a part is multiplied, it is sent to the next rank, or the sum so far
+    arrives from the previous rank. So a step takes as long as the slower of the two.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -147,15 +147,15 @@ class RingOverlap:
 
 
 class SymmetricOverlap:
-    """The same by torch's symmetric-memory pipelines, for GPUs that access each other's memory (NVLink) under NCCL, in
-    the precision of the parameters.
+    """The same with torch's symmetric-memory pipelines, for GPUs that access each other's memory (NVLink) under NCCL,
+    in the precision of the parameters.
 
     Their copies between GPUs use no multiprocessors; NCCL's sends and receives do.
     """
 
     @staticmethod
     def operations() -> tuple[Callable[..., tuple[Tensor, list[Tensor]]], Callable[..., Tensor]]:
-        """Returns torch's (all-gather + GEMM, GEMM + reduce-scatter) operations."""
+        """Return torch's (all-gather + GEMM, GEMM + reduce-scatter) operations."""
         load_symmetric_memory()
         ops = torch.ops.symm_mem
         return ops.fused_all_gather_matmul, ops.fused_matmul_reduce_scatter
@@ -182,7 +182,7 @@ class _LayerContext(AutogradContext):
     layer: Overlapped
     weight: Tensor
     bias_shape: torch.Size
-    """Set where there is a bias."""
+    """Set if there is a bias."""
 
 
 class _ColumnFunction(torch.autograd.Function):
@@ -258,7 +258,7 @@ class _RowFunction(torch.autograd.Function):
 
 
 def _weight_grad(layer: Overlapped, weight: Tensor, dy: Operand, x: Callable[[], Operand]) -> Tensor | None:
-    """dW = dYᵀ X, now or from the queue, of the input that x() returns."""
+    """Compute dW = dYᵀ X, now or from the queue, for the input that x() returns."""
 
     def add_(out: Tensor, overwrite: bool) -> None:
         layer.gemms.add_weight_grad_(matrix_of(out), dy, x(), overwrite)
@@ -267,7 +267,7 @@ def _weight_grad(layer: Overlapped, weight: Tensor, dy: Operand, x: Callable[[],
 
 
 class Overlapped(ParallelLinear):
-    """A linear layer with overlap, computed by `function`."""
+    """Linear layer with overlap, computed by `function`."""
 
     function: type[torch.autograd.Function]
 
@@ -296,7 +296,7 @@ class OverlappedRowParallelLinear(Overlapped, RowParallelLinear):
 
 
 class SymmetricMemory(Callback):
-    """Refuses a run whose tensor-parallel ranks have no symmetric memory."""
+    """Refuse a run whose tensor-parallel ranks have no symmetric memory."""
 
     def on_setup(self, runtime: Runtime) -> None:
         if not has_symmetric_memory(runtime.state.tp, runtime.device):
@@ -308,7 +308,7 @@ class SymmetricMemory(Callback):
 
 
 def has_symmetric_memory(axis: Axis, device: torch.device) -> bool:
-    """Return whether the ranks of an axis are GPUs of one node that access each other's memory, under NCCL."""
+    """Return True if the ranks of an axis are GPUs of one node that access each other's memory, under NCCL."""
     if device.type != "cuda" or axis.group is None or "nccl" not in dist.get_backend(axis.group):
         return False
     if axis.ranks[-1] - axis.ranks[0] >= torch.cuda.device_count():  # on several nodes

@@ -40,7 +40,7 @@ class OverlapFlags:
 
 
 def overlaps(linear: Any, ctx: Any) -> bool:
-    """Return whether the collectives of a linear layer overlap with its GEMMs."""
+    """Return True if the collectives of a linear layer overlap with its GEMMs."""
     return ctx.options(OverlapFlags).tp_comm_overlap and ctx.sequence_parallel and ctx.tp.size > 1
 
 

@@ -28,7 +28,7 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
 
 
 def _in_turns(c: RunConfig) -> Iterator[Problem]:
-    """Passes of two micro-batches run in turns where all-to-alls are under way."""
+    """Check that passes of two micro-batches can alternate while all-to-alls are in flight."""
     m, p = c.model, c.parallel
     if m.num_experts is None or not c.options(OverlapFlags).overlap_moe_expert_parallel_comm:
         return
@@ -39,7 +39,7 @@ def _in_turns(c: RunConfig) -> Iterator[Problem]:
         yield Problem(OVERLAP, None, rule, "use --moe-token-dispatcher-type alltoall")
     try:
         layout = pipeline_layout(m, p)
-    except ValueError:  # a problem of its own
+    except ValueError:  # another rule reports it
         return
     if runs_in_turns(p.schedule, layout.pp, layout.chunks):
         if c.training.num_microbatches == 1 and named_value(c, "step_batch_size_schedule") is None:

@@ -1,1 +1,1 @@
-"""Kernels of attention beside those of torch, and the choice between them on a GPU: read `choice.py` first."""
+"""Attention kernels in addition to torch's, and the choice between them on a GPU: read `choice.py` first."""

@@ -1,12 +1,14 @@
-"""The choices of --attention-backend that are not torch's own. On other devices than GPUs they are.
+"""Choices of --attention-backend in addition to torch's own. On devices other than GPUs, torch's own kernels replace
+them.
 
-flash3 is FlashAttention-3 for Hopper GPUs (arXiv 2407.08608), where its module `flash_attn_interface` is installed. Its
-public functions have autograd of their own. The two functions below them are called here, as tiles need a backward from
-a merged output and log-sum-exp. The spelling of windows and of causality differs between versions.
+flash3 is FlashAttention-3 for Hopper GPUs (arXiv 2407.08608), if its module `flash_attn_interface` is installed. Its
+public functions have their own autograd. This module calls the two functions below them, because tiles need a backward
+that starts from a merged output and log-sum-exp. The arguments for windows and causality have different names in
+different versions.
 
 cuDNN computes tiles (`megatron.core.attention.tile_kernels`) in 16 bits. It makes a plan for each shape, which takes
-longer than a step. So it computes the tiles of context parallelism, whose shapes are few. Documents and windows, whose
-lengths differ from batch to batch, are left to FlashAttention.
+longer than a step. So it computes only the tiles of context parallelism, which have few shapes. Documents and windows,
+whose lengths differ from batch to batch, are left to FlashAttention.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ SCALES = "q_descale", "k_descale", "v_descale"
 
 
 class Flash3:
-    """Forward and backward of the package. Raises ImportError where it is not installed, or has other functions.
+    """Forward and backward of the package. Raises ImportError if it is not installed, or has other functions.
 
-    Operands are packed, q [rows, heads, d] with `lengths`, or else dense, q [b, n, heads, d]. The log-sum-exp is fp32,
-    [heads, rows] or [b, heads, n].
+    Operands are either packed, q [rows, heads, d] with `lengths`, or dense, q [b, n, heads, d]. The log-sum-exp is
+    fp32, [heads, rows] or [b, heads, n].
     """
 
     def __init__(self, scale: float) -> None:
@@ -59,8 +61,8 @@ class Flash3:
         window: Window,
         scales: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """`scales` [3, b, groups]: of q, k and v in e4m3, with which the output is bf16. Raises ImportError if the
-        package takes none."""
+        """`scales` [3, b, groups]: the scales of q, k and v in e4m3; the output is then bf16. Raises ImportError if the
+        package does not support scales."""
         settings = _mask(window, self._forward_names) | _lengths(lengths)
         if scales is not None:
             if SCALES[0] not in self._forward_names:
@@ -92,7 +94,7 @@ class Flash3:
 
 
 def _parameters(function: Callable[..., object]) -> frozenset[str]:
-    """Names of a function's parameters; a custom operation of torch keeps its function."""
+    """Names of a function's parameters; a custom operator of torch stores its function."""
     return frozenset(inspect.signature(getattr(function, "_init_fn", function)).parameters)
 
 
@@ -110,7 +112,7 @@ def _lengths(lengths: Lengths | None) -> dict[str, object]:
 
 
 class CudnnKernel(TorchKernel):
-    """Tiles without a window, one launch each."""
+    """Tiles without a window, with one launch each."""
 
     needs_places, most_queries = False, None
 
@@ -131,7 +133,7 @@ class CudnnKernel(TorchKernel):
 
 
 class CudnnPackedKernel:
-    """Whole samples of one length, packed one after another."""
+    """Whole samples of equal length, packed one after another."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -165,14 +167,14 @@ def cudnn_forward(qkv: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[
 def cudnn_backward(
     grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, Tensor], causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, from grad [b, heads, n, dv] and what the forward returned."""
+    """Gradients of q, k and v, from grad [b, heads, n, dv] and the results of the forward."""
     n, m = qkv[0].shape[2], qkv[1].shape[2]
     unused = torch.zeros((), dtype=torch.int64, device=grad.device)  # the random state of dropout, which is off
     return cudnn_attention_backward(grad, *qkv, *kept, unused, unused, None, None, None, n, m, 0.0, causal, scale=scale)
 
 
 class Flash3Attention(FusedAttention):
-    """Causal attention by the package of FlashAttention-3, of dense operands."""
+    """Causal attention on dense operands with FlashAttention-3."""
 
     def __init__(self, scale: float) -> None:
         super().__init__(scale)
@@ -185,7 +187,7 @@ class Flash3Attention(FusedAttention):
 
 
 class FlashBackend(TorchBackend):
-    """The kernels of torch, with tiles by its FlashAttention."""
+    """torch's kernels, with its FlashAttention for tiles."""
 
     def tiles(self) -> tuple[Kernel, Kernel]:
         kernel = flash_kernel(self.operands)
@@ -208,7 +210,7 @@ class CudnnBackend(TorchBackend):
 
 
 class TritonBackend(FlashBackend):
-    """The fused kernel of attention with dropout, where it has been found to run."""
+    """Fused attention kernel with dropout, if it has been found to run."""
 
     def dropout(self, dropout: Dropout) -> Kernel:
         return FlashDropoutKernel(self.scale, dropout)

@@ -1,10 +1,10 @@
 """Choose the attention kernel on GPUs, FlashAttention-2 or 3 or cuDNN, by timing them at the model's own shape.
 
-With dropout the fused kernel with dropout (triton) is used wherever it runs: tiles in plain torch, which keep scores in
-memory, take many times as long.
+With dropout, the fused kernel with dropout (triton) is used wherever it runs: tiles in plain torch, which keep scores
+in memory, take many times as long.
 
-Which one is faster depends on the GPU, the head size and the version, so a fixed rule would be wrong somewhere. Ranks
-compare the slowest time of each kernel, and all use the same one.
+Which kernel is faster depends on the GPU, the head size and the version, so that a fixed rule would be wrong in some
+cases. Ranks compare the slowest time of each kernel, and all use the same one.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from megatron.training.initialize import Runtime
 BACKENDS = ("flash", "flash3", "cudnn")
 
 WITH_DROPOUT = "triton"
-"""The kernel with dropout, which the others have not."""
+"""The only kernel that supports dropout."""
 
 IN_FP8 = {"fp8": ("fp8_flash3", "fp8_triton"), "fp8_flash3": ("fp8_flash3",), "fp8_triton": ("fp8_triton",)}
-"""Choices of --attention-backend whose forward is in fp8 -> their kernels."""
+"""Choices of --attention-backend with a forward in fp8 -> their kernels."""
 
 COMPARED_LENGTH = 512
-"""Tokens at which kernels in fp8 are compared with their definition, which keeps scores in memory."""
+"""Number of tokens with which fp8 kernels are compared with their definition, which keeps scores in memory."""
 
 OF_TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-"""Those that scaled_dot_product_attention has."""
+"""Kernels of scaled_dot_product_attention."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +57,23 @@ class AttentionShape:
     value_head_dim: int
     dtype: torch.dtype
     queries: Spans | None = None
-    """Positions of this rank's queries under context parallelism by p2p or all_gather; None for all."""
+    """Positions of this rank's queries under context parallelism by p2p or all_gather; None for all positions."""
 
     window: int | None = None
-    """Keys that a query sees in every layer; None for all up to its own."""
+    """Number of keys that a query attends to in every layer; None for all up to its own position."""
 
     tiles: bool = False
-    """True if kernels of tiles compute it: context parallelism, documents and windows."""
+    """True if tile kernels compute it: with context parallelism, documents or windows."""
 
     documents: bool = False
-    """True if samples hold documents."""
+    """True if samples contain documents."""
 
     dropout: float = 0.0
-    """Share of the attention weights that is dropped."""
+    """Fraction of the attention weights that is dropped."""
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The kernels to be timed: cuDNN is not used for documents and windows."""
+        """Kernels to be timed: cuDNN is not used for documents and windows."""
         if self.dropout:
             return (WITH_DROPOUT,)
         varlen = self.tiles and (self.window is not None or self.documents)
@@ -81,10 +81,10 @@ class AttentionShape:
 
 
 def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixed: str | None = None) -> Choice:
-    """Times the kernels, or the `fixed` one alone, and makes torch use the fastest. Collective over the world.
+    """Time the kernels, or only the `fixed` one, and make torch use the fastest. Collective over the world.
 
-    With "fp8" those of 16 bits are timed too: one that is faster than all in fp8 is used. Raises ValueError if the
-    fixed one does not run on some rank.
+    With "fp8", the 16-bit kernels are timed too: one that is faster than all fp8 kernels is used. Raises ValueError if
+    the fixed kernel does not run on some rank.
     """
     names = shape.backends if fixed is None else (fixed,)
     if fixed in IN_FP8:
@@ -106,14 +106,14 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixe
 
 
 def _lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
-    """A run whose operands are made when it is first called, so that with `compare` those of one kernel are in memory
-    at a time."""
+    """A run whose operands are allocated in its first call, so that with `compare` only one kernel's operands are in
+    memory at a time."""
     run = cache(lambda: attention_run(shape, device, name))
     return lambda: run()()
 
 
 def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> Callable[[], object]:
-    """A forward and backward of attention by one kernel, as a layer computes it."""
+    """Forward and backward of attention with one kernel, as a layer computes it."""
     generator = torch.Generator(device).manual_seed(0)
 
     def operand(rows: int, heads: int, width: int) -> Tensor:
@@ -151,7 +151,8 @@ def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> 
 
 
 def use(winner: str) -> None:
-    """Disables the other kernels in torch. The memory-efficient one goes with cuDNN too, which torch ranks below it."""
+    """Disable the other kernels in torch. With cuDNN, the memory-efficient kernel is
+    disabled too, because torch prefers it to cuDNN."""
     if winner in OF_TORCH:
         torch.backends.cuda.enable_cudnn_sdp(winner == "cudnn")
         torch.backends.cuda.enable_flash_sdp(winner == "flash")
@@ -159,9 +160,8 @@ def use(winner: str) -> None:
 
 
 def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | None:
-    """Shape of this rank's attention, if kernels may be compared at it; None if no layer has it, if plain torch
-    computes it, or in 32 bits, or if nothing may depend on timings because the run is deterministic and there is no
-    dropout."""
+    """Shape of this rank's attention, if kernels may be compared at it. None if no layer has attention, if plain torch
+    or 32 bits are used, or if nothing may depend on timings because the run is deterministic and has no dropout."""
     model = config.model
     parallel = config.parallel
     dtype = getattr(torch, config.parallel.params_dtype)
@@ -195,10 +195,10 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
 
 
 def choose_attention(config: RunConfig, runtime: Runtime) -> str:
-    """The attention kernel of all ranks, as `ModelParallelConfig.attention_backend`. Collective.
+    """The attention kernel of all ranks, for `ModelParallelConfig.attention_backend`. Collective.
 
-    One that does not compute this attention is not taken, as a notice has said. Raises ValueError if it could be taken
-    and does not run here.
+    A kernel that does not compute this attention is not used; a notice has reported this. Raises ValueError if the
+    kernel could be used but does not run here.
     """
     asked = config.parallel.attention_backend
     if asked not in ("auto", "unfused", WITH_DROPOUT, *BACKENDS, *IN_FP8):
@@ -211,5 +211,5 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     choice = choose_kernel(shape, runtime.device, runtime.state.world, None if asked == "auto" else asked)
     kernel = f"attention kernel: {choice.winner or 'torch default'} (forward and backward of a layer: {choice.times})"
     runtime.say(f" {kernel}{'' if asked == 'auto' else ', as --attention-backend says'}")
-    # Evaluation has no dropout: torch's default computes it.
+    # Evaluation has no dropout, so torch's default computes it.
     return choice.winner or "auto"

@@ -1,16 +1,17 @@
-"""Attention with dropout in one fused kernel of GPUs, whose masks are those of `megatron.core.dropout`: the kernel of
-tiles, its operators, and attention of all local queries.
+"""Attention with dropout in one fused GPU kernel, whose masks are those of `megatron.core.dropout`: the tile kernel,
+its operators, and attention for all local queries.
 
-Its twin in torch is `TorchKernel` (`megatron.core.attention.tile_kernels`): the same masks, sums in another order.
+Its twin in torch is `TorchKernel` (`megatron.core.attention.tile_kernels`), which uses the same masks and sums in
+another order.
 
-Forward as FlashAttention-2 (arXiv 2307.08691). The backward is two passes without atomic sums, one for queries and one
-for keys and values, so its bits are the same in every run. Dropout masks are hashed where the scores are, and never
-stored.
+The forward works as in FlashAttention-2 (arXiv 2307.08691). The backward consists of two passes without atomic
+additions, one for queries and one for keys and values, so that it is bit-equal in every run. Dropout masks are hashed
+where the scores are computed, and never stored.
 
-Tiles are taken as bands: for each query the range of keys that it sees, and for each key the queries. Rows are in
-ascending order of positions, and a query sees an interval of positions: from the beginning of its document or window to
-its own. So its keys are adjacent rows, whatever the tiles: documents, windows, and the two chunks of a rank under
-context parallelism. Both ends of the range never decrease from one query to the next.
+Tiles are converted to bands: for each query the range of keys that it attends to, and for each key the range of
+queries. Rows are in ascending order of positions, and a query attends to an interval of positions, from the beginning
+of its document or window to its own position. So its keys are adjacent rows for all tiles: documents, windows, and the
+two chunks of a rank under context parallelism. Both ends of the range never decrease from one query to the next.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Band:
-    """Ranges of rows that see each other, counted from the first row of `queries` and of `keys`. The samples are one
-    where all are alike."""
+    """Ranges of rows that attend to each other, counted from the first row of `queries` and of `keys`. There is one
+    sample if all are alike."""
 
     queries: range
-    """Rows of queries that have a key, and those between them."""
+    """Rows of queries that have a key, and the rows between them."""
     keys: range
     of_queries: tuple[Integers, Integers]
-    """For each query [samples, n] its first key, and the one behind its last; equal where it sees none."""
+    """For each query [samples, n] its first key, and the end after its last key; these are equal if it has no keys."""
     of_keys: tuple[Integers, Integers]
-    """For each key [samples, m] its first query, and the one behind its last."""
+    """For each key [samples, m] its first query, and the end after its last query."""
     query_places: Integers
-    """Positions [n] in the whole sequence."""
+    """Positions [n] of the queries in the whole sequence."""
     key_places: Integers
-    """Positions [m] in the whole sequence."""
+    """Positions [m] of the keys in the whole sequence."""
     diagonal: bool
     """True if each query attends to its own position."""
 
@@ -63,7 +64,7 @@ class Band:
 
 @lru_cache(maxsize=64)
 def band_of(tiles: tuple[Tile, ...]) -> Band:
-    """The pairs of tiles that `causal_tiles` makes, as one band."""
+    """The query-key pairs of the tiles that `causal_tiles` makes, as one band."""
     queries, keys = _covered([tile.queries for tile in tiles]), _covered([tile.keys for tile in tiles])
     samples = 1 + max(tile.sample or 0 for tile in tiles)
     first = np.full((samples, len(queries)), len(keys))
@@ -100,17 +101,18 @@ def _covered(ranges: Sequence[range]) -> range:
 
 
 WIDEST = 256
-"""Channels of the widest heads that the kernel takes."""
+"""Channels of the widest heads that the kernel supports."""
 
 
 def fits(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
-    """Return whether the kernel computes heads of these widths in this precision."""
+    """Return True if the kernel supports heads of these widths in this precision."""
     widths = head_dim, value_head_dim
     return dtype in (torch.float16, torch.bfloat16) and max(widths) <= WIDEST and not any(d % 8 for d in widths)
 
 
 class FlashDropoutKernel:
-    """All tiles in one launch. Raises RuntimeError where GPU, precision or widths do not suit the kernel."""
+    """All tiles in one launch. Raises RuntimeError if the kernel does not support the GPU, the precision or the
+    widths."""
 
     needs_places = True
     most_queries = None
@@ -133,8 +135,8 @@ class FlashDropoutKernel:
             yield tile, self.gradients(part, query_rows(q, tile), _keys(k, tile), _keys(v, tile), tuple(tiles))
 
     def at_once(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], sinks: Tensor | None) -> Tensor:
-        """Attention of all queries of a rank, which the tiles hold: q [n, b, heads, d], k [m, b, groups, d],
-        v [m, b, groups, dv], sinks [heads] -> [n, b, heads, dv], by one launch."""
+        """Attention for all queries of a rank, which the tiles contain: q [n, b, heads, d], k [m, b, groups, d], v [m,
+        b, groups, dv], sinks [heads] -> [n, b, heads, dv], in one launch."""
         return PackedAttention.apply(q, k, v, sinks, _AtOnce(self), tiles)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Outputs:
@@ -142,7 +144,7 @@ class FlashDropoutKernel:
         return _forward(_dense(q), _dense(k), _dense(v), *self._band(tiles, q.device))
 
     def gradients(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Gradients:
-        """The gradients of the same rows."""
+        """Gradients of the same rows."""
         band = self._band(tiles, q.device)
         return _backward(_dense(rows.grad), _dense(rows.out), rows.lse, _dense(q), _dense(k), _dense(v), *band)
 
@@ -152,7 +154,7 @@ class FlashDropoutKernel:
 
 
 class _AtOnce:
-    """The kernel of all queries of a rank, as `PackedAttention` takes one."""
+    """Kernel for all queries of a rank, in the form that `PackedAttention` uses."""
 
     def __init__(self, kernel: FlashDropoutKernel) -> None:
         self.kernel = kernel
@@ -171,7 +173,7 @@ class _AtOnce:
 
 
 def _whole(part: Tensor, x: Tensor, tile: Tile) -> Tensor:
-    """A gradient of the rows of x that the tile has, with zeros for the others."""
+    """Gradient of the rows of x that the tile has, with zeros for the other rows."""
     if len(part) == len(x):
         return part
     whole = torch.zeros(x.shape, dtype=part.dtype, device=part.device)
@@ -184,12 +186,12 @@ def _keys(x: Tensor, tile: Tile) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """A tensor whose channels are adjacent."""
+    """Return the tensor with adjacent channels."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _BandOnDevice(NamedTuple):
-    """A `Band`, int32."""
+    """A `Band` on the device, int32."""
 
     of_queries: Tensor
     """[2, samples, n]"""
@@ -198,7 +200,7 @@ class _BandOnDevice(NamedTuple):
     places: Tensor
     """[n]"""
     column_bits: Tensor
-    """Hashes [m] of the keys' positions."""
+    """[m]: hashes of the keys' positions."""
 
 
 @lru_cache(maxsize=64)
@@ -219,7 +221,7 @@ _BAND = (
 """A `_BandOnDevice`, and the settings of a kernel."""
 
 BandParts = tuple[Tensor, Tensor, Tensor, Tensor, float, float, int, int, Tensor]
-"""The types of `_BAND`."""
+"""Types of `_BAND`."""
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *band: *BandParts) -> tuple[Tensor, Tensor]:

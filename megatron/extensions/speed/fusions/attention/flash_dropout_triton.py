@@ -1,11 +1,11 @@
 """Triton kernels of `flash_dropout.py`.
 
-Forward, a program computes a block of queries in one sample and head. Backward, gradients of queries are computed by
-blocks of queries, and those of keys and values by blocks of keys: each computes the scores and masks again, and adds up
-in one order.
+In the forward, a program computes a block of queries for one sample and head. In the backward, gradients of queries are
+computed by blocks of queries, and gradients of keys and values by blocks of keys. Each program recomputes the scores
+and masks, and sums in a fixed order.
 
-The mask of dropout costs eight integer operations a score: an addition, two
-shifts, two exclusive ors, two products and a comparison.
+The dropout mask costs eight integer operations per score: one addition, two shifts, two exclusive ors, two products and
+one comparison.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -39,7 +39,7 @@ from megatron.extensions.speed.fusions.attention.row_blocks_triton import (
 LOG2_E = 1.4426950408889634
 
 FORWARD = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)}
-"""Block of queries, block of keys, warps and stages by the width of heads."""
+"""Block of queries, block of keys, warps and stages by head width."""
 
 OF_QUERIES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (32, 32, 8, 1)}
 """The same for the gradients of queries."""
@@ -48,12 +48,12 @@ OF_KEYS = {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 64, 8, 1)}
 """The same for the gradients of keys and values."""
 
 ROWS = 64
-"""Rows of a program that prepares the backward."""
+"""Rows per program that prepares the backward."""
 
 
 @triton.jit
 def _add_keys(sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Adds one block of keys to the sums of rows: acc of dropped weights times values, total of weights, and their
+    """Add one block of keys to the sums of rows: acc of dropped weights times values, total of weights, and their
     largest score."""
     acc, total, top = sums
     q, row_bits = own
@@ -81,7 +81,7 @@ def _add_keys(sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOC
 def _add_keys_to_gradients(
     sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Adds one block of keys to the gradients of queries."""
+    """Add one block of keys to the gradients of queries."""
     (dq,) = sums
     q, grad, lse, delta, row_bits = own
     k, k_row, v, v_row, column_bits, m = other
@@ -103,7 +103,7 @@ def _add_keys_to_gradients(
 def _add_queries_to_gradients(
     sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Adds one block of queries to the gradients of keys and values. Scores are transposed: [keys, queries]."""
+    """Add one block of queries to the gradients of keys and values. Scores are transposed: [keys, queries]."""
     dk, dv = sums
     keys, values, column_bits = own
     q, q_row, grad, grad_row, lse, delta, bits, n = other
@@ -132,10 +132,10 @@ def attention_forward(
     q, k, v, out, lse, bounds, mask, sizes, factors, limit, key, head_offset, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """q [n, samples, heads, d], k [m, samples, groups, d], v [m, samples, groups, dv] -> out [n, samples, heads, dv],
-    lse [samples, heads, n]. `WIDTHS` are those of `widths_of`."""
+    lse [samples, heads, n]. `WIDTHS` is the result of `widths_of`."""
     samples, n, m, heads, of_group = sizes
     sample_index, places, column_bits = mask
-    start_n = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCKS[0]  # those that see the most come first
+    start_n = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCKS[0]  # rows with the most keys come first
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     i = tl.arange(0, BLOCKS[0])
     in_i = start_n + i < n
@@ -162,8 +162,8 @@ def attention_forward(
 def attention_prepare(
     grad, out, lse, prepared, mask, n, heads, key, head_offset, WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Values of each row that both passes of the backward read, [samples, heads, n]: log-sum-exp to base 2, infinite
-    for rows without keys; the sum of grad * out; the hash."""
+    """Values of each row that both backward passes read, [samples, heads, n]: base-2 log-sum-exp, infinite for rows
+    without keys; the sum of grad * out; the hash."""
     sample_index, places, _ = mask
     scale_log2, delta, bits = prepared
     start_n = tl.program_id(0) * BLOCK_N
@@ -228,8 +228,8 @@ def attention_dkdv(
     WIDTHS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """dk [m, samples, groups, d] and dv [m, samples, groups, dv], summed over the heads of a group in one order;
-    `bounds` are those of keys."""
+    """dk [m, samples, groups, d] and dv [m, samples, groups, dv], summed over the heads of a group in a fixed order;
+    `bounds` belong to keys."""
     samples, n, m, groups, of_group = sizes
     scale_log2, delta, bits = prepared
     start_m = tl.program_id(0) * BLOCKS[1]
@@ -258,10 +258,10 @@ def attention_dkdv(
 
 
 class Settings(NamedTuple):
-    """Arguments of the operators beside their operands."""
+    """Arguments of the operators apart from their operands."""
 
     of_queries: Tensor
-    """[2, 1 or b, n] int32: bounds; so `of_keys` [2, 1 or b, m]."""
+    """[2, 1 or b, n] int32: bounds; `of_keys` is [2, 1 or b, m]."""
     of_keys: Tensor
     places: Tensor
     """[n] int32: positions of the queries."""
@@ -269,7 +269,7 @@ class Settings(NamedTuple):
     """[m] int32: hashes of the positions of the keys."""
     scale: float
     p: float
-    """Share of the weights that is dropped."""
+    """Fraction of the weights that is dropped."""
     key: int
     head_offset: int
     sample_index: Tensor
@@ -281,7 +281,7 @@ class Settings(NamedTuple):
 
     @property
     def factors(self) -> tuple[float, float, float]:
-        """Of scores to base 2, of what is kept, and of scores."""
+        """Factors of base-2 scores, of kept weights, and of scores."""
         return self.scale * LOG2_E, 1 / (1 - self.p), self.scale
 
     @property
@@ -291,7 +291,7 @@ class Settings(NamedTuple):
 
 
 def check(q: Tensor, v: Tensor) -> None:
-    """Raises RuntimeError for what the kernels do not compute."""
+    """Raise RuntimeError for operands that the kernels do not support."""
     if torch.cuda.get_device_capability(q.device) < (8, 0) or not fits(q.dtype, q.shape[-1], v.shape[-1]):
         raise RuntimeError(f"no kernel for heads of {q.shape[-1]} and {v.shape[-1]} channels in {q.dtype} on this GPU")
 
@@ -314,7 +314,7 @@ def flash_dropout(q: Tensor, k: Tensor, v: Tensor, *settings: *BandParts) -> tup
 def flash_dropout_backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: *BandParts
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, from those of the output, the output and the log-sum-exp."""
+    """Gradients of q, k and v, from the output gradient, the output and the log-sum-exp."""
     check(q, v)
     own, widths = Settings(*settings), widths_of(q, v)
     (n, b, heads, _), (m, _, groups, _) = q.shape, v.shape

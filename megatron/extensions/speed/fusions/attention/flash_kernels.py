@@ -1,4 +1,4 @@
-"""FlashAttention for CPUs and GPUs as kernels of tiles (`megatron.core.attention.tile_kernels`)."""
+"""FlashAttention for CPUs and GPUs as tile kernels (`megatron.core.attention.tile_kernels`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron.core.torch_private import (
 
 
 class Flash2:
-    """FlashAttention-2 (arXiv 2307.08691), which torch has."""
+    """FlashAttention-2 (arXiv 2307.08691), as included in torch."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -53,8 +53,8 @@ class Flash2:
 
 
 def flash_kernel(of: AttentionOperands, on_gpus: Callable[[float], PackedKernel] = Flash2) -> Kernel:
-    """Returns the flash kernel that supports the device, dtype and head sizes, with `on_gpus(scale)` on GPUs. All
-    kernels agree to rounding."""
+    """Return the flash kernel that supports the device, dtype and head sizes, with `on_gpus(scale)` on GPUs. All
+    kernels agree up to rounding."""
     fits = of.device.type == "cuda" and fits_flash(of.dtype, of.head_dim, of.value_head_dim)
     if fits and torch.cuda.get_device_capability(of.device) >= (8, 0):
         return FlashCUDAKernel(on_gpus(of.scale))
@@ -62,19 +62,19 @@ def flash_kernel(of: AttentionOperands, on_gpus: Callable[[float], PackedKernel]
 
 
 def fits_flash(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
-    """Return whether FlashAttention for GPUs has a kernel for the operands."""
+    """Return True if FlashAttention for GPUs has a kernel for the operands."""
     widest = max(head_dim, value_head_dim)
     return dtype in (torch.float16, torch.bfloat16) and widest % 8 == 0 and widest <= 256
 
 
 class FlashCPUKernel(TorchKernel):
-    """torch's flash attention for CPUs, exact in fp64. Without dropout."""
+    """torch's flash attention for CPUs, exact in fp64. Does not support dropout."""
 
     needs_places, most_queries = False, None
     longest_diagonal = 128
-    """Queries down to which tiles on the diagonal are halved: torch's kernel computes hidden pairs of up to 512 keys.
-    With 16 heads of 192 and 128 channels and 512 tokens, forward and backward take a quarter less time than in one
-    tile."""
+    """Smallest number of queries for which tiles on the diagonal are halved: torch's kernel computes masked pairs of up
+    to 512 keys. With 16 heads of 192 and 128 channels and 512 tokens, forward and backward take a quarter less time
+    than in one tile."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         return super().forward(q, k, v, halved(tuple(tiles), self.longest_diagonal))
@@ -99,7 +99,7 @@ class FlashCPUKernel(TorchKernel):
 
     @staticmethod
     def _mask(tile: Tile, q: Tensor) -> tuple[bool, Tensor | None]:
-        """(whether the kernel masks causally by itself, the mask [n, m] to add to the scores if any)"""
+        """(True if the kernel applies the causal mask itself, the mask [n, m] to add to the scores, if any)"""
         if tile.window is None:
             return tile.diagonal, None
         hidden = hidden_pairs(tile, q.device)
@@ -140,7 +140,7 @@ class FlashCUDAKernel:
             yield from zip(group, zip(dqs, dks, dvs, strict=True), strict=True)
 
     def lengths(self, tiles: Sequence[Tile], q: Tensor) -> Lengths:
-        """Where the rows of each tile begin, once they are packed."""
+        """Row at which each tile begins, once they are packed."""
         of_queries, of_keys = [], []
         for tile in tiles:
             samples = q.shape[1] if tile.sample is None else 1
@@ -151,8 +151,8 @@ class FlashCUDAKernel:
 
 
 class EqualWidthsKernel:
-    """A kernel of packed sequences that needs keys and values of one width, for others: channels of zeros fill up the
-    narrower ones. They change neither scores nor outputs, and exist only while the kernel runs."""
+    """Adapter for a packed-sequence kernel that requires keys and values of equal width: zero channels pad the narrower
+    ones. They change neither scores nor outputs, and exist only while the kernel runs."""
 
     def __init__(self, kernel: PackedKernel) -> None:
         self.kernel = kernel
@@ -172,13 +172,13 @@ class EqualWidthsKernel:
 
 
 def of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """[..., d] of any widths -> [..., the widest], filled up with zeros"""
+    """[..., d] of any widths -> [..., the largest width], padded with zeros"""
     widest = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]
 
 
 def window_of(tile: Tile) -> Window:
-    """The kernel's window argument that computes a tile."""
+    """The kernel's window argument for a tile."""
     if tile.diagonal:
         return (-1 if tile.window is None else tile.window - 1, 0)
     if tile.window is None:

@@ -1,20 +1,22 @@
-"""Causal attention whose forward multiplies in 8-bit floating point, and whose backward is that of 16 bits.
+"""Causal attention whose forward multiplies in 8-bit floating point, and whose backward is in 16 bits.
 
-Queries, keys and values are cast to e4m3. All heads of a group in a sample share a scale, a power of two:
+Queries, keys and values are cast to e4m3. All heads of a group in a sample share a scale, which is a power of two:
 
     S = scale * (q8 sq) (k8 sk)ᵀ    P = exp(S - largest of the row)    out = round(256 P) (v8 sv) / (256 rowsum(P))
 
-The softmax is in fp32, and its sums are of unrounded P. Factors of 256 bring P, at most 1, into the range of e4m3
-(FlashAttention-3, arXiv 2407.08608, which computes the same). Rounded operands are exact in 16 bits, as their scales
-are powers of two. The backward restores them, so that its scores and its log-sum-exp are those of the forward, and
-only the rounding of P is passed straight through. In place of 16-bit operands their casts are saved, half of the bytes.
+The softmax is in fp32, and its sums use the unrounded P. Factors of 256 bring P, which is at most 1, into the range of
+e4m3 (FlashAttention-3, arXiv 2407.08608, does the same). Rounded operands are exact in 16 bits, because their scales
+are powers of two. The backward restores them, so that its scores and its log-sum-exp equal those of the forward, and
+only the rounding of P is passed straight through. The casts are saved instead of 16-bit operands, which halves the
+bytes.
 
-Beside attention in fp64, outputs and gradients of normally distributed operands are off by 3 to 6 % of their norm: by
-2.6 % for each rounding to e4m3. Beside fp64 of the rounded operands, outputs are off by 2 %, and gradients by 1 %
-(`tests/extensions/fusions/test_fp8_attention.py`).
+Compared with attention in fp64, outputs and gradients for normally distributed operands are off by 3 to 6 % of their
+norm: each rounding to e4m3 contributes 2.6 %. Compared with fp64 of the rounded operands, outputs are off by 2 %, and
+gradients by 1 % (`tests/extensions/fusions/test_fp8_attention.py`).
 
-The kernels differ: `Twin` is plain torch, the definition, on every device. FlashAttention-3 and `fp8_attention_triton`
-are for GPUs. torch has no other kernel with scales: its entry to cuDNN takes none.
+There are several kernels: `Twin` is plain torch, the definition, on every device. FlashAttention-3 and
+`fp8_attention_triton` are for GPUs. torch has no other kernel with scales, because its cuDNN function does not take
+any.
 """
 
 from __future__ import annotations
@@ -43,27 +45,27 @@ from megatron.extensions.speed.fusions.attention.flash_kernels import by_head
 from megatron.extensions.speed.fusions.kernel_choice import gpu_operator
 
 WEIGHTS = 256.0
-"""Factor of attention weights before they are rounded."""
+"""Factor by which attention weights are multiplied before they are rounded."""
 
 LARGEST = torch.finfo(E4M3).max
 
 
 class CastHeads(NamedTuple):
-    """Operands in e4m3, and the scales that undo their multipliers, fp32."""
+    """Operands in e4m3, and the fp32 scales that undo their multipliers."""
 
     q: Tensor
     """[n, b, heads, d]"""
     k: Tensor
     """[n, b, groups, d]"""
     v: Tensor
-    """[b, groups, dv, n]: tensor cores take the operands of 8 bits with the summed dimension last."""
+    """[b, groups, dv, n]: tensor cores require 8-bit operands with the summed dimension last."""
     scales: Tensor
-    """[3, b, groups]: of q, k and v."""
+    """[3, b, groups]: scales of q, k and v."""
 
 
 def cast_heads(q: Tensor, k: Tensor, v: Tensor) -> CastHeads:
-    """Casts q [n, b, heads, d], k [n, b, groups, d] and v [n, b, groups, dv]. Values that are not finite make the scale
-    NaN, and with it the output."""
+    """Cast q [n, b, heads, d], k [n, b, groups, d] and v [n, b, groups, dv]. Values that are not finite make the scale
+    NaN, and therefore the output."""
     groups = k.shape[2]
     in_groups = (x.unflatten(2, (groups, -1)) for x in (q, k, v))
     amax = torch.stack([x.abs().amax((0, 3, 4)) for x in in_groups]).to(torch.float32)
@@ -75,7 +77,8 @@ def cast_heads(q: Tensor, k: Tensor, v: Tensor) -> CastHeads:
 
 
 def restored_heads(cast: CastHeads, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The values that casts stand for, exactly: q [n, b, heads, d], k [n, b, groups, d] and v [n, b, groups, dv]."""
+    """Restore, exactly, the values that casts represent: q [n, b, heads, d], k [n, b, groups, d] and v [n, b, groups,
+    dv]."""
     groups = cast.k.shape[2]
     of_q, of_k, of_v = cast.scales[..., None]
     q = (cast.q.to(torch.float32).unflatten(2, (groups, -1)) * of_q[..., None]).flatten(2, 3)
@@ -92,7 +95,7 @@ class Kernels(Protocol):
     def backward(
         self, grad: Tensor, kept: tuple[Tensor, Tensor], qkv: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the restored q, k and v, from grad [n, b, heads, dv] and what the forward returned."""
+        """Gradients of the restored q, k and v, from grad [n, b, heads, dv] and the results of the forward."""
 
 
 class Twin:
@@ -131,7 +134,7 @@ class Twin:
 
 
 class Flash3Kernels:
-    """Both passes by the package of FlashAttention-3. Raises ImportError where it is not installed, or takes no
+    """Both passes with FlashAttention-3. Raises ImportError if the package is not installed, or does not support
     scales."""
 
     def __init__(self, scale: float) -> None:
@@ -151,7 +154,7 @@ class Flash3Kernels:
 
 
 class TritonKernels:
-    """A forward by Triton and the backward of cuDNN."""
+    """A Triton forward and the backward of cuDNN."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -180,11 +183,11 @@ _forward = gpu_operator(
     "(Tensor q, Tensor k, Tensor v, Tensor scales, float scale, ScalarType dtype) -> (Tensor, Tensor)",
     _fake_forward,
 )
-"""`Kernels.forward` of a `CastHeads`."""
+"""`Kernels.forward` for a `CastHeads`."""
 
 
 class Launches(Protocol):
-    """What a plan records (`plan/planner/as_on_gpus.py`)."""
+    """Operators that a plan records (`plan/planner/as_on_gpus.py`)."""
 
     def attention(
         self, pairs: float, width: int, value_width: int, length: int, backward: bool, *, backend: str
@@ -192,7 +195,7 @@ class Launches(Protocol):
 
 
 class PlannedKernels:
-    """Records in a plan what the kernels `name` compute, and makes tensors of the shapes that they make."""
+    """Record in a plan what the kernels `name` compute, and make tensors of the shapes that they make."""
 
     def __init__(self, name: str, launches: Launches) -> None:
         self.name, self.launches = name, launches
@@ -238,10 +241,10 @@ class _Fp8Attention(torch.autograd.Function):
 
 
 class Fp8Attention(nn.Module):
-    """Causal attention within a rank, called as `FusedAttention` is."""
+    """Causal attention within a rank, called like `FusedAttention`."""
 
     def __init__(self, name: str, kernels: Kernels, compiled: bool) -> None:
-        """`name`: of the backend. `compiled`: whether casts are regions."""
+        """`name`: name of the backend. `compiled`: True if casts are regions."""
         super().__init__()
         self.name, self.compiled = name, compiled
         self.kernels = kernels
@@ -252,12 +255,12 @@ class Fp8Attention(nn.Module):
         return out
 
     def planned(self, launches: Launches) -> Fp8Attention:
-        """The same as a plan for GPUs has it."""
+        """The same for a plan for GPUs."""
         return Fp8Attention(self.name, PlannedKernels(self.name, launches), compiled=True)
 
 
 class Fp8Backend(FlashBackend):
-    """Plain causal attention in fp8; tiles by FlashAttention of torch in 16 bits."""
+    """Plain causal attention in fp8; tiles use torch's FlashAttention in 16 bits."""
 
     name = "fp8"
 
@@ -266,7 +269,7 @@ class Fp8Backend(FlashBackend):
         return Fp8Attention(self.name, self.on_gpus() if on_gpu else Twin(self.scale), compiled=on_gpu)
 
     def on_gpus(self) -> Kernels:
-        """The kernels where none was chosen (`choice.py`)."""
+        """Kernels to use if none was chosen (`choice.py`)."""
         return Flash3Kernels(self.scale) if find_spec(MODULE) is not None else TritonKernels(self.scale)
 
 
@@ -285,12 +288,12 @@ class Fp8TritonBackend(Fp8Backend):
 
 
 KERNEL_ERROR = 0.06
-"""How far outputs and gradients of a kernel may be off those of `Twin`, relative to their norm. Both round weights by
-2.6 %, each relative to another maximum of the row: that of the keys so far, or of all."""
+"""Allowed relative difference, in norm, between outputs and gradients of a kernel and those of `Twin`. Both round
+weights with an error of 2.6 %, each relative to another maximum of the row: over the keys so far, or over all keys."""
 
 
 def error_beside_twin(kernels: Kernels, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> float:
-    """The largest relative error of an output or a gradient of kernels, of q [n, b, heads, d], k and v."""
+    """Largest relative error of an output or a gradient of kernels, for q [n, b, heads, d], k and v."""
     twin, grad = Twin(scale), torch.ones_like(qkv[0][..., :1]) * qkv[2][:, :, :1]
     found, expected = (_with_gradients(Fp8Attention("", each, compiled=False), qkv, grad) for each in (kernels, twin))
     errors = ((a.float() - b.float()).norm() / b.float().norm() for a, b in zip(found, expected, strict=True))

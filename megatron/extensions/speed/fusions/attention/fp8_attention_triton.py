@@ -1,8 +1,8 @@
-"""The Triton kernel of `fp8_attention.py`: causal attention forward, as FlashAttention-2 (arXiv 2307.08691).
+"""Triton kernel of `fp8_attention.py`: causal attention forward, as in FlashAttention-2 (arXiv 2307.08691).
 
-A program computes a block of queries of one head in one sample. Blocks of keys that every query sees are taken without
-a mask, those on the diagonal with one. Tensor cores of Hopper sum products in fp8 to fewer bits: the sums over a block
-of keys are theirs, and those over blocks are fp32.
+A program computes a block of queries of one head in one sample. Blocks of keys to which every query attends are
+computed without a mask, and blocks on the diagonal with one. Hopper's tensor cores sum fp8 products with fewer bits:
+they compute the sums over a block of keys, and sums over blocks are fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,14 +21,14 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 OF_WEIGHTS = tl.constexpr(WEIGHTS)
 
 BLOCKS = {64: (128, 128, 8, 3), 128: (128, 128, 8, 3)}
-"""Block of queries, block of keys, warps and stages by the width of heads."""
+"""Block of queries, block of keys, warps and stages by head width."""
 
 
 @triton.jit
 def _add_keys(
     sums, q, k, k_row, v, start, i, n, to_log2, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Adds a block of keys to the sums of rows: rounded weights times values, total of weights, largest score."""
+    """Add a block of keys to the sums of rows: rounded weights times values, total of weights, largest score."""
     acc, total, top = sums
     j = start + tl.arange(0, BLOCK)
     d = tl.arange(0, q.shape[1])
@@ -75,8 +75,8 @@ def fp8_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out [n, samples, heads, DV] and lse [samples, heads, n], of q and k, `Rows`, v [samples, groups, DV, n] and
-    scales [3, samples, groups]. `ratio` heads share a group. Long rows come first."""
+    """out [n, samples, heads, DV] and lse [samples, heads, n], from q and k, `Rows`, v [samples, groups, DV, n] and
+    scales [3, samples, groups]. `ratio` heads share a group. Rows with the most keys come first."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     heads = groups * ratio
     head, sample = tl.program_id(1) % heads, tl.program_id(1) // heads
@@ -110,7 +110,7 @@ def fp8_attention_kernel(
 def fp8_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, scales: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See `fp8_attention`. Raises RuntimeError for heads wider than the kernel takes."""
+    """See `fp8_attention`. Raises RuntimeError for heads wider than the kernel supports."""
     n, samples, heads, d = q.shape
     groups, dv = v.shape[1:3]
     width = max(64, triton.next_power_of_2(max(d, dv)))

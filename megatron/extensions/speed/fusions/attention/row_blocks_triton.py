@@ -1,7 +1,7 @@
-"""Blocks of rows in Triton kernels of attention: reading and storing them, the ranges that rows see, and dropout.
+"""Row blocks in Triton kernels of attention: loads and stores, the ranges that rows attend to, and dropout.
 
-A band bounds the loop over the other side: blocks that every row of the program sees whole are taken without a mask,
-those at both ends of the range with one.
+A band bounds the loop over the other side: blocks to which every row of the program attends are computed without a
+mask, and blocks at both ends of the range with one.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """A tensor [n, samples, heads, channels] whose channels are adjacent, and its strides."""
+    """A tensor [n, samples, heads, channels] with adjacent channels, and its strides."""
 
     data: Tensor
     row: int
@@ -29,13 +29,13 @@ class Rows(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Ranges [2, 1 or samples, n] that rows see, int32."""
+    """Ranges [2, 1 or samples, n] that rows attend to, int32."""
 
     data: Tensor
     sample: int
-    """Numbers from one sample's bounds to the next one's, 0 where all samples are alike."""
+    """Stride from one sample's bounds to the next sample's; 0 if all samples are alike."""
     stop: int
-    """Numbers from the first rows to those behind the last."""
+    """Stride from the first rows to the ends."""
 
     @classmethod
     def of(cls, x: Tensor) -> Bounds:
@@ -53,7 +53,7 @@ def _absorb(state, value):
 
 @triton.jit
 def hash_rows(key, sample_index, sample, head, places, i, in_i):
-    """Hashes of the rows i of a head, uint32."""
+    """uint32 hashes of the rows i of a head."""
     state = _absorb(key.to(tl.uint64), tl.load(sample_index + sample))
     rows = _absorb(_absorb(state, head), tl.load(places + i, mask=in_i, other=0))
     return rows.to(tl.uint32) + tl.full([], 0x80000000, tl.uint32)
@@ -61,7 +61,7 @@ def hash_rows(key, sample_index, sample, head, places, i, in_i):
 
 @triton.jit
 def is_dropped(bits, limit):
-    """Return whether pairs are dropped, by the sums of the hashes of their rows and columns, uint32."""
+    """Return a mask of dropped pairs, from the sums of the uint32 hashes of their rows and columns."""
     bits = (bits ^ (bits >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
     bits = (bits ^ (bits >> 15)) * tl.full([], 0x846CA68B, tl.uint32)
     return bits.to(tl.int32, bitcast=True) < limit
@@ -74,13 +74,13 @@ def load_bits(bits, i, in_i):
 
 @triton.jit
 def of_head(x, sample, head):
-    """Where a head of x, `Rows`, begins."""
+    """Beginning of a head in x, `Rows`."""
     return x.data + sample.to(tl.int64) * x.sample + head * x.head
 
 
 @triton.jit
 def load_rows(x, start, stride, i, in_i, d, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Rows start + i of x [., WIDTH]: zeros where in_i is false, and in channels beyond WIDTH."""
+    """Rows start + i of x [., WIDTH]: zeros if in_i is false, and in channels beyond WIDTH."""
     at = x + tl.full([], 1, tl.int64) * start * stride + i[:, None] * stride + d[None, :]
     if MASKED or d.shape[0] != WIDTH:
         return tl.load(at, mask=in_i[:, None] & (d < WIDTH)[None, :], other=0.0)
@@ -89,7 +89,7 @@ def load_rows(x, start, stride, i, in_i, d, WIDTH: tl.constexpr, MASKED: tl.cons
 
 @triton.jit
 def store_rows(x, values, row, inside, WIDTH: tl.constexpr):
-    """Stores `values` in the rows of x [., WIDTH], contiguous, where they are `inside`."""
+    """Store `values` in the rows of x [., WIDTH], contiguous, where `inside` is true."""
     d = tl.arange(0, values.shape[1])
     at = x + row[:, None] * WIDTH + d[None, :]
     tl.store(at, values.to(x.dtype.element_ty), mask=inside[:, None] & (d < WIDTH)[None, :])
@@ -97,15 +97,15 @@ def store_rows(x, values, row, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_bounds(bounds, sample, i, in_i):
-    """The ranges that rows i see: first and stop."""
+    """Ranges that rows i attend to: first and stop."""
     at = bounds.data + sample * bounds.sample + i
     return tl.load(at, mask=in_i, other=0), tl.load(at + bounds.stop, mask=in_i, other=0)
 
 
 @triton.jit
 def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
-    """For rows that see the ranges [first, stop): where the first block begins, where those begin and end that every
-    row sees whole, and the number of the others before and after them."""
+    """For rows that attend to the ranges [first, stop): the beginning of the first block, the range of blocks to which
+    every row attends, and the numbers of the other blocks before and after it."""
     begin = tl.min(tl.where(inside, first, size)) // BLOCK * BLOCK
     end = tl.maximum(tl.max(tl.where(inside, stop, 0)), begin)
     end = begin + (end - begin + BLOCK - 1) // BLOCK * BLOCK
@@ -117,8 +117,8 @@ def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_blocks(add_block, sums, own, other, seen, ranges, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds blocks of the `other` side to the `sums` of the program's `own` rows, which have `seen` (first, stop): first
-    those that every row sees whole."""
+    """Add blocks of the `other` side to the `sums` of the program's `own` rows, whose ranges are `seen` (first, stop):
+    first the blocks to which every row attends."""
     begin, full, full_end, before, behind = ranges
     for start in range(full, full_end, BLOCK):
         sums = add_block(sums, own, other, seen, start, numbers, WIDTHS, BLOCK, False)

@@ -1,8 +1,8 @@
-"""Casts to fp8 by rows and by columns, of a matrix that Triton kernels read once, or where they compute it: SwiGLU, its
-gradient, and the gradients of attention heads.
+"""Casts to fp8 by rows and by columns, of a matrix that Triton kernels read once, or in the kernel that computes the
+matrix: SwiGLU, its gradient, and the gradients of attention heads.
 
-Without the latter a GPU writes the result in 16 bits, and a cast reads it again. Cast values are still rounded to 16
-bits: the results are those of two kernels."""
+Without these fused kernels, a GPU would write the result in 16 bits, and a cast would read it again. Values are still
+rounded to 16 bits before the cast, so the results equal those of two kernels."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShap
 from megatron.extensions.speed.fusions.split_heads import joined_heads
 
 TOLERANCE = 2.0**-7
-"""Numbers at the middle between two of fp8 may be rounded to either: a few of all."""
+"""Values halfway between two fp8 numbers may be rounded to either; this allows for the few of them."""
 
 MODULE = "kernels.casts_triton"
 
 CAST = "Tensor multiplier, Tensor(a!)? noted, bool[] wanted, ScalarType dtype"
-"""The parts of a `CastOrder`, which operators that cast take last. These return the casts that are wanted, by rows
-first, and the scale: each tensor once, as an operator must."""
+"""The fields of a `CastOrder`, which operators that cast take as their last arguments. These operators return the
+requested casts, by rows first, and the scale: each tensor once, as an operator must."""
 
 
 def casts_of_operator(made: list[Tensor], cast: CastOrder) -> CastPair:
-    """The casts that an operator has made."""
+    """Casts that an operator has made."""
     *values, scale = made
     return paired(values, [scale], cast.wanted)
 
@@ -52,7 +52,7 @@ def paired(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]
 
 
 def made_casts(x: Tensor, size: tuple[int, int], *cast: *CastParts) -> list[Tensor]:
-    """Results of an operator that casts a matrix [n, k] computed from x: by rows [n, k] and by columns [k, n], as
+    """Fake results of an operator that casts a matrix [n, k] computed from x: by rows [n, k] and by columns [k, n], as
     wanted, and the scale."""
     _, _, wanted, dtype = cast
     sizes = [shape for shape, wants in zip((size, size[::-1]), wanted, strict=True) if wants]
@@ -60,7 +60,7 @@ def made_casts(x: Tensor, size: tuple[int, int], *cast: *CastParts) -> list[Tens
 
 
 def wide(x: Tensor) -> Tensor:
-    """16 bits in fp32."""
+    """16-bit tensors in fp32."""
     return x.float() if x.itemsize == 2 else x
 
 
@@ -107,7 +107,7 @@ def _amax_of_rows_and_columns(x: Tensor, wanted: tuple[bool, bool], _: bool) -> 
 
 
 def on_triton(x: Tensor, *_: object) -> bool:
-    """Return whether a matrix is cast by Triton kernels, which take none without elements."""
+    """Return True if Triton kernels cast the matrix; they do not support empty ones."""
     return runs_triton(x) and x.numel() > 0
 
 
@@ -118,7 +118,7 @@ def casts_of(shapes: RunShapes) -> Iterator[Tensor]:
 
 
 def order_of(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> CastOrder:
-    """A cast by rows and by columns with a scale that suits x, and an amax to note."""
+    """Arguments for a cast by rows and by columns with a suitable scale, and an amax to record."""
     return CastOrder(torch.finfo(dtype).max / amax_of(x), torch.zeros((), device=x.device), (True, True), dtype)
 
 
@@ -156,35 +156,35 @@ TRANSPOSE = FusedKernel(
 SWIGLU = FUNCTIONS["swiglu"]
 
 WIDTHS = 64, 128, 256
-"""Head sizes that are rotated as a whole by Triton's kernel."""
+"""Head sizes that Triton's kernel rotates as a whole."""
 
 
 @operation
 def swiglu_cast(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
-    """Casts SiLU(gate) * up [n, f] of x [n, 2f], gate before up (arXiv:2002.05202), as `cast_transpose_noting_amax`
+    """Cast SiLU(gate) * up [n, f] of x [n, 2f], gate before up (arXiv:2002.05202), as `cast_transpose_noting_amax`
     casts a matrix."""
     return noting(swiglu_cast_twin, compiled, cast, x)
 
 
 @operation
 def swiglu_gradient_cast(x: Tensor, grad: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
-    """Casts the gradient [n, 2f] of x, from the `grad` [n, f] of SwiGLU's output, in the same way."""
+    """Cast the gradient [n, 2f] of x, from the `grad` [n, f] of SwiGLU's output, in the same way."""
     return noting(swiglu_gradient_cast_twin, compiled, cast, x, grad)
 
 
 def swiglu_cast_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
-    """`swiglu_cast` in torch, but for the note: also returns the amax."""
+    """`swiglu_cast` in plain torch, except that it returns the amax instead of recording it."""
     return cast_transpose_with_amax_twin(SWIGLU[0](wide(x)).to(x.dtype), cast)
 
 
 def swiglu_gradient_cast_twin(x: Tensor, grad: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
-    """`swiglu_gradient_cast` in torch, but for the note: also returns the amax."""
+    """`swiglu_gradient_cast` in plain torch, except that it returns the amax instead of recording it."""
     return cast_transpose_with_amax_twin(SWIGLU[1](wide(x), wide(grad)).to(x.dtype), cast)
 
 
 def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: object) -> bool:
-    """Whether `heads_gradient_cast` takes these gradients of heads and tables of a rotation, by distant channels. On a
-    GPU, gradients in 16 bits: Triton 3.6 casts fp32 to e5m2 by columns wrongly there."""
+    """Return True if `heads_gradient_cast` supports these head gradients and rotation tables, for rotations of distant
+    channels. On a GPU, gradients must have 16 bits: Triton 3.6 casts fp32 to e5m2 by columns incorrectly there."""
     if len(grads) != 3 or any(grad.shape[-1] != grads[0].shape[-1] for grad in grads):
         return False
     width = grads[0].shape[-1]
@@ -194,10 +194,10 @@ def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: object) -
 
 
 def heads_gradient_cast(grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder) -> CastPair:
-    """Casts the gradient [s * b, groups * (heads of a group + 2) * d] of a projection to groups of queries, a key and a
-    value. `grads` are those of queries [s, b, heads, d], keys and values [s, b, groups, d]; with `tables`, cosines and
-    sines [s, 1 or b, 1, d / 2], queries and keys were rotated (arXiv:2104.09864), and their gradients are turned
-    back."""
+    """Cast the gradient [s * b, groups * (heads of a group + 2) * d] of a projection to groups of queries, a key and a
+    value. `grads` are the gradients of queries [s, b, heads, d], keys and values [s, b, groups, d]. With `tables`,
+    cosines and sines [s, 1 or b, 1, d / 2], queries and keys were rotated (arXiv:2104.09864), and their gradients are
+    rotated back."""
     if not runs_triton(grads[0]):
         return _heads_in_torch(grads, tables, cast)
     dq, dk, dv = (grad.contiguous() for grad in grads)
@@ -213,7 +213,7 @@ def _heads_in_torch(grads: Sequence[Tensor], tables: Sequence[Tensor], cast: Cas
 def heads_gradient_cast_twin(
     grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder
 ) -> tuple[CastPair, Tensor]:
-    """`heads_gradient_cast` in torch, but for the note: also returns the amax."""
+    """`heads_gradient_cast` in plain torch, except that it returns the amax instead of recording it."""
     joined = joined_heads([wide(grad) for grad in grads], tables, grads[-1].shape[2], False).to(grads[0].dtype)
     return cast_transpose_with_amax_twin(joined.flatten(0, 1).flatten(1), cast)
 

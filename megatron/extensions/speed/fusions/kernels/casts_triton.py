@@ -1,7 +1,7 @@
 """Triton kernels of `casts.py`: each reads its operands once.
 
-A program casts one tile, and stores it as it is and transposed. Sizes are compared as the integers of their bits, whose
-order is that of the numbers, NaN above infinity: a maximum is the same in any order, and keeps NaN.
+A program casts one tile, and stores both the cast and its transpose. Magnitudes are compared as the integers of their
+bits, which have the same order, with NaN above infinity: a maximum is the same in any order, and keeps NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,11 +22,11 @@ TILE = 128
 WARPS = 8
 
 SWIGLU_TILE = 128, 64
-"""Tokens and features of a tile: a backward holds three operands and two results of one in registers."""
+"""Tokens and features per tile: a backward holds three operands and two results of a tile in registers."""
 
 
 class Casts(NamedTuple):
-    """Where a kernel casts a matrix [n, k] to by a multiplier, and what it notes."""
+    """Where a kernel writes the casts of a matrix [n, k] by a multiplier, and what it records."""
 
     rows: Tensor | None
     """[n, k]; None if it is not wanted."""
@@ -35,27 +35,28 @@ class Casts(NamedTuple):
     multiplier: Tensor
     scale: Tensor
     state: Tensor
-    """[2]: bits of the largest size so far, and the number of programs that have ended; zeros before and after."""
+    """[2]: bits of the largest magnitude so far, and the number of programs that have ended; zeros before and after."""
     noted: Tensor | None
-    """An amax, raised to that of the matrix."""
+    """An amax, which is raised to the matrix's if that is larger."""
 
     @classmethod
     def of(cls, n: int, k: int, *cast: *CastParts) -> Casts:
-        """For a matrix [n, k]; the rest are the parts of a `CastOrder`, which operators that cast take last."""
+        """Memory for the casts of a matrix [n, k]; the other arguments are the fields of a `CastOrder`, which operators
+        that cast take last."""
         multiplier, noted, wanted, dtype = cast
         device = multiplier.device
         outputs = outputs_of(n, k, wanted, dtype, device)
         return cls(*outputs, multiplier, torch.empty((), device=device), state_of(device), noted)
 
     def made(self) -> list[Tensor]:
-        """The casts that are wanted, and their scale."""
+        """The requested casts, and their scale."""
         return [*(values for values in self[:2] if values is not None), self.scale]
 
 
 def outputs_of(
     n: int, k: int, wanted: Sequence[bool], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Memory of casts of a matrix [n, k], by rows [n, k] and by columns [k, n], as wanted."""
+    """Memory for casts of a matrix [n, k], by rows [n, k] and by columns [k, n], as wanted."""
     rows, columns = (
         torch.empty(size, dtype=dtype, device=device) if wants else None
         for size, wants in zip(((n, k), (k, n)), wanted, strict=True)
@@ -67,7 +68,7 @@ _states: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def state_of(device: torch.device) -> Tensor:
-    """The `state` of `Casts`, one for each stream: kernels of one follow each other."""
+    """The `state` of `Casts`, one for each stream, because the kernels of a stream run one after another."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if (device, stream) not in _states:
         _states[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
@@ -100,8 +101,8 @@ def rounded(x, multiplier, into):
 
 @triton.jit
 def store_casts(values, by_rows, by_columns, rows, columns, i, j, in_i, in_j, n, k):
-    """Casts `values` at the rows i and the columns j of a matrix [n, k], where the masks `in_i` and `in_j` hold, and
-    stores them in `rows` [n, k] times `by_rows` and in `columns` [k, n] times `by_columns`, as they are asked for."""
+    """Cast `values` at the rows i and columns j of a matrix [n, k], where the masks `in_i` and `in_j` hold, and store
+    them in `rows` [n, k] times `by_rows` and in `columns` [k, n] times `by_columns`, as requested."""
     if rows is not None:
         cast = rounded(values, by_rows, rows)
         tl.store(rows + i[:, None] * k + j[None, :], cast, mask=in_i[:, None] & in_j[None, :])
@@ -113,14 +114,14 @@ def store_casts(values, by_rows, by_columns, rows, columns, i, j, in_i, in_j, n,
 
 @triton.jit
 def cast_and_store(values, casts, i, j, in_i, in_j, n, k):
-    """`store_casts` by the multiplier of `casts`."""
+    """`store_casts` with the multiplier of `casts`."""
     by = tl.load(casts.multiplier)
     store_casts(values, by, by, casts.rows, casts.columns, i, j, in_i, in_j, n, k)
 
 
 @triton.jit
 def note_amax(bits, casts):
-    """The end of every program of a cast, which has found the `bits` of a largest size. The last one to get here stores
+    """End of every program of a cast, which has found the `bits` of a largest magnitude. The last program to end stores
     the scale of the tensor, NaN if its amax is not finite, and the larger of the amax and `noted`."""
     tl.atomic_max(casts.state, bits)
     if tl.atomic_add(casts.state + 1, 1) == tl.num_programs(0) - 1:
@@ -134,7 +135,7 @@ def note_amax(bits, casts):
 
 @triton.jit
 def tile_places(n, k, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
-    """Rows and columns of the program's tile of a matrix [n, k], and which of them it has."""
+    """Rows and columns of the program's tile of a matrix [n, k], and masks of those that exist."""
     across = tl.cdiv(k, TILE_K)
     i = ((tl.program_id(0) // across) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     j = ((tl.program_id(0) % across) * TILE_K + tl.arange(0, TILE_K)).to(tl.int64)
@@ -149,7 +150,7 @@ def load_tile(x, strides, i, j, in_i, in_j):
 
 @triton.jit
 def noting_tiles(x, strides, casts, n, k, TILE: tl.constexpr):
-    """Casts x [n, k] as `casts` says, and notes its amax."""
+    """Cast x [n, k] as `casts` specifies, and record its amax."""
     i, j, in_i, in_j = tile_places(n, k, TILE, TILE)
     values = load_tile(x, strides, i, j, in_i, in_j).to(tl.float32)
     cast_and_store(values, casts, i, j, in_i, in_j, n, k)
@@ -160,8 +161,8 @@ def noting_tiles(x, strides, casts, n, k, TILE: tl.constexpr):
 def cast_tiles(
     x, strides, amax, rows, columns, scales, n, k, BY_VECTOR: tl.constexpr, SMALLEST: tl.constexpr, TILE: tl.constexpr
 ):
-    """Casts x [n, k] to `rows` [n, k] and `columns` [k, n], as they are asked for, by an `amax` of each: one for all,
-    or with BY_VECTOR [n] and [k]. `scales` are those of both, the first alone without BY_VECTOR."""
+    """Cast x [n, k] to `rows` [n, k] and `columns` [k, n], as requested, with an `amax` for each: one for the whole
+    matrix, or with BY_VECTOR [n] and [k]. `scales` has both scales, or only the first one without BY_VECTOR."""
     i, j, in_i, in_j = tile_places(n, k, TILE, TILE)
     values = load_tile(x, strides, i, j, in_i, in_j).to(tl.float32)
     by_row, by_column = 1.0, 1.0
@@ -187,7 +188,7 @@ def cast_tiles(
 
 @triton.jit
 def amax_tiles(x, strides, row_bits, column_bits, n, k, TILE: tl.constexpr):
-    """Raises `row_bits` [n] and `column_bits` [k], zero before, to the bits of the largest sizes in x [n, k]."""
+    """Raise `row_bits` [n] and `column_bits` [k], initially zero, to the bits of the largest magnitudes in x [n, k]."""
     i, j, in_i, in_j = tile_places(n, k, TILE, TILE)
     bits = bits_of_size(load_tile(x, strides, i, j, in_i, in_j).to(tl.float32))
     if row_bits is not None:
@@ -207,7 +208,7 @@ def transpose_tiles(x, strides, out, n, k, TILE: tl.constexpr):
 @triton.jit
 def swiglu_tiles(x, grad, casts, n, f, TILE_N: tl.constexpr, TILE_F: tl.constexpr):
     """x [n, 2f] -> SiLU(gate) * up [n, f], or given the gradient of that, the gradient of x, cast. Its amax is
-    noted."""
+    recorded."""
     i, j, in_i, in_j = tile_places(n, f, TILE_N, TILE_F)
     gate = load_tile(x, (2 * f, 1), i, j, in_i, in_j).to(tl.float32)
     up = load_tile(x + f, (2 * f, 1), i, j, in_i, in_j).to(tl.float32)
@@ -230,7 +231,7 @@ def swiglu_tiles(x, grad, casts, n, f, TILE_N: tl.constexpr, TILE_F: tl.constexp
 @triton.jit
 def head_tiles(dq, dk, dv, cos, sin, casts, n, groups, q_per_group, HALF: tl.constexpr, TILE_N: tl.constexpr):
     """dq [n, groups * q_per_group, 2 * HALF], dk and dv [n, groups, 2 * HALF] -> casts of them joined by groups: a
-    program turns one head of a tile of tokens. The amax is noted."""
+    program rotates one head of a tile of tokens. The amax is recorded."""
     slots = groups * (q_per_group + 2)
     slot, tile = tl.program_id(0) % slots, tl.program_id(0) // slots
     group, place = slot // (q_per_group + 2), slot % (q_per_group + 2)
@@ -270,7 +271,7 @@ def _tiles(n: int, k: int, tile: tuple[int, int] = (TILE, TILE)) -> tuple[int]:
 
 
 def cast_transpose(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    """Returns values by rows and by columns, without those whose amax is None, then their scales: one for both if the
+    """Return values by rows and by columns, without those whose amax is None, then their scales: one for both if the
     amax is []. x must not be empty."""
     (n, k), amax = x.shape, (row_amax, column_amax)
     wanted = [one is not None for one in amax]
@@ -284,7 +285,7 @@ def cast_transpose(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | Non
 
 
 def cast_transpose_noting_amax(x: Tensor, *cast: *CastParts) -> list[Tensor]:
-    """Returns the values by rows and by columns, as wanted, and the scale; updates `noted`."""
+    """Return the values by rows and by columns, as wanted, and the scale; update `noted`."""
     n, k = x.shape
     casts = Casts.of(n, k, *cast)
     noting_tiles[_tiles(n, k)](x, x.stride(), casts, n, k, TILE, num_warps=WARPS)
@@ -292,7 +293,7 @@ def cast_transpose_noting_amax(x: Tensor, *cast: *CastParts) -> list[Tensor]:
 
 
 def amax_of_rows_and_columns(x: Tensor, wanted: list[bool]) -> list[Tensor]:
-    """Returns the largest sizes of rows [n, 1] and of columns [1, k], as wanted."""
+    """Return the largest magnitudes of rows [n, 1] and of columns [1, k], as wanted."""
     n, k = x.shape
     bits = [
         torch.zeros(size, dtype=torch.int32, device=x.device) if wants else None
@@ -303,7 +304,7 @@ def amax_of_rows_and_columns(x: Tensor, wanted: list[bool]) -> list[Tensor]:
 
 
 def transposed_bytes(x: Tensor) -> Tensor:
-    """The transpose of bytes."""
+    """Transpose of bytes."""
     n, k = x.shape
     out = torch.empty(k, n, dtype=x.dtype, device=x.device)
     transpose_tiles[_tiles(n, k)](x, x.stride(), out, n, k, TILE, num_warps=WARPS)
@@ -311,8 +312,8 @@ def transposed_bytes(x: Tensor) -> Tensor:
 
 
 def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: *CastParts) -> list[Tensor]:
-    """Returns the values by rows and by columns, as wanted, of SwiGLU or, given a `grad`, of the gradient of x, and
-    the scale; updates `noted`."""
+    """Return the values by rows and by columns, as wanted, of SwiGLU or, given a `grad`, of the gradient of x, and the
+    scale; update `noted`."""
     assert x.is_contiguous() and (grad is None or grad.is_contiguous())
     n, f = x.shape[0], x.shape[1] // 2
     casts = Casts.of(n, f if grad is None else 2 * f, *cast)
@@ -323,7 +324,7 @@ def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: *CastParts) -> list[Tenso
 def heads_gradient_cast(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, *cast: *CastParts
 ) -> list[Tensor]:
-    """The casts of the joined gradients, as wanted, and the scale; updates `noted`."""
+    """Casts of the joined gradients, as wanted, and the scale; updates `noted`."""
     assert all(x.is_contiguous() for x in (dq, dk, dv, cos, sin) if x is not None)
     s, b, groups, width = dv.shape
     n, slots = s * b, sum(grad.shape[2] for grad in (dq, dk, dv))

@@ -1,7 +1,7 @@
-"""Cross entropy with its gradient in place of the logits: memory is read once and written once.
+"""Cross entropy that overwrites the logits with their gradient: memory is read once and written once.
 
-The gradient of the loss of a token needs the sum over the vocabulary first. A program that computes both reads its row
-twice, the second time from the L2 cache; a forward and a backward of their own read all logits twice from memory. The
+The gradient of a token's loss needs the sum over the vocabulary first. A program that computes both reads its row
+twice, the second time from the L2 cache; a separate forward and backward would each read all logits from memory. The
 backward then only multiplies rows by the gradients of their losses, and skips rows whose gradient is 1."""
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from megatron.core.tensor_parallel.cross_entropy import scale_rows_
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, no_result, runs_triton
 
 ROWS = 4096
-"""Tokens whose losses are compared at most: as many logits fill a GPU."""
+"""Largest number of tokens whose losses are compared: their logits suffice to fill a GPU."""
 
 
 def makes_gradients(logits: Tensor, *_: object) -> bool:
-    """Return whether the kernel runs on `logits`. In fp16 it would pay nothing: gradients of losses are the loss
-    scale."""
+    """Return True if the kernel runs on `logits`. It would not pay off in fp16, because gradients of losses are the
+    loss scale there, and not 1."""
     return runs_triton(logits) and logits.dtype in (torch.bfloat16, torch.float32)
 
 
 def loss_and_gradient_twin_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
-    """Losses [n] in fp32 of logits [n, width], whose columns from `vocab_size` on are padding, and labels [n]; the
-    gradients of the losses replace the logits, zero in the padding.
+    """Compute losses [n] in fp32 from logits [n, width], whose columns from `vocab_size` on are padding, and labels
+    [n]. The gradients of the losses replace the logits; they are zero in the padding.
 
     A loss is -log softmax(logits)[label] + z_loss_coeff * log(sum of exp(logits))^2. Both are computed in fp32.
     """
@@ -60,7 +60,7 @@ _scale_rows_ = gpu_operator(
 
 
 def _logits(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of a chunk of tokens, and their labels."""
+    """Logits of a chunk of tokens, and their labels."""
     if shapes.vocab:
         rows = min(shapes.tokens, ROWS)
         labels = torch.arange(rows, device=shapes.device) % shapes.vocab

@@ -1,8 +1,9 @@
-"""Triton kernels of `cross_entropy.py`: a program has one row after another, of which it reads a block at a time.
+"""Triton kernels of `cross_entropy.py`: a program processes one row after another, and reads a block of the row at a
+time.
 
-There is one program for each multiprocessor: the rows that all of them have at a time fit into the L2 cache, from which
-each is read the second time. The largest logit and the sum are kept for each thread, which has the columns of one place
-in every block: a block then costs no exchange between threads, and one exponential more a thread.
+There is one program for each multiprocessor, so that the rows in progress fit into the L2 cache, from which each row is
+read the second time. Each thread keeps its own largest logit and sum, over the same columns of every block: a block
+then needs no exchange between threads, at the cost of one more exponential per thread.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,16 +20,16 @@ from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 THREADS = 1024
 EACH = 16
 WARPS = 32
-"""Threads of a program, and neighbouring columns of a block that one of them has: 32 bytes of bf16."""
+"""Threads per program, and adjacent columns of a block per thread: 32 bytes of bf16."""
 
 LOWEST = tl.constexpr(float(torch.finfo(torch.float32).min))
-"""Below all logits. Differences from it are finite, unlike those from minus infinity."""
+"""A number below all logits. Differences from it are finite, unlike differences from minus infinity."""
 
 
 @triton.jit
 def loss_and_gradient(logits, labels, losses, n, width, columns, z_loss, THREADS: tl.constexpr, EACH: tl.constexpr):
-    """Overwrites rows of `logits` [n, width] by the gradients of their losses [n]; `columns` are no padding. `z_loss`
-    is None where it is 0."""
+    """Overwrite rows of `logits` [n, width] with the gradients of their losses [n]; only the first `columns` are not
+    padding. `z_loss` is None if it is 0."""
     block = tl.arange(0, THREADS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     for step in range(0, tl.cdiv(n, tl.num_programs(0))):
         row = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
@@ -38,7 +39,7 @@ def loss_and_gradient(logits, labels, losses, n, width, columns, z_loss, THREADS
 
 @triton.jit
 def _of_row(place, labels, losses, block, width, columns, z_loss, THREADS: tl.constexpr, EACH: tl.constexpr):
-    """Overwrites the row at `place`."""
+    """Overwrite the row at `place`."""
     label = tl.load(labels)
     target = tl.load(place + label).to(tl.float32)
     top = tl.full([THREADS], LOWEST, tl.float32)
@@ -69,7 +70,7 @@ def _of_row(place, labels, losses, block, width, columns, z_loss, THREADS: tl.co
 
 @triton.jit
 def scale_row(x, factors, width, BLOCK: tl.constexpr):
-    """Multiplies the row of x [n, width] by its factor, in place."""
+    """Multiply the row of x [n, width] by its factor, in place."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factors + row)
     if factor != 1.0:
@@ -82,7 +83,7 @@ def scale_row(x, factors, width, BLOCK: tl.constexpr):
 
 
 def loss_and_gradient_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
-    """See `cross_entropy`."""
+    """Kernel call; see `cross_entropy`."""
     assert logits.is_contiguous() and labels.is_contiguous()
     n, width = logits.shape
     losses = torch.empty(n, device=logits.device)
@@ -94,7 +95,7 @@ def loss_and_gradient_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_c
 
 
 def scale_rows_(x: Tensor, factors: Tensor) -> None:
-    """See `cross_entropy`."""
+    """Kernel call; see `cross_entropy`."""
     assert x.is_contiguous() and factors.is_contiguous()
     if x.numel():
         scale_row[(x.shape[0],)](x, factors, x.shape[1], THREADS * EACH, num_warps=WARPS)

@@ -1,8 +1,8 @@
-"""cuBLASLt's GEMMs with an addend (beta = 1), called through ctypes: torch passes no beta on for fp8 operands, and
-copies an addend of 16 bits into the output first.
+"""cuBLASLt GEMMs with an addend (beta = 1), called through ctypes: torch does not pass on beta for fp8 operands, and
+first copies a 16-bit addend into the output.
 
-Constants and signatures are those of cublasLt.h, which are the same in CUDA 12 and 13. Every call's status is checked,
-and what cuBLASLt does not support raises RuntimeError.
+Constants and signatures come from cublasLt.h, and are the same in CUDA 12 and 13. Every call's status is checked;
+operations that cuBLASLt does not support raise RuntimeError.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ A_SCALE_POINTER = 17
 B_SCALE_POINTER = 18
 FAST_ACCUM = 25
 BIAS_TYPE = 26
-"""Attributes of a product. Operand B is not transposed by default."""
+"""Attributes of a matrix product. Operand B is not transposed by default."""
 
 MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
 """Attributes of a preference: bytes, and alignments of A, B, C and D."""
@@ -85,7 +85,7 @@ Value = (
     | ctypes.c_size_t
     | ctypes.c_void_p
 )
-"""Of an attribute."""
+"""Value of an attribute."""
 
 
 def _call(name: str, *args: object) -> None:
@@ -106,7 +106,7 @@ def _set(function: str, target: ctypes.c_void_p, attribute: int, value: Value) -
 
 
 def _layout(kind: int, rows: int, columns: int) -> ctypes.c_void_p:
-    """A column-major matrix without gaps."""
+    """Layout of a column-major matrix without gaps."""
     layout = ctypes.c_void_p()
     sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
     _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), ctypes.c_int(kind), *sizes)
@@ -114,12 +114,12 @@ def _layout(kind: int, rows: int, columns: int) -> ctypes.c_void_p:
 
 
 class Kind(NamedTuple):
-    """Properties of a product beside its sizes."""
+    """Properties of a product other than its sizes."""
 
     a: torch.dtype
     b: torch.dtype
     out: torch.dtype
-    """Of the addend too."""
+    """Dtype of the output, and of the addend."""
 
     bias: bool = False
     fast: bool = False
@@ -159,7 +159,7 @@ def _prepared(device: int, o: int, i: int, n: int, kind: Kind) -> _Product:
     our a."""
     description = _description(kind)
     pointers = (*((A_SCALE_POINTER, B_SCALE_POINTER) if kind.scaled else ()), *((BIAS_POINTER,) if kind.bias else ()))
-    _set_pointers(description, dict.fromkeys(pointers, ALIGNMENT))  # that there are some; a call sets its own
+    _set_pointers(description, dict.fromkeys(pointers, ALIGNMENT))  # only that they exist; each call sets its own
     a = _layout(TYPES[kind.b], n, i)
     b = _layout(TYPES[kind.a], n, o)
     out = _layout(TYPES[kind.out], i, o)
@@ -186,14 +186,14 @@ def _prepared(device: int, o: int, i: int, n: int, kind: Kind) -> _Product:
 
 
 def add_product_cublaslt_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, overwrite: bool) -> None:
-    """See `gemm_choice.KERNELS`. Scales are of whole matrices. Sums have all bits."""
+    """Kernel call; see `gemm_choice.KERNELS`. Scales apply to whole matrices. Sums are computed with all bits."""
     _multiply(out, out, a, b, Kind(a.dtype, b.dtype, out.dtype), (a_scale, b_scale), None, 0.0 if overwrite else 1.0)
 
 
 def residual_product(
     a: Tensor, b: Tensor, addend: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """See `residual_gemm`. Scales are of whole matrices."""
+    """Kernel call; see `residual_gemm`. Scales apply to whole matrices."""
     out, kind = torch.empty_like(addend), Kind(a.dtype, b.dtype, addend.dtype, bias is not None, a.itemsize == 1)
     _multiply(out, addend, a, b, kind, scales, bias, 1.0)
     return out

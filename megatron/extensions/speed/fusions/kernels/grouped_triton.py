@@ -1,15 +1,15 @@
-"""Triton kernels of the weight gradients of experts: one persistent kernel whose programs share one list of tiles.
+"""Triton kernels for weight gradients of experts: a persistent kernel whose programs share one list of tiles.
 
-A weight gradient with few tokens for each expert is bound by its sums: 1,024 tokens for a matrix of 3,584 x 4,096 take
-as long to multiply as their fp32 sums take to be read and written. So a program does not wait for sums: it sends its
-tile to the second-level cache, which adds it there, and the loads of its next tile are under way meanwhile. One
-program runs on each multiprocessor, with tiles of 128 x 256, as those of 128 x 128 read their operands more often than
-the cache can deliver them.
+A weight gradient with few tokens per expert is bound by the memory traffic of its sums: for a matrix of 3,584 x 4,096
+and 1,024 tokens, reading and writing the fp32 sums takes as long as the multiplication. So a program does not wait for
+sums: it sends its tile to the L2 cache, which adds it there, while the loads of its next tile are in flight. One
+program runs on each multiprocessor, with tiles of 128 x 256, because tiles of 128 x 128 read their operands more often
+than the cache can deliver them.
 
-The list has the tiles of the expert with fewest rows first, so that neighbours take equally long. Its last tiles, if
-they would leave many multiprocessors idle, are split along tokens into equal parts. The first part is added like a
-whole tile, the others are written apart, and a second kernel adds them in order. So every sum has one order, whatever
-programs run when.
+The list begins with the tiles of the expert with the fewest rows, so that adjacent tiles take equally long. Its last
+tiles are split along tokens into equal parts if they would leave many multiprocessors idle. The first part is added
+like a whole tile; the others are written to separate memory, and a second kernel adds them in order. So every sum has a
+fixed order, whichever programs run when.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,32 +26,33 @@ from torch import Tensor
 from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 
 FIRST, WHOLE, TAIL, PARTS, HEAD = (tl.constexpr(place) for place in range(5))
-"""Places in a schedule: experts without rows, tiles that are not split, tiles that are, and their parts. What follows
-are the experts by ascending number of rows, and the first row and the end of each."""
+"""Positions in a schedule: numbers of experts without rows, of tiles that are not split, of tiles that are split, and
+of their parts. They are followed by the experts in ascending order of rows, and the first row and the end of each."""
 
 MOST_PARTS = tl.constexpr(4)
-"""Into which a tile is split along tokens."""
+"""Number of parts into which a tile is split along tokens."""
 
 ENOUGH_ROUNDS = tl.constexpr(16)
-"""Rounds of all programs, by the steps of the longest tile, from which on no tile is split: less than one is lost."""
+"""Rounds of all programs, relative to the steps of the longest tile, from which on no tile is split, because less than
+one round is lost."""
 
 LEAST_STEPS = tl.constexpr(8)
-"""Of a part of a tile."""
+"""Rows of a part of a tile."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel is compiled."""
+    """Compilation settings of a kernel."""
 
     outputs: int
     inputs: int
     rows: int
-    """Of tokens, in a step."""
+    """Tokens per step."""
 
     warps: int
     stages: int
     of_multiprocessor: int = 1
-    """Programs of one multiprocessor."""
+    """Programs per multiprocessor."""
 
     @property
     def constants(self) -> dict[str, int]:
@@ -63,24 +64,25 @@ TILINGS = {
     "tall": Tiling(256, 128, 64, warps=8, stages=4),
     "small": Tiling(128, 128, 64, warps=4, stages=3, of_multiprocessor=2),
 }
-"""By name. The last one suits Hopper, whose multiprocessors hold two of its programs."""
+"""Tilings by name. The last one suits Hopper, whose multiprocessors hold two of its programs."""
 
 
 @triton.jit
 def schedule_kernel(schedule, ends, experts, tiles, programs, slots, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Writes the schedule of a call, by one program. EXPERTS is a power of two."""
+    """Write the schedule of a call, with one program. EXPERTS is a power of two."""
     e = tl.arange(0, EXPERTS)
     stop = tl.load(ends + e, mask=e < experts, other=0)
     start = tl.load(ends + e - 1, mask=(e > 0) & (e < experts), other=0)
     steps = tl.where(e < experts, tl.cdiv(stop - start, BLOCK_N), 0)
     last = tl.max(steps)
-    # One number orders experts by steps, and equal ones by their number; those beyond `experts` come last.
+    # One number orders experts by steps, and experts with equal steps by their number; those beyond `experts` come
+    # last.
     key = tl.where(e < experts, steps, last + 1).to(tl.int64) * EXPERTS + e
     order = (tl.sort(key) % EXPERTS).to(tl.int32)
     used = e < experts
     first = tl.sum((used & (steps == 0)).to(tl.int32))
     total = (experts - first) * tiles
-    # Split tiles are of the expert with most rows alone.
+    # Only tiles of the expert with the most rows are split.
     tail = tl.minimum(total % programs, tiles)
     parts = 1
     best = tl.cdiv(tail, programs) * 12
@@ -167,9 +169,9 @@ def add_grouped_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out[e] [outputs, inputs] += dy_eᵀ x_e. `parts` [slots, BLOCK_O, BLOCK_I] receives parts of split tiles but the
-    first one. All steps of a program are one loop, so that the loads of a tile are under way while the one before is
-    added."""
+    """out[e] [outputs, inputs] += dy_eᵀ x_e. `parts` [slots, BLOCK_O, BLOCK_I] receives all parts of split tiles except
+    the first. All steps of a program form one loop, so that the loads of a tile are in flight while the previous tile
+    is added."""
     item = tl.program_id(0) - programs
     row, end = 0, 0
     corner_o, corner_i = 0, 0
@@ -201,9 +203,9 @@ def add_grouped_kernel(
 def send_tile(
     matrix, apart, part, total, corner_o, corner_i, outputs, inputs, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
 ):
-    """Adds a sum to the tile of the matrix, to which nothing else is added in this kernel, or writes it apart if it is
-    of another part than the first: in four pieces, so that little shared memory is needed to give threads neighbouring
-    numbers."""
+    """Add a sum to the tile of the matrix, to which nothing else is added in this kernel, or write it separately if it
+    is not the first part. This is done in four pieces, because giving threads adjacent numbers then needs little shared
+    memory."""
     left, right = _halves(total, BLOCK_O, BLOCK_I)
     for half in tl.static_range(2):
         two = _halves(left if half == 0 else right, BLOCK_O, BLOCK_I // 2)
@@ -237,7 +239,8 @@ def add_parts_kernel(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Adds the parts of split tiles that `add_grouped_kernel` wrote apart, in order. A program adds ROWS of a tile."""
+    """Add, in order, the parts of split tiles that `add_grouped_kernel` wrote separately. A program adds ROWS of a
+    tile."""
     place, tail = tl.program_id(0), tl.load(schedule + TAIL)
     if place >= tail:
         return
@@ -256,11 +259,11 @@ def add_parts_kernel(
 
 
 ROWS = 16
-"""Of a tile that one program of `add_parts_kernel` adds."""
+"""Rows of a tile that one program of `add_parts_kernel` adds."""
 
 
 def add_grouped_in_list_(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor, tiling: str) -> None:
-    """See `grouped_choice`."""
+    """Kernel call; see `grouped_choice`."""
     experts, outputs, inputs = out.shape
     assert out.is_contiguous() and dy.is_contiguous() and x.is_contiguous() and ends.dtype == torch.int32
     assert dy.shape == (x.shape[0], outputs) and x.shape[1] == inputs and ends.shape == (experts,)

@@ -1,8 +1,10 @@
-"""RMSNorm and LayerNorm with the residual addition before them, and what else their passes over the operands can make.
+"""RMSNorm and LayerNorm fused with the preceding residual addition, and further results that their passes over the
+operands can produce.
 
-Forward: the norm cast to fp8 by rows and by columns, in place of the norm. Backward: the casts of the gradient of the
-sum, which is that of the output of the linear layer before, and its sum over tokens, which is that of its bias. Cast or
-summed values are still rounded to 16 bits: the results are those of separate kernels, but for the order of sums."""
+Forward: the norm cast to fp8 by rows and by columns, instead of the norm. Backward: the casts of the sum's gradient,
+which is the output gradient of the previous linear layer, and its sum over tokens, which is the bias gradient of that
+layer. Values are still rounded to 16 bits before they are cast or summed: the results equal those of separate kernels,
+except for the order of sums."""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShap
 from megatron.extensions.speed.fusions.kernels.casts import CAST, TOLERANCE, made_casts, order_of, paired, wide
 
 WIDEST = 2**14
-"""Elements of the longest rows whose kernels are Triton's: a program of the forward holds whole rows in registers."""
+"""Elements of the longest rows for which Triton kernels are used: a program of the forward holds whole rows in
+registers."""
 
 
 class Norm(NamedTuple):
     """A norm over the last dim, `centered` (LayerNorm, arXiv:1607.06450) or not (RMSNorm, arXiv:1910.07467). With
-    `one_plus` 1 is added to the weight."""
+    `one_plus`, 1 is added to the weight."""
 
     weight: Tensor
     bias: Tensor | None
@@ -34,7 +37,7 @@ class Norm(NamedTuple):
 
 
 class NormedCast(NamedTuple):
-    """The sum [n, h], its statistics [n, 1] in fp32 (1 / deviation, and of LayerNorm the mean), and the casts of its
+    """The sum [n, h], its statistics [n, 1] in fp32 (1 / deviation, and for LayerNorm the mean), and the casts of its
     norm."""
 
     total: Tensor
@@ -47,8 +50,8 @@ NormBackward = tuple[Tensor, Tensor | None, Tensor, Tensor, tuple[Tensor, ...], 
 
 
 class NormGradients(NamedTuple):
-    """Gradients of the sum [n, h] and of the parameters [h], and where they are asked for, the sum of the first over
-    rows [h] and its casts."""
+    """Gradients of the sum [n, h] and of the parameters [h]; if requested, the sum of the former over rows [h] and its
+    casts."""
 
     of_total: Tensor
     of_parameters: list[Tensor]
@@ -58,7 +61,7 @@ class NormGradients(NamedTuple):
 
 @operation
 def norm_cast(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder) -> NormedCast:
-    """x + update of x, update [n, h], and the norm of that, cast; the total is x itself without an update."""
+    """x + update for x, update [n, h], and its norm, cast; without an update the total is x itself."""
     total, statistics, pair = noting(norm_cast_twin, True, cast, x, update, norm)
     return NormedCast(x if total is None else total, statistics, pair)
 
@@ -81,8 +84,8 @@ def norm_gradients(
     sums: bool,
     cast: CastOrder | None,
 ) -> NormGradients:
-    """Gradients from those of the sum, `of_total`, and of its norm, [n, h]. With `sums` the sum over rows as well, with
-    `cast` the casts."""
+    """Gradients from the gradients of the sum, `of_total`, and of its norm, [n, h]. With `sums`, also the sum over
+    rows; with `cast`, also the casts."""
     operands = total, of_total, of_normed, weight, statistics, one_plus, sums
     if cast is None:
         return region(norm_gradients_twin, True, static=True)(*operands, None)[0]
@@ -107,17 +110,18 @@ def _gradients_by_triton(
 
 
 def _fits(x: Tensor, *_: object) -> bool:
-    """Return whether kernels on rows x [n, h] are Triton's, which compute in fp32."""
+    """Return True if Triton kernels, which compute in fp32, process the rows x [n, h]."""
     return runs_triton(x) and x.numel() > 0 and x.shape[1] <= WIDEST and x.dtype != torch.float64
 
 
 def _fits_with_cast(total: Tensor, *operands_and_cast: object) -> bool:
-    """Without a cast torch's compiled region is faster: on an H200 in 0.81 to 0.89 of the time of a kernel, mostly."""
+    """Without a cast, torch's compiled region is faster: on an H200 it mostly takes 0.81 to 0.89 of the kernel's
+    time."""
     return operands_and_cast[-1] is not None and _fits(total)
 
 
 def normalized(x: Tensor, norm: Norm) -> tuple[Tensor, ...]:
-    """(norm of each row of x [..., h], 1 / its standard deviation or root mean square, and of LayerNorm its mean)"""
+    """(norm of each row of x [..., h], 1 / its standard deviation or root mean square, and for LayerNorm its mean)"""
     rows = wide(x)
     mean = rows.mean(-1, keepdim=True) if norm.centered else None
     rows = rows if mean is None else rows - mean
@@ -135,7 +139,7 @@ def gradients_of_norm(
     statistics: Sequence[Tensor],
     one_plus: bool,
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, with that of the residual stream, of the weight, and for LayerNorm of the bias.
+    """Gradients of x, including that of the residual stream, of the weight, and for LayerNorm of the bias.
 
     With z the normalized row and g its gradient: dx = (g - z mean(g z) - mean(g)) / deviation; RMSNorm has no mean(g).
     """
@@ -159,7 +163,8 @@ Normed = tuple[Tensor | None, tuple[Tensor, ...], CastPair]
 
 
 def norm_cast_twin(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder) -> tuple[Normed, Tensor]:
-    """`norm_cast` in torch, but for the note: (the total if there is an update, statistics, casts), and the amax."""
+    """`norm_cast` in plain torch: (the total if there is an update, statistics, casts), and the amax, which is not
+    recorded."""
     total = x if update is None else x + update
     normed, *statistics = normalized(total, norm)
     pair, amax = cast_transpose_with_amax_twin(normed, cast)
@@ -176,7 +181,7 @@ def norm_gradients_twin(
     sums: bool,
     cast: CastOrder | None,
 ) -> tuple[NormGradients, Tensor | None]:
-    """`norm_gradients` in torch, but for the note: also returns the amax."""
+    """`norm_gradients` in plain torch, except that it returns the amax instead of recording it."""
     dx, *of_parameters = gradients_of_norm(total, of_total, of_normed, weight, statistics, one_plus)
     row_sum = wide(dx).sum(0).to(dx.dtype) if sums else None
     pair, amax = (None, None) if cast is None else cast_transpose_with_amax_twin(dx, cast)
@@ -226,8 +231,8 @@ _norm_gradients = gpu_operator(
     f"{CAST}) -> Tensor[]",
     _fake_gradients,
 )
-"""Gradients of the total, and in one tensor [., h] of the parameters and with `sums` the sum of the first; casts by
-rows and by columns, as wanted, and their scale."""
+"""Gradients of the total; in one tensor [., h], the gradients of the parameters and with `sums` the sum of the former;
+casts by rows and by columns, as wanted, and their scale."""
 
 
 def _rows(shapes: RunShapes) -> tuple[Tensor, Tensor, Norm]:

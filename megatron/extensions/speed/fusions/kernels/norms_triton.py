@@ -1,10 +1,10 @@
 """Triton kernels of `norms.py`.
 
-Forward: a program holds whole rows in registers, and reads each operand once. The backward takes blocks of rows by
-chunks of columns, in two passes: the second one reads x and the gradient of the norm again, which the L2 cache has.
+In the forward, a program holds whole rows in registers, and reads each operand once. The backward processes blocks of
+rows by chunks of columns, in two passes: the second pass reads x and the gradient of the norm again, from the L2 cache.
 
-A program of the backward takes several blocks of rows in turn and keeps its sums over them; a second kernel adds up
-those of all programs, in one order.
+A program of the backward processes several blocks of rows and sums over them; a second kernel adds the sums of all
+programs, in a fixed order.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,22 +24,22 @@ from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 from megatron.extensions.speed.fusions.kernels.casts_triton import Casts, bits_of_size, cast_and_store, note_amax
 
 ELEMENTS, WARPS = 2**15, 16
-"""Elements of 16 bits that a program of the forward holds of each operand: 64 a thread."""
+"""16-bit elements of each operand that a program of the forward holds: 64 per thread."""
 
 GRADIENT_ELEMENTS = 2**13
-"""Elements that a program of the backward holds of each operand: 16 a thread. With its sums over rows and with casts
-more of them do not fit in the registers of a thread, 128."""
+"""Elements of each operand that a program of the backward holds: 16 per thread. With its sums over rows and with casts,
+more would not fit in the 128 registers of a thread."""
 
 CACHED_ELEMENTS, CHUNK_ROWS = 2**16, 16
-"""Elements of a block of rows that a program reads twice: of the two operands in 16 bits and of 132 programs they are
-35 MB, of an L2 cache of 50. And its most rows, whose casts fill 16 bytes of a column."""
+"""Elements of a block of rows that a program reads twice: for two 16-bit operands and 132 programs this is 35 MB, in an
+L2 cache of 50 MB. Also the largest number of its rows, whose casts fill 16 bytes of a column."""
 
 SUMMED, SUMMED_PARTS = 64, 32
-"""Columns whose sums a program adds up, and programs whose sums it reads at a time."""
+"""Columns whose sums a program adds, and number of programs whose sums it reads at a time."""
 
 
 class Backward(NamedTuple):
-    """Inputs of a backward of rows [n, h]."""
+    """Inputs of a backward for rows [n, h]."""
 
     x: Tensor
     of_total: Tensor | None
@@ -47,7 +47,7 @@ class Backward(NamedTuple):
     weight: Tensor
     inverse: Tensor
     mean: Tensor | None
-    """Of LayerNorm."""
+    """Mean of LayerNorm."""
 
 
 @triton.jit
@@ -62,8 +62,8 @@ def _scale_of(weight, j, in_j, ONE_PLUS: tl.constexpr):
 def norm_cast_rows(
     x, update, weight, bias, total, inverse, mean, casts, n, h, eps, ONE_PLUS: tl.constexpr, TILE: tl.constexpr
 ):
-    """x + update [n, h] -> `total`, its statistics [n], with a `mean` those of LayerNorm, and its norm, cast. The amax
-    of the norm is noted."""
+    """x + update [n, h] -> `total`, its statistics [n], with a `mean` for LayerNorm, and its norm, cast. The amax of
+    the norm is recorded."""
     i = (tl.program_id(0) * TILE[0] + tl.arange(0, TILE[0])).to(tl.int64)
     j = tl.arange(0, TILE[1])
     in_i, in_j = i < n, j < h
@@ -91,7 +91,7 @@ def norm_cast_rows(
 
 @triton.jit
 def _rows_of_step(given, step, n, TILE_N: tl.constexpr):
-    """Rows of a program's block, which of them it has, and their statistics."""
+    """Rows of a program's block, a mask of those that exist, and their statistics."""
     i = ((step * tl.num_programs(0) + tl.program_id(0)) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     in_i = i < n
     factor = tl.load(given.inverse + i, mask=in_i, other=0.0)
@@ -109,7 +109,7 @@ def _normalized(given, at, inside, center, factor):
 
 @triton.jit
 def _gradient(given, g, z, row_gz, row_g, factor, at, inside, h):
-    """Gradient of x in fp32 from that of its normalized rows z, g, and the sums of g z and of g over a row."""
+    """Gradient of x in fp32, from the gradient g of its normalized rows z, and the sums of g z and of g over a row."""
     grad = g - z * (row_gz / h)[:, None]
     if given.mean is not None:
         grad -= (row_g / h)[:, None]
@@ -121,7 +121,7 @@ def _gradient(given, g, z, row_gz, row_g, factor, at, inside, h):
 
 @triton.jit
 def _vectors(x):
-    """x [n, h] -> [n, h / 8, 8]: of each vector a thread has all elements."""
+    """x [n, h] -> [n, h / 8, 8]: a thread has all elements of each vector."""
     return tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
 
 
@@ -144,11 +144,12 @@ def norm_gradient_chunks(
     SUMS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Gradients `dx` [n, h] of x and their casts, of `steps` blocks of rows; the amax of dx is noted. `part_sums`
-    [programs, sums, h] gets the program's sums: of the weight's gradient, of LayerNorm of the bias's, with SUMS of dx.
+    """Gradients `dx` [n, h] of x and their casts, for `steps` blocks of rows; the amax of dx is recorded. `part_sums`
+    [programs, sums, h] receives the program's sums: of the weight gradient, for LayerNorm of the bias gradient, and
+    with SUMS of dx.
 
-    The first pass over a block's chunks sums up rows, the second one makes gradients, from the last chunk back: these
-    are the ones that caches have. The sums over rows are in `part_sums` between steps."""
+    The first pass over the chunks of a block sums over rows. The second pass computes gradients, starting from the last
+    chunk, because the caches have the last chunks. The sums over rows are in `part_sums` between steps."""
     CENTERED: tl.constexpr = given.mean is not None
     TILE_N: tl.constexpr = TILE[0]
     TILE_H: tl.constexpr = TILE[1]
@@ -187,7 +188,7 @@ def norm_gradient_chunks(
                 _add_rows(sums + (1 + CENTERED) * h + j, grad, in_j, step > 0)
             cast_and_store(grad, casts, i, j, in_i, in_j, n, h)
             bits = tl.maximum(bits, tl.max(_vectors(bits_of_size(grad)), axis=2))
-        tl.debug_barrier()  # the next step's threads read sums of other threads
+        tl.debug_barrier()  # in the next step, threads read sums of other threads
     note_amax(tl.max(bits), casts)
 
 
@@ -210,7 +211,7 @@ def tile_of(h: int, elements: int = ELEMENTS) -> tuple[int, int]:
 
 
 def gradient_tile(h: int) -> tuple[int, int]:
-    """Rows of a block of the backward and columns of a chunk."""
+    """Rows per block of the backward, and columns per chunk."""
     count = max(1, min(CHUNK_ROWS, CACHED_ELEMENTS // triton.next_power_of_2(h)))
     return count, GRADIENT_ELEMENTS // count
 
@@ -225,7 +226,7 @@ def norm_cast(
     one_plus: bool,
     *cast: *CastParts,
 ) -> list[Tensor]:
-    """See `norms`."""
+    """Kernel call; see `norms`."""
     assert x.is_contiguous() and (update is None or update.is_contiguous())
     (n, h), tile = x.shape, tile_of(x.shape[1], ELEMENTS * 2 // x.itemsize)
     casts = Casts.of(n, h, *cast)
@@ -246,7 +247,7 @@ def norm_gradients(
     sums: bool,
     *cast: *CastParts,
 ) -> list[Tensor]:
-    """See `norms`."""
+    """Kernel call; see `norms`."""
     inverse, *means = statistics
     given = Backward(x, of_total, of_normed, weight, inverse, means[0] if means else None)
     assert all(operand is None or operand.is_contiguous() for operand in given)

@@ -1,4 +1,5 @@
-"""Triton kernels of products that add to their fp32 output: those of experts, and of fp8 (`gemm_choice.py`)."""
+"""Triton kernels for products that add to their fp32 output: weight gradients of experts, and fp8 weight gradients
+(`gemm_choice.py`)."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -10,19 +11,19 @@ import triton.language as tl
 from torch import Tensor
 
 GROUPED_TILE = {"BLOCK_O": 128, "BLOCK_I": 128, "BLOCK_N": 64}
-"""Rows and columns of a weight gradient that one program computes, and rows of tokens that it takes at a time."""
+"""Rows and columns of a weight gradient that one program computes, and token rows that it reads at a time."""
 
 CLEARED = 1024
 """Columns that a program clears."""
 
 TILE = {"TILE_O": 128, "TILE_I": 128, "TILE_N": 128, "GROUP": 8}
-"""Of fp8. TILE_N is also what a scale of a tile is for. Larger tiles leave no registers for a second sum of each
-output."""
+"""Tile sizes for fp8. TILE_N is also the number of values per tile scale. Larger tiles leave no registers for a second
+sum of each output."""
 
 WARPS, STAGES = 8, 4
 
 OF_MATRIX, OF_ROWS, OF_TILES = range(3)
-"""Range of a scale."""
+"""The part of the operand to which a scale applies."""
 
 
 @triton.jit
@@ -76,11 +77,11 @@ def add_product_kernel(
     TILE_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """out [outputs, inputs] += (a * a_scale) (b * b_scale)ᵀ, or = it, a [outputs, n], b [inputs, n].
+    """out [outputs, inputs] += (a * a_scale) (b * b_scale)ᵀ, or = instead of +=; a [outputs, n], b [inputs, n].
 
-    Scales are of the matrix [], of rows [outputs], or of tiles of a row [outputs, n / TILE_N]. Programs that run
-    together share operands: they take GROUP tiles of outputs and all tiles of inputs. Hopper's tensor cores sum TILE_N
-    terms to fewer bits; the sums of these are in fp32.
+    Scales belong to the matrix [], to rows [outputs], or to tiles of a row [outputs, n / TILE_N]. Programs that run
+    together share operands: they compute GROUP tiles of outputs and all tiles of inputs. Hopper's tensor cores sum
+    TILE_N terms with fewer bits; these sums are added in fp32.
     """
     down, across = tl.cdiv(outputs, TILE_O), tl.cdiv(inputs, TILE_I)
     group, place = tl.program_id(0) // (GROUP * across), tl.program_id(0) % (GROUP * across)
@@ -116,7 +117,7 @@ def add_product_kernel(
 
 
 def add_grouped_products_(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
-    """See `gemm_choice`."""
+    """Kernel call; see `gemm_choice`."""
     experts, outputs, inputs = out.shape
     assert out.is_contiguous() and dy.is_contiguous() and x.is_contiguous() and ends.dtype == torch.int32
     assert dy.shape == (x.shape[0], outputs) and x.shape[1] == inputs and ends.shape == (experts,)
@@ -125,7 +126,7 @@ def add_grouped_products_(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> N
 
 
 def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
-    """See `gemm_choice`."""
+    """Kernel call; see `gemm_choice`."""
     rows, width = x.shape
     assert x.is_contiguous() and ends.dtype == torch.int32
     if rows:
@@ -133,7 +134,7 @@ def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
 
 
 def add_product_triton_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, overwrite: bool) -> None:
-    """See `gemm_choice.KERNELS`."""
+    """Kernel call; see `gemm_choice.KERNELS`."""
     (outputs, inputs), n = out.shape, a.shape[1]
     assert all(x.is_contiguous() for x in (out, a, b, a_scale, b_scale)) and a_scale.ndim == b_scale.ndim
     scales = OF_MATRIX if a_scale.ndim == 0 else OF_ROWS if a_scale.shape[1] == 1 else OF_TILES
