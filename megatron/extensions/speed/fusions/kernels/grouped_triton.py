@@ -108,7 +108,7 @@ def schedule_kernel(schedule, ends, experts, tiles, programs, slots, EXPERTS: tl
 
 @triton.jit
 def list_item(schedule, item, experts, tiles, BLOCK_N: tl.constexpr):
-    """(place of the expert, tile, part, first row, end) of an item of the list: a whole tile, or a part of one."""
+    """(position of the expert, tile, part, first row, end) of an item of the list: a whole tile, or a part of one."""
     whole = tl.load(schedule + WHOLE)
     tail = tl.load(schedule + TAIL)
     split = item >= whole
@@ -126,7 +126,7 @@ def list_item(schedule, item, experts, tiles, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def list_steps(schedule, experts, tiles, program, programs, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Steps of all items of a program: every `programs`-th one of the list."""
+    """Steps of all items of a program, which are every `programs`-th item of the list."""
     first, whole = tl.load(schedule + FIRST), tl.load(schedule + WHOLE)
     items = whole + tl.load(schedule + TAIL) * tl.load(schedule + PARTS)
     r = tl.arange(0, EXPERTS)
@@ -190,7 +190,8 @@ def add_grouped_kernel(
         of_x = tl.load(x + at * inputs + i[None, :], mask=used & (i[None, :] < inputs), other=0.0)
         total = tl.dot(tl.trans(of_dy), of_x, total, input_precision="ieee")
         if row + BLOCK_N >= end:
-            # Where the tile goes is read again, as Triton loads nothing ahead if such a value goes from step to step.
+            # The target of the tile is read again, because Triton does not prefetch if such a value is carried from
+            # step to step.
             rank, _tile, part, _row, _end = list_item(schedule, item, experts, tiles, BLOCK_N)
             expert = tl.load(schedule + HEAD + rank).to(tl.int64)
             slot = (item - tl.load(schedule + WHOLE) - tl.load(schedule + TAIL)).to(tl.int64)
