@@ -26,6 +26,7 @@ LAYERS = {"llama-8b-layers": 8}
 PLANS = {
     "sparse": ("sparse", "--bf16"),
     "experts": ("experts", "--bf16"),
+    "experts fp8": ("experts", "--bf16 --fp8-format hybrid --fp8-recipe delayed"),
     "mamba2": ("mamba2", "--bf16"),
     "llama-8b-layers fp8": ("llama-8b-layers", "--bf16 --fp8-format hybrid --fp8-recipe delayed"),
 }
@@ -83,26 +84,30 @@ def planned(model: str, device: str, more: str = "", left_out: Sequence[str] = (
 def variants(model: str, device: str) -> Iterator[Row]:
     """This revision as it is, and what changes its step."""
     from megatron.core.kernels import KERNELS
+    from megatron.extensions.plan.planner.time.expert_products import PLANNED
     from megatron.extensions.speed.fusions.kernel_choice import planned_kernels
 
     first = planned(model, device)
     yield first
-    own = planned_kernels()
+
+    def differs(row: Row) -> bool:
+        return abs(row.milliseconds / first.milliseconds - 1) >= LEAST
+
+    own = {*planned_kernels(), *PLANNED}
+    without_any = planned(model, device, left_out=tuple(own))
     changed = list[str]()
-    for name in KERNELS:
-        if name in own:
-            row = planned(model, device, left_out=(name,))
-            if abs(row.milliseconds / first.milliseconds - 1) >= LEAST:
-                changed.append(name)
-                yield row
+    for name in KERNELS if differs(without_any) else ():
+        if name in own and differs(row := planned(model, device, left_out=(name,))):
+            changed.append(name)
+            yield row
     if len(changed) > 1:
-        yield replace(planned(model, device, left_out=tuple(own)), without="all of these")
+        yield replace(without_any, without="all of these")
     for flag in FLAGS:
         try:
             row = planned(model, device, flag)
         except ValueError:  # a model may not have it
             continue
-        if abs(row.milliseconds / first.milliseconds - 1) >= LEAST:
+        if differs(row):
             yield row
 
 
