@@ -17,7 +17,7 @@ from megatron.extensions.speed.fp8.blockwise import cast_by_blocks
 from megatron.extensions.speed.fp8.casts import E4M3, TILE, Scaled
 from megatron.extensions.speed.fp8.grouped import ExpertTiles, rows_of_tiles
 from tests.extensions.fusions.test_kernels_grouped import mutated
-from tests.triton_cases import apart, round_to_fp8_as_torch, same_bits
+from tests.triton_cases import apart, compiled, round_to_fp8_as_torch, same_bits, stack_of, stack_tool
 
 SHAPES = (
     ([3, 0, 300, 1], 24, 40),
@@ -158,3 +158,27 @@ def test_every_mutant_of_a_kernel_is_found() -> None:
             except Exception:
                 continue
             raise AssertionError(f"nothing finds {new} in place of {old}")
+
+
+@apart(interpret=False)
+def test_kernels_of_experts_in_fp8_compile_without_spills() -> None:
+    """For L40S, H100 and B200, within their shared memory. On Hopper steps of the loop are loaded ahead."""
+    from megatron.extensions.speed.fusions.kernels import grouped_fp8_triton as kernels
+
+    types = dict.fromkeys(("dy", "x", "w"), "*fp8e4nv") | dict.fromkeys(("dy_scale", "x_scale", "w_scale"), "*fp32")
+    types |= {"out": "*fp32", "parts": "*fp32", "schedule": "*i32", "ends": "*i32", "y": "*bf16"}
+    types |= dict.fromkeys(("outputs", "inputs", "tokens", "terms", "experts", "tiles", "programs"), "i32")
+    for name, capability, room in (("shallow", 89, 99), ("square", 90, 227), ("square", 100, 227)):
+        tiling, rows = kernels.TILINGS[name], kernels.ROW_TILINGS[name]
+        how = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+        sums = compiled(
+            kernels.add_grouped_fp8_kernel, types, {**tiling.constants, "EXPERTS": 64, "TILE": TILE}, capability, **how
+        )
+        constants = {**rows.constants, "EXPERTS": 64, "TILED": False}
+        products = compiled(kernels.row_products_kernel, types, constants, capability, **how)
+        for built in (sums, products):
+            assert built.metadata.shared <= room * 1024
+            assert stack_tool() is None or stack_of(built) == 0, (name, capability)
+        if capability == 90:
+            assert "async_wait" in sums.asm["ttgir"] and "wgmma" in sums.asm["ptx"] and "wgmma" in products.asm["ptx"]
+            assert "add.v4.f32" in sums.asm["ptx"]
