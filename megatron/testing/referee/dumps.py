@@ -22,6 +22,7 @@ from megatron.extensions.interop.hugging_face.flags import CONFIG
 from megatron.extensions.interop.hugging_face.folder import HFFolder
 from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable, read_header
 from megatron.extensions.interop.hugging_face.weights import HFWeights, placements
+from megatron.extensions.interop.megatron_checkpoints.gradient_folder import GradientFolder
 from megatron.extensions.observe.diagnosis.gradient_dump import GRADIENTS, assembled, read_box
 
 
@@ -40,13 +41,17 @@ class Dump:
 
 
 def open_dump(path: Path, model: Source) -> Dump:
-    """Opens the gradients in a `.safetensors` file, by the names of this program or of transformers, or in a folder of
-    a format of checkpoints, which has gradients where weights would be.
+    """Opens the gradients in a `.safetensors` file, by the names of this program or of transformers, in a folder of a
+    format of checkpoints, which has gradients where weights would be, or in one of --save-wgrads-interval.
 
     Raises ValueError for names and shapes that do not fit the model.
     """
     if path.is_dir() and (files := sorted(path.glob(GRADIENTS))):
         return _of_step(path, files, model)
+    if path.is_dir() and list(path.glob("mp_rank_*")):
+        ranks = GradientFolder(path, model.config.model)
+        trained = [name for name in ranks.metas if name not in ranks.buffers]
+        return Dump({name: partial(_fp64, ranks, name) for name in trained}, ranks.dtype(trained[0]))
     if path.is_dir() and (path / CONFIG).is_file():
         folder = HFFolder(path)
         return _of_transformers(path, folder.tensors, model, next(iter(folder.tensors.values())).dtype)
@@ -127,6 +132,10 @@ def _of_step(folder: Path, files: Sequence[Path], model: Source) -> Dump:
 
     dtype = next(iter(boxes.values()))[0][1].dtype
     return Dump({name: partial(read, name) for name in boxes}, dtype)
+
+
+def _fp64(ranks: GradientFolder, name: str) -> Tensor:
+    return ranks.read(name).double()
 
 
 def _whole(tensor: Sliceable) -> Tensor:

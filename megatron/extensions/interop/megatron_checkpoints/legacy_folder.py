@@ -114,14 +114,22 @@ class LegacyTensors:
         self.arguments_file = folder / names[0] / FILE
         self.common: Mapping[str, object] = load_common(self.arguments_file)
         self.args = args_of(self.common, self.arguments_file)
-        try:
-            self.layout = Layout.of(self.args)
-            self.ranks = {self.layout.rank(name): folder / name for name in names}
-            self.layout.check_complete(self.ranks)
-        except ValueError as error:
-            raise ValueError(f"{folder}: {error}") from None
         version = self.common.get("checkpoint_version") or 0
         self.version = float(version) if isinstance(version, int | float | str) else 0.0
+        try:
+            layout = Layout.of(self.args)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None
+        self._open_ranks(folder, names, layout)
+
+    def _open_ranks(self, folder: Path, names: Sequence[str], layout: Layout) -> None:
+        """Opens the files of the ranks whose folders are `names`."""
+        self.folder, self.layout = folder, layout
+        try:
+            self.ranks = {layout.rank(name): folder / name for name in names}
+            layout.check_complete(self.ranks)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None
         self.chunks = self._open()
         self.tables = self._tables({rank: dict(ChainMap(*chunks)) for rank, chunks in self.chunks.items()})
         self.states: dict[str, Tables] = {}

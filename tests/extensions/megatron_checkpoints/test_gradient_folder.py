@@ -1,0 +1,77 @@
+"""Gradients in the files of --save-wgrads-interval, put together from the files of all ranks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
+from megatron.extensions.interop.megatron_checkpoints.gradient_folder import GradientFolder
+from megatron.extensions.interop.megatron_checkpoints.megatron_names import Names, their_shape
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve_legal
+
+MODEL = "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 32 --lr 1e-3 --mock-data "
+MODEL += "--untie-embeddings-and-output-weights --disable-bias-linear --swiglu --make-vocab-size-divisible-by 8 "
+MODEL += "--train-iters 1"
+EXPERTS = "--num-experts 4 --moe-layer-freq [0,1,0,1] --moe-ffn-hidden-size 8"
+
+
+def write(folder: Path, metas: dict[str, ParamMeta], sizes: tuple[int, int, int, int]) -> dict[str, Tensor]:
+    """Random gradients of a model of 4 layers, in a file for each rank of (TP, PP, EP, TP of experts)."""
+    tp, pp, ep, expt_tp = sizes
+    whole = {name: torch.randn(meta.global_shape, dtype=torch.float64) for name, meta in metas.items()}
+    names = Names(metas.values(), hybrid=False)
+    for ranks in product(range(tp), range(pp), range(ep)):
+        coords = {"tp": (ranks[0], tp), "ep": (ranks[2], ep), "expt_tp": (ranks[0] % expt_tp, expt_tp)}
+        chunk: dict[str, Tensor] = {}
+        for name, meta in metas.items():
+            first = 4 // pp * ranks[1]
+            layer = meta.layer if meta.layer is not None else (0 if name.startswith("embedding.") else 3)
+            if not first <= layer < first + 4 // pp:
+                continue
+            offset, shape = meta.box(coords)
+            cut = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+            local = re.sub(r"layers\.\d+", f"layers.{layer - first}", next(iter(names.inside(meta))))
+            if meta.expert:
+                front, linear = re.sub(r"layers\.\d+", f"layers.{layer - first}", name).rsplit("experts.", 1)
+                for expert, part in enumerate(whole[name][cut]):
+                    key = f"{front}experts.local_experts.{expert}.{linear}"
+                    chunk[key] = part.reshape(their_shape(replace(meta, global_shape=shape))[1:]).clone()
+            else:
+                chunk[local] = whole[name][cut].reshape(their_shape(replace(meta, global_shape=shape))).clone()
+        rank = f"mp_rank_{ranks[0]:02d}" + f"_{ranks[1]:03d}" * (pp > 1) + f"_{ranks[2]:03d}" * (ep > 1)
+        (folder / rank).mkdir(parents=True)
+        torch.save({"model_chunk0": chunk}, folder / rank / "wgrads.pth")
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [("", (2, 2, 1, 2)), (EXPERTS, (2, 1, 1, 2)), (EXPERTS, (1, 1, 2, 1)), (EXPERTS, (2, 2, 2, 1))],
+    ids=["dense", "experts cut by TP", "experts apart", "experts of all axes"],
+)
+def test_ranks_are_put_together(flags: str, sizes: tuple[int, int, int, int], tmp_path: Path) -> None:
+    model = resolve_legal(parse_args(f"{MODEL} {flags}".split()), 1).model
+    expected = write(tmp_path, {meta.name: meta for meta in stage_metas(model)}, sizes)
+    found = GradientFolder(tmp_path, model)
+    assert dict.fromkeys(expected, True) == {
+        name: torch.equal(found.read(name), grad) for name, grad in expected.items()
+    }
+
+
+def test_what_is_no_dump_is_refused(tmp_path: Path) -> None:
+    model = resolve_legal(parse_args(MODEL.split()), 1).model
+    with pytest.raises(ValueError, match=r"has no mp_rank_XX/FILE.pth of --save-wgrads-interval"):
+        GradientFolder(tmp_path, model)
+    write(tmp_path, {meta.name: meta for meta in stage_metas(model)}, (2, 1, 1, 2))
+    torch.save({"model": {}}, tmp_path / "mp_rank_01" / "wgrads.pth")
+    with pytest.raises(ValueError, match=r"mp_rank_01/wgrads.pth holds no gradients"):
+        GradientFolder(tmp_path, model)
