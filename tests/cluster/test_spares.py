@@ -61,6 +61,24 @@ def test_a_host_that_is_lost_under_the_elastic_script(tmp_path: Path) -> None:
     assert difference(run, last) < 1e-9
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_the_host_of_the_store_is_lost_under_the_elastic_script(tmp_path: Path) -> None:
+    with hosts(3, "1gbit") as box:
+        flags = ["--peer-copies", "1", "--restarts-in-job", "2", *BUSY]
+        run = Run(box, 1, tmp_path, flags, {"PACE": "0.2", "RENDEZVOUS_PATIENCE": "3"})
+        for host in range(3):
+            run.start(host)
+        run.wait(lambda: " iteration        4/" in run.screens()[0], "the first steps, of which copies are complete")
+        before = run.marks()
+        Box.kill_host(box, 0)
+        run.wait(lambda: run.last_world(before) == 2, "a step of the hosts that are left")
+        (run.save / "exit").touch()
+        run.wait(lambda: any("exiting at iteration" in text for text in run.since(before)), "the end of the ranks")
+    last = int((run.save / "latest_checkpointed_iteration.txt").read_text())
+    assert "recovered by restart by the launcher from copies in memory" in "\n".join(run.since(before))
+    assert difference(run, last) < 1e-9
+
+
 @pytest.mark.skipif(bool(MISSING), reason=f"SLURM is not installed: no {', '.join(MISSING)}")
 def test_a_task_that_is_lost_under_srun(tmp_path: Path) -> None:
     run_forked(1, [*MODEL, "--save", str(tmp_path / "one")], tmp_path / "screen")

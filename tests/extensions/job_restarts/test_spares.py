@@ -86,6 +86,25 @@ def test_without_a_spare_left_fewer_ranks_take_another_layout(
     assert event["steps_lost"] <= 1
 
 
+def test_without_the_store_the_launcher_goes_on_from_copies_in_memory(tmp_path: Path) -> None:
+    flags = ["--fp64", *SHARDED, "--global-batch-size", "12"]
+    whole, run = Run(tmp_path / "whole", 3, flags), Run(tmp_path / "run", 3, [*flags, *IN_JOB])
+    whole.start()
+    with pytest.raises(AssertionError, match="not started again in the job: the store of the ranks does not answer"):
+        run.start(Planned("host 0", 1, 3))
+    begin_at_host(run, 1)
+    said = run.start(ranks=2)
+    run.end()
+    assert "recovered by restart by the launcher from copies in memory" in said
+    run.assert_close(whole, 1e-9)
+
+
+def begin_at_host(run: Run, first: int) -> None:
+    """Has the ranks of the next starts run on the hosts from `first` on."""
+    prepare = run._prepare
+    run._prepare = lambda rank: prepare(rank + first)  # type: ignore[method-assign]
+
+
 def test_more_spares_than_processes_are_refused(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", 2, [*IN_JOB, "--spare-ranks", "2"])
     with pytest.raises(AssertionError, match="--spare-ranks 2: must be below 2"):

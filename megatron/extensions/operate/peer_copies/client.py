@@ -71,7 +71,13 @@ def open_holder(folder: Path, keep: float) -> Address:
         return found
     words = [sys.executable, "-I", "-S", str(PROGRAM), str(folder), own_address(), str(keep)]
     process = subprocess.Popen(
-        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True, cwd="/", text=True
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        cwd="/",
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # a thread for each connection: its memory grew arena by arena
+        text=True,
     )
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], OPENS)[0]:
