@@ -66,9 +66,13 @@ class RotaryConfig:
     rope_scaling_original_max_position_embeddings: int = 8192
     """Llama 3.1 scaling: original context length."""
 
-    rope_type: str | None = flag(None, choices=("rope", "yarn"), no_effect_without=ROTARY, effective="yarn")
-    """Rotary frequencies: unscaled (rope), or scaled to longer sequences by YaRN (yarn). Default: yarn for multi-latent
-    attention, else rope. With --rotary-scaling-factor 1, the default, both are the same."""
+    rope_type: str | None = flag(
+        None, choices=("rope", "yarn", "proportional"), no_effect_without=ROTARY, effective="rotary_type"
+    )
+    """Rotary frequencies: unscaled (rope), scaled to longer sequences by YaRN (yarn), or those of a head that is
+    rotated as a whole, of which only the first pairs of channels, the fraction --rotary-percent of all, are rotated
+    (proportional, as in LFM3). Default: yarn for multi-latent attention, else rope. With --rotary-scaling-factor 1,
+    the default, yarn is the same as rope."""
 
     rotary_scaling_factor: float = flag(1.0, at_least=1, no_effect_without=YARN)
     """YaRN: longest sequence, as a multiple of the original context length."""

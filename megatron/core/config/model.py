@@ -350,9 +350,14 @@ class TransformerConfig(ModelFields):
         return int(self.head_widths.rotary * percent)
 
     @property
+    def rotary_type(self) -> str:
+        """Kind of rotary frequencies."""
+        return self.rope_type or self.attention_facts.rope_type
+
+    @property
     def yarn(self) -> bool:
         """True if YaRN scales the rotary frequencies."""
-        return (self.rope_type or self.attention_facts.rope_type) == "yarn"
+        return self.rotary_type == "yarn"
 
     def yarn_mscale(self, mscale: float) -> float:
         """YaRN's factor of queries and keys, which makes attention at a longer context as sharp as before
@@ -407,10 +412,6 @@ class TransformerConfig(ModelFields):
         """Rows of the embedding; independent of the layout."""
         assert self.vocab_size, "the vocabulary size is known once the tokenizer is"
         return self.pad_vocab_size_to or round_up(self.vocab_size, self.make_vocab_size_divisible_by)
-
-    @property
-    def tied_embeddings(self) -> bool:
-        return not self.untie_embeddings_and_output_weights
 
     @property
     def embedding_init_std(self) -> float:

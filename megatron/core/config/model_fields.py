@@ -302,3 +302,7 @@ class ModelFields(
     """Layers with full attention in a model with --window-size or --attention-chunk-size: N for layers N - 1, 2N -
     1, ..., or a list with one entry per layer, 1 for a window or chunks and 0 for full attention. Default: no layer
     has full attention."""
+
+    @property
+    def tied_embeddings(self) -> bool:
+        return not self.untie_embeddings_and_output_weights

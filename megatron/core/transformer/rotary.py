@@ -1,6 +1,6 @@
 """Rotary position embedding (arXiv:2104.09864), over pairs of distant or of neighbouring channels.
 
-Frequencies can be scaled as in Llama 3.1 or by YaRN, and positions interpolated.
+Frequencies can be scaled as in Llama 3.1 or by YaRN, or be those of a wider head, and positions interpolated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.core.config.model import TransformerConfig
 
 
 def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
-    """[rotary_dim / 2] fp32: radians per position of each pair of channels.
+    """[rotary_dim / 2] fp32: radians per position of pairs of channels, of all pairs under --rope-type proportional.
 
     Interpolation divides positions (arXiv:2306.15595, section 2.3); dividing the frequencies is the same.
     """
@@ -24,11 +24,22 @@ def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
     frequencies = 1.0 / (rotation.base**exponents)
     if not rotation.scaled:
         return frequencies
+    if config.rotary_type == "proportional":
+        frequencies = _proportional_frequencies(config, rotation)
     if config.use_rope_scaling:
         frequencies = _scale_frequencies(frequencies, config)
     if config.yarn:
         frequencies = _yarn_frequencies(frequencies, channels, rotation.base, config)
     return frequencies / (config.rotary_seq_len_interpolation_factor or 1.0)
+
+
+def _proportional_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
+    """[half of the channels with positions]: those of a head that is rotated as a whole, 0 for the pairs that are not
+    rotated."""
+    channels = config.rotated_channels(1)
+    pairs = torch.arange(channels // 2, dtype=torch.float32)
+    frequencies = 1.0 / (rotation.base ** (2 * pairs / channels))
+    return torch.where(pairs < channels * rotation.percent // 2, frequencies, 0.0)
 
 
 def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: TransformerConfig) -> Tensor:

@@ -84,6 +84,10 @@ def _query_groups(config: TransformerConfig) -> Mapping[str, int]:
     return {"g": config.query_groups, "d": config.head_dim, PAIR: 2}
 
 
+def _pairs_of_groups(config: TransformerConfig) -> Mapping[str, int]:
+    return {"two": 2, "p": config.query_groups // 2, "d": config.head_dim}
+
+
 def _attention_heads(config: TransformerConfig) -> Mapping[str, int]:
     return {"g": config.num_attention_heads}
 
@@ -134,6 +138,8 @@ ATTENTION: dict[str, Layout] = {
     ),
     # nanochat rotates in the other direction, so that the halves of queries and keys change places.
     "SwappedQueryGroups": Reordered(QUERIES_KEYS_VALUES, 2, _with_swapped_halves, but_values=True),
+    # DiffLlama: the group half of all groups behind a group is the other one of its pair.
+    "PairsOfGroups": Pieces("(two p n d) ... -> p two n d ...", _pairs_of_groups, 2, _of_group("q", "k", "v")),
     "Heads": Pieces("(g d) ... -> g d ...", _attention_heads),
     # MiniMax's lightning attention: query, key and value of each head in one tensor, its gate in another.
     "HeadsAndGates": Pieces(ROWS, _attention_heads, 1, lambda config: (3 * config.head_dim, config.head_dim)),

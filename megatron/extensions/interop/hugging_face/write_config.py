@@ -23,7 +23,7 @@ from megatron.extensions.interop.hugging_face.config_json.config_values import (
     whole,
 )
 from megatron.extensions.interop.hugging_face.config_json.read_layers import FULL, LOCAL, pattern_text
-from megatron.extensions.interop.hugging_face.config_json.read_rotary import LLAMA3_SCALING, YARN_SCALING
+from megatron.extensions.interop.hugging_face.config_json.read_rotary import LLAMA3_SCALING, PROPORTIONAL, YARN_SCALING
 from megatron.extensions.interop.hugging_face.families import FAMILIES, Family
 from megatron.extensions.interop.hugging_face.read_config import (
     config_from_hf,
@@ -233,6 +233,8 @@ def _scaling_to_hf(config: TransformerConfig) -> Fields:
         if not config.yarn_correction_range_round_to_int:
             scaling["truncate"] = False
         return scaling
+    if _in_proportion(config):
+        return {"rope_type": PROPORTIONAL, "factor": config.rotary_seq_len_interpolation_factor or 1.0}
     if config.rotary_seq_len_interpolation_factor:
         return {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
     return {}
@@ -253,6 +255,11 @@ def _rotary_by_kind(config: TransformerConfig, hf: Fields, scaling: Fields) -> F
 def _stretches(config: TransformerConfig) -> bool:
     """Return whether YaRN changes anything."""
     return config.yarn and config.rotary_scaling_factor != 1
+
+
+def _in_proportion(config: TransformerConfig) -> bool:
+    """Return whether frequencies in proportion to the rotated channels change anything."""
+    return config.rotary_type == PROPORTIONAL and config.rotary_percent != 1
 
 
 def _with_derived(config: TransformerConfig) -> Fields:
@@ -295,7 +302,7 @@ def _with_derived(config: TransformerConfig) -> Fields:
         else config.moe_router_group_score_topk or config.moe_router_topk // (config.moe_router_group_topk or 1),
         "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
         "attention_module": config.attention,
-        "rope_type": "yarn" if _stretches(config) else "rope",
+        "rope_type": "yarn" if _stretches(config) else PROPORTIONAL if _in_proportion(config) else "rope",
         "value_channels": config.value_head_dim,
         "window_num_attention_heads": config.window_num_attention_heads or config.num_attention_heads,
         "window_num_query_groups": config.window_num_query_groups or config.query_groups,

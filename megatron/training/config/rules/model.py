@@ -257,6 +257,8 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.rotary:
         yield from _rotated_channels("--rotary-percent", m.rotary_percent, m.kv_channels)
         yield from _rotated_channels("--window-rotary-percent", m.window_rotary_percent, m.kv_channels)
+        if m.use_rope_scaling and m.rotary_type == "proportional":
+            yield Problem.exclusive("--use-rope-scaling", None, "--rope-type proportional")
         low, high = m.rope_scaling_low_freq_factor, m.rope_scaling_high_freq_factor
         if m.use_rope_scaling and low > high:
             rule = f"must be at most --rope-scaling-high-freq-factor {high}"

@@ -25,7 +25,12 @@ from megatron.extensions.interop.hugging_face.config_json.config_values import (
     text,
     whole,
 )
-from megatron.extensions.interop.hugging_face.config_json.kinds_of_layers import RotaryOfKinds, WithoutLogitScale
+from megatron.extensions.interop.hugging_face.config_json.kinds_of_layers import (
+    ConvolutionsAndWindows,
+    RotaryOfKinds,
+    WithoutLogitScale,
+)
+from megatron.extensions.interop.hugging_face.config_json.mean_of_experts import MeanOfExperts
 from megatron.extensions.interop.hugging_face.config_json.read_layers import (
     CHUNKED,
     FULL,
@@ -333,6 +338,8 @@ ADAPTERS: Mapping[str, Adapter] = {
         CompressedAttention,
         RotaryOfKinds,
         WithoutLogitScale,
+        MeanOfExperts,
+        ConvolutionsAndWindows,
     )
 }
 """The adapters by the names that files state."""

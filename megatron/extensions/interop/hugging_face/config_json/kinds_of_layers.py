@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron.core.config.model import TransformerConfig
-from megatron.extensions.interop.hugging_face.config_json.config_values import Fields, Values, table
-from megatron.extensions.interop.hugging_face.config_json.read_layers import FULL, LOCAL, pattern_text, windows
+from megatron.extensions.interop.hugging_face.config_json.config_values import Fields, Values, entries, table, whole
+from megatron.extensions.interop.hugging_face.config_json.read_layers import FULL, LOCAL, count, pattern_text, windows
 from megatron.extensions.interop.hugging_face.config_json.read_rotary import rotary_from_hf
 from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
@@ -40,6 +40,40 @@ class RotaryOfKinds(Adapter):
 def _rotates(layers: list[tuple[bool, bool]], local: bool) -> set[bool]:
     """Whether layers with a window, or those without, have a rotary embedding: both values if they differ."""
     return {rotated for window, rotated in layers if window == local}
+
+
+CONVOLUTION = "conv"
+"""Kind of a layer with a short convolution."""
+
+
+class ConvolutionsAndWindows(Adapter):
+    """Layers with a short convolution, with attention in a sliding window, or with attention to all tokens (LFM3)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        layers = whole(hf, "num_hidden_layers")
+        kinds = entries(hf, "layer_types") or [self._usual(layer) for layer in range(layers)]
+        if unknown := {str(kind) for kind in kinds} - {CONVOLUTION, FULL, LOCAL}:
+            raise ValueError(f"config.json: layer_types has {', '.join(sorted(unknown))}, which is not supported")
+        if len(kinds) != layers:
+            raise ValueError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
+        local = [kind == LOCAL for kind in kinds]
+        return fields | {
+            "linear_attention_freq": pattern_text([kind == CONVOLUTION for kind in kinds], usual=True),
+            "window_size": count(hf, "sliding_window") if any(local) else None,
+            "window_attn_skip_freq": pattern_text(local, usual=True) if any(local) else None,
+        }
+
+    @staticmethod
+    def _usual(layer: int) -> str:
+        """The kind of a layer where no list says so."""
+        if layer % 4 == 2:
+            return FULL
+        return LOCAL if layer and layer % 4 == 0 else CONVOLUTION
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        layers = zip(config.linear_pattern, config.local_pattern, strict=True)
+        kinds = [CONVOLUTION if mixed else LOCAL if local else FULL for mixed, local in layers]
+        return hf | {"layer_types": kinds, "sliding_window": config.window_size or family.defaults["sliding_window"]}
 
 
 class WithoutLogitScale(Adapter):

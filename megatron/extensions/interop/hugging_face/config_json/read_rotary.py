@@ -27,6 +27,9 @@ YARN_SCALING = {
     "beta_slow": "beta_slow",
 }
 
+PROPORTIONAL = "proportional"
+"""Frequencies of a whole head, of which some are 0."""
+
 LLAMA3_SCALING = {
     "factor": "rope_scaling_factor",
     "low_freq_factor": "rope_scaling_low_freq_factor",
@@ -96,10 +99,19 @@ def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_l
         return {"rotary_seq_len_interpolation_factor": float(number(rotary, "factor"))}
     if kind == "yarn":
         return {"rope_type": "yarn", **yarn_from_hf(rotary, hf)}
+    if kind == PROPORTIONAL and _may_be_proportional(family) and by_kind_of_layer:
+        factor = float(number(rotary, "factor")) if rotary.get("factor") else 1.0
+        return {"rope_type": kind, "rotary_seq_len_interpolation_factor": None if factor == 1 else factor}
     if kind != "default":
         known = "default, linear, llama3, yarn"
         raise ValueError(f"config.json: rotary scaling of type {kind!r} is not supported; known are {known}")
     return {}
+
+
+def _may_be_proportional(family: Family) -> bool:
+    """Return whether models of a family may have frequencies in proportion to the rotated channels: its usual ones
+    have."""
+    return table(table(family.defaults, "rope_parameters"), FULL).get("rope_type") == PROPORTIONAL
 
 
 def rotated_fraction(hf: Values, family: Family) -> float:

@@ -1,0 +1,26 @@
+"""A layer that averages the outputs of its shared expert and of its chosen experts."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.transformer.layer import TransformerLayer
+
+
+class Half(nn.Module):
+    """Half of the sum of two outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5
+
+
+class MeanOfExpertsLayer(TransformerLayer):
+    """(shared expert + weighted sum of the chosen experts) / 2 in layers with experts, in place of the sum, before any
+    norm of the output. The parameters are those of `TransformerLayer`."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__(name, config, ctx)
+        if config.layer(ctx.layer).experts:
+            self.post_mlp_layernorm = nn.Sequential(Half(), self.post_mlp_layernorm)

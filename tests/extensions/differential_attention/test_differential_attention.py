@@ -1,0 +1,20 @@
+"""Differential attention: widths of heads, and layouts against one process. The tests of Hugging Face families compare
+logits and gradients with those of transformers."""
+
+from __future__ import annotations
+
+from megatron.testing.parity import main as parity
+from tests.gpt_cases import model_of
+
+FLAGS = "--attention-module differential_attention --position-embedding-type rope --num-query-groups 4"
+
+
+def test_layouts_compute_the_same() -> None:
+    rows = ["tp2-sp", "cp2-ring"]
+    assert parity(["--layouts", *rows, "--steps", "1", "--", *FLAGS.split(), "--num-layers", "2"]) == 0
+
+
+def test_values_are_those_of_both_heads() -> None:
+    """Plans and kernels learn the width of what a head attends to."""
+    widths = model_of("differential").head_widths
+    assert (widths.key, widths.value) == (4, 8)
