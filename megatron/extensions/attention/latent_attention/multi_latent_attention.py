@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.linear_spec import ColumnLinear, ReplicatedLi
 from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
 from megatron.core.transformer.rotary import apply_rotary_interleaved, scaled_queries
+from megatron.core.transformer.self_attention import head_wise_gated_output
 from megatron.extensions.attention.latent_attention.flags import LatentAttentionFlags
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -95,6 +96,11 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
     )
 
 
+def gate_linear(name: str, config: TransformerConfig) -> ColumnLinear:
+    """linear_gate [heads, h]: one number for each head."""
+    return ColumnLinear(f"{name}.linear_gate", config.hidden_size, (config.num_attention_heads,), False)
+
+
 class MultiLatentAttention(nn.Module):
     """Multi-latent attention: down-projections, latent norms, up-projections, positions, core attention, output
     projection.
@@ -121,6 +127,8 @@ class MultiLatentAttention(nn.Module):
         scaled = {"q": own.q_lora_rank, "kv": own.kv_lora_rank} if own.mla_scale_latents else {}
         self.scales = {of: (config.hidden_size / rank) ** 0.5 for of, rank in scaled.items() if rank}
         self.linear_proj = row_parallel(linears.proj, ctx)
+        self.linear_gate = column_parallel(gate_linear(name, config), ctx) if own.mla_head_gate else None
+        self.gated = region(head_wise_gated_output, ctx.compiled)
         self.core = CoreAttention(name, config, ctx, sinks_metas(name, config))
         kind = config.layer(ctx.layer)
         self.rotation, self.tempered = kind.rotation, kind.tempered
@@ -133,7 +141,7 @@ class MultiLatentAttention(nn.Module):
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
         latents = self._latents(x)
         if context.cache is not None:
-            return self.linear_proj(self._behind_cache(latents, context.cache, context))
+            return self._projected_back(self._behind_cache(latents, context.cache, context), x)
         recompute_core, recompute_heads = (
             part and self.training for part in (self.recompute_core, self.recompute_heads)
         )
@@ -145,7 +153,12 @@ class MultiLatentAttention(nn.Module):
             out = recomputed(self.core, *self._heads(latents, context), context)
         else:
             out = self._attend(latents, context)
-        return self.linear_proj(out)
+        return self._projected_back(out, x)
+
+    def _projected_back(self, out: Tensor, x: Tensor) -> Tensor:
+        """The output of heads [s, b, heads/tp * v_head_dim], gated where heads have gates, as hidden states."""
+        gated = out if self.linear_gate is None else self.gated(out, self.linear_gate(x), "sigmoid")
+        return self.linear_proj(gated)
 
     def logit_rows(self) -> tuple[HeadRows, ...]:
         """Number of rows of the up-projections. All heads share the rotary key."""

@@ -36,6 +36,14 @@ class KimiDeltaFlags:
     kda_conv_kernel_dim: int = flag(4, above=0)
     """Kimi Delta Attention: kernel size, in tokens, of the causal convolution over queries, keys and values."""
 
+    kda_full_rank_gates: bool = False
+    """Kimi Delta Attention: project decays and output gates by one matrix each instead of two of low rank (Ling
+    3.0)."""
+
+    kda_decay_lower_bound: float | None = flag(None, below=0)
+    """Kimi Delta Attention: lower bound b of the logarithm of a decay, which is b sigmoid(A (x + bias)) for projected x
+    and a rate A (Ling 3.0 uses -5). Default: -A softplus(x + bias), without a bound."""
+
 
 def heads(config: TransformerConfig) -> str:
     """Text for a plan: the heads of Kimi Delta Attention."""

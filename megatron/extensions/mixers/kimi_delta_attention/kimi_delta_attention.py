@@ -1,8 +1,8 @@
 """Kimi Delta Attention (arXiv 2510.26692), the mixer of Kimi Linear.
 
 A gated delta net whose states decay channel by channel. Low-rank projections produce the decays and the output gates;
-every tensor-parallel rank holds the first factor of each projection whole. The gates are sigmoids. Everything else
-works as in `GatedDeltaNet`, with one value head for each key head.
+every tensor-parallel rank holds the first factor of each projection whole. Ling 3.0 has one matrix in place of both.
+The gates are sigmoids. Everything else works as in `GatedDeltaNet`, with one value head for each key head.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ class KimiDeltaAttention(GatedDeltaNet):
         width = own.kda_head_dim
         self.channels = (width, width, width, width, 1, width)
         self.value_width = width
-        self.widths = (width, width)
+        self.rows = DeltaRows((width, width), least_decay=own.kda_decay_lower_bound)
         steps, decays = Init("inverse_softplus", low=1e-3, high=0.1), Init("log_of_uniform", low=1.0, high=16.0)
 
-        def down(of: str) -> ReplicatedParallelLinear:
+        def down(of: str) -> nn.Module:
             linear = ReplicatedLinear(f"{name}.{of}_a_proj", hidden, width, False)
-            return ReplicatedParallelLinear(linear, ctx)
+            return nn.Identity() if own.kda_full_rank_gates else ReplicatedParallelLinear(linear, ctx)
 
         def up(of: str) -> nn.Module:
-            return column_parallel(ColumnLinear(f"{name}.{of}_b_proj", width, (heads, width), False), ctx)
+            part, inputs = (f"{of}_proj", hidden) if own.kda_full_rank_gates else (f"{of}_b_proj", width)
+            return column_parallel(ColumnLinear(f"{name}.{part}", inputs, (heads, width), False), ctx)
 
         # Initial values are those of Hugging Face's implementation. None of the projections has a bias.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (heads, 3 * width + 1), False)
@@ -93,7 +94,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         inputs, gate, beta, decay = mixed.split((3 * width, width, 1, width), dim=-1)
         conv1d, dt_bias, a_log = (local_slice(weight, self.cp) for weight in (self.conv1d, self.dt_bias, self.a_log))
         weights = DeltaWeights(conv1d, dt_bias, a_log.unsqueeze(-1))
-        operands, before = self.prepare(inputs, beta.flatten(2), decay, weights, DeltaRows(self.widths), number, before)
+        operands, before = self.prepare(inputs, beta.flatten(2), decay, weights, self.rows, number, before)
         return operands, gate, before
 
 

@@ -198,6 +198,9 @@ class DeltaRows(NamedTuple):
     steps: int = 1
     """Number of keys that a token writes."""
 
+    least_decay: float | None = None
+    """Lower bound of g, which a sigmoid approaches, in place of a softplus without a bound."""
+
 
 def delta_operands(
     inputs: Tensor,
@@ -225,6 +228,8 @@ def delta_operands(
     v = v.unflatten(-1, (-1, values)).flatten(2, 3)
     wide = torch.promote_types(inputs.dtype, torch.float32)
     g = -a_log.to(wide).exp() * F.softplus(decay.to(wide) + dt_bias.to(wide))
+    if rows.least_decay is not None:
+        g = rows.least_decay * (a_log.to(wide).exp() * (decay.to(wide) + dt_bias.to(wide))).sigmoid()
     beta = in_steps(beta.unflatten(-1, (inputs.shape[2], -1)), steps).flatten(2)
     q, g = at_step(q, steps - 1, steps), at_step(g, 0, steps)
     q, k, v = (x.to(inputs.dtype) for x in (q, k, v))

@@ -27,6 +27,7 @@ from megatron.extensions.interop.hugging_face.config_json.config_values import (
 )
 from megatron.extensions.interop.hugging_face.config_json.kinds_of_layers import (
     ConvolutionsAndWindows,
+    KimiHeadsOfModel,
     RotaryOfKinds,
     WithoutLogitScale,
 )
@@ -340,6 +341,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         WithoutLogitScale,
         MeanOfExperts,
         ConvolutionsAndWindows,
+        KimiHeadsOfModel,
     )
 }
 """The adapters by the names that files state."""

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from megatron.core.config.model import TransformerConfig
-from megatron.extensions.interop.hugging_face.config_json.config_values import Fields, Values, entries, table, whole
+from megatron.extensions.interop.hugging_face.config_json.config_values import (
+    Fields,
+    Values,
+    entries,
+    number,
+    table,
+    whole,
+)
 from megatron.extensions.interop.hugging_face.config_json.read_layers import FULL, LOCAL, count, pattern_text, windows
 from megatron.extensions.interop.hugging_face.config_json.read_rotary import rotary_from_hf
 from megatron.extensions.interop.hugging_face.families import Adapter, Family
@@ -74,6 +81,30 @@ class ConvolutionsAndWindows(Adapter):
         layers = zip(config.linear_pattern, config.local_pattern, strict=True)
         kinds = [CONVOLUTION if mixed else LOCAL if local else FULL for mixed, local in layers]
         return hf | {"layer_types": kinds, "sliding_window": config.window_size or family.defaults["sliding_window"]}
+
+
+class KimiHeadsOfModel(Adapter):
+    """Kimi Delta Attention with as many heads as other attention, and a lower bound of decays (Ling 3.0)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        heads, width = whole(hf, "num_attention_heads"), hf["linear_head_dim"] or hf["head_dim"]
+        if hf["linear_num_heads"] not in (None, heads):
+            raise ValueError(f"config.json: linear_num_heads differs from num_attention_heads = {heads}")
+        return fields | {
+            "kda_num_heads": heads,
+            "kda_head_dim": width,
+            "kda_conv_kernel_dim": hf["linear_conv_kernel_dim"] or hf["short_conv_kernel_size"],
+            "kda_decay_lower_bound": float(number(hf, "kda_lower_bound")) if hf["kda_safe_gate"] else None,
+        }
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        bound = stated["kda_decay_lower_bound"]
+        return hf | {
+            "head_dim": stated["kda_head_dim"],
+            "short_conv_kernel_size": stated["kda_conv_kernel_dim"],
+            "kda_safe_gate": bound is not None,
+            "kda_lower_bound": family.defaults["kda_lower_bound"] if bound is None else bound,
+        }
 
 
 class WithoutLogitScale(Adapter):
