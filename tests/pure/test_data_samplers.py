@@ -105,6 +105,8 @@ def test_only_a_wait_for_samples_counts_as_one():
         wait([future for _, future in iterator._ready])
         iterator.next_step(2, 2)
         assert iterator.waited == waited, "they were ready"
+        iterator.prepare_step(6, 2)
+        assert [part["tokens"].item() for part in iterator.next_step(6, 2)] == [6, 7] and iterator.waited == waited
     unready = DataIterator(Slow(8), micro_batch_size=1)
     unready.next_step(0, 2)
     assert unready.waited > 0.09

@@ -122,6 +122,17 @@ class DataIterator:
         self.waited += time.perf_counter() - began
         return prepared
 
+    def prepare_step(self, consumed_samples: int, global_batch_size: int) -> None:
+        """Prepare the micro-batches of a step before it begins, and wait for them. Without workers, do nothing."""
+        step = range(consumed_samples, consumed_samples + global_batch_size)
+        if self._pool is None or step.stop > self.end:
+            return
+        self._drop()
+        self._coming.extend(self._deal(step))
+        self._next = step.stop
+        self._schedule(len(self._coming), len(step))
+        wait([future for _, future in self._ready])
+
     def restrict(self, end: int, micro_batch_size: int) -> None:
         """Takes no sample from number `end` on, and micro-batches of another size."""
         if (end, micro_batch_size) != (self.end, self.micro_batch_size):

@@ -35,6 +35,18 @@ from tests.forked import run_forked
 from tests.tiny import TINY
 
 URL = f"s3://{BUCKET}/run"
+WAIT_ON_DISK = """
+from megatron.extensions.operate.object_storage.read_ahead import ReadAhead
+from megatron.training.hooks import CALLBACKS
+
+
+@CALLBACKS.register("data-wait")
+class DataWait(ReadAhead):
+    def __init__(self, config):
+        super().__init__(config)
+        self.limit = 0
+"""
+"""An extension that logs the wait for data on the local disk as that for URLs is logged."""
 
 
 def measured(port: int, folder: Path, ranks: int, flags: Sequence[str], faults: Faults | None = None) -> dict:
@@ -72,8 +84,9 @@ def measure_data(port: int, folder: Path, args: argparse.Namespace) -> None:
         file_system().put_file(prefix + kind, f"{BUCKET}/data{kind}")
     flags = [*TINY.replace("--mock-data", "").split(), "--seq-length", "256", "--num-workers", "2"]
     flags += ["--global-batch-size", "8", "--train-iters", "20", "--log-interval", "4", "--split", "100,0,0"]
+    (folder / "wait.py").write_text(WAIT_ON_DISK)
     for name, path, more in (
-        ("local disk", prefix, []),
+        ("local disk", prefix, ["--extension", str(folder / "wait.py")]),
         ("S3, nothing ahead", f"s3://{BUCKET}/data", ["--num-workers", "0", "--storage-read-ahead-megabytes", "0"]),
         ("S3, read ahead", f"s3://{BUCKET}/data", []),
     ):

@@ -139,7 +139,7 @@ class ReadAhead(Callback, Meter):
         return [self]
 
     def on_start(self, run: RunView) -> None:
-        """Fetch the samples of the first step, and report the rate."""
+        """Fetch and prepare the samples of the first step, and report the rate."""
         if self.window is None:
             return
         before, began = LIMITS.traffic.read, time.monotonic()
@@ -147,6 +147,7 @@ class ReadAhead(Callback, Meter):
         self._step = range(first, first + self._size())
         for fetch in self.window.begin(self._step):
             fetch.exception()  # the read itself reports the error
+        self.train.prepare_step(first, len(self._step))
         seconds, moved = time.monotonic() - began, (LIMITS.traffic.read - before) / 1e6
         rate = f" in {seconds:.1f} s, {moved / max(seconds, 1e-9):.0f} MB/s" if moved else ", all of it in the cache"
         run.say(f" data: {moved:.1f} MB read for step {run.progress.iteration + 1}{rate}; cache {CACHE.folder}")
