@@ -34,6 +34,7 @@ MODEL = (
     "--data-parallel-sharding-strategy optim --peer-copies 1 --save-interval 1000000"
 ).split()
 BLOCK = 5
+HOSTS = 2
 
 
 def copied(iteration: int) -> bool:
@@ -78,7 +79,8 @@ def told(records: Sequence[dict[str, float]], sent: Sequence[Sequence[float]]) -
             after[copied(before)].append(record["step_time"])
     middle = {kind: statistics.median(times) for kind, times in after.items()}
     spread = {kind: statistics.quantiles(times, n=4) for kind, times in after.items()}
-    nbytes, seconds = (statistics.mean(each[number] for each in sent) for number in (0, 1))
+    made = HOSTS * sum(copied(int(record["iteration"])) for record in records)
+    nbytes, seconds = (sum(each[number] for each in sent) / made for number in (0, 1))
     lines = [
         f"{'with' if kind else 'without'} copies: {1000 * middle[kind]:.1f} ms a step, half of {len(times)} steps "
         f"within {1000 * spread[kind][0]:.1f} to {1000 * spread[kind][2]:.1f}"
@@ -100,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if why := missing():
         parser.error(why)
     load()
-    with tempfile.TemporaryDirectory(prefix="overhead-") as name, hosts(2, asked.rate) as box:
+    with tempfile.TemporaryDirectory(prefix="overhead-") as name, hosts(HOSTS, asked.rate) as box:
         folder = Path(name)
         flags = [*MODEL, "--hidden-size", str(asked.hidden_size), "--train-iters", str(asked.steps)]
         flags += ["--save", str(folder / "save"), "--load", str(folder / "save")]

@@ -187,7 +187,9 @@ class Run:
         folder = self.held_by(host)
         with suppress(OSError):
             os.kill(json.loads((folder / "holder.json").read_text())["pid"], signal.SIGKILL)
-        shutil.rmtree(folder)
+        gone = folder.with_name(f"lost-{folder.name}")  # at once, as ranks there may be writing
+        os.replace(folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
     def end(self) -> None:
         """Ends the holders that a test has left."""
