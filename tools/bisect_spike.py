@@ -1,14 +1,14 @@
-"""Find what made a spike of the loss: a document, the batch, or the learning rate.
+"""Find the cause of a loss spike: a document, the batch, or the learning rate.
 
     python tools/bisect_spike.py runs/a
     python tools/bisect_spike.py runs/a --iteration 1414 --from 1400 -- --tp 2      # at this layout, on CPU ranks
 
-Trains four branches from the checkpoint before the spike: as it was; with the document of the highest loss replaced;
-with the whole batch replaced; and with the learning rate held at that of the checkpoint (a tenth of its own, if it has
-not risen since). The order of samples, dropout and rates do not depend on the layout, so one process is enough. The
-spike is that of the run's last rollback, or else the largest rise of the loss in metrics.jsonl. Flags of
-pretrain_gpt.py after `--` change the configuration. Exit code 0: the cause is found; 1: it is none of these alone, or
-there is no spike here; 2: wrong folder or flags.
+Trains four branches from the checkpoint before the spike: unchanged; with the document of the highest loss replaced;
+with the whole batch replaced; and with the learning rate held at that of the checkpoint (or at a tenth of its own, if
+it has not risen since then). The order of samples, dropout and learning rates do not depend on the layout, so one
+process is enough. The spike is the one of the run's last rollback, or otherwise the largest increase of the loss in
+metrics.jsonl. Flags of pretrain_gpt.py after `--` change the configuration. Exit code 0: the cause is found; 1: it is
+none of these alone, or there is no spike here; 2: wrong folder or flags.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def decoded(config: RunConfig, tokens: Sequence[int]) -> str:
-    """The start of a text, or of its tokens where the run has no tokenizer."""
+    """Start of a text, or of its tokens if the run has no tokenizer."""
     if not config.tokenizer.tokenizer_type:
         return f"tokens {' '.join(map(str, tokens))}"[:SHOWN]
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)

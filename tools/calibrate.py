@@ -1,13 +1,13 @@
 """Measure this machine, and write the device file that predictions of step times read.
 
-    python tools/calibrate.py --output mine.yaml                                       one GPU; with --cpu one process
-    torchrun --nproc-per-node 8 tools/calibrate.py --output mine.yaml                  a node with its links
-    torchrun --nnodes 2 --nproc-per-node 8 ... tools/calibrate.py --output mine.yaml   and the network
-    python pretrain_gpt.py ... --dry-run --device mine.yaml                            what it is for
+    python tools/calibrate.py --output mine.yaml one GPU; with --cpu one process torchrun --nproc-per-node 8
+    tools/calibrate.py --output mine.yaml a node with its links torchrun --nnodes 2 --nproc-per-node 8 ...
+    tools/calibrate.py --output mine.yaml and the network python pretrain_gpt.py ... --dry-run --device mine.yaml uses
+    the file
 
 Products by shape, attention, copies, short steps of a small model, and collectives by size, within a node and between
-nodes. All ranks measure at the same time, as they train: start as many on a node as a run has, on the same processors.
-It takes about --seconds. --cpu measures processors and gloo. The part for GPUs has not run on one yet.
+nodes. All ranks measure at the same time, as they train: start as many ranks per node as a run has, on the same
+processors. It takes about --seconds. --cpu measures processors and gloo. The GPU part has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megatron.extensions.plan.planner.calibration.measure import Clock
 
 POINTS = 100
-"""Measured points, about, among which --seconds are divided."""
+"""Approximate number of measured points, among which --seconds are divided."""
 
 STEPS = (
     "--mock-data --vocab-size 512 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --micro-batch-size 1 "
@@ -131,7 +131,8 @@ def measured_device(
     ranks_per_node: int,
     steps: Sequence[tuple[str, float]],
 ) -> tuple[DeviceFile, dict[str, float]]:
-    """(the device file, by what was measured the median error of what it says). Collective over all ranks."""
+    """(the device file, the median error of its predictions for each kind of measurement). Collective over all
+    ranks."""
     from megatron.extensions.plan.planner.calibration.fit import errors, fit_steps, links_of
     from megatron.extensions.plan.planner.calibration.measure import CPU, GPU, measure, measure_links
 
@@ -152,7 +153,7 @@ def measured_device(
 
 
 def step_seconds(flags: str) -> float:
-    """Measured seconds of a step of one process, run beside this one, which has not touched its GPU yet."""
+    """Measured seconds of a step of one process, which runs beside this process; this one has not used its GPU yet."""
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         metrics, screen = Path(folder) / "metrics.jsonl", Path(folder) / "screen"
         words = [*flags.split(), *STEPS, "--train-iters", str(ITERATIONS), "--metrics-file", str(metrics)]
@@ -166,7 +167,7 @@ def step_seconds(flags: str) -> float:
 
 
 def _train(words: list[str], screen: Path) -> None:
-    """A run of one rank, in a process of its own that prints into a file."""
+    """Run of one rank, in a separate process that prints into a file."""
     output = os.open(screen, os.O_WRONLY | os.O_CREAT)
     for standard in (1, 2):
         os.dup2(output, standard)
@@ -193,7 +194,7 @@ def predicted(flags: str, device: DeviceFile) -> float:
 
 
 def described(measured: Measured, device: torch.device, ranks_per_node: int) -> DeviceFile:
-    """The device file of what was measured on this machine, without its links."""
+    """Device file from the measurements on this machine, without its links."""
     import torch
 
     from megatron.extensions.plan.planner.calibration.fit import device_file

@@ -38,8 +38,9 @@ from megatron.training.config.validation import resolve, validate
 from .common import parted, refuse, run_tool, too_small, tool_parser
 
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
-"""Tensors compared in 16 bits. Weights and moments are not: Adam divides each gradient by its own size, so a gradient
-that is rounding error alone, as that of a bias of keys, moves its weight by a whole step."""
+"""Tensors compared in 16 bits. Weights and moments are not compared: Adam divides each gradient by its own size, so
+that a gradient that consists only of rounding error, such as the gradient of a key bias, moves its weight by a whole
+step."""
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 """Relative difference that another order of the same sums explains after a few steps. Only in fp64 is it far below the
@@ -48,7 +49,7 @@ effect of a mistake, as Adam divides small gradients, rounding error included, b
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two layouts: its name, its own flags, what they and those of both make, and its ranks."""
+    """One of the two layouts: its name, its own flags, those flags combined with the common ones, and its ranks."""
 
     name: str
     flags: str
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def only_judged(snapshot: Snapshot) -> Snapshot:
-    """The initial weights, and of the first step the tensors of `JUDGED`."""
+    """Initial weights, and for the first step the tensors of `JUDGED`."""
     tensors = {
         key: value
         for key, value in snapshot.tensors.items()
@@ -175,7 +176,8 @@ def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
 
 
 def _batch_flags(args: argparse.Namespace, common: Sequence[str]) -> list[str]:
-    """A batch of two micro-batches on both sides unless a side gives one, as the defaults of the sides would differ."""
+    """Use a batch of two micro-batches on both sides unless a side gives one, because the defaults of the sides would
+    differ."""
     rows, given = [], False
     for own, world in ((args.a, args.world_a), (args.b, args.world_b)):
         try:
@@ -189,7 +191,7 @@ def _batch_flags(args: argparse.Namespace, common: Sequence[str]) -> list[str]:
 
 
 def run_side(side: Side, steps: int) -> Snapshot:
-    """Trains a side and prints how long it took."""
+    """Train a side and print how long it took."""
     start = time.perf_counter()
     snapshot = train_in_world(side.world_size, side.config, steps, activations=True)
     ranks = f"{side.world_size} rank{'s' if side.world_size > 1 else ''}"
@@ -215,7 +217,7 @@ def check_comparable(snapshots: Sequence[Snapshot]) -> None:
 
 
 def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: float) -> int:
-    """Prints the first difference between the sides or between replicas within one. Returns the exit code."""
+    """Print the first difference between the sides, or between replicas within one. Returns the exit code."""
     a, b = snapshots
     largest, where = 0.0, ""
     for key, relative in differences(a, b):
@@ -239,7 +241,8 @@ def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: floa
 
 
 def print_difference(key: str, a: Tensor, b: Tensor, relative: float, tolerance: float) -> None:
-    """How two tensors differ, and where most. Elements differ by more than the tolerance times the largest value."""
+    """How two tensors differ, and where they differ most. Elements differ by more than the tolerance times the largest
+    value."""
     x, y = a.double(), b.double()
     gap = torch.where(torch.isfinite(x - y), (x - y).abs(), torch.inf).masked_fill(x == y, 0.0)
     finite = torch.cat([x.flatten(), y.flatten()])

@@ -1,4 +1,4 @@
-"""Compare the flags of a checkout of Megatron-LM with those that this program knows.
+"""Compare the flags of a Megatron-LM checkout with the flags that this program knows.
 
     python tools/compare_megatron_flags.py ~/Megatron-LM
     python tools/compare_megatron_flags.py ~/Megatron-LM --branch dev --write "Megatron-LM dev 1a2b3c4d (2026-09-30)"
@@ -8,7 +8,7 @@ Prints the flags that are new, gone or changed since the version of megatron_fla
 of each new one: the same here, translated, no effect, refused, or unknown. It then prints how many flags have each
 treatment, and the choices that are unknown. The parser is built by the checkout's own code, which runs in a process of
 its own. --write replaces the branch in the table, with a line that names the version. Exit code 1 if a flag or a choice
-is unknown. Without a checkout, it writes the treatments of the table again, for after a flag of this program is new.
+is unknown. Without a checkout, it rewrites the treatments in the table; use this after adding a flag to this program.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def convert(conversion: Conversion, workers: int, what: str = "converting") -> None:
-    """Converts, and shows how far it is."""
+    """Convert, and show the progress."""
     bar = ProgressBar(what, conversion.target.nbytes, "B")
     try:
         conversion.run(workers, bar.update)

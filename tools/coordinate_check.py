@@ -1,16 +1,16 @@
-"""Check that sizes of activations and of their updates do not depend on a model's width and depth.
+"""Check that the sizes of activations and of their updates do not depend on a model's width and depth.
 
     python tools/coordinate_check.py --widths 64 128 256 --depths 2 4 8 --output check.png -- \\
         --use-mup --mup-base-hidden-size 64 --mup-base-num-layers 2 --mup-base-head-dim 16
 
 Trains a small model of each size for some steps on one batch, on CPU, with the flags of pretrain_gpt.py after `--`.
-After each step it measures, on this batch, the root mean square of activations and of their change since the start.
-Where both are flat, learning rates of a small model hold for a large one (appendix D.1 of arXiv 2203.03466). A slope is
-that of log2(size) over log2(width or depth): 1 doubles where the width does.
+After each step it measures, on this batch, the root mean square of activations and of their change since the start. If
+both are constant, learning rates of a small model hold for a large one (appendix D.1 of arXiv 2203.03466). A slope is
+that of log2(size) over log2(width or depth): a slope of 1 means that the size doubles when the width does.
 
-A width W has the heads' channels of the given model, and all other widths (MLPs, latents) in proportion, apart from
-those in --mup-base-widths, which stay. Exit code 0:
-every slope is within --tolerance; 1: one is not, or a loss is not finite; 2: wrong flags.
+A width W keeps the head channels of the given model, and scales all other widths (MLPs, latents) in proportion, except
+those in --mup-base-widths. Exit code 0: every slope is within --tolerance; 1: one is not, or a loss is not finite; 2:
+wrong flags.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ MODEL = (
     "--hidden-dropout 0 --untie-embeddings-and-output-weights --init-method-std 0.03 --position-embedding-type rope "
     "--normalization RMSNorm --disable-bias-linear"
 )
-"""The model that flags after `--` change."""
+"""Model that the flags after `--` change."""
 
 PARTS = ("embedding", "attention", "mlp", "stream", "logits")
-"""What is measured: the outputs of the embedding, of sublayers (the mean over layers), of the last layer, and of the
+"""Measured parts: the outputs of the embedding, of sublayers (the mean over layers), of the last layer, and of the
 head."""
 
 Sizes = dict[str, list[float]]
@@ -69,7 +69,7 @@ class Measured:
 
     activations: Sizes
     updates: Sizes
-    """Of the change of activations since the start; of a part that nothing trains, 0."""
+    """Sizes of the change of activations since the start; 0 for a part that nothing trains."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Generate text with a trained model, from a checkpoint saved at any layout.
+"""Generate text with a trained model, from a checkpoint saved under any layout.
 
     python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "def read(self):" "class Lock:"
     python tools/generate_text.py --load runs/quickstart/checkpoints --temperature 0.8 --top-p 0.9 < prompts.txt
@@ -9,7 +9,7 @@
 
 Without --prompt, --jsonl or --chat, each line of standard input is a prompt. Decoding is greedy unless --temperature,
 --top-k, --top-p or --min-p requests sampling. The tokenizer defaults to that of the training run. The text of a single
-prompt is printed as it comes. docs/generation.md has the fields of JSON lines.
+prompt is printed as it is generated. docs/generation.md describes the fields of JSON lines.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_prompts(args: argparse.Namespace, model: LoadedModel, engine: Engine, defaults: Request) -> int:
-    """Prints each prompt with its continuation; that of one at a time as it comes."""
+    """Print each prompt with its continuation; the continuation of a single prompt is printed as it is generated."""
     shown, bad = 0, 0
     typed = not args.prompt and sys.stdin.isatty()
     if typed:
@@ -112,14 +112,14 @@ def request_of(model: LoadedModel, defaults: Request, prompt: str, number: int) 
 
 
 def reported(prompt: str, generation: Generation) -> bool:
-    """Return whether a prompt has no text, or no more of it, for a reason that is printed."""
+    """Return True if a prompt has no text, or no more text, for a reason that is printed."""
     if generation.error is not None:
         print(f"error: prompt {prompt[:40]!r}...: {generation.error}", file=sys.stderr)
     return generation.error is not None
 
 
 def run_jsonl(args: argparse.Namespace, model: LoadedModel, engine: Engine, defaults: Request) -> int:
-    """Answers each line of JSON, in their order."""
+    """Answer each line of JSON, in order."""
     bad = 0
     with ExitStack() as stack:
         lines = sys.stdin.buffer if args.jsonl == "-" else stack.enter_context(open(args.jsonl, "rb"))
@@ -137,7 +137,7 @@ def run_jsonl(args: argparse.Namespace, model: LoadedModel, engine: Engine, defa
 
 
 def run_chat(args: argparse.Namespace, model: LoadedModel, engine: Engine, defaults: Request) -> int:
-    """A conversation on the terminal, or with the lines of standard input."""
+    """Hold a conversation on the terminal, or with the lines of standard input."""
     template = find_chat_template(model.tokenizer_config, args.chat_template)
     typed = sys.stdin.isatty()
     if typed:
@@ -202,7 +202,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    """Greedy by default; --top-k, --top-p or --min-p alone samples at temperature 1."""
+    """Sampling is greedy by default; --top-k, --top-p or --min-p alone samples at temperature 1."""
     limited = args.top_k is not None or args.top_p is not None or args.min_p is not None
     default = 1.0 if limited else 0.0
     temperature = default if args.temperature is None else args.temperature

@@ -7,8 +7,8 @@
 For a folder of checkpoints, the tool opens the one that a run would load: the latest, or the newest undamaged one. It
 reads every file and verifies its checksum. For Hugging Face folders and Megatron-LM's checkpoints it shows the
 parameters, under this program's names. The two may have different layouts: whole tensors are compared bit by bit, one
-at a time. Each that differs is printed; if there are more than 40, one line for all layers. Exit code 0: equal; 1:
-different; 2: not a checkpoint, or damaged."""
+at a time. Each tensor that differs is printed; if there are more than 40, there is one line for all layers. Exit code
+0: equal; 1: different; 2: not a checkpoint, or damaged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megatron.training.checkpoints.loading import choose_checkpoint, saved_progr
 from .common import add_extension_flag, run_tool, tool_parser
 
 MOST_LINES = 40
-"""Tensors of which each gets a line of its own."""
+"""Largest number of tensors that each get a separate line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,11 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class ForeignWeights:
-    """The parameters of a model of another format, with what this tool asks of a `Checkpoint`."""
+    """Parameters of a model in another format, with the interface of `Checkpoint` that this tool needs."""
 
     def __init__(self, path: PurePath) -> None:
         from megatron.extensions.interop.conversion.convert import (
-            recognize,  # of which checkpoints of ours have no need
+            recognize,  # which checkpoints of ours do not need
         )
         from megatron.extensions.interop.conversion.formats import Options
 
@@ -85,7 +85,7 @@ Contents = Checkpoint | ForeignWeights
 
 def open_or_complain(path: PurePath) -> Contents:
     """The checkpoint at `path`: a checkpoint, its files verified, or the weights of a model. Raises ValueError if there
-    is nothing that is whole."""
+    is nothing complete."""
     if (kind := kind_of(path)) not in OURS and PATH_KINDS.facts(kind).model:
         return ForeignWeights(path)
     remarks: list[str] = []
@@ -139,17 +139,17 @@ def about_weights(weights: ForeignWeights) -> Iterator[str]:
 
 
 def in_order(keys: Iterable[str]) -> list[str]:
-    """Parameters before the optimizer's state."""
+    """Sort parameters before the optimizer's state."""
     return sorted(keys, key=lambda key: (not key.startswith(MODEL), key))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How a tensor differs between two checkpoints."""
+    """Difference of a tensor between two checkpoints."""
 
     key: str
     how: str
-    """In words, where it is not that values differ."""
+    """Text, if something other than the values differs."""
 
     count: int = 0
     of: int = 0
@@ -208,7 +208,7 @@ def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> Difference | None
 
 
 def comparison(one: Contents, two: Contents, found: Sequence[Difference]) -> str:
-    """The output: a line for each tensor that differs, or, where they are many, for each name without numbers."""
+    """Output: a line for each tensor that differs, or, if they are many, for each name without numbers."""
     keys = compared(one, two)
     left_out = len((one.tensors.keys() | two.tensors.keys()) - keys)
     note = f"; {left_out} of the optimizer's state not compared" if left_out else ""

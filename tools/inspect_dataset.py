@@ -10,11 +10,10 @@
     python tools/inspect_dataset.py --sample-log samples.jsonl --step 18 --data-path 0.7 a.jsonl 0.3 b.jsonl \\
         --tokenizer-type ByteTokenizer
 
-Text files are those of a run, tokenized as there. --sample-log shows the samples of a step, whose data sets are given
-as in the run, those of later phases by --data-phases. The exit code is 1 if a dataset is inconsistent. With --dump, the
-data flags have the same meaning as in training. The file then holds the arrays `train`, `valid` and `test` [samples,
-seq_length + 1] of token ids, for existing splits, and `train_len`, `valid_len` and `test_len`, the number of samples of
-each.
+Text files are tokenized as in a run. --sample-log shows the samples of a step. Its data sets are given as in the run;
+those of later phases with --data-phases. The exit code is 1 if a dataset is inconsistent. With --dump, the data flags
+have the same meaning as in training. The file then holds the arrays `train`, `valid` and `test` [samples, seq_length +
+1] of token ids, for existing splits, and `train_len`, `valid_len` and `test_len`, the number of samples of each.
 """
 
 from __future__ import annotations
@@ -125,7 +124,8 @@ def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | N
 
 
 def prefix_of(path: str, args: argparse.Namespace) -> str:
-    """Prefix of the indexed dataset of a path: itself, or the tokens of text, made now if no run has made them."""
+    """Prefix of the indexed dataset of a path: the path itself, or the tokens of text, which are made now if no run has
+    made them."""
     kind = data_kind_of(path)
     if kind is None:
         return path
@@ -140,7 +140,7 @@ def prefix_of(path: str, args: argparse.Namespace) -> str:
 
 
 def show_step(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
-    """Prints what a step was trained on."""
+    """Print what a step was trained on."""
     if args.step is None:
         raise ValueError("--sample-log needs --step, the iteration to show")
     record = record_of_step(Path(args.sample_log), args.step)
@@ -203,7 +203,7 @@ def inspect(prefixes: Sequence[str], args: argparse.Namespace, tokenizer: Tokeni
 
 
 def dump(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
-    """Writes every sample of every split to `--dump`."""
+    """Write every sample of every split to `--dump`."""
     if getattr(args, "data_phases", None) is not None:
         rule = "where a phase begins depends on the length of the run"
         raise ValueError(f"--dump with --data-phases: {rule}; dump the data of one phase, as --data-path")

@@ -3,13 +3,13 @@
     python tools/ladder.py --output runs/ladder --widths 256 384 512 768 -- --config large.yaml
 
 The flags after `--` describe the large run, the target. A rung is the same run at another width and depth, with the
-heads' channels of the target, all other widths in proportion, and the target's ratio of tokens to parameters. Schedules
-shrink with the run. Rungs are trained one after another, each in OUTPUT/NAME. A rung that has finished is not trained
-again, and one that was interrupted resumes from its checkpoint. --sbatch writes a SLURM array instead.
+head channels of the target, all other widths in proportion, and the target's ratio of tokens to parameters. Schedules
+are shortened with the run. Rungs are trained one after another, each in OUTPUT/NAME. A finished rung is not trained
+again, and an interrupted one resumes from its checkpoint. --sbatch writes a SLURM array instead.
 
-Then a law, L(N, D) = E + A N^-a + B D^-b, is fitted to the last validation losses. OUTPUT gets rungs.csv, a line for
-each rung, and ladder.json, the prediction, for --expect of the large run. Exit code 0: done; 1: a rung failed; 2: wrong
-flags, or too few finished rungs.
+Then a law, L(N, D) = E + A N^-a + B D^-b, is fitted to the last validation losses. OUTPUT receives rungs.csv, with a
+line for each rung, and ladder.json, the prediction, for --expect of the large run. Exit code 0: done; 1: a rung failed;
+2: wrong flags, or too few finished rungs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def train(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Trains a rung, or the rest of it. Returns the exit code of the program."""
+    """Train a rung, or the rest of it. Returns the exit code of the program."""
     if outcome(ladder, rung, args.output).done == 1:
         return 0
     folder = args.output / rung.name
@@ -83,7 +83,7 @@ def train(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Sequence[
         process = subprocess.Popen(command, stdout=screen, stderr=subprocess.STDOUT)
         try:
             return process.wait()
-        finally:  # this program is ended: the rung saves a checkpoint
+        finally:  # this program is ended, so the rung saves a checkpoint
             if process.poll() is None:
                 process.terminate()
                 process.wait()
@@ -99,7 +99,7 @@ def extended(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
 
 
 def train_all(ladder: Ladder, args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """Trains the rungs one after another, smallest first. Returns a line for each that failed."""
+    """Train the rungs one after another, smallest first. Returns a line for each that failed."""
     failed = []
     for number, rung in enumerate(ladder.rungs):
         print(f"rung {number + 1} of {len(ladder.rungs)}: {rung.name}", flush=True)
@@ -117,7 +117,7 @@ def train_all(ladder: Ladder, args: argparse.Namespace, flags: Sequence[str]) ->
 
 
 def no_law(ladder: Ladder) -> list[str]:
-    """What would prevent a fit after all rungs are trained."""
+    """Reasons that would prevent a fit after all rungs are trained."""
     problems = []
     if (sizes := len({rung.size for rung in ladder.rungs})) < 3:
         rule = f"make runs of {sizes} size{'s' * (sizes > 1)}, and a law needs 3"
@@ -128,14 +128,14 @@ def no_law(ladder: Ladder) -> list[str]:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file that has its whole content whenever it can be seen."""
+    """Write a file that is complete whenever it is visible."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         Path(file).write_text(text, encoding="utf-8")
 
 
 def array_script(ladder: Ladder, args: argparse.Namespace, argv: Sequence[str], flags: Sequence[str]) -> str:
-    """The script of --sbatch. Its tasks run this program with the same flags, of which --rung decides."""
+    """Write the script of --sbatch. Its tasks run this program with the same flags; --rung selects the rung."""
     command = [
         sys.executable,
         str(Path(__file__).resolve()),
@@ -147,7 +147,7 @@ def array_script(ladder: Ladder, args: argparse.Namespace, argv: Sequence[str], 
 
 
 def swept_rates(found: Sequence[Outcome]) -> list[BestRate]:
-    """The best rate of each size with finished runs at three rates or more; those that diverged have the worst loss."""
+    """Best rate of each size with finished runs at three or more rates; diverged runs have the worst loss."""
     rates = []
     for size in dict.fromkeys(each.rung.size for each in found):
         runs = [each for each in found if each.rung.size == size]
@@ -161,7 +161,7 @@ def swept_rates(found: Sequence[Outcome]) -> list[BestRate]:
 
 
 def report(ladder: Ladder, found: Sequence[Outcome], args: argparse.Namespace) -> None:
-    """Predicts, prints, and writes the files."""
+    """Predict, print, and write the files."""
     from megatron.extensions.plan.ladder.prediction import lines, predict
 
     prediction = predict(ladder, found, swept_rates(found))

@@ -5,9 +5,10 @@
     python tools/merge_checkpoints.py --input runs/a --last 5 --stable --output runs/mean
     python tools/merge_checkpoints.py --input runs/a --last 5 --stable --emulate-decay minus_sqrt --output runs/decayed
 
-Inputs are checkpoints of pretrain_gpt.py, Hugging Face folders and checkpoints of Megatron-LM, mixed too. The output is
-written in any of these formats, and has the weights alone unless --optimizer-state is given. Tensors are read, summed
-in fp32 and written one at a time, without a GPU. The file merge.json in the output lists the inputs and their weights.
+Inputs are checkpoints of pretrain_gpt.py, Hugging Face folders and checkpoints of Megatron-LM, in any combination. The
+output is written in any of these formats, and has only the weights unless --optimizer-state is given. Tensors are read,
+summed in fp32 and written one at a time, without a GPU. The file merge.json in the output lists the inputs and their
+weights.
 
 --emulate-decay derives the weights from the learning rates of a final anneal (--lr-wsd-decay-style) from the first
 checkpoint to the last: with w_i the mean share of the constant rate between checkpoints i - 1 and i, checkpoint j gets
@@ -102,7 +103,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _conflicts(args: argparse.Namespace) -> list[str]:
-    """Flags that contradict each other, or need another one."""
+    """Report flags that contradict each other, or need another one."""
     rules = {
         "--last and --iterations both choose checkpoints; give one": args.last is not None and args.iterations,
         "--weights and --emulate-decay both give weights; give one": args.weights and args.emulate_decay,

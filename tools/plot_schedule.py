@@ -47,7 +47,7 @@ LONG_RUN = 50
 COSTS: dict[str, tuple[float, str]] = {
     "forward": (1.0, "time of F"),
     "input_grad": (1.0, "time of I"),
-    "weight_grad": (1.0, "time of W; B takes I + W"),
+    "weight_grad": (1.0, "Largest number of characters per line of text; of longer lines, the two ends are printed."),
     "comm": (0.0, "time of a message between two ranks"),
     "exchanges": (0, "all-to-alls of experts in F, and in B or I"),
     "exchange": (0.0, "time of such an all-to-all"),
@@ -119,7 +119,7 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError with every problem of single flags."""
+    """Raise ValueError with every problem of single flags."""
     problems = too_small(args, pp=1, num_microbatches=1, steps=1)
     problems += too_small(args, microbatch_group_size_per_virtual_pipeline_stage=args.pp)
     for name in COSTS:
@@ -145,8 +145,8 @@ class Names:
     """Micro-batches of a step, of a schedule that does not flush."""
 
     def label(self, action: Action) -> str:
-        """Kind, micro-batch, a letter for the chunk where a rank has several, and the version of the weights where
-        there are several, as in F3v1."""
+        """Kind, micro-batch, a letter for the chunk if a rank has several, and the version of the weights if there are
+        several, as in F3v1."""
         layout, version = self.layout, ""
         chunk = chr(ord("a") + layout.chunk_of(action.stage) % 26) if layout.chunks > 1 else ""
         if self.per_step is not None:
@@ -183,7 +183,7 @@ def of_run(found: Simulation, args: argparse.Namespace, costs: StageCosts) -> st
 
 
 def text_of(found: Simulation, names: Names) -> list[str]:
-    """One line a rank, to scale, of what `Names.label` says."""
+    """One line per rank, to scale, with the labels of `Names.label`."""
     timed = [entry for timeline in found.timeline for entry in drawn(timeline)]
     widest = max(len(names.label(entry.action)) for entry in timed)
     scale = (widest + 1) / min(entry.stop - entry.start for entry in timed)
@@ -214,7 +214,7 @@ def drawn(timeline: Sequence[Timed]) -> list[Timed]:
 
 def draw(found: Simulation, names: Names, title: str, path: Path) -> None:
     """A bar for each compute action: colour by kind, shaded as `names` says, with its microbatch. At the right the idle
-    share of each rank. The beginning and the end of a long schedule, where ranks differ: the middle repeats itself."""
+    share of each rank. The beginning and the end of a long schedule, where ranks differ; the middle is repetitive."""
     bars = [(rank, entry) for rank, timeline in enumerate(found.timeline) for entry in drawn(timeline)]
     unit = min(entry.stop - entry.start for _, entry in bars)
     inches = min(INCHES_PER_ACTION, max(SMALLEST_INCHES, MOST_INCHES * unit / found.makespan))

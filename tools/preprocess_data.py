@@ -5,14 +5,15 @@
 
 Writes data/corpus_text_document.bin and .idx, and the same for each of --json-keys. Inputs are files, globs, folders
 and URLs such as s3://bucket/folder: .jsonl, .json (lines or an array), .txt, .csv, .tsv, .parquet and .arrow, of which
-those of text may be compressed (.gz, .bz2, .xz, .zst). Another name means JSON lines. Documents keep their order for
-any number of workers. Memory use depends on the longest document, not on the size of the input. The output gets its
-name when it is complete. It replaces existing files only with --overwrite. The prefix may be a URL, such as
-s3://bucket/corpus. PREFIX_KEY_document.sums.json has checksums, which tools/inspect_dataset.py verifies.
+those of text may be compressed (.gz, .bz2, .xz, .zst). Files with any other suffix are read as JSON lines. Documents
+keep their order for any number of workers. Memory use depends on the longest document, not on the size of the input.
+The output is renamed to its final name when it is complete. It replaces existing files only with --overwrite. The
+prefix may be a URL, such as s3://bucket/corpus. PREFIX_KEY_document.sums.json has checksums, which
+tools/inspect_dataset.py verifies.
 
 On eight machines, give them --shard 1/8 to --shard 8/8 and the same other flags, with a prefix that all of them reach.
-The last to finish joins their datasets to the one that a single machine would have written, and deletes them. Files of
-JSON lines that are not compressed are divided; of other formats there should be several files for each machine.
+The last machine to finish joins their datasets to the one that a single machine would have written, and deletes them.
+Uncompressed JSON lines files are divided; for other formats there should be several files per machine.
 
 A bad line or row (not UTF-8, not JSON, a missing key, not text) is reported with file and number and skipped. The other
 documents are written, but the exit code is 1 if there are more of them than --max-bad-lines. A file that cannot be read
@@ -99,7 +100,7 @@ class Summary:
         return f"{self.documents_per_second:,.0f} documents/s, {self.megabytes_per_second:.2f} MB/s"
 
     def add(self, chunk: Chunk, encoded: Encoded) -> None:
-        """Counts a chunk, and reports its bad lines."""
+        """Count a chunk, and report its bad lines."""
         for number, reason in encoded.bad:
             if self.num_bad < REPORTED_BAD_LINES:
                 print(f"{chunk.path}:{number}: {reason}; {chunk.unit} left out", file=sys.stderr)
@@ -129,7 +130,7 @@ class Summary:
 
 
 class Progress:
-    """A bar on a terminal, else a line each `interval` documents. Both show documents/s and MB/s."""
+    """Progress bar on a terminal, otherwise a line every `interval` documents. Both show documents/s and MB/s."""
 
     def __init__(self, inputs: Sequence[TextFile], interval: int) -> None:
         self.sizes = {file.path: file.size for file in inputs}
@@ -154,8 +155,8 @@ class Progress:
 def preprocess(
     job: Job, tokenizer: Tokenizer, inputs: Sequence[TextFile], prefixes: Sequence[str], args: argparse.Namespace
 ) -> Summary:
-    """Writes one dataset for each key, or that of a shard. Raises ValueError if no document could be read; nothing is
-    left then. A shard may have none."""
+    """Write one dataset for each key, or the dataset of a shard. Raises ValueError if no document could be read;
+    nothing is left then. A shard may have none."""
     summary, shard = Summary(), args.shard
     progress = Progress(inputs if shard is None else [file for file, _ in of_shard(inputs, shard)], args.log_interval)
     with ExitStack() as stack:
@@ -184,12 +185,12 @@ def preprocess(
 
 
 def corpus_of(job: Job, inputs: Sequence[TextFile]) -> str:
-    """What must be equal for the shards of a corpus."""
+    """Values that must be equal for the shards of a corpus."""
     return corpus_digest(inputs, (identity_of(job.tokenizer, job.vocab_size), asdict(job.reading), job.append_eod))
 
 
 def join(job: Job, inputs: Sequence[TextFile], args: argparse.Namespace, dtype: np.dtype) -> None:
-    """Joins the shards once all are there. Says which are not."""
+    """Join the shards once all are complete. Reports the incomplete shards."""
     for prefix in prefixes_of(args):
         if missing := missing_shards(prefix, args.shard, corpus_of(job, inputs)):
             count = f"{len(missing)} of {args.shard.count} shards"
@@ -277,7 +278,7 @@ def check(args: argparse.Namespace) -> list[TextFile]:
 
 
 def wants_stand_in(backend: str, tokenizer: Tokenizer) -> bool:
-    """Return whether gigatoken is to do the work. Raises ValueError where it was asked for and cannot."""
+    """Return True if gigatoken should tokenize. Raises ValueError if it was requested and cannot."""
     if backend == "tokenizers":
         return False
     try:

@@ -1,4 +1,4 @@
-"""Judge what another program computed from a model and a batch: loss and gradients, tensor by tensor, against fp64.
+"""Check another program's loss and gradients for a model and a batch, tensor by tensor, against fp64.
 
     python tools/referee.py --model Llama-3.2-1B --batch batch.npz --gradients gradients.safetensors --loss 2.3456
     python tools/referee.py --model runs/llama/checkpoints --batch b.npz --gradients g.safetensors --computed-in bf16
@@ -8,8 +8,8 @@
 The model is a Hugging Face folder, a checkpoint of pretrain_gpt.py or a torch_dist checkpoint of Megatron-LM. It runs
 forward and backward here in fp64 in one process, and again in the number format of the other program: a gradient may be
 four times as far from fp64 as this program's own. For each gradient that is farther, in the order of the backward pass,
-the table says what the difference looks like: a factor such as 1/2 of an axis that was averaged twice, a sum over an
-axis that is missing, one shard or expert, swapped or transposed blocks.
+the table describes the difference: a factor such as 1/2 from an axis that was averaged twice, a missing sum over an
+axis, a single shard or expert, swapped or transposed blocks.
 
 The batch is an .npz with `tokens` and `labels` [samples, s], where label i follows token i, and perhaps `loss_mask`; or
 with `input_ids` and perhaps `labels` as transformers takes them, with -100 for labels that do not count. The loss is
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_table(found: Judgement, every: bool) -> None:
-    """Prints the gradients that differ, or every one, in the order of the backward pass."""
+    """Print the gradients that differ, or all of them, in the order of the backward pass."""
     shown = {name: verdict for name, verdict in found.rows.items() if every or not verdict.equal}
     if not shown:
         return

@@ -5,10 +5,10 @@
     python tools/report.py runs/a runs/b runs/c --output all.html
 
 RUN is a --save folder, or its URL, for which --output is needed. The page needs no network and no script, and shows
-what there is: of a run that crashed or still runs, without a trace, or with damaged files. --against adds the curves of
-other runs and the values that differ. The page of several runs compares them, the best first: losses over tokens, time
-and FLOPs, throughput, and the values that differ. Code that a run names is not executed; --extension names it for the
-plan of a run with parts of your own.
+whatever exists, even for a run that crashed or still runs, has no trace, or has damaged files. --against adds the
+curves of other runs and the differing flags. The page of several runs compares them, the best first: losses over
+tokens, time and FLOPs, throughput, and the values that differ. Code that a run names is not executed; give it with
+--extension for the plan of a run with custom parts.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def report(
 
 
 def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
-    """(the plan of the run's memory by pipeline rank, or None; why there is none)"""
+    """(memory plan of the run by pipeline rank, or None; the reason if there is none)"""
     path, world_size = run.path / CONFIG, run.world_size
     if not path.is_file() or world_size is None:
         return None, "the configuration or the number of ranks is not known"
@@ -170,7 +170,7 @@ def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
         return None, str(error)
     except SystemExit:
         return None, f"{CONFIG} is not accepted by this version"
-    except Exception as error:  # a report must not fail for want of a plan
+    except Exception as error:  # a report must not fail because there is no plan
         return None, f"it could not be computed ({type(error).__name__}: {error})"
 
 

@@ -1,4 +1,4 @@
-"""Serve a trained model over HTTP with the OpenAI API, to try it, from a checkpoint saved at any layout.
+"""Serve a trained model over HTTP with the OpenAI API, for trying it out, from a checkpoint saved under any layout.
 
     python tools/serve.py --load runs/quickstart/checkpoints --port 8000
     torchrun --nproc-per-node 4 tools/serve.py --load runs/large/checkpoints \
@@ -6,9 +6,10 @@
 
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "def read(self):", "max_tokens": 32}'
 
-It answers /v1/completions, /v1/chat/completions, /v1/models and /health. Texts of several requests grow together, and a
-text does not depend on the others. SIGTERM and SIGINT end it. docs/generation.md has the fields and the limits. For
-many users, convert the model to a Hugging Face folder and serve that with a program made for it, such as vLLM.
+It answers /v1/completions, /v1/chat/completions, /v1/models and /health. Texts of several requests are generated
+together, and a text does not depend on the others. SIGTERM and SIGINT end it. docs/generation.md describes the fields
+and the limits. For many users, convert the model to a Hugging Face folder and serve that with a program made for it,
+such as vLLM.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def serve(args: argparse.Namespace, model: LoadedModel, engine: Engine) -> None:
-    """Until a signal comes. Raises RuntimeError if another rank has ended, OSError if the port cannot be had."""
+    """Serve until a signal arrives. Raises RuntimeError if another rank has ended, OSError if the port is
+    unavailable."""
     from megatron.extensions.use.inference.http_server import ApiServer, HttpLimits
 
     loop = EngineLoop(engine, args.max_waiting)
@@ -76,7 +78,7 @@ def serve(args: argparse.Namespace, model: LoadedModel, engine: Engine) -> None:
     log = partial(print, file=sys.stderr, flush=True) if args.log_requests else lambda line: None
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if loop.stopping.is_set():  # a second one: at once
+        if loop.stopping.is_set():  # a second signal: exit immediately
             os._exit(128 + number)
         loop.stop()
 
@@ -89,7 +91,7 @@ def serve(args: argparse.Namespace, model: LoadedModel, engine: Engine) -> None:
 
 
 def give_up(launch: Launch, error: Exception) -> None:
-    """Ends this rank, as the others cannot be talked to any more."""
+    """End this rank, because the others can no longer be reached."""
     first = str(error).strip().partition("\n")[0]
     what = (
         f"error: rank {launch.rank} of {launch.world_size}: another rank has ended, or this one failed; the server ends"

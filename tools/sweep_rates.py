@@ -4,9 +4,9 @@
         --case "usual/64 --hidden-size 64" --case "usual/256 --hidden-size 256" -- --config base.yaml
 
 A run is pretrain_gpt.py in a process of its own, with the flags after `--`, those of the case, --lr and --seed. Its
-result is the last validation loss. The folder --output holds a JSON file of each run, its log and its metrics; the same
-command again skips the runs that are there. A run that fails counts as one that diverges: delete its JSON file to
-repeat it.
+result is the last validation loss. The folder --output receives a JSON file for each run, its log and its metrics; the
+same command skips the runs that are already there. A run that fails counts as diverged: delete its JSON file to repeat
+it.
 
 The best rate is at the minimum of the parabola through the lowest loss and its two neighbours, over log2(rate). With
 --extend, cases whose lowest loss is at their first or last rate get further rates beyond it, by the ratio of the last
@@ -38,19 +38,19 @@ from .common import parted, refuse, refuse_unwritable, run_tool, too_small, tool
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 Curve = Mapping[float, float]
-"""Learning rate -> loss, infinite where the run diverged."""
+"""Learning rate -> loss, infinite if the run diverged."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best learning rate of a case, and the loss that the parabola has there."""
+    """Best learning rate of a case, and the loss of the parabola at that rate."""
 
     rate: float
     loss: float
 
 
 def best_rate(curve: Curve) -> Best | None:
-    """The minimum of the parabola through the lowest loss and its neighbours; None if one of them is missing."""
+    """Minimum of the parabola through the lowest loss and its neighbours; None if one of them is missing."""
     rates = sorted(curve)
     lowest = rates.index(min(rates, key=lambda rate: curve[rate]))
     if not 0 < lowest < len(rates) - 1:
@@ -89,12 +89,12 @@ class Sweep:
     seeds: Sequence[int]
 
     def loss(self, case: str, flags: Sequence[str], rate: float) -> float:
-        """The mean loss of the seeds, from the folder or from new runs."""
+        """Mean loss over the seeds, from the folder or from new runs."""
         return fmean(self.run(case, flags, rate, seed) for seed in self.seeds)
 
     def run(self, case: str, flags: Sequence[str], rate: float, seed: int) -> float:
-        """The last validation loss of a run. Raises ValueError if its flags are refused, it is stopped, or the folder
-        has it with other flags."""
+        """The last validation loss of a run. Raises ValueError if its flags are refused, if it is stopped, or if the
+        folder has it with other flags."""
         stem = self.folder / case / f"lr_{rate:.6g}_seed_{seed}"
         result, log, metrics = (Path(f"{stem}.{suffix}") for suffix in ("json", "log", "jsonl"))
         command = [*self.flags, *flags, "--lr", f"{rate:.6g}", "--seed", str(seed)]
@@ -113,7 +113,7 @@ class Sweep:
         return math.inf if found["loss"] is None else float(found["loss"])
 
     def _train(self, flags: Sequence[str], log: Path) -> int:
-        """Runs the program. Returns its exit code."""
+        """Run the program. Returns its exit code."""
         with log.open("w") as out:
             code = subprocess.run([sys.executable, str(PROGRAM), *flags], stdout=out, stderr=out).returncode
         if code not in (ExitCode.DONE, ExitCode.FAILED):

@@ -98,7 +98,7 @@ def train(args: argparse.Namespace, inputs: Sequence[TextFile]) -> tuple[bytes, 
 
 
 PROBES = {"line breaks": "a\n\nb", "spaces": "a  b", "characters outside its vocabulary": "a \ue000"}
-"""Texts that a lossy tokenizer does not give back."""
+"""Texts that a lossy tokenizer does not restore."""
 
 
 def explain(message: str, args: argparse.Namespace, bad: Sequence[str]) -> str:

@@ -5,12 +5,12 @@
     python tools/translate_flags.py --list
 
 Prints the flags of this program, and below them what changed and why, and where results differ from Megatron-LM's. A
-script is read, not run: variables that it assigns are replaced by their values or defaults, others stay as they are.
-Arithmetic is computed; a flag whose number depends on a variable without a value is not translated. Branches are read
-if their tests hold or are not known; stderr names the flags of the latter. If the script has #SBATCH lines, the command
-submits scripts/train_gpt_slurm.sh with their options. Exit code 1 if a flag has no translation, 2 if the file is no
-launch script. --list prints the translation of every flag that this program lacks,
-and all results that differ.
+script is parsed, not run: variables that it assigns are replaced with their values or defaults, others stay unchanged.
+Arithmetic is computed; a flag whose number depends on a variable without a value is not translated. Branches are
+included if their tests hold or are unknown; stderr lists the flags of branches with unknown tests. If the script has
+#SBATCH lines, the command submits scripts/train_gpt_slurm.sh with their options. Exit code 1 if a flag has no
+translation, 2 if the file is no launch script. --list prints the translation of every flag that this program lacks, and
+all results that differ.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
-    """A line for each flag or value that is read as another one, reason of no effect, feature, and difference."""
+    """A line for each flag or value that is read as another one, that has no effect or is not supported, and for each
+    difference in results."""
     yield "Read as other flags ({} stands for the values):"
     yield from (f"  {flag} -> {ours}" for flag, ours in sorted((tables["usual"] | tables["replaced"]).items()))
     for flag, (option, before, after) in tables["exchanged"].items():
@@ -161,7 +162,7 @@ def resolved(reader: FlagReader) -> RunConfig:
 
 
 def read_script(path: Path) -> LaunchScript:
-    """A launch script. Tells which of its flags stand in branches whose test is not known."""
+    """A launch script. Reports which of its flags are in branches whose test is unknown."""
     try:
         text = path.read_text(encoding="utf-8")
         script = LaunchScript(text, ShellVariables(dict(slurm_variables(list(batch_options(text))))))
@@ -184,7 +185,7 @@ def program(batch: Sequence[Sequence[str]]) -> str:
 
 
 def lines_on_batch(batch: Sequence[Sequence[str]], text: str) -> Iterator[str]:
-    """What is different under scripts/train_gpt_slurm.sh."""
+    """Differences when scripts/train_gpt_slurm.sh is used."""
     if dropped := [shown(words) for words in batch if TASKS.match(words[0])]:
         yield "\nOptions of sbatch that are left out:"
         why = "scripts/train_gpt_slurm.sh starts a process for each GPU by itself"
@@ -210,7 +211,7 @@ def lines_on_values(readings: Sequence[Reading], script: LaunchScript | None) ->
 
 
 def why_not_computed(words: Sequence[str]) -> str:
-    """Why arithmetic in words has no value; empty if there is none."""
+    """Reason why arithmetic in words has no value; empty if there is none."""
     sums = [word[word.index("$((") :] for word in words if "$((" in word]
     if not sums:
         return ""
@@ -232,7 +233,7 @@ def shown(words: Sequence[str]) -> str:
 
 
 def sorted_out(reading: Reading) -> tuple[str, Reading]:
-    """(treatment of a flag, its reading). A value that only the shell knows is no problem."""
+    """(treatment of a flag, how it is read). A value that only the shell knows is not a problem."""
     if why := why_not_computed(reading.given):
         return "Not translated", replace(reading, problem=True, why=why)
     if reading.problem and reading.ours and any(UNKNOWN.search(word) for word in reading.ours):

@@ -1,4 +1,4 @@
-"""Count the lines of code: no blank lines, comments or docstrings. And the words of docs/.
+"""Count lines of code, without blank lines, comments and docstrings, and count the words of docs/.
 
 python tools/bench/code_lines.py                     trunk, each extension, tools, research, tests, docs
 python tools/bench/code_lines.py megatron/core/moe   folders
@@ -24,7 +24,7 @@ LAYOUT = {
 
 
 def code_lines(source: str) -> int:
-    """Lines that hold code. A string that is a statement of its own counts as a docstring."""
+    """Count the lines that contain code. A string that forms a statement by itself counts as a docstring."""
     code, docstrings = set[int](), set[int]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in LAYOUT:
@@ -36,13 +36,13 @@ def code_lines(source: str) -> int:
 
 
 def weigh(files: Iterable[Path]) -> tuple[int, int]:
-    """(lines of code, modules): an `__init__.py` without code is none."""
+    """(lines of code, modules). An `__init__.py` without code does not count."""
     counts = [code_lines(path.read_text(encoding="utf-8")) for path in files if path.suffix == ".py"]
     return sum(counts), sum(count > 0 for count in counts)
 
 
 def parts() -> Iterator[tuple[str, list[Path]]]:
-    """(name, files) of the trunk, of each extension, and of what lies beside megatron/."""
+    """(name, files) of the trunk, of each extension, and of the folders beside megatron/."""
     library = sorted(Path("megatron").rglob("*.py"))
     extensions = Path("megatron/extensions")
     for folder in sorted(path.parent for path in extensions.glob("*/*/flags.py")):
@@ -54,7 +54,7 @@ def parts() -> Iterator[tuple[str, list[Path]]]:
 
 
 def main(folders: list[str]) -> int:
-    """Prints the counts. Exit code 2 if a folder has no Python file."""
+    """Print the counts. Exits with code 2 if a folder has no Python file."""
     counted = [(folder, sorted(Path(folder).rglob("*.py"))) for folder in folders] if folders else list(parts())
     for name, files in counted:
         if not files:

@@ -5,11 +5,10 @@
     python tools/bench/curve.py --output runs/curve-trial --cpu --tiny
 
 The first precision trains both programs step by step on the same batches; the others train this program alone, from the
-same weights. Further seeds of the initial weights show how much a curve varies on the same samples. transformers
-computes in autocast to bf16 with fp32 weights. The text is --corpus, or the Python source code of this machine, in
-bytes.
+same weights. Further seeds for the initial weights show how much a curve varies on the same samples. transformers
+computes with bf16 autocast and fp32 weights. The text is --corpus, or the Python source code of this machine, in bytes.
 
-Writes curves.jsonl, a curve a line, as losses are found, and curves.png at the end, or later with --draw where
+Writes one curve per line to curves.jsonl as losses become known, and curves.png at the end, or later with --draw if
 matplotlib is missing. Prints the mean losses of the last tenth of the steps. The exit code is 1 if one of the first
 losses differs from that of transformers by more than rounding explains.
 """
@@ -39,10 +38,10 @@ if TYPE_CHECKING:
     from megatron.training.run import TrainingRun
 
 FIRST = 5
-"""Steps whose losses are compared one by one."""
+"""Number of steps whose losses are compared one by one."""
 
 ROUNDING = {"bf16": 0.005, "fp8": 0.02}
-"""Precision -> relative difference of one of the first losses that rounding explains."""
+"""Precision -> relative difference of a first loss that rounding explains."""
 
 PRECISIONS = {"bf16": "--bf16", "fp8": "--bf16 --fp8-format hybrid"}
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -65,7 +64,7 @@ class Size:
 
     @property
     def flags(self) -> str:
-        """Of the training; those of the model are in the folder that is loaded."""
+        """Flags of the training; the flags of the model are in the folder that is loaded."""
         return (
             f"--seq-length {self.length} --micro-batch-size {self.micro_batch} --eval-iters 0 --num-workers 0 "
             f"--global-batch-size {self.micro_batch * self.micro_batches} --attention-dropout 0 --hidden-dropout 0 "
@@ -80,7 +79,7 @@ TINY = Size(2, 64, 4, 64, 384, 2, 2, 30)
 
 @dataclass
 class Curve:
-    """Losses of one training."""
+    """Losses of one training run."""
 
     program: str
     precision: str
@@ -98,7 +97,7 @@ class Curve:
 
 
 class Peer:
-    """The model of transformers, with torch's AdamW."""
+    """The transformers model, with torch's AdamW."""
 
     def __init__(self, size: Size, seed: int) -> None:
         import torch
@@ -130,7 +129,7 @@ class Peer:
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, **ADAM)
 
     def step(self, batches: Sequence[Any], lr: float) -> float:
-        """Returns the mean loss of the batches' tokens."""
+        """Return the mean loss over the tokens of the batches."""
         import torch
         import torch.nn.functional as F
 
@@ -151,7 +150,7 @@ class Peer:
 
 @contextmanager
 def seen_batches(run: TrainingRun) -> Iterator[list[Any]]:
-    """Batches that the model is called with are appended to the list."""
+    """The batches with which the model is called are appended to the list."""
     batches: list[Any] = []
     (stage,) = run.stages.values()
     hook = stage.register_forward_pre_hook(lambda _, args: batches.append(args[1]))
@@ -160,7 +159,7 @@ def seen_batches(run: TrainingRun) -> Iterator[list[Any]]:
 
 
 def trained(run: TrainingRun, steps: int, ours: Curve, peer: Peer | None, theirs: Curve) -> Iterator[None]:
-    """Trains step by step, and appends the losses to both curves."""
+    """Train step by step, and append the losses to both curves."""
     from megatron.training.progress import Interval
     from megatron.training.train_step import train_step
 
@@ -178,7 +177,7 @@ def trained(run: TrainingRun, steps: int, ours: Curve, peer: Peer | None, theirs
 
 @contextmanager
 def corpus_of(given: Path | None, megabytes: int) -> Iterator[Path]:
-    """The given text, or the source code of this machine, for as long as it is needed."""
+    """The given text, or the source code of this machine, as long as it is needed."""
     if given is not None:
         yield given.resolve()
         return
@@ -205,7 +204,7 @@ def write(curves: Sequence[Curve], path: Path) -> None:
 
 
 def train(size: Size, steps: int, path: Path, plan: Sequence[tuple[str, int]], flags: str) -> None:
-    """Writes the curves of pairs of a precision and a seed to `path`. The first pair also trains transformers."""
+    """Write the curves of pairs of a precision and a seed to `path`. The first pair also trains transformers."""
     curves: list[Curve] = []
     for precision, seed in plan:
         peer = Peer(size, seed)
@@ -226,7 +225,7 @@ def train(size: Size, steps: int, path: Path, plan: Sequence[tuple[str, int]], f
 
 
 def verdict(curves: Sequence[Curve]) -> tuple[list[str], bool]:
-    """Lines about the curves, and whether the first losses agree."""
+    """Lines about the curves, and True if the first losses agree."""
     theirs = next(curve for curve in curves if curve.program == THEIRS)
     own = [curve for curve in curves if curve.program == OURS]
     alike, lines = True, []
@@ -247,7 +246,7 @@ def verdict(curves: Sequence[Curve]) -> tuple[list[str], bool]:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Means over a hundredth of the steps."""
+    """Means over a hundredth of the steps each."""
     from tools.pictures.drawing import Series, write_picture
     from tools.pictures.drawing import curves as figure_of
 

@@ -1,8 +1,8 @@
-"""Times on one device: calls by its own clock, what bounds a step, and where the time of a profiled step goes.
+"""Timing on one device: calls by the device's clock, the limits of a step, and the breakdown of a profiled step.
 
-On GPUs a profile has kernels and copies; idle is the part of the step in which none runs. On CPU it has the operations
-of torch, each without those that it calls. A kernel of another library belongs to the first group whose pattern its
-name has.
+On GPUs a profile contains kernels and copies; idle is the part of the step in which none runs. On CPU it contains
+torch's operations, each without the operations that it calls. A kernel of another library belongs to the first group
+whose pattern matches its name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Part:
     make: Callable[[RunConfig, torch.device], Call]
     tflop: float = 0.0
     gigabytes: float = 0.0
-    """Read and written at least."""
+    """Bytes that must at least be read and written."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Row:
     gigabytes: float
     failed: str | None = None
     host_milliseconds: float | None = None
-    """That the host takes to start a call."""
+    """Time that the host takes to start a call."""
 
     @property
     def rate(self) -> float:
-        """TFLOP/s or else GB/s of the median."""
+        """TFLOP/s, or otherwise GB/s, of the median."""
         assert self.milliseconds is not None, self.failed
         return 1e3 * (self.tflop or self.gigabytes) / self.milliseconds.median
 
@@ -75,13 +75,13 @@ class Row:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def is_lost(device: torch.device) -> bool:
-    """Return whether this process cannot use its GPU any more: a kernel has read or written where it must not."""
+    """Return True if this process can no longer use its GPU, because a kernel has made an illegal memory access."""
     try:
         wait_for(device)
     except RuntimeError:
@@ -90,7 +90,7 @@ def is_lost(device: torch.device) -> bool:
 
 
 def timed(part: Part, config: RunConfig, device: torch.device, calls: int, rounds: int) -> Row:
-    """The row of a part; what goes wrong in it is its last line."""
+    """Return the row of a part; if it fails, the row has the last line of its error."""
     try:
         call = part.make(config, device)
         call()
@@ -114,8 +114,8 @@ MOST_SPUN = 0.1
 
 
 def one_round(call: Call, calls: int, host: float, device: torch.device) -> tuple[float, float]:
-    """Milliseconds of a call on the device, and of its start on the host, which takes about `host` seconds. A GPU is
-    busy until all calls have been started, so that it never waits for the host between short kernels."""
+    """Milliseconds of a call on the device, and of its start on the host, which takes about `host` seconds. The GPU is
+    kept busy until all calls have been started, so that it never waits for the host between short kernels."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -132,11 +132,11 @@ def one_round(call: Call, calls: int, host: float, device: torch.device) -> tupl
     return begin.elapsed_time(end) / calls, started
 
 
-# What bounds a step
+# Limits of a step
 
 
 def products(config: RunConfig) -> dict[str, Size]:
-    """Name -> (rows, out, in): the products of a layer and of the head, over one micro-batch."""
+    """Name -> (rows, out, in): the matrix products of a layer and of the head, for one micro-batch."""
     model = config.model
     rows = config.training.micro_batch_size * model.seq_length
     h = model.hidden_size
@@ -155,7 +155,7 @@ def random(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat1
 
 
 def linear_products(size: Size, dtype: torch.dtype, config: RunConfig | None, device: torch.device) -> Call:
-    """Forward, input gradient and weight gradient of a linear layer, on random numbers, into memory that is there."""
+    """Forward, input gradient and weight gradient of a linear layer, on random numbers, into allocated memory."""
     rows, out, size_in = size
     x, dy, weight = (random(device, *shape, dtype=dtype) for shape in ((rows, size_in), (rows, out), (out, size_in)))
     y = torch.empty_like(dy)
@@ -171,8 +171,8 @@ def linear_products(size: Size, dtype: torch.dtype, config: RunConfig | None, de
 
 
 def products_in_fp8(size: Size, config: RunConfig, device: torch.device) -> Call:
-    """The same of operands that are in fp8 and lie as the kernel wants them. On CPU as the program has it there:
-    torch's kernel does not run on every one."""
+    """The same for operands in fp8, laid out as the kernel requires. On CPU as the program has it there: torch's kernel
+    does not run on every one."""
     (rows, out, size_in) = size
     one = torch.ones((), device=device)
     operands = list[tuple[Scaled, Scaled]]()
@@ -188,15 +188,15 @@ def products_in_fp8(size: Size, config: RunConfig, device: torch.device) -> Call
 
 
 def copied(size: int, from_host: bool, config: RunConfig, device: torch.device) -> Call:
-    """`from_host`: out of pinned memory."""
+    """`from_host`: copy from pinned memory."""
     target = torch.empty(size, dtype=torch.uint8, device=device)
     source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") if from_host else target.clone()
     return lambda: target.copy_(source, non_blocking=True)
 
 
 def ceilings(config: RunConfig, device: torch.device) -> list[Row]:
-    """A large cube and each product of the model, forward and backward, then a copy within memory. On CPU a small cube
-    and few calls: fp8 products may take a second each there."""
+    """A large cube and each product of the model, forward and backward, then a copy within device memory. On CPU a
+    small cube and few calls: fp8 products may take a second each there."""
     side, calls, size = (8192, 10, 2**30) if device.type == "cuda" else (64, 1, 2**24)
     shapes = {f"{side}^3": (side,) * 3, **products(config)}
     in_bf16 = {name: partial(linear_products, shape, torch.bfloat16) for name, shape in shapes.items()}
@@ -209,7 +209,7 @@ def ceilings(config: RunConfig, device: torch.device) -> list[Row]:
 
 
 def ceiling_tokens(config: RunConfig, found: Sequence[Row]) -> float:
-    """Tokens per second if a step were its matrix products alone, at the rates measured."""
+    """Tokens per second if a step consisted only of its matrix products, at the measured rates."""
     rates = {row.name: row.rate for row in found}
     layers, in_fp8 = config.model.num_layers, len(config.options(Fp8Flags).layers(config.model.num_layers))
     seconds = 0.0
@@ -220,7 +220,7 @@ def ceiling_tokens(config: RunConfig, found: Sequence[Row]) -> float:
     return config.training.micro_batch_size * config.model.seq_length / seconds
 
 
-# Where a step goes
+# Breakdown of a step
 
 GROUPS: dict[str, str] = {
     "attention": r"flash|fmha|sdpa|scaled_dot_product|attention|attn|dot_do_o|convert_dq",
@@ -232,7 +232,7 @@ GROUPS: dict[str, str] = {
     "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|splitk|scaled_mm|grouped_mm"
     r"|aten::(mm|bmm|addmm|baddbmm|matmul|linear)|mkldnn",
     "embedding": r"embedding|index_put|index_add|index_select|indexselect|indexing|radixsort|scatter|gather",
-    # torch.compile names a fused kernel after all that it does, casts between dtypes included.
+    # torch.compile names a fused kernel after all of its operations, including casts between dtypes.
     "copies": r"^(?!triton).*(memcpy|memset|copy|catarray|fillfunctor|transpose"
     r"|aten::(cat|clone|contiguous|zero_|fill_|zeros|_to_copy))",
     "elementwise": r"elementwise|triton|reduce|vectorized|softmax|aten::(mul|add|sub|div|exp|sum|gelu|silu|sigmoid"
@@ -274,7 +274,7 @@ OWN: dict[str, str] = {
     "loss_and_gradient": "loss",
     "scale_row": "loss",
 }
-"""Triton kernels of the library, which profiles call by their functions."""
+"""Triton kernels of the library, which profiles list by their function names."""
 
 OTHER, IDLE = "other", "idle"
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -285,20 +285,20 @@ class Group:
     name: str
     microseconds: float
     share: float
-    """Of the whole step."""
+    """Milliseconds of the whole step."""
     count: int
     longest: tuple[str, ...]
-    """Names that take most of it."""
+    """Names that take most of the time."""
 
 
 def group_of(name: str) -> str:
-    """The group that a kernel's or an operation's name belongs to."""
+    """The group to which the name of a kernel or an operation belongs."""
     lower = name.lower()
     return OWN.get(name) or next((group for group, form in GROUPS.items() if re.search(form, lower)), OTHER)
 
 
 def profiled(step: Callable[[], object], on_gpu: bool, keep: Path | None = None) -> list[Group]:
-    """A step by groups. `keep`: where the trace goes if it is to stay."""
+    """Breakdown of a step into groups. `keep`: path of the trace if it is to be kept."""
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         start = time.perf_counter()
         step()
@@ -315,7 +315,7 @@ def profiled(step: Callable[[], object], on_gpu: bool, keep: Path | None = None)
 
 
 def groups_of_trace(trace: Mapping[str, Any]) -> list[Group]:
-    """Of the kernels and copies in a trace as `export_chrome_trace` writes it."""
+    """Breakdown of the kernels and copies in a trace that `export_chrome_trace` has written."""
     events = [each for each in trace["traceEvents"] if each.get("ph") == "X" and each.get("cat") in GPU_CATEGORIES]
     spans = [(float(event["ts"]), float(event["ts"] + event["dur"])) for event in events]
     whole = max((stop for _, stop in spans), default=0.0) - min((start for start, _ in spans), default=0.0)
@@ -323,7 +323,7 @@ def groups_of_trace(trace: Mapping[str, Any]) -> list[Group]:
 
 
 def groups_of(times: Iterable[tuple[str, float, int]], whole: float, busy: float) -> list[Group]:
-    """Of (name, microseconds, count), the longest group first, idle last; none of an empty step."""
+    """Breakdown of (name, microseconds, count), the longest group first, idle last; empty for an empty step."""
     by_name: dict[str, Counter[str]] = defaultdict(Counter)
     counts = Counter[str]()
     for name, microseconds, count in times:

@@ -86,7 +86,7 @@ extern "C" void pretend() {
 
 
 def unavailable() -> str | None:
-    """Why steps on fake CUDA tensors cannot run here; None if they can."""
+    """Reason why steps on fake CUDA tensors cannot run here; None if they can."""
     if torch.version.cuda is None:
         return f"needs torch's CUDA build (no GPU): this is torch {torch.__version__}"
     if importlib.util.find_spec("triton") is None:
@@ -97,7 +97,7 @@ def unavailable() -> str | None:
 
 
 def _build_guard() -> ctypes.CDLL:
-    """Compiles `GUARD` against the headers of this torch, once."""
+    """Compile `GUARD` against the headers of this torch, once."""
     root = Path(torch.__file__).parent
     name = hashlib.sha256(f"{torch.__version__} {root} {GUARD}".encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"megatron_fake_cuda_{os.getuid()}"
@@ -115,7 +115,7 @@ def _build_guard() -> ctypes.CDLL:
 
 
 def _zeros(x: Tensor) -> Any:
-    """`tolist` of a tensor without values."""
+    """`tolist` for a tensor without values."""
     return np.zeros(tuple(x.shape), float if x.is_floating_point() else int).tolist()
 
 
@@ -217,9 +217,10 @@ def _of_interface(properties: Any, capability: tuple[int, int]) -> dict[str, Any
 
 @contextmanager
 def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
-    """Within it tensors are fake, `cuda:0` is `device`, and attention runs by cuDNN.
+    """Context in which tensors are fake, `cuda:0` is `device`, and attention uses cuDNN.
 
-    Call it in a process of its own: the autograd engine keeps the first value. Raises RuntimeError if `unavailable`.
+    Use it in a separate process, because the autograd engine keeps the first value. Raises RuntimeError if
+    `unavailable`.
     """
     if (problem := unavailable()) is not None:
         raise RuntimeError(problem)
@@ -256,7 +257,7 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
         patch(F, scaled_dot_product_attention=_attention)
         patch(Tensor, pin_memory=lambda self, *args: self, tolist=_zeros)
         stack.callback(getattr(create, "cache_clear", lambda: None))
-        stack.enter_context(config.patch(compile_threads=1))  # else processes that compile are started
+        stack.enter_context(config.patch(compile_threads=1))  # otherwise processes that compile are started
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(NoValues())
         yield mode
@@ -264,7 +265,8 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
 
 @dataclass
 class RegionUse:
-    """A compiled region: its calls, the graphs made of it (forward and backward ones apart), and uncompiled calls."""
+    """A compiled region: its calls, the graphs made for it (forward and backward counted separately), and uncompiled
+    calls."""
 
     name: str
     calls: int = 0
@@ -274,7 +276,7 @@ class RegionUse:
 
 @contextmanager
 def watched_regions(mode: FakeTensorMode) -> Iterator[dict[str, RegionUse]]:
-    """Within it compiled regions are compiled to the device's code, run on fake tensors, and are counted by name."""
+    """Context in which compiled regions are compiled to device code, run on fake tensors, and counted by name."""
     uses: dict[str, RegionUse] = {}
 
     @cache
@@ -341,11 +343,11 @@ def _watched(function: Callable[..., Any], static: bool, use: RegionUse, mode: F
 
 
 class _Generated(BaseException):
-    """Ends a compilation when its code is generated."""
+    """Raised to end a compilation when its code has been generated."""
 
 
 def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> None:
-    """Inductor's code for a graph, up to the source of its Triton kernels. Raises what Inductor raises."""
+    """Return Inductor's code for a graph, up to the source of its Triton kernels. Raises Inductor's errors."""
     from torch._inductor import config
     from torch._inductor.compile_fx import _InProcessFxCompile
     from torch._inductor.debug import DebugContext
@@ -371,7 +373,7 @@ def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings:
 
 
 def _with_given_kernels(config: RunConfig) -> Parts:
-    """Parts of a run whose kernels are given: there is nothing to time."""
+    """Parts of a run whose kernels are fixed: there is nothing to time."""
     from megatron.extensions.speed.fusions.hooks import KernelChoice
 
     parts = Parts().with_registered(config)
@@ -379,7 +381,7 @@ def _with_given_kernels(config: RunConfig) -> Parts:
 
 
 def run_step(config: RunConfig) -> None:
-    """The first step of the run of pretrain_gpt.py, within `fake_cuda`."""
+    """Run the first step of pretrain_gpt.py within `fake_cuda`."""
     from megatron.training.initialize import Runtime, set_determinism
     from megatron.training.reliability.launch import Launch
     from megatron.training.setup import build_run

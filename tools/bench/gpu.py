@@ -63,7 +63,7 @@ WIDE = (
     "--ffn-hidden-size 14336"
 )
 PART = f"{WIDE} --vocab-size 32768"
-"""Of models whose layers are to be most of the time."""
+"""For models whose layers should take most of the time."""
 
 GROUPED = f"{PART} --group-query-attention --num-query-groups 8"
 LATENT = (
@@ -74,14 +74,15 @@ LATENT = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, with what is chosen by room: its layers, or else the samples in a micro-batch."""
+    """A model, with the size that is chosen by available memory: its layers, or otherwise the samples in a
+    micro-batch."""
 
     flags: str
     layers: int | None
     """None for as many as fit."""
 
     micro_batches: int
-    """In a step."""
+    """Tokens in a step."""
 
     most_samples: int = 16
     most_layers: int = 32
@@ -144,7 +145,7 @@ SHAPES = {
 }
 PRECISIONS = {"bf16": "--bf16", "fp8": "--bf16 --fp8-format {format} --fp8-recipe {recipe}"}
 CPU_BYTES = 2**26
-"""Sizes of a trial without a GPU."""
+"""Sizes for a trial without a GPU."""
 
 
 def config_of(shape: Shape, layers: int, samples: int, flags: str) -> RunConfig:
@@ -158,14 +159,14 @@ def config_of(shape: Shape, layers: int, samples: int, flags: str) -> RunConfig:
 
 
 def planned_bytes(config: RunConfig) -> tuple[int, int, int]:
-    """(states, activations, working memory) of the dry run's plan for one device."""
+    """(states, activations, working memory) in the dry run's plan for one device."""
     (rank,) = memory_of_ranks(config, 1)
     return rank.plan.memory.total, rank.activations.peak, rank.working
 
 
 def largest_that_fits(shape: Shape, flags: str, room: int) -> RunConfig:
-    """The most layers, where they are not given, then the most samples in a micro-batch, as a power of two, that the
-    plan finds room for. Raises ValueError if not even one does."""
+    """The largest number of layers, if it is not given, and then the largest number of samples in a micro-batch, as a
+    power of two, for which the plan finds room. Raises ValueError if not even one does."""
     tries = range(1, shape.most_layers + 1) if shape.layers is None else [shape.layers]
     # More layers never take less.
     fitting = bisect_right(tries, room, key=lambda layers: sum(planned_bytes(config_of(shape, layers, 1, flags))))
@@ -194,7 +195,7 @@ def built(config: RunConfig, warm_up: int) -> TrainingRun:
 
 
 def take_steps(run: TrainingRun, steps: int) -> None:
-    """Training steps, until the device has done them."""
+    """Run training steps, and wait until the device has finished them."""
     from megatron.training.progress import Interval
     from megatron.training.train_step import train_step
 
@@ -205,13 +206,13 @@ def take_steps(run: TrainingRun, steps: int) -> None:
 
 
 def round_of(run: TrainingRun, steps: int) -> Round:
-    """Each call is a round: tokens per second of this many steps."""
+    """Each call is a round: the tokens per second of this many steps."""
     tokens = steps * run.config.model.seq_length * (run.config.training.global_batch_size or 0)
     return timed(partial(take_steps, run, steps), 1, tokens)
 
 
 def contestant(config: RunConfig, steps: int, warm_up: int) -> Round:
-    """Builds and warms up in a process of its own."""
+    """Build and warm up in a separate process."""
     choose_allocators(os.environ)
     return round_of(built(config, warm_up), steps)
 
@@ -223,8 +224,8 @@ def measure(
     name: str,
     note: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
-    """Ceilings, rounds of steps, then one step under the profiler. Figures are printed as they are found; `note` sees
-    them before the planner and the profiler run."""
+    """Measure ceilings, rounds of steps, then one step with the profiler. Figures are printed as they become known;
+    `note` receives them before the planner and the profiler run."""
     from megatron.training.metrics.summary import peak_tflops
 
     found = device_time.ceilings(config, device)
@@ -270,8 +271,8 @@ def say(lines: Iterable[str]) -> None:
 
 
 def planner_tflops(config: RunConfig, devices: Sequence[str], own: Path | None, name: str) -> dict[str, float]:
-    """By device file, the predicted speed of a step. Says why one is left out: it lacks a rate, as one for fp8, or is
-    the file `own` of another device than `name`."""
+    """Predicted speed of a step, by device file. Reports why a file is left out: it lacks a rate, such as one for fp8,
+    or it is the file `own` of another device than `name`."""
     from megatron.extensions.plan.planner.device_file import read_device
     from megatron.extensions.plan.planner.time.step_time import predict_step
 
@@ -318,7 +319,7 @@ def parser_of_args() -> argparse.ArgumentParser:
 
 
 def chosen_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> torch.device:
-    """That of --cpu and --config; ends the program if it is not there."""
+    """Size for --cpu and --config; exits if it is unknown."""
     if args.cpu and args.config != "tiny":
         parser.error("--cpu is for --config tiny: the others need a GPU")
     choose_allocators(os.environ)

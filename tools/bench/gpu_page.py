@@ -2,7 +2,7 @@
 
 Reads every JSON file in FOLDER that tools/bench/gpu.py or tools/bench/micro.py wrote, the output of pytest in
 tests.txt, and what scripts/gpu_first_hour.sh called in calls.jsonl, and writes FOLDER/page.md. Missing or unreadable
-files are named; they are no error."""
+files are listed; they are not errors."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
 
 @dataclass
 class Found:
-    """The contents of a folder."""
+    """Contents of a folder."""
 
     machines: dict[str, Figures] = field(default_factory=dict)
     """Device of the measurement, by file."""
 
     runs: list[tuple[str, Figures]] = field(default_factory=list)
-    """Models that were measured, by file."""
+    """Measured models, by file."""
 
     compared: dict[str, list[Figures]] = field(default_factory=lambda: defaultdict(list))
     parts: dict[str, list[Figures]] = field(default_factory=lambda: defaultdict(list))
     tests: str | None = None
     calls: list[Figures] = field(default_factory=list)
-    """Commands of scripts/gpu_first_hour.sh: part, exit code, seconds, their limit, stopped, command."""
+    """Commands of scripts/gpu_first_hour.sh: part, exit code, seconds, time limit, stopped, command."""
 
     unreadable: list[str] = field(default_factory=list)
 
@@ -96,7 +96,7 @@ OF_CALLS = ("part", "code", "seconds", "limit", "stopped", "command")
 
 
 def _read_calls(path: Path, found: Found) -> None:
-    """One command a line; a line that was cut off is left out and named."""
+    """Read one command per line; an incomplete line is skipped and reported."""
     try:
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     except OSError as error:
@@ -134,7 +134,7 @@ def page(found: Found, missing: Sequence[str]) -> Iterator[str]:
 
 
 def _machines(found: Found) -> Iterator[str]:
-    """A line for each machine, with its files where there are several."""
+    """One line per machine, with its files if there are several."""
     files = defaultdict[str, list[str]](list)
     for file, machine in found.machines.items():
         versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items() if version)
@@ -149,7 +149,7 @@ def _machines(found: Found) -> Iterator[str]:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], about: str = "") -> Iterator[str]:
-    """A section; nothing where there are no rows."""
+    """A section; empty if there are no rows."""
     lines = [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows]
     if lines:
         yield from ("", f"## {title}", *(("", about) if about else ()), "")
@@ -228,7 +228,7 @@ ENDED = (
     re.compile(rf"(?P<test>\S*::.*?) (?P<outcome>{OUTCOMES})(?: \(.*)?(?: +\[ *\d+%\])$"),
     re.compile(rf"\[gw\d+\] \[ *\d+%\] (?P<outcome>{OUTCOMES}) (?P<test>\S*::.*)"),
 )
-"""A test that has ended, as `pytest -v` prints it, alone and with pytest-xdist."""
+"""A test that has ended, as printed by `pytest -v`, with or without pytest-xdist."""
 
 BEGUN = re.compile(r"(?P<test>[\w/.-]*::\S.*)")
 REASON = re.compile(r"(FAILED|ERROR) \S+")

@@ -1,12 +1,12 @@
-"""Memory of the head and the loss of all tokens at once, and in chunks of them: planned for a GPU and for a CPU, and
-measured on this CPU.
+"""Memory of the head and the loss, for all tokens together and in chunks: planned for a GPU and for a CPU, and measured
+on this CPU.
 
     python tools/bench/head_memory.py
     python tools/bench/head_memory.py --vocab 131072 --tokens 2048 --chunks 0 512 128
 
-A process for each figure builds the head, and reads what its resident memory grows by at most in one forward and one
-backward pass. Weights and their gradients are there before. Freed memory returns to the system at once
-(MALLOC_MMAP_THRESHOLD_), as on a GPU whose allocator has nothing left over.
+For each figure, a separate process builds the head, and measures the peak growth of its resident memory in one forward
+and one backward pass. Weights and their gradients are allocated before. Freed memory returns to the system immediately
+(MALLOC_MMAP_THRESHOLD_), as on a GPU whose allocator keeps no reserve.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Row:
 
     vocab: int
     chunk: int
-    """0 for all tokens at once."""
+    """0 for all tokens together."""
 
     planned_gpu: int
     planned: int
@@ -49,7 +49,7 @@ class Row:
 
 
 def config_of(vocab: int, tokens: int, chunk: int, precision: str) -> RunConfig:
-    """A model whose last stage is the head alone, with one sample of this many tokens."""
+    """A model whose last stage consists of the head alone, with one sample of this many tokens."""
     from megatron.training.config.arguments import parse_args
     from megatron.training.config.validation import resolve_legal
 
@@ -75,7 +75,7 @@ def planned(config: RunConfig, device: str) -> int:
 
 
 def measured(config: RunConfig) -> int:
-    """Bytes by which the resident memory of this process grows at most in a pass and its backward."""
+    """Peak growth, in bytes, of this process's resident memory in a pass and its backward."""
     from dataclasses import replace
 
     import torch
@@ -97,14 +97,14 @@ def measured(config: RunConfig) -> int:
     small = replace(Batch.of_tokens(tokens[:, :8]), aux_scale=batch.aux_scale)
     model(few, small).backward()  # libraries allocate once
     hidden = torch.randn(config.model.seq_length, 1, WIDTH).to(dtype).requires_grad_()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5")  # the measured peak begins here
     before = status("VmRSS")
     model(hidden, batch).backward()
     return status("VmHWM") - before
 
 
 def status(name: str) -> int:
-    """Bytes of an entry of /proc/self/status."""
+    """Bytes in an entry of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 

@@ -1,12 +1,12 @@
-"""Parts of a training step one by one on one GPU: matrix products, attention kernels, a layer, copies.
+"""Parts of a training step, timed one by one on one GPU: matrix products, attention kernels, a layer, copies.
 
     python tools/bench/micro.py --config llama-8b-layers --json micro.json
     python tools/bench/micro.py --config tiny --cpu          # the whole of it in a few seconds, without a GPU
 
-Shapes are those of one layer of the model with one sample in a micro-batch. Each row is the median of rounds of calls:
-milliseconds of one call on the device, TFLOP/s where it multiplies, GB/s by the bytes that it must read and write at
-least; where the host takes longer to start a call, that too. A row that fails keeps its error, and the others go on, in
-another process if this one has lost its device.
+Shapes are those of one layer of the model with one sample in a micro-batch. Each row is the median over rounds of
+calls: milliseconds of one call on the device, TFLOP/s if it multiplies, and GB/s for the bytes that it must at least
+read and write; if the host takes longer to start a call, also that time. A row that fails has its error, and the others
+continue, in another process if this one has lost its device.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parts_of(config: RunConfig) -> Iterator[Part]:
 
 
 def gemms(config: RunConfig) -> Iterator[Part]:
-    """Forward, and the weight gradient as a bf16 product and as a sum in fp32; the latter in fp8 by each kernel."""
+    """Forward, and the weight gradient as a bf16 product and as an fp32 sum; the latter in fp8 with each kernel."""
     for name, size in products(config).items():
         rows, out, size_in = size
         work, weights = 2e-12 * rows * out * size_in, 1e-9 * out * size_in
@@ -69,7 +69,7 @@ def product(size: Size, config: RunConfig, device: torch.device) -> Call:
 
 
 def weight_product(size: Size, dtype: torch.dtype, config: RunConfig, device: torch.device) -> Call:
-    """As training does it: `add_product_`."""
+    """As in training: `add_product_`."""
     from megatron.core.tensor_parallel.weight_grad import add_product_
 
     rows, out, size_in = size
@@ -80,7 +80,7 @@ def weight_product(size: Size, dtype: torch.dtype, config: RunConfig, device: to
 
 
 def added_in_fp8(size: Size, kernel: str, config: RunConfig, device: torch.device) -> Call:
-    """As fp8 layers do it, with one scale for each operand."""
+    """As in fp8 layers, with one scale for each operand."""
     from megatron.extensions.speed.fusions.gemm_choice import ProductShape, weight_grad_runs
 
     rows, out, size_in = size
@@ -218,7 +218,7 @@ def selected_call(name: str, form: str, config: RunConfig, device: torch.device)
 
 
 def layer_tflop(config: RunConfig) -> float:
-    """Of the forward and backward of one layer: its products and causal attention."""
+    """FLOPs of the forward and backward of one layer: its products and causal attention."""
     model = config.model
     pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
     of_products = sum(6e-12 * rows * out * i for name, (rows, out, i) in products(config).items() if name != "head")
@@ -242,7 +242,7 @@ def layer(config: RunConfig, device: torch.device) -> Call:
     grad = torch.ones_like(x)
 
     def call() -> object:
-        x.grad = None  # or the next one would be added to it
+        x.grad = None  # otherwise the next one would be added to it
         return stage(x, batch).backward(grad)
 
     return call
@@ -256,7 +256,7 @@ def memory(config: RunConfig) -> Iterator[Part]:
 
 
 def rows_of_another_process(argv: Sequence[str], done: int, seconds: float) -> list[dict[str, Any]]:
-    """The rows of the parts behind the first `done`, which that process prints."""
+    """Rows of the parts after the first `done`, which that process prints."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         more = ["--skip", str(done), "--seconds", str(max(0.0, seconds)), "--json", str(path)]

@@ -1,11 +1,12 @@
-"""Padding and cut documents of four ways to pack, and equal work of replicas and of context-parallel ranks.
+"""Comparison of four packing methods: padding and cut documents, and balance of work between replicas and between
+context-parallel ranks.
 
 python tools/bench/packing.py                   both tables, of 20,000 documents of each distribution
 python tools/bench/packing.py --documents 2000  other numbers
 
-Lengths are drawn from three distributions, or are those of real text: the source files of Python's standard library, by
-four bytes a token. Ways to pack: greedy as in Megatron-LM, first-fit in the order of the documents, best-fit
-decreasing written from the description of OLMo-core's, and this program's best-fit.
+Lengths are drawn from three distributions, or are those of real text: the source files of Python's standard library, at
+four bytes per token. Packing methods: greedy as in Megatron-LM, first-fit in document order, best-fit decreasing
+written from the description of OLMo-core's, and this program's best-fit.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Lengths = NDArray[np.int64]
 
 
 def distributions(documents: int, seq_length: int) -> Iterator[tuple[str, Lengths]]:
-    """Name and lengths of each."""
+    """Name and document lengths of each distribution."""
     random = np.random.default_rng(0)
     mean = np.log(seq_length / 8)
     yield "log-normal", random.lognormal(mean, 1.2, documents).astype(np.int64) + 2
@@ -57,13 +58,13 @@ def source_files(documents: int) -> Lengths:
 
 
 def greedy(lengths: Lengths, seq_length: int) -> tuple[float, float]:
-    """Shares of padding and of cut documents if documents are joined and cut wherever a sample ends."""
+    """Fractions of padding and of cut documents if documents are joined and cut wherever a sample ends."""
     ends = np.cumsum(lengths)
     return 0.0, float(((ends - lengths) // seq_length != (ends - 1) // seq_length).mean())
 
 
 def first_fit(lengths: Lengths, seq_length: int) -> tuple[float, float]:
-    """The same if each document goes, in its order, into the first bin that it fits. Longer ones are cut before."""
+    """The same if each document goes, in order, into the first bin with room for it. Longer documents are cut first."""
     _, _, sizes = cut(np.arange(len(lengths)), lengths, seq_length)
     room = np.full(len(sizes), seq_length + 1)
     for size in sizes.tolist():
@@ -73,7 +74,8 @@ def first_fit(lengths: Lengths, seq_length: int) -> tuple[float, float]:
 
 
 def best_fit_of_olmo(lengths: Lengths, seq_length: int) -> tuple[float, float]:
-    """The same if fragments of at most seq_length tokens go, the longest first, into the fullest bin that they fit."""
+    """The same if fragments of at most seq_length tokens, the longest first, go into the fullest bin with room for
+    them."""
     whole, rest = lengths // seq_length, lengths % seq_length
     sizes = np.sort(np.concatenate([np.full(int(whole.sum()), seq_length), rest[rest > 0]]))[::-1]
     rooms: list[int] = []  # ascending
@@ -103,7 +105,7 @@ def print_packing(documents: int, seq_length: int) -> None:
 
 
 def joined_documents(lengths: Lengths, seq_length: int) -> Iterator[Documents]:
-    """Where documents begin in the samples of greedy, with attention that restarts at each."""
+    """Positions at which documents begin in greedy samples, with attention that restarts at each."""
     bounds = np.cumsum(lengths)
     for first in range(0, MICRO_BATCHES * seq_length, seq_length):
         inside = bounds[(bounds > first) & (bounds < first + seq_length)] - first
@@ -111,7 +113,7 @@ def joined_documents(lengths: Lengths, seq_length: int) -> Iterator[Documents]:
 
 
 def packed_documents(packed: Packed, seq_length: int) -> Iterator[Documents]:
-    """The same of whole documents."""
+    """The same for whole documents."""
     for a, b in pairwise([0, *packed.ends[:MICRO_BATCHES].tolist()]):
         yield (starts_of(packed.lengths[a:b].tolist(), seq_length),)
 
@@ -139,7 +141,7 @@ def print_context(documents: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints two tables."""
+    """Print two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=20000, help="of each distribution (20000)")
     parser.add_argument("--seq-length", type=int, default=4096, help="tokens of the samples of the first table (4096)")

@@ -1,11 +1,12 @@
-"""Planned steps of the models of tools/bench/gpu.py, as this revision computes them and with each kernel or mechanism
-left out.
+"""Predicted steps of the models of tools/bench/gpu.py, with all kernels and mechanisms of this revision, and with each
+one turned off.
 
     python tools/bench/planned_steps.py
     python tools/bench/planned_steps.py --only sparse --device h100 --json steps.json
 
-Nothing runs: `predict_step` adds up what a GPU does in a step. A kernel is left out as a run leaves it out that finds
-it wrong or slow (`megatron.core.kernels.LEFT_OUT`). Kernels that change a step by less than 0.1 % are not listed.
+Nothing is executed: `predict_step` adds up the work of a GPU in a step. A kernel is turned off in the same way as in a
+run that finds it wrong or slow (`megatron.core.kernels.LEFT_OUT`). Kernels that change a step by less than 0.1 % are
+not listed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if __package__ in (None, ""):
 from tools.bench.side_by_side import bench_parser, machine, write_json
 
 LAYERS = {"llama-8b-layers": 8}
-"""Of models that else have as many as fit."""
+"""Samples in a micro-batch, for models that would otherwise use as many as fit."""
 
 PLANS = {
     "sparse": ("sparse", "--bf16"),
@@ -33,23 +34,23 @@ PLANS = {
 """Name -> shape of tools/bench/gpu.py, and flags."""
 
 FLAGS = ("--no-fusions", "--no-compile", "--deterministic-mode", "--attention-backend fp8")
-"""That switch mechanisms off, or on."""
+"""Flags that turn mechanisms off, or on."""
 
 LEAST = 1e-3
-"""Change of a step that is listed."""
+"""Smallest change of a step that is listed."""
 
 
 @dataclass(frozen=True)
 class Row:
     model: str
     without: str
-    """What the step is planned without, or with which flag; "" for this revision as it is."""
+    """What is turned off, or which flag is added; "" for this revision unchanged."""
 
     milliseconds: float
     tokens_per_second: float
     tflops: float
     parts: dict[str, float]
-    """Milliseconds by part of the step."""
+    """Milliseconds of each part of the step."""
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {value:,.0f}" for name, value in self.parts.items())
@@ -61,7 +62,7 @@ HEAD = f"{'model':<22}{'without, or with a flag':<32}{'ms':>9}{'tokens/s':>10}{'
 
 
 def planned(model: str, device: str, more: str = "", left_out: Sequence[str] = ()) -> Row:
-    """The step of one model. Raises ValueError if the flags are not legal."""
+    """Predict the step of one model. Raises ValueError if the flags are not legal."""
     from megatron.core.kernels import LEFT_OUT
     from megatron.extensions.plan.planner.device_file import read_device
     from megatron.extensions.plan.planner.time.step_time import predict_step
@@ -82,7 +83,7 @@ def planned(model: str, device: str, more: str = "", left_out: Sequence[str] = (
 
 
 def variants(model: str, device: str) -> Iterator[Row]:
-    """This revision as it is, and what changes its step."""
+    """Predicted steps of this revision unchanged, and with each change."""
     from megatron.core.kernels import KERNELS
     from megatron.extensions.plan.planner.time.expert_products import PLANNED
     from megatron.extensions.speed.fusions.kernel_choice import planned_kernels

@@ -1,4 +1,4 @@
-"""Common parts of benchmarks: contestants in processes of their own that take turns, medians, a record of the
+"""Common parts of benchmarks: contestants in separate processes that take turns, medians, and a record of the
 machine."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.training.run import TrainingRun
 
 Round = Callable[[], float]
-"""Does one round of a contestant's work and returns what is compared."""
+"""Does one round of a contestant's work and returns the compared figure."""
 
 Found = dict[str, list[float] | str]
 """For each contestant, the results of its rounds, or the last line of its error."""
@@ -38,9 +38,9 @@ Found = dict[str, list[float] | str]
 
 @dataclass(frozen=True)
 class Contestant:
-    """`build(*args)` gives the function that does one round. It is called in a fresh process, or in as many as `ranks`,
-    where it may import what the others must not see. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun
-    does. The smallest result of several ranks counts."""
+    """`build(*args)` returns the function that does one round. It is called in a fresh process, or in `ranks` of them,
+    where it may import packages that the others must not see. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as
+    torchrun does. With several ranks, the smallest result counts."""
 
     name: str
     build: Callable[..., Round]
@@ -50,7 +50,7 @@ class Contestant:
 
 
 def positive(text: str) -> int:
-    """A number of ranks, rounds or steps, for argparse."""
+    """Parse a number of ranks, rounds or steps, for argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
@@ -58,7 +58,7 @@ def positive(text: str) -> int:
 
 
 def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) -> argparse.ArgumentParser:
-    """A parser of --json, of --rounds with this default where measurements are repeated, and of further positive
+    """Parser with --json, with --rounds and this default if measurements are repeated, and with further positive
     numbers: name -> (default, help). Loads the built-in extensions, as every program does before it reads flags."""
     from megatron.extensions import load  # contestants of other programs import this module without the library
 
@@ -85,7 +85,7 @@ def timed(step: Callable[[], Any], steps: int, tokens: int, clock: Callable[[], 
 
 
 def own_run(config: RunConfig) -> TrainingRun:
-    """The run that pretrain_gpt.py would build on this rank, which the environment names."""
+    """The run that pretrain_gpt.py would build on this rank, which the environment identifies."""
     from megatron.training.initialize import StartupPhases, initialize
     from megatron.training.reliability.launch import Launch
     from megatron.training.setup import build_run
@@ -94,8 +94,8 @@ def own_run(config: RunConfig) -> TrainingRun:
 
 
 def own_step(flags: Sequence[str]) -> Callable[[], None]:
-    """A training step of this program with such flags, as its users run it, with what callbacks do after it; imports it
-    and sets threads, so it is to be called in a contestant's process. Raises ValueError if the flags do not fit."""
+    """Training step of this program with the given flags, as its users run it, including callbacks. It imports the
+    program and sets threads, so call it in a contestant's process. Raises ValueError if the flags do not fit."""
     from megatron.training.reliability.launch import choose_allocators
 
     choose_allocators(os.environ)
@@ -122,7 +122,7 @@ def own_step(flags: Sequence[str]) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of several rounds: the middle one and the two ends."""
+    """Median and extremes over several rounds."""
 
     median: float
     low: float
@@ -143,10 +143,11 @@ def interleaved(
     warm_up: int = 1,
     note: Callable[[Found], object] = lambda found: None,
 ) -> Found:
-    """Each contestant's rounds, taken in turns A B C A B C, so that what slows the machine down hits all of them.
+    """Run the rounds of contestants in turns A B C A B C, so that a temporary slowdown of the machine affects all of
+    them.
 
-    A contestant that fails has the last line of its error instead. `note` sees what has been found so far, each time
-    that there is more.
+    The result of a contestant that fails is the last line of its error. `note` receives the results so far whenever
+    there are new ones.
     """
     found: Found = {c.name: [] for c in contestants}
     workers = {c.name: _Worker(c) for c in contestants}
@@ -170,7 +171,7 @@ def interleaved(
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables of the environment for the processes that are started in the block."""
+    """Set environment variables for the processes that are started in the block."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -181,7 +182,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Worker:
-    """The processes that build a contestant and then run a round on request, in a separate folder."""
+    """Processes that build a contestant and then run a round on request, in a separate folder."""
 
     def __init__(self, contestant: Contestant) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
@@ -198,12 +199,12 @@ class _Worker:
             self._pools.append(pool)
 
     def round(self) -> float:
-        """The slowest rank's result. Raises what a rank has raised."""
+        """Result of the slowest rank. Raises the error of a rank."""
         _results(self._built)
         return min(_results([pool.submit(_one_round) for pool in self._pools]))
 
     def close(self) -> None:
-        """Kills the processes: groups whose peers are gone would wait for them."""
+        """Kill the processes, because process groups whose peers are gone would wait for them."""
         for pid, pool in zip(self._pids, self._pools, strict=True):
             with suppress(Exception):
                 os.kill(pid.result(), signal.SIGKILL)
@@ -212,14 +213,15 @@ class _Worker:
 
 
 def _results(futures: Sequence[Future[Any]]) -> list[Any]:
-    """Of all ranks. An error is waited for no further, as the others may wait for its rank."""
+    """Results of all ranks. After an error it does not wait for the other ranks, which may be waiting for the failed
+    one."""
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     failed = [future for future in done if future.exception() is not None]
     return [future.result() for future in failed or futures]
 
 
 _rounds: list[Round] = []
-"""Of a contestant's process: its own."""
+"""Pipe end of a contestant's process."""
 
 
 def _end_with_parent() -> None:
@@ -231,7 +233,7 @@ def _end_with_parent() -> None:
 
 def _build(contestant: Contestant, folder: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.chdir(folder)  # for what a run writes into its working folder
+    os.chdir(folder)  # for files that a run writes into its working folder
     try:
         _rounds.append(contestant.build(*contestant.args))
     except Exception:
@@ -246,7 +248,7 @@ def _one_round() -> float:
 
 
 def _free_port() -> int:
-    """Below the range that connections get theirs from, one of which may take it before the contestant does."""
+    """A port below the ephemeral range, from which a connection could take it before the contestant does."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -256,7 +258,7 @@ def _free_port() -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """A contestant beside others: how many times as fast it is as each of them."""
+    """Speed of a contestant relative to each of the others."""
 
     contestant: str
     result: Spread | None
@@ -265,7 +267,8 @@ class Row:
 
 
 def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
-    """A row for each contestant, compared by medians with those that `beside` names for it."""
+    """One row for each contestant, whose median is compared with those of the contestants that `beside` lists for
+    it."""
     spreads = {name: Spread.of(values) for name, values in found.items() if not isinstance(values, str) and values}
     rows = []
     for name, values in found.items():
@@ -278,7 +281,7 @@ def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
 
 
 def forget(*packages: str) -> None:
-    """Forget these packages of this checkout: the next import finds them elsewhere."""
+    """Forget these packages of this checkout, so that the next import finds them elsewhere."""
     root = Path(__file__).resolve().parents[2]
     sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != root]
     for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
@@ -324,9 +327,9 @@ def _version(package: str) -> str | None:
 
 
 def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any], ended: bool = True) -> None:
-    """Writes figures as JSON for programs to read, if to a file. Before a program has `ended`, it may write those that
-    it has: whenever it is killed, the file is whole. Print figures first: a file that cannot be written is named, and
-    ends a program that has `ended` with code 1, and no other."""
+    """Write figures as JSON for programs, if a file is given. Before a program has `ended`, it may write its figures so
+    far: the file is complete whenever the program is killed. Print figures first: a file that cannot be written is
+    named, and ends a program that has `ended` with code 1, and no other."""
     if path is None:
         return
     figures = {"command": sys.argv, "machine": facts, "rows": rows}
@@ -344,7 +347,7 @@ def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any],
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file as a whole: where that fails with OSError, the file is as it was."""
+    """Write a file as a whole: if that fails with OSError, the file is unchanged."""
     from megatron.core.fsync import whole_file  # contestants may have another megatron
 
     with whole_file(path) as new:

@@ -1,4 +1,4 @@
-"""Speed of training, parallel layouts and start-up, beside what the machine allows or an older revision.
+"""Speed of training, parallel layouts and start-up, compared with the limits of the machine or with an older revision.
 
     python tools/bench/speed.py --list                                               # the cells
     python tools/bench/speed.py --only "llama float32 eager" --rounds 7
@@ -12,16 +12,16 @@ Training in one process includes the optimizer step. It is compared with the cei
 linear layers and head alone, forward and backward, in the same precision.
 
 TP, PP and DP: 8 micro-batches of one sequence a step in float32, over gloo processes of one thread, beside one process
-of as many threads. Two rows show what this machine allows at most: processes that share the batch but never
-communicate, and tensor parallelism whose layers leave out their collectives (its results are wrong, its work is whole).
+of as many threads. Two rows show an upper bound on this machine: processes that share the batch but never communicate,
+and tensor parallelism whose layers omit their collectives (its results are wrong, but it does all the work).
 
 Packed CP: documents of mixed lengths under context parallelism. The processor time of the busiest rank counts: the
 other ranks wait for it, and other programs change that wait, but hardly the processor time.
 
-Start-up: seconds of commands, each in a fresh interpreter, beside an interpreter that imports torch alone.
+Start-up: seconds of commands, each in a fresh interpreter, compared with an interpreter that only imports torch.
 
 --before compares this program alone with another checkout of it, round by round, and prints the median of the ratios
-after / before. More tokens per second are better, and fewer seconds."""
+after / before. For tokens per second more is better, for seconds less."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ LAYOUTS = {
 
 
 def flags(style: Style, dtype: str = "float32", compiled: bool = False, micro_batches: int = 1) -> list[str]:
-    """Ours, as a user gives them."""
+    """This program, run as a user would."""
     text = (
         f"--num-layers {style.layers} --hidden-size {style.hidden} --num-attention-heads {style.heads} "
         f"--ffn-hidden-size {style.ffn} --seq-length {style.seq} --max-position-embeddings {style.seq} "
@@ -115,7 +115,7 @@ def ours(argv: Sequence[str], tokens: int, steps: int) -> Round:
 
 
 def ceiling(style: Style, dtype: str, steps: int) -> Round:
-    """The matrix products alone, each into existing memory."""
+    """Only the matrix products, each into existing memory."""
     import torch
 
     from tools.bench.device_time import linear_products
@@ -131,7 +131,7 @@ def ceiling(style: Style, dtype: str, steps: int) -> Round:
 
 
 def silent(argv: Sequence[str], tokens: int, steps: int) -> Round:
-    """Data parallelism without communication: each process is a world of its own, with its part of the batch."""
+    """Data parallelism without communication: each process is a world by itself, with its part of the batch."""
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     return ours(argv, tokens, steps)
 
@@ -147,7 +147,7 @@ def silent_tensor_parallel(argv: Sequence[str], tokens: int, steps: int) -> Roun
 
 
 def starts(command: Sequence[str], until: str, folder: Path = ROOT) -> Round:
-    """Wall seconds of a command, or until it prints a line with `until`."""
+    """Wall-clock seconds of a command, or until it prints a line with `until`."""
 
     def one_round() -> float:
         environ = {
@@ -182,7 +182,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "pretrain_gpt.py --dry-run": ([*TINY, "--dry-run", "--world-size", "2"], ""),
     "first step, 2 processes": ([*TORCHRUN, *TINY], "iteration +1/"),
 }
-"""Name -> arguments of Python, and what its last line has if the end of the process does not count."""
+"""Name -> arguments of Python, and the text of its last line if the end of the process does not count."""
 
 
 # The table
@@ -226,7 +226,7 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, Cell]:
 
 
 def loss_chunks(threads: int, steps: int) -> dict[str, Cell]:
-    """The head and the loss of a large vocabulary, of all tokens at once and in chunks."""
+    """Head and loss of a large vocabulary, for all tokens together and in chunks."""
     style = Style(4, 256, 4, 4, 768, 512, 65536, 4, llama=True)
     found = {}
     for dtype in FORMATS:
@@ -246,7 +246,7 @@ WATCHES = {
     "averages every 10": "--ema-decay 0.999 --ema-interval 10",
     "noise scale": "--log-noise-scale",
 }
-"""Name -> flags of what is kept or measured beside training."""
+"""Name -> flags for what is kept or measured during training."""
 
 
 def watched(threads: int, steps: int) -> dict[str, Cell]:
@@ -300,7 +300,7 @@ def packed(n: int, steps: int) -> dict[str, Cell]:
 
 
 def layouts(n: int, steps: int) -> dict[str, Cell]:
-    """A cell for each kind of parallelism: more would not fit into the memory of a small machine."""
+    """One cell for each kind of parallelism: more would not fit into the memory of a small machine."""
     common, tokens = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES), MICRO_BATCHES * LAYOUT_STYLE.seq
     members = [
         Contestant(name, ours, ([*common, *more.format(n=n).split()], tokens, steps), ranks=n)

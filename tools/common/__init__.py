@@ -1,4 +1,4 @@
-"""Shared by the tools: flags generated from configuration fields, checks of output paths, and exit codes."""
+"""Code shared by the tools: flags generated from configuration fields, checks of output paths, and exit codes."""
 
 from __future__ import annotations
 
@@ -50,32 +50,32 @@ LAYOUT_FIELDS = (
 
 
 PICTURES = (".png", ".eps", ".jpg", ".pdf", ".svg", ".webp")
-"""Kinds of pictures that matplotlib writes."""
+"""Picture formats that matplotlib writes."""
 
 
 class ToolParser(argparse.ArgumentParser):
-    """A parser that prints the reason alone if it refuses flags, not the usage of all flags before it."""
+    """Parser that prints only the reason when it refuses flags, without the usage of all flags."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n--help lists the flags\n")
 
 
 def tool_parser(about: str | None, **more: Any) -> argparse.ArgumentParser:
-    """A parser whose help begins with a module's docstring as it stands. It refuses texts and paths that are empty or
-    have control characters, apart from those of the type `any_text`."""
+    """Parser whose help begins with a module's docstring, unchanged. It refuses texts and paths that are empty or have
+    control characters, apart from those of the type `any_text`."""
     shape = argparse.RawDescriptionHelpFormatter
     return checked_texts(ToolParser(description=about, formatter_class=shape, **more))
 
 
 def parted(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """A tool's own arguments, and those behind `--`, which are another program's."""
+    """The tool's own arguments, and the arguments after `--`, which belong to another program."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     return arguments[:cut], arguments[cut + 1 :]
 
 
 def too_small(args: argparse.Namespace, **least: float) -> list[str]:
-    """Problems of the flags that are below the least value that each may have."""
+    """Problems of flags that are below their least value."""
     given = {name: getattr(args, name) for name in least}
     return [
         f"--{name.replace('_', '-')} {value}: must be at least {least[name]}"
@@ -85,7 +85,7 @@ def too_small(args: argparse.Namespace, **least: float) -> list[str]:
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raises ValueError with every problem, one a line, if there are any."""
+    """Raise ValueError with every problem, one per line, if there are any."""
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -116,7 +116,7 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -
 
 
 def model_parser(about: str | None, argv: Sequence[str] | None) -> argparse.ArgumentParser:
-    """A parser of tools that generate text: extensions, model, device, layout, tokenizer."""
+    """Parser for tools that generate text: extensions, model, device, layout, tokenizer."""
     from torch.cuda import is_available
 
     parser = tool_parser(about)
@@ -141,8 +141,8 @@ def model_flag_problems(args: argparse.Namespace) -> list[str]:
 
 
 def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> LoadedModel:
-    """The model that the flags of `model_parser` name, until `stack` ends. Where it cannot be loaded, the first rank
-    raises ValueError, and the others end with its exit code."""
+    """Load the model that the flags of `model_parser` name, and keep it until `stack` ends. If it cannot be loaded, the
+    first rank raises ValueError, and the others end with its exit code."""
     from megatron.core.dist_checkpointing.storage import CheckpointError
     from megatron.extensions.use.inference.model import loaded_model
 
@@ -157,9 +157,9 @@ def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> Lo
 
 
 def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
-    """--extension, whose files are imported at once, so that what they register counts for the other flags.
+    """Add --extension, whose files are imported immediately, so that their registrations apply to the other flags.
 
-    Ends the program with code 2 and one line where an extension cannot be used."""
+    Exits with code 2 and one line if an extension cannot be used."""
     text = "Python file, or package.module, that registers parts of your own; may be given more than once"
     _read_at_once(parser, argv, "--extension", "FILE.py", text, load_extensions)
 
@@ -187,7 +187,7 @@ def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None,
 
 
 def family_of_output(args: argparse.Namespace) -> str | None:
-    """The Hugging Face family that --hf-family names, to be written. Raises ValueError for an unknown one."""
+    """Return the Hugging Face family that --hf-family names, for writing. Raises ValueError for an unknown one."""
     if not (values := getattr(args, "hf_family", [])):
         return None
     from megatron.extensions.interop.hugging_face.family_files import add_families, family_to_write
@@ -207,7 +207,7 @@ def _read_at_once(
     text: str,
     read: Callable[[list[str]], object],
 ) -> None:
-    """Adds a flag whose values are read before the other flags."""
+    """Add a flag whose values are read before the other flags."""
     first = checked_texts(ToolParser(add_help=False, allow_abbrev=False))
     for each in (parser, first):
         each.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
@@ -218,7 +218,7 @@ def _read_at_once(
 
 
 def config_of(cls: type[Config], args: argparse.Namespace) -> Config:
-    """A configuration section from the flags that the parser has of it; other fields keep their default."""
+    """Configuration section from the parser's flags; other fields keep their defaults."""
     values: dict[str, Any] = {}
     for field in fields(cls):  # type: ignore[arg-type]
         if hasattr(args, field.name):
@@ -245,8 +245,8 @@ def refuse_unwritable(flag: str, path: Path) -> None:
 
 
 def refuse_output(paths: Sequence[PurePath], overwrite: bool) -> None:
-    """Raises ValueError if output of one folder, or under one URL, could not be written, before any work is done for
-    it, or would replace a file, unless that was asked for."""
+    """Raise ValueError, before any work is done, if output in one folder or under one URL could not be written, or
+    would replace a file without permission."""
     folder = paths[0].parent
     why = why_unwritable(folder) if isinstance(folder, Path) else why_unreachable(folder)
     if why:
@@ -260,7 +260,7 @@ def refuse_output(paths: Sequence[PurePath], overwrite: bool) -> None:
 
 
 def dataset_at(prefix: str) -> IndexedDataset:
-    """The indexed dataset of a prefix. Raises ValueError where there is none, also where there is text."""
+    """Open the indexed dataset of a prefix. Raises ValueError if there is none, or if the path is text."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     if data_kind_of(prefix) is not None:
@@ -294,8 +294,8 @@ def processor_name() -> str:
 
 
 def run_tool(main: Callable[[], int]) -> NoReturn:
-    """Runs a tool's main and exits with its code: 2 and one line a problem for errors of the user, 130 and 143 when it
-    is interrupted or terminated (by an exception, so that temporary files are removed)."""
+    """Run a tool's main and exit with its code: 2 and one line per problem for user errors, 130 and 143 if it is
+    interrupted or terminated (by an exception, so that temporary files are removed)."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     skip_final_collection()
     open_closed_streams()
@@ -310,7 +310,7 @@ def _exit_code(main: Callable[[], int]) -> int:
             return main()
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads, as head does, has enough
+    except BrokenPipeError:  # the reader, such as head, has enough
         drop_output()
         return 141
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Computes the layers of a hybrid model that Megatron-LM's older flags state as shares of attention and MLP layers."""
+"""Conversion of Megatron-LM's older ratios of attention and MLP layers to the layers of a hybrid model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the training command of a shell script without running the script.
+"""Read the training command of a shell script without running the script.
 
 Assignments, arithmetic, `if`, `case`, `&&` and `||` are followed as far as the script itself decides them. Tests read a
 variable that is not set as bash does, unless the environment gives it. In words, variables that the script does not
@@ -43,7 +43,7 @@ class Branch:
     """True if the commands of its present branch run."""
 
     taken: float = NO
-    """True if one of the branches so far has run."""
+    """True if one of the earlier branches has run."""
 
     subject: str = ""
     patterns: list[str] | None = None
@@ -60,8 +60,8 @@ class Branch:
 
 @dataclass
 class LaunchScript:
-    """The commands of a shell script, as far as they can be read. Raises ValueError if `text` is no shell script, and
-    ExpansionError if its variables stand for more than `MOST` characters."""
+    """Begin a branch that runs if no other did and `chosen` is true. Raises ValueError if `text` is no shell script,
+    and ExpansionError if its variables stand for more than `MOST` characters."""
 
     text: str
     variables: ShellVariables = field(default_factory=ShellVariables)
@@ -84,7 +84,7 @@ class LaunchScript:
         self._run(self.text.replace("\r\n", "\n"))
 
     def flags(self) -> list[str]:
-        """The words behind the training programs."""
+        """The words after the training programs."""
         found = next((found for found in self.started.values() if found), [])
         return [word for words in dict.fromkeys(found) for word in words if word not in ALL_ARGUMENTS]
 

@@ -1,9 +1,9 @@
-"""Prints the flags of the argument parser of a checkout of Megatron-LM, as JSON. A program of its own.
+"""Print the flags of the argument parser of a Megatron-LM checkout, as JSON. Runs as a separate program.
 
     python tools/common/megatron_parser.py ~/Megatron-LM
 
 It runs the checkout's code, so that flags made from dataclasses are there too. A module that is not installed, such as
-transformer_engine, is replaced by one whose every attribute is an empty class: a parser needs names, no computation.
+transformer_engine, is replaced by one whose every attribute is an empty class, because the parser needs only names.
 """
 
 from __future__ import annotations

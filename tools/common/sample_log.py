@@ -1,4 +1,4 @@
-"""Reads a file of --sample-log: what a step was trained on."""
+"""Read a --sample-log file: what a step was trained on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def record_of_step(log: Path, step: int) -> dict[str, Any]:
 def lines_of_step(
     record: Mapping[str, Any], prefixes: Mapping[str, str], decode: Callable[[NDArray], str] | None
 ) -> Iterator[str]:
-    """Lines about each sample of a step: its parts, decoded, and whether their tokens are those that were trained on.
+    """Lines about each sample of a step: its parts, decoded, and whether their tokens equal those that were trained on.
 
     `prefixes` are those of the data sets by their names in the log. Raises ValueError for an unknown name."""
     opened: dict[str, IndexedDataset] = {}

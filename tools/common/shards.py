@@ -1,8 +1,7 @@
-"""A corpus that several machines tokenize: which documents each takes, and how their datasets become one.
+"""Tokenization of a corpus by several machines: which documents each takes, and how their datasets are joined.
 
-Shard i of n takes documents that follow one another, so that the datasets of all shards, one after another, are the
-dataset that one machine would have written. A file of JSON lines that is not compressed may be divided; any other file
-is of one shard.
+Shard i of n takes consecutive documents, so that the concatenated datasets of all shards equal the dataset that one
+machine would have written. An uncompressed JSON lines file may be divided; any other file belongs to one shard.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ class Shard(NamedTuple):
 
     @classmethod
     def of_text(cls, text: str) -> Shard:
-        """Of `1/8` to `8/8`. Raises ValueError."""
+        """Parse `1/8` to `8/8`. Raises ValueError."""
         found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
             raise ValueError(f"--shard {text}: must be NUMBER/COUNT with NUMBER from 1 to COUNT, such as 1/8")
         return cls(int(found[1]) - 1, int(found[2]))
 
     def prefix(self, prefix: str) -> str:
-        """Prefix of its dataset."""
+        """Prefix of the shard's dataset."""
         return f"{prefix}.shard-{self.number + 1:05d}-of-{self.count:05d}"
 
     @property
@@ -46,16 +45,16 @@ class Shard(NamedTuple):
         return [Shard(number, self.count) for number in range(self.count)]
 
     def holds(self, position: int, total: int) -> bool:
-        """Return whether a byte of the corpus is of it."""
+        """Return True if a byte of the corpus belongs to the shard."""
         return self.owner(position, total) == self.number
 
     def owner(self, position: int, total: int) -> int:
-        """Number of the shard that a byte of the corpus is of."""
+        """Number of the shard to which a byte of the corpus belongs."""
         return min(position * self.count // max(1, total), self.count - 1)
 
 
 def is_divided(file: TextFile) -> bool:
-    """Return whether a file may be of several shards."""
+    """Return True if a file may be divided among shards."""
     return file.compression == "" and file.format in (None, "jsonl")
 
 
@@ -72,7 +71,7 @@ def of_shard(files: Sequence[TextFile], shard: Shard) -> list[tuple[TextFile, in
 
 
 def chunks_of_shard(files: Sequence[TextFile], reading: Reading, chunk_bytes: int, shard: Shard) -> Iterator[Chunk]:
-    """The chunks of a shard. Of a file that is divided, what comes before its part is read and dropped."""
+    """The chunks of a shard. In a divided file, the part before the shard's is read and dropped."""
     total = sum(file.size for file in files)
     for file, begin in of_shard(files, shard):
         position = 0
@@ -92,7 +91,8 @@ def corpus_digest(files: Iterable[TextFile], settings: object) -> str:
 
 
 def missing_shards(prefix: str, shard: Shard, corpus: str) -> list[int]:
-    """Numbers, from 1, of the shards whose dataset is not complete. Raises ValueError if one is of another corpus."""
+    """Numbers, from 1, of the shards whose dataset is incomplete. Raises ValueError if one belongs to another
+    corpus."""
     missing = []
     for each in shard.all:
         found = read_sums(each.prefix(prefix))
@@ -107,7 +107,8 @@ def missing_shards(prefix: str, shard: Shard, corpus: str) -> list[int]:
 
 
 def join_shards(prefix: str, shard: Shard, dtype: np.dtype) -> bool:
-    """Makes the dataset of all shards, and deletes theirs. Returns False if another machine has done so meanwhile."""
+    """Make the dataset of all shards, and delete the shards' datasets. Returns False if another machine has done so in
+    the meantime."""
     try:
         with IndexedDatasetBuilder(prefix, dtype, described={}) as builder:
             for each in shard.all:

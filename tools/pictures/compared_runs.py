@@ -1,4 +1,4 @@
-"""The sections of a page that compares several runs: a ranking, curves over tokens, time and FLOPs, differing flags."""
+"""Sections of a page that compares several runs: a ranking, curves over tokens, time and FLOPs, differing flags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AXES = {"tokens": "tokens", "hours": "hours of training", "FLOPs": "FLOPs of the
 
 
 def by_loss(runs: Sequence[RunFolder]) -> tuple[list[RunFolder], str]:
-    """(the runs, the best first; what they are ranked by): the last validation loss if all runs have one, else the last
+    """(the runs, the best first; the criterion): the last validation loss if all runs have one, otherwise the last
     training loss. Runs without a finite one come last."""
     key = "valid_loss" if all(run.values("valid_loss") for run in runs) else "lm_loss"
     kind = "validation" if key == "valid_loss" else "training"
@@ -27,7 +27,7 @@ def by_loss(runs: Sequence[RunFolder]) -> tuple[list[RunFolder], str]:
 
 
 def _last(run: RunFolder, key: str) -> float:
-    """The last value of a loss; infinite if there is none that is finite."""
+    """The last finite value of a loss; infinite if there is none."""
     values = run.values(key)
     return values[-1][1] if values and math.isfinite(values[-1][1]) else math.inf
 
@@ -47,9 +47,9 @@ def ranking(runs: Sequence[RunFolder], by: str) -> Markup:
 
 
 def spent(run: RunFolder, axis: str) -> Iterator[tuple[float, float]]:
-    """(iteration, what the run has spent until then) at its log lines. Tokens are those that the model has seen; time
-    and FLOPs are the run's own, without those of a run that it continues. Time is that of steps: pauses, evaluations
-    and saves do not count. Nothing where records have no such value."""
+    """(iteration, resources that the run has used until then) at its log lines. Tokens are those that the model has
+    been trained on; time and FLOPs are the run's own, without those of a run that it continues. Time is the sum of step
+    times, without pauses, evaluations and saves. Empty if records have no such value."""
     before, total = _first_iteration(run), 0.0
     for record in run.records:
         tokens, step = number(record.get("consumed_tokens")), number(record.get("step_time"))
@@ -85,7 +85,7 @@ def _flops_per_second(run: RunFolder, record: Mapping[str, object]) -> float | N
 
 
 def along(points: Points, positions: Points) -> list[tuple[float, float]]:
-    """Points over iterations as points over what was spent until then: that of the last log line at or before each."""
+    """Convert points over iterations to points over the resources used until the last log line at or before each."""
     at = [iteration for iteration, _ in positions]
     places = [(bisect_right(at, iteration) - 1, value) for iteration, value in points]
     return [(positions[place][1], value) for place, value in places if place >= 0]

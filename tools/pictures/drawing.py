@@ -1,4 +1,4 @@
-"""Figures of one look by matplotlib: curves over iterations, rows of bars, and numbers with units."""
+"""Matplotlib figures with a common style: curves over iterations, rows of bars, and numbers with units."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LOOK = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-"""Text stays text, and a run's name with a $ is no formula."""
+"""Text stays text, and a run's name with a $ is not a formula."""
 
 IDS = re.compile(r'(\bid="|href="#|url\(#)')
 _numbers = count()
@@ -84,7 +84,7 @@ def write_picture(figure: Figure, path: Path) -> None:
 
 
 def inline(figure: Figure) -> str:
-    """A figure as an SVG element of a page, with ids of its own."""
+    """A figure as an SVG element for a page, with unique ids."""
     text = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(text, format="svg", metadata=nothing)
@@ -121,8 +121,8 @@ def curves(
     size: tuple[float, float] = (4.9, 2.5),
     along: str = "iteration",
 ) -> Figure | None:
-    """A chart over iterations, or what `along` says; None where no series has a drawable value. With `zero` the axis
-    begins at 0. `text` writes the axis' values, those of bytes at powers of two."""
+    """A chart over iterations, or over `along`; None if no series has a drawable value. With `zero` the axis begins at
+    0. `text` formats the values on the axis; bytes have ticks at powers of two."""
     finite = [replace(one, points=[point for point in one.points if all(map(is_drawable, point))]) for one in series]
     finite = [one for one in finite if one.points]
     if not finite:
@@ -174,7 +174,7 @@ def wrapped(text: str, width: float) -> str:
 
 
 def write_values(axis: Axis, text: Callable[[float], str], most_values: int = 6) -> None:
-    """Has an axis write its values by a function; those of bytes at round numbers of their unit."""
+    """Format the values of an axis with a function; byte values are at round numbers of their unit."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
     axis.set_major_locator(MaxNLocator(most_values))
@@ -193,7 +193,7 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def idle_shares(axes: Axes, shares: Sequence[float]) -> None:
-    """The idle share of each row, on the right."""
+    """Idle fraction of each row, on the right."""
     right = axes.secondary_yaxis("right")
     right.set_yticks(range(len(shares)), [f"{share:.1%}" for share in shares])
     right.set_ylabel("idle")
@@ -208,7 +208,8 @@ def draw_actions(
     opacity: Callable[[Action], float] = lambda action: 1.0,
     points: float = 7,
 ) -> None:
-    """A bar for each action of a rank, with its micro-batch where that fits: a unit of time is `scale` points wide."""
+    """A bar for each action of a rank, with its micro-batch number if it fits: a unit of time is `scale` points
+    wide."""
     times = [(timed.start - start, timed.stop - timed.start) for timed in line]
     fills = [(COLOURS[timed.action.kind.value], opacity(timed.action)) for timed in line]
     axes.broken_barh(times, (row - 0.42, 0.84), facecolors=fills, edgecolors="white", linewidth=0.4)

@@ -1,4 +1,5 @@
-"""Copies what a report reads of a run in another storage than the local disk. This module does not import torch."""
+"""Copy of the files that a report reads, for a run in a storage other than the local disk. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.dist_checkpointing.path_kind import EVENTS, LATEST, METADATA, METRICS_FILE, RUN_CONFIG, saved_folders
 
 SMALL = 64 << 20
-"""Bytes up to which a file is copied."""
+"""Largest size in bytes of a file that is copied."""
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def local_run(root: PurePath) -> Iterator[Path]:
 
 
 def _copy(root: PurePath, folder: Path) -> None:
-    """Copies small files; of each file of tensors only its size, as a file with a hole."""
+    """Copy small files; for each tensor file, create a sparse file of the same size."""
     storage = storage_of(root)
     for name in (METRICS_FILE, RUN_CONFIG, EVENTS, LATEST, "outcome"):
         if 0 < (storage.size(root / name) or 0) <= SMALL:

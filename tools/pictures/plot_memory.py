@@ -1,4 +1,4 @@
-"""Memory of each rank by category, as planned and as a traced run held it.
+"""Memory of each rank by category, as planned and as measured in a traced run.
 
     python pretrain_gpt.py --dry-run --json plan.json FLAGS
     python tools/pictures/plot_memory.py --plan plan.json --trace iterations-11-12.json.gz --output memory.svg

@@ -62,7 +62,7 @@ class RankMap:
         return len({self.nodes[rank] for rank in group})
 
     def crossing(self, axis: str) -> tuple[int, int, int]:
-        """(groups along an axis, those whose ranks are on several nodes, the most nodes of one)."""
+        """(groups along an axis, groups whose ranks are on several nodes, largest number of nodes of a group)."""
         spans = [self.nodes_of(group) for group in self.dims.groups(axis)]
         return len(spans), sum(span > 1 for span in spans), max(spans)
 
@@ -121,7 +121,7 @@ def lines(found: RankMap) -> Iterator[str]:
 
 
 def crossing_line(found: RankMap, axis: str) -> str:
-    """Return whether the groups along an axis stay within nodes."""
+    """Return True if the groups along an axis stay within nodes."""
     groups, crossing, most = found.crossing(axis)
     size = found.dims.size(axis)
     many = f"{groups} groups of {size}" if groups > 1 else f"1 group of {size}"

@@ -1,4 +1,4 @@
-"""Draw the pipeline of a traced step as planned and as measured, on one scale, and the phases of each rank's step.
+"""Draw the pipeline of a traced step as planned and as measured, on the same scale, and the phases of each rank's step.
 
     python tools/pictures/plot_trace.py runs/a/trace/iterations-11-12.json.gz --output step.svg
 

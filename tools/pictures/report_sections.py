@@ -1,4 +1,4 @@
-"""The sections of a run's report: each takes the run as far as it could be read, and says what is missing.
+"""Sections of a run's report: each uses the run as far as it could be read, and reports what is missing.
 
 The page, page.html, needs no network: styles and pictures are inline, and every text of the run is escaped.
 """
@@ -47,7 +47,7 @@ html: Any = _pages.get_template("page.html").module
 
 
 def figures(pictures: Iterable[Figure | None]) -> Markup:
-    """Charts beside each other as far as there is room."""
+    """Charts beside each other, as far as there is room."""
     return html.pictures([inline(picture) for picture in pictures if picture is not None], "pictures")
 
 
@@ -57,7 +57,7 @@ def wide_figures(draw: Callable[[float], Figure]) -> Markup:
 
 
 def summary(run: RunFolder) -> Markup:
-    """The figures that one asks for first."""
+    """The most important figures."""
     facts = [("status", *status(run))]
     of = run.config.get("train-iters")
     reached = max((int(record["iteration"]) for record in run.records), default=None)
@@ -87,7 +87,7 @@ def _finite(points: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def status(run: RunFolder) -> tuple[str, str]:
-    """(how the run stands, class of its colour)"""
+    """(status of the run, CSS class of its colour)"""
     last = next((event for event in reversed(run.events) if event.get("event") in ("start", "end")), None)
     name = str(last.get("name", "")) if last is not None and last["event"] == "end" else ""
     name = name or run.outcome.get("name", "")
@@ -122,7 +122,7 @@ def of_runs(runs: Sequence[RunFolder], key: str) -> list[Series]:
 
 
 def loss(run: RunFolder, others: Sequence[RunFolder]) -> Markup:
-    """Curves of loss, validation loss, gradient norm and learning rate, those of several runs over each other."""
+    """Curves of loss, validation loss, gradient norm and learning rate; several runs share a chart."""
     runs, series = [run, *others], []
     for each, colour, name in zip(runs, COLOURS_OF_RUNS, names_of(runs), strict=False):
         series.append(Series(name if others else "training", each.values("lm_loss"), colour=colour))
@@ -204,7 +204,7 @@ def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan
 
 
 def layout(run: RunFolder, gpus_per_node: int) -> Markup:
-    """Which rank is where, and which groups cross nodes."""
+    """Placement of ranks, and the groups that cross nodes."""
     found, source = None, ""
     if run.trace is not None and not run.older_trace:
         try:
@@ -306,7 +306,7 @@ def saves(run: RunFolder) -> Markup:
 
 
 def faults(run: RunFolder) -> Markup:
-    """Starts and ends, steps that were skipped or not finite, pauses, alarms, stacks."""
+    """Starts and ends, skipped or non-finite steps, pauses, alarms, stacks."""
     rows = starts_and_ends(run)
     text = html.table("starts and ends", ("time (UTC)", "event", "about"), rows[-MOST_ROWS:])
     starts, killed = (sum(row[1] == what for row in rows) for what in ("start", KILLED))
@@ -351,7 +351,7 @@ RECOVERY = {
 
 
 def recoveries(run: RunFolder) -> Markup:
-    """What failed, and how the run went on."""
+    """Failures, and the recovery from each."""
     found = [event for event in run.events if event.get("event") == "recovery"][-MOST_ROWS:]
     rows = [[when(event.get("time")), *(_cell(event.get(key, "")) for key in RECOVERY.values())] for event in found]
     return html.table("recoveries", ("time (UTC)", *RECOVERY), rows, (3, 4, 5))

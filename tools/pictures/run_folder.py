@@ -1,4 +1,4 @@
-"""Reads the --save folder of a run; missing and damaged files are noted and skipped.
+"""Read the --save folder of a run; missing and damaged files are noted and skipped.
 
 This module does not import torch.
 """
@@ -38,18 +38,18 @@ Record = dict[str, Any]
 
 @dataclass
 class RunFolder:
-    """A run as far as it can be read. `notes` say what could not."""
+    """A run as far as it can be read. `notes` lists what could not be read."""
 
     path: Path
     records: list[Record] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
-    """By flag, without dashes in front; derived values too."""
+    """Flags by name, without leading dashes; derived values too."""
 
     events: list[Record] = field(default_factory=list)
     outcome: dict[str, str] = field(default_factory=dict)
     checkpoints: list[Record] = field(default_factory=list)
     stacks: dict[str, str] = field(default_factory=dict)
-    """File -> its beginning, of the ranks that have dumped their stacks."""
+    """File -> beginning of its text, for the ranks that have dumped their stacks."""
 
     trace_path: Path | None = None
     trace: Trace | None = None
@@ -101,7 +101,7 @@ class RunFolder:
         return ", ".join(f"{axis.upper()} {traced[axis]}" for axis in AXES if traced[axis] > 1) or "one rank"
 
     def values(self, key: str) -> list[tuple[float, float]]:
-        """(iteration, value) of the records that have a number of this name."""
+        """(iteration, value) of the records with a number of this name."""
         found = [(float(record["iteration"]), number(record.get(key))) for record in self.records]
         return [(iteration, value) for iteration, value in found if value is not None]
 
@@ -123,7 +123,7 @@ def labels_of(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def number(value: Any) -> float | None:
-    """A number of a record, also one that stands there as "NaN"; None for all else."""
+    """Number in a record, even if it is stored as "NaN"; None for everything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -188,7 +188,7 @@ def read_run(
 
 
 def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[Record]:
-    """Objects of a file, one a line; a line that is none is skipped and noted."""
+    """Objects of a file, one per line; a line that is not an object is skipped and noted."""
     if not path.is_file():
         if required:
             run.notes.append(f"{path.name}: not there, so nothing is known of the run's metrics")
@@ -212,8 +212,8 @@ def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[R
 
 
 def _read_metrics(run: RunFolder, path: Path) -> None:
-    """One record for each iteration: what training, validation and tasks have logged of it, and of what a resumed run
-    has logged twice the later."""
+    """One record for each iteration, with everything that training, validation and tasks have logged for it. If a
+    resumed run has logged an iteration twice, the later record counts."""
     by_iteration: dict[int, Record] = {}
     for record in _json_lines(run, path):
         at = record.get("iteration")
