@@ -1,7 +1,7 @@
-"""A micro-batch, and the context of it that every layer receives.
+"""A micro-batch, and its context, which every layer receives.
 
-Both are arguments all the way down to core attention. No layer keeps state of a batch, so a pipeline stage can have
-many micro-batches in flight and recompute any of them.
+Both are passed as arguments down to core attention. No layer stores batch state, so that a pipeline stage can have many
+micro-batches in flight and recompute any of them.
 """
 
 from __future__ import annotations
@@ -34,29 +34,31 @@ class Batch:
     """[b, s] float: 1 where the loss counts, 0 where it does not."""
 
     sample_index: Tensor
-    """[b] int64: number of each sample in the run. Dropout masks follow from it, so every layout has the same."""
+    """[b] int64: number of each sample in the run. Dropout masks are computed from it, so that all layouts have the
+    same masks."""
 
     source_ids: Tensor | None = None
-    """[b] int64: number of the data set that each sample is from; None where nothing asks."""
+    """[b] int64: number of each sample's data set; None if nothing needs it."""
 
     position_ids: Tensor | None = None
     """[b, s] int64; None for 0 .. s-1."""
 
     document_ids: Tensor | None = None
-    """[b, s] int64: tokens attend to tokens of equal id only, which are adjacent; None for one document a sample."""
+    """[b, s] int64: tokens attend only to tokens with the same id, which are adjacent; None for one document per
+    sample."""
 
     documents: Documents | None = None
-    """Where the documents of the whole samples begin: `document_ids` of all context-parallel ranks, on the host."""
+    """Document starts in the whole samples: `document_ids` of all context-parallel ranks, on the host."""
 
     shards: Shards | None = None
-    """The positions that the context-parallel ranks hold; None for the usual ones."""
+    """Positions that each context-parallel rank holds; None for the default division."""
 
     places: Tensor | None = None
-    """[s/cp] int64: index of these tokens in their samples; None for 0 .. s-1. Dropout masks follow from it, and so do
-    positions without `position_ids`."""
+    """[s/cp] int64: index of these tokens in their samples; None for 0 .. s-1. It determines dropout masks, and
+    positions if there are no `position_ids`."""
 
     aux_scale: Tensor | None = None
-    """Scalar: factor of the gradients of auxiliary losses, which are sums over tokens
+    """Scalar: factor for the gradients of auxiliary losses, which are sums over tokens
     (`megatron.core.moe.load_balancing`); None without auxiliary losses."""
 
     loss_seed: Tensor | None = None
@@ -80,7 +82,7 @@ class Batch:
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> Batch:
-        """A batch from tokens [b, s] alone: each token predicts the next one, and the last predicts nothing."""
+        """Make a batch from tokens [b, s] alone: each token predicts the next one, and the last predicts nothing."""
         labels = torch.roll(tokens, -1, dims=1)
         loss_mask = torch.ones(tokens.shape, dtype=torch.float32, device=tokens.device)
         loss_mask[:, -1] = 0
@@ -88,11 +90,12 @@ class Batch:
 
     @property
     def num_tokens(self) -> Tensor:
-        """Scalar on the device: tokens whose loss counts."""
+        """Scalar on the device: number of tokens whose loss counts."""
         return self.loss_mask.sum()
 
     def with_future(self, depths: int) -> Batch:
-        """A batch of whole samples with the later tokens that multi-token prediction of this many depths reads.
+        """Return the batch, of whole samples, with the later tokens that multi-token prediction of this many depths
+        reads.
 
         At depth k the loss of a token counts where that of the token itself counts and those of the k tokens after it,
         and where the label k places further on is in the token's own document. Of the last k tokens it never counts.
@@ -136,13 +139,13 @@ class Batch:
         return replace(self, **local, documents=documents, shards=shards, places=places)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on `device`. Copies to a GPU do not block."""
+        """Return the batch on `device`. Copies to a GPU do not block."""
         moved = {name: copied_to(tensor, device) for name, tensor in self.tensors().items()}
         change: Callable[..., Batch] = replace
         return change(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that hold a tensor."""
+        """Return the fields that hold a tensor."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
 
@@ -166,24 +169,24 @@ class CachedCore(Protocol):
 
 
 class EarlierTokens(Protocol):
-    """Cache of earlier tokens of b texts, in generation: a batch of s new tokens of each follows them. Texts are padded
-    on the right. Without context parallelism."""
+    """Cache of the earlier tokens of b texts during generation; s new tokens of each text follow them. Texts are padded
+    on the right. Context parallelism is not supported."""
 
     positions: Tensor
-    """[b, s] of the new tokens."""
+    """[b, s]: positions of the new tokens."""
 
     lengths: Tensor | None
-    """[b] numbers of new tokens; None if no text is padded."""
+    """[b]: number of new tokens of each text; None if no text is padded."""
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...] | None:
-        """Keeps keys and values [s, b, groups, width] of the new tokens. Returns those of all tokens
-        [b, groups, columns, width]; None if there are no earlier ones."""
+        """Store keys and values [s, b, groups, width] of the new tokens. Returns the keys and values of all tokens [b,
+        groups, columns, width]; None if there are no earlier tokens."""
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """States [b, ...] of a layer behind the earlier tokens; None if there are none."""
+        """Return a layer's states [b, ...] after the earlier tokens; None if there are none."""
 
     def set_states(self, layer: int, *new: Tensor) -> None:
-        """Replaces them."""
+        """Replace a layer's states."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CachedCore) -> Tensor:
         """q [s, b, heads, d] of the new tokens, k [b, groups, columns, d] and v [b, groups, columns, dv] of all ->

@@ -1,8 +1,8 @@
-"""The one tag a parameter carries.
+"""Metadata of parameters: role, global shape, sharding and initial values.
 
 Initial values, gradient reduction, gradient norm, learning rates, weight decay, checkpoints, conversion and replica
-checks read a parameter's `ParamMeta` and nothing else about it, so a new layer is described once, where it is built.
-No torch here: plans and tools read the same tags.
+checks read only a parameter's `ParamMeta`, so that a new layer is described once, where it is built. This module does
+not import torch, so that plans and tools can read the same metadata.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from types import MappingProxyType
 from typing import Literal, Protocol, get_args
 
 HISTORY = "_history"
-"""End of the names of tensors that record earlier steps, as scales of number formats do. A checkpoint may lack them, or
-have them of another length: they begin again. A run may have no use for them."""
+"""Suffix of the names of tensors that record earlier steps, such as the amax histories of fp8. If a checkpoint lacks
+them, or has them with another length, they start empty. A run may ignore them."""
 
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts: `kind` is "normal" (mean 0, `std`), "uniform" (in [`low`, `high`)), "log_of_uniform" (the
-    logarithm of such numbers), "inverse_softplus" (numbers whose softplus is in that range, with uniform logarithms),
-    "zeros", "ones", "constant" (`value`, several of them repeated along the last dim), or "choices" (whole numbers
-    below `high`, those of a row distinct)."""
+    """Initial values of a parameter. `kind` is "normal" (mean 0, `std`), "uniform" (in [`low`, `high`)),
+    "log_of_uniform" (the logarithm of such numbers), "inverse_softplus" (numbers whose softplus is in that range, with
+    uniform logarithms), "zeros", "ones", "constant" (`value`, several of them repeated along the last dim), or
+    "choices" (whole numbers below `high`, those of a row distinct)."""
 
     kind: str = "normal"
     std: float = 0.0
@@ -35,10 +35,10 @@ class Init:
 
 @dataclass(frozen=True)
 class Fused:
-    """Weights of several linear maps that one parameter holds side by side: `sizes` are their lengths along `dim`."""
+    """Weights of several linear maps that are concatenated in one parameter: `sizes` are their lengths along `dim`."""
 
     name: str
-    """"qkv" (queries, keys and values), "gate_up" (both halves of a gated fc1), or a name of your own."""
+    """"qkv" (queries, keys and values), "gate_up" (both halves of a gated fc1), or a custom name."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -75,7 +75,8 @@ Role = Literal[
 """
 
 WidthKind = Literal["input", "hidden", "output", "vector"]
-"""How a parameter's two ends widen with the model, as in table 8 of muP (arXiv:2203.03466)."""
+"""Kind of a parameter by how its input and output dimensions grow with the model's width (muP, arXiv:2203.03466, table
+8)."""
 
 WIDTH_KINDS: Mapping[str, WidthKind] = {
     "embedding": "input",
@@ -85,63 +86,63 @@ WIDTH_KINDS: Mapping[str, WidthKind] = {
     "router": "output",
     "gate": "output",
 }
-"""Role -> kind; every other role is a vector."""
+"""Role -> width kind; every other role is a vector."""
 
 KINDS = {"embedding": "embeddings", "norm": "norms"} | dict.fromkeys(("bias", "sink", "vector", "state"), "biases")
-"""Role -> kind for weight decay; the parameters of every other role are matrices."""
+"""Role -> kind for weight decay; parameters with any other role are matrices."""
 
 
 @dataclass(frozen=True)
 class ParamMeta:
-    """Role of a parameter, and position of a local tensor in the whole model.
+    """Metadata of a parameter: its role, and the position of the local tensor in the whole model.
 
     A parameter is a rectangle ("box") of one global tensor: `sharded` names, for each mesh axis that cuts it, the
-    dimension that is cut into equal parts. On every other axis of its view of the mesh the ranks hold replicas.
+    dimension that is cut into equal parts. Along all other mesh axes the ranks hold replicas.
     """
 
     name: str
-    """Name in the whole model, with global layer numbers: `decoder.layers.3.mlp.fc1.weight`."""
+    """Name in the whole model, with global layer numbers, such as `decoder.layers.3.mlp.fc1.weight`."""
 
     global_shape: tuple[int, ...]
 
     sharded: Mapping[str, int] = field(default_factory=dict)
-    """Mesh axis ("tp", or "ep" and "expt_tp") -> dimension that it cuts."""
+    """Maps each mesh axis ("tp", or "ep" and "expt_tp") to the dimension that it shards."""
 
     init: Init | None = None
-    """Initial values that differ from those that `InitPolicy` has for the role. `make_parameter` fills in the rest."""
+    """Initial values, if they differ from those of `InitPolicy` for the role. `make_parameter` fills in the default."""
 
     partial_over: tuple[str, ...] = ()
-    """Model-parallel axes over which the local gradient is a partial sum and must be added up:
-    ("tp",) for what acts on sequence-parallel activations. Data axes are always summed over and not named."""
+    """Model-parallel axes over which the local gradient is a partial sum that must be reduced: ("tp",) for a parameter
+    that acts on sequence-parallel activations. Data-parallel axes are always reduced, and are not listed."""
 
     shared_stages: tuple[int, ...] = ()
-    """Pipeline stages that each hold a replica (tied embeddings: first and last); their gradients are summed.
-    The first one counts for norms and checkpoints."""
+    """Pipeline stages that each hold a replica (tied embeddings: first and last); their gradients are summed. Norms and
+    checkpoints use the first one."""
 
     expert: bool = False
-    """Lives on the expert view of the mesh: reduced over "expt_dp" instead of "dp" and "cp"."""
+    """True for an expert parameter, whose gradient is reduced over "expt_dp" instead of "dp" and "cp"."""
 
     role: Role = field(kw_only=True)
-    """Role in the model, which initial values, learning rates and weight decay depend on."""
+    """Role in the model, which determines initial values, learning rates and weight decay."""
 
     fan_in: int = field(default=0, kw_only=True)
-    """Number of terms that are summed to one output: by default that of a weight [..., out, in], of a convolution
-    [..., taps], and 1 for tables, weights of norms, biases and other vectors."""
+    """Number of terms in the sum for one output. By default it is the last dimension of a weight [..., out, in] or of a
+    convolution [..., taps], and 1 for embeddings, norm weights, biases and other vectors."""
 
     to_residual: bool = field(default=False, kw_only=True)
-    """True if the output is added to the residual stream, as those of linear_proj and linear_fc2 are."""
+    """True if the output is added to the residual stream, like the outputs of linear_proj and linear_fc2."""
 
     tied: bool = field(default=False, kw_only=True)
-    """True if the word embeddings are the weight of the output layer too."""
+    """True if the word embeddings are also the weight of the output layer."""
 
     linear: bool = False
-    """Weight of a linear layer, whose products may run in fp8."""
+    """True for the weight of a linear layer, whose GEMMs may run in fp8."""
 
     stacked: int = 0
-    """Leading dimensions that number matrices: 1 for the experts of [E, ffn, h]."""
+    """Number of leading dimensions that index matrices: 1 for experts stacked as [E, ffn, h]."""
 
     fused: Fused | None = None
-    """The linear maps whose weights lie side by side in the parameter; by default it is the weight of one."""
+    """Linear maps whose weights are concatenated in the parameter; None if it is the weight of a single one."""
 
     def __post_init__(self) -> None:
         if self.role not in get_args(Role):
@@ -152,7 +153,7 @@ class ParamMeta:
             object.__setattr__(self, "fan_in", self.global_shape[-1] if sums else 1)
 
     def __getstate__(self) -> dict[str, object]:
-        """For copies and other processes, which a read-only view cannot reach."""
+        """State for copying and pickling, which do not support a read-only mapping."""
         return vars(self) | {"sharded": dict(self.sharded)}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -161,7 +162,7 @@ class ParamMeta:
 
     @property
     def fan_out(self) -> int:
-        """Number of outputs of one input, in one of the stacked matrices."""
+        """Number of outputs per input, in one of the stacked matrices."""
         if self.role == "embedding":
             return self.global_shape[-1]
         return self.numel // prod(self.global_shape[: self.stacked]) // self.fan_in
@@ -174,14 +175,14 @@ class ParamMeta:
 
     @property
     def layer(self) -> int | None:
-        """Number of the decoder layer that it belongs to, from 0; None outside of the decoder's layers."""
+        """Number of its decoder layer, from 0; None if it belongs to no decoder layer."""
         found = re.match(r"decoder\.layers\.(\d+)\.", self.name)
         return int(found[1]) if found else None
 
     @property
     def kind(self) -> str:
-        """Kinds that weight decay distinguishes: "matrices", "embeddings" (matrices too), "norms" (their weights), and
-        "biases" for all other vectors."""
+        """Kind for weight decay: "matrices", "embeddings" (also matrices), "norms" (norm weights), or "biases" for all
+        other vectors."""
         return KINDS.get(self.role, "matrices")
 
     @property
@@ -191,7 +192,7 @@ class ParamMeta:
 
     @property
     def numel(self) -> int:
-        """Elements of the global tensor."""
+        """Number of elements of the global tensor."""
         return prod(self.global_shape)
 
     @property

@@ -1,10 +1,10 @@
-"""Registries: the named choices of each kind of part, the library's own and those that extensions add. This module does
-not import torch.
+"""Registries: the named choices for each kind of part, both the library's own and those that extensions add. This
+module does not import torch.
 
 A registry holds the library's own parts; `megatron.extensions.load`, which entry points call, adds the parts of the
-built-in extensions. They are registered by where they are, "module:attribute", and imported when first used, so that
-`--help` and validation need no torch. Facts that they need before a part is imported, such as whether an activation
-function is gated, are registered with it as `facts`."""
+built-in extensions. Parts are registered by import path, "module:attribute", and imported on first use, so that
+`--help` and validation do not need torch. Facts that are needed before a part is imported, such as whether an
+activation function is gated, are registered with it as `facts`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Given = TypeVar("Given")
 
 @dataclass(frozen=True)
 class NoFacts:
-    """For parts of which nothing needs to be known before they are imported."""
+    """Empty facts, for parts of which nothing needs to be known before they are imported."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Entry(Generic[F]):
 
 
 def imported(where: Any) -> Any:
-    """The object that a string "module:attribute" names; any other value unchanged."""
+    """Import the object that a string "module:attribute" names; return any other value unchanged."""
     if not isinstance(where, str):
         return where
     module, _, attribute = where.partition(":")
@@ -55,7 +55,7 @@ def _is_protocol(cls: type) -> bool:
 
 
 def _members(protocol: type) -> list[str]:
-    """The names that a Protocol asks for, without `__call__`."""
+    """Names of the members that a Protocol requires, except `__call__`."""
     names: dict[str, None] = {}
     for base in reversed(protocol.__mro__):
         if _is_protocol(base) and base is not Protocol:
@@ -64,7 +64,7 @@ def _members(protocol: type) -> list[str]:
 
 
 def _call_form(protocol: type) -> str | None:
-    """The arguments of a Protocol's `__call__`, with `=` after those by keyword; None if it is not to be called."""
+    """Arguments of a Protocol's `__call__`, with `=` after keyword-only ones; None if it has no `__call__`."""
     call = next((vars(base)["__call__"] for base in protocol.__mro__ if "__call__" in vars(base)), None)
     if call is None:
         return None
@@ -75,7 +75,7 @@ def _call_form(protocol: type) -> str | None:
 
 
 def _refused(form: str, part: object) -> str:
-    """The rule that a part breaks which cannot be called with the arguments of `form`, and the remedy; else empty."""
+    """Rule and remedy if a part cannot be called with the arguments of `form`; otherwise empty."""
     words = form.split(", ")
     taken = f"a {type(part).__name__}"
     if callable(part):
@@ -120,18 +120,21 @@ def _without_types(function: Callable[..., object]) -> Signature:
 
 
 def refused_call(protocol: type, part: object) -> str:
-    """Checks a function that stands beside a part, as one of its facts: says what is wrong if it cannot be called as
-    `protocol` is, and is empty otherwise."""
+    """Check a function that is one of a part's facts. Returns the problem if it cannot be called like `protocol`, and
+    otherwise an empty text."""
     return _refused(form, part) if (form := _call_form(protocol)) else ""
 
 
 class Registry(Collection[str], Generic[P, F, K]):
-    """Name -> part of one kind, in order of registration. `flag` is how a command line chooses among them.
+    """Maps names to parts of one kind, in order of registration.
 
-    `facts` makes the facts of a part from the keyword arguments of `register`. `protocol` is the Protocol of the parts:
-    each must take the arguments of its `__call__` and have its other members. It may also be a plain class, whose
-    instances the parts are. Where a part is called to make an object, `makes` is the Protocol of these objects, and
-    each part that is a class must have its members, and methods that take the same arguments.
+    Args:
+        flag: the flag that chooses a part on the command line, for messages.
+        facts: makes the facts of a part from the keyword arguments of `register`.
+        protocol: the Protocol of the parts. Each part must accept the arguments of its `__call__`, and have its other
+            members. Alternatively a plain class, of which the parts are instances.
+        makes: the Protocol of the objects that parts make when they are called. A part that is a class must have its
+            members, with methods that accept the same arguments.
     """
 
     def __init__(
@@ -156,9 +159,10 @@ class Registry(Collection[str], Generic[P, F, K]):
     @overload
     def register(self, name: str, part: Given, /, *args: K.args, **facts: K.kwargs) -> Given: ...
     def register(self, name: str, part: Any = None, /, *args: Any, **facts: Any) -> Any:
-        """Adds a part, given or decorated; a string "module:attribute" is imported on first use.
+        """Add a part, as an argument or as a decorator; a string "module:attribute" is imported on first use.
 
-        Raises ValueError if the name is taken, with file and line of both, or if the part has not the form of its kind.
+        Raises ValueError if the name is taken, with file and line of both registrations, or if the part does not match
+        the protocol of its kind.
         """
         caller = sys._getframe(1)
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
@@ -187,12 +191,12 @@ class Registry(Collection[str], Generic[P, F, K]):
         return add if part is None else add(part)
 
     def substitute(self, name: str, part: str, when: Callable[..., bool]) -> None:
-        """Makes `build` call `part`, "module:attribute", in place of the part `name` where `when` of the arguments is
-        true: the same function of the same parameters, computed in another way. Configurations keep `name`."""
+        """Make `build` call `part`, "module:attribute", instead of the part `name` if `when(*args)` is true. A
+        substitute computes the same function of the same parameters in another way. Configurations keep `name`."""
         self._substitutes.setdefault(name, []).append((part, when))
 
     def build(self, name: str, *args: Any) -> Any:
-        """Calls the part, or the first of its substitutes that these arguments suit."""
+        """Call the part, or its first substitute whose condition holds for these arguments."""
         for part, when in self._substitutes.get(name, ()):
             if when(*args):
                 return imported(part)(*args)
@@ -208,7 +212,7 @@ class Registry(Collection[str], Generic[P, F, K]):
         return len(self._entries)
 
     def __getitem__(self, name: str) -> P:
-        """The part. Raises ValueError for a name that nothing has registered."""
+        """Return the part. Raises ValueError for a name that is not registered."""
         entry = self._entry(name)
         if isinstance(entry.part, str):
             part = imported(entry.part)
@@ -217,7 +221,7 @@ class Registry(Collection[str], Generic[P, F, K]):
         return cast("P", entry.part)
 
     def _check(self, name: str, part: object) -> None:
-        """Raises ValueError if a part cannot be called as its kind is, or lacks what it must have."""
+        """Raise ValueError if a part does not match the protocol of its kind."""
         if unwritten := _unwritten(part):
             raise ValueError(f"{self.flag} {name}: has no {unwritten} of its own; write it, or correct its spelling")
         if not isinstance(part, self._class):
@@ -235,19 +239,20 @@ class Registry(Collection[str], Generic[P, F, K]):
             raise ValueError(f"{self.flag} {name}: {refused}")
 
     def facts(self, name: str) -> F:
-        """Facts about a part, without importing it. Raises ValueError as `registry[name]` does."""
+        """Return the facts about a part without importing it. Raises ValueError as `registry[name]` does."""
         return self._entry(name).facts
 
     def wanted(self, *args: Any) -> list[str]:
-        """The parts that a run wants, for kinds whose facts have a `when`: those of which `when(*args)` is true."""
+        """Return the names of the parts that a run uses, for kinds whose facts have a `when`: those for which
+        `when(*args)` is true."""
         return [name for name, entry in self._entries.items() if entry.facts.when(*args)]  # type: ignore[attr-defined]
 
     def chosen(self, *args: Any) -> str | None:
-        """The first of `wanted`, for kinds of which a run has one part at most; None for none."""
+        """Return the first of `wanted`, for kinds of which a run has at most one part; None if there is none."""
         return next(iter(self.wanted(*args)), None)
 
     def where(self, name: str) -> str:
-        """File and line of its registration."""
+        """Return the file and line of a part's registration."""
         return self._entry(name).where
 
     def _entry(self, name: str) -> _Entry[F]:

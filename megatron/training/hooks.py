@@ -1,8 +1,8 @@
 """Hooks for extensions in a run: callbacks, meters, periodic tasks and metrics. This module does not import torch.
 
 A `Callback` is an extension's object in a run: its methods are called on events, and it may add meters (counts during
-passes, reported at log lines), periodic tasks and state in checkpoints. The built-in extensions use nothing else.
-`Parts` adds objects of a program's own.
+passes, reported at log lines), periodic tasks and checkpoint state. The built-in extensions use the same interface.
+`Parts` adds a program's own objects.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class RunView:
     stop_reason: str | None = None
 
     def stop(self, why: str) -> None:
-        """Asks for the end of the run. One rank is enough: at the next log line or evaluation, or the current one, all
-        ranks save and stop together."""
+        """Request the end of the run. A request on one rank suffices: at the next log line or evaluation, or the
+        current one, all ranks save and stop together."""
         self.stop_reason = str(why or "a callback asks for it")
 
 
 @dataclass(frozen=True)
 class StepView:
-    """The view of a step that has updated the weights, for metrics."""
+    """View of a step that has updated the weights, for metrics."""
 
     run: RunView
     batches: Sequence[Batch]
@@ -76,14 +76,14 @@ class Evaluation:
     split: str
     """"valid" or "test"."""
     name: str
-    """The name of a validation set; empty without one."""
+    """Name of the validation set; empty if it has none."""
     dataset: Dataset
-    """The data set, whose samples have the numbers of `Batch.sample_index`."""
+    """The data set; `Batch.sample_index` has the numbers of its samples."""
 
 
 @dataclass(frozen=True)
 class StepFinding:
-    """The result of a search in a step that was not finite."""
+    """Result of searching a non-finite step for its cause."""
 
     text: str
     advice: str = ""
@@ -100,10 +100,10 @@ class Verdict:
     """True if loss or gradient were not finite, and a lower loss scale would not help."""
 
     refused: bool
-    """True if the step violates a check: it was skipped for it, or ends the run."""
+    """True if the step violates a check, and was therefore skipped or ends the run."""
 
     ends_run: bool
-    """True if --max-skipped-iterations are used up."""
+    """True if --max-skipped-iterations has been reached."""
 
     def __str__(self) -> str:
         total, tokens = self.result.sums
@@ -113,7 +113,7 @@ class Verdict:
 
 
 class Judge(Protocol):
-    """Finds steps with a loss or a gradient out of the ordinary, on the device."""
+    """Detects steps with an unusual loss or gradient, on the device."""
 
     state: Tensor
     """State of the judge as a flat float64 tensor, which checkpoints keep."""
@@ -133,82 +133,83 @@ class Log(Protocol):
         """Prints a line, above the progress bar if there is one."""
 
     def go_back(self, iteration: int) -> None:
-        """Drops the records after an iteration, as the log of a run that resumes there does."""
+        """Discard the records after an iteration, like the log of a run that resumes there."""
 
 
 class Exporter(Protocol):
     """Work on complete checkpoints while training continues. On one rank, apart from `poll` and `abandon`."""
 
     doing: str
-    """Its current work, for reports of hangs."""
+    """Current work, for reports about hangs."""
 
     def add(self, iteration: int, checkpoint: PurePath) -> None:
-        """Takes note of a complete checkpoint. It is not deleted while it is in `held` (`Callback.exporter`)."""
+        """Register a complete checkpoint. It is not deleted while it is in `held` (`Callback.exporter`)."""
 
     def poll(self, wait: bool = False) -> list[str]:
-        """Continues the work, and with `wait` ends it. Returns lines to print."""
+        """Continue the work; with `wait`, complete it. Returns lines to print."""
 
     def abandon(self) -> list[str]:
-        """Drops the work, for a process that must leave. Returns lines to print."""
+        """Abandon the work, in a process that must exit. Returns lines to print."""
 
 
 class Meter:
-    """Counts during the passes of steps on one rank, and reports at log lines.
+    """Base class of meters, which count during the passes of steps on one rank, and report at log lines.
 
     For each step: `begin_step`, the passes, `gradients_ready`, `end_step` with the update of the weights, or
     `discard_step` in its place, `after_update`. At a log line: `take` on every rank, a sum over the world, `report`.
     """
 
     def begin_step(self, step: Step) -> None:
-        """Before the passes of a step, also where they run again."""
+        """Called before the passes of a step, and again if they are repeated."""
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """The micro-batches as the passes get them. `scale`: the factor that turns a mean over the tokens of the global
-        batch into a term of the loss that is differentiated."""
+        """Return the micro-batches for the passes. `scale`: the factor that turns a mean over the tokens of the global
+        batch into a term of the differentiated loss."""
         return batches
 
     def gradients_ready(self, factor: Tensor) -> None:
-        """After the last backward: the reduced gradients are still to be multiplied by `factor`."""
+        """Called after the last backward; the reduced gradients have not been multiplied by `factor` yet."""
 
     def end_step(self, skip: Tensor) -> None:
-        """With the update of the weights; of a step with `skip` 1 nothing counts. Nothing waits for the device."""
+        """Called with the weight update; a step with `skip` 1 must not be counted. It must not wait for the device."""
 
     def step_state(self) -> list[Tensor]:
-        """The tensors that `end_step` changes: they are restored if the update is rolled back."""
+        """Return the tensors that `end_step` changes, which are restored if the update is rolled back."""
         return []
 
     def discard_step(self) -> None:
-        """Drops what a step has counted that will not reach `end_step`."""
+        """Discard the counts of a step that will not reach `end_step`."""
 
     def after_update(self, step: StepView, result: StepResult) -> None:
-        """After the update of the weights. `result.skip` is 1 if there was none; it may be read only in steps of which
-        `reads_result` says so."""
+        """Called after the weight update. `result.skip` is 1 if there was none; it may be read only if `reads_result`
+        returns True for the step."""
 
     def reads_result(self, iteration: int) -> bool:
-        """Return whether it reads the parameters or the result of this step before the next one begins."""
+        """Return True if the meter reads the parameters or the result of this step before the next one begins."""
         return False
 
     def take(self) -> Tensor | None:
-        """Counts since the last call, flat float64, to be summed over the world; None for nothing."""
+        """Return the counts since the last call, flat float64, to be summed over the world; None if there are none."""
         return None
 
     def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
-        """Values to log, from the sum of `take` over the world; equal on all ranks."""
+        """Return values to log, from the sum of `take` over the world; equal on all ranks."""
         return {}
 
     def write(self, log: Log) -> None:
-        """Writes records of its own, before that of the interval."""
+        """Write additional records, before the record of the interval."""
 
     def lines(self, record: Record) -> list[str]:
-        """Lines for the console below that of the record."""
+        """Return lines for the console, printed below the line of the record."""
         return []
 
     def evaluating(self, evaluation: Evaluation) -> AbstractContextManager[Tensor | None]:
-        """Counts of an evaluation within this block on this rank, once it has ended, to be summed over the world."""
+        """Context of an evaluation. It yields this rank's counts, complete at the end of the block, to be summed over
+        the world."""
         return nullcontext()
 
     def report_evaluation(self, summed: Tensor, split: str) -> Mapping[str, object]:
-        """Values to log, from the sum of `evaluating` over the world."""
+        """Return values to log, from the sum of `evaluating` over the world."""
         return {}
 
 
@@ -221,44 +222,46 @@ class Task:
     """Iterations; None or 0 for never."""
     run: Callable[[], object]
     at_end: bool = False
-    """True if it is due after the last iteration too."""
+    """True if the task is also due after the last iteration."""
     also: Callable[[], bool] | None = None
-    """True if it is due now, beside the interval."""
+    """Returns True if the task is due now, independently of the interval."""
     counts: bool = False
-    """True if its time is part of the step's time."""
+    """True if the task's time counts as step time."""
     reads_result: bool = True
-    """True if it reads the result of the step or its parameters: the next step then waits for them."""
+    """True if the task reads the step's result or the parameters: the next step then waits for them."""
     may_stop: bool = False
-    """True if callbacks are asked after it whether the run is to stop."""
+    """True if callbacks may stop the run after the task."""
     evaluates: bool = False
-    """True if it evaluates the model: --skip-train performs it once."""
+    """True if the task evaluates the model: --skip-train performs it once."""
     before_step: bool = False
-    """Performed before a step instead of after one, also before a run's first; its time counts only with `counts`."""
+    """True if the task runs before a step instead of after one, including a run's first step; its time counts only with
+    `counts`."""
     ends_interval: bool = False
-    """True if steps before and after it do not share a log line: one is due wherever it is."""
+    """True if steps before and after the task must not share a log line: a line is due at the task."""
     at_finish: bool = False
-    """True if it is performed once all iterations are trained and saved."""
+    """True if the task runs once all iterations are trained and saved."""
 
     def at(self, iteration: int, last: bool) -> bool:
-        """Return whether its interval says that it is due."""
+        """Return True if the task is due according to its interval."""
         return (last and self.at_end) or bool(self.interval and self.interval > 0 and iteration % self.interval == 0)
 
     def is_due(self, iteration: int, last: bool) -> bool:
-        """Return whether it is due after the step that was just made, or before the next."""
+        """Return True if the task is due after the last step, or before the next one."""
         return self.at(iteration, last) or (self.also is not None and self.also())
 
 
 Measure = Callable[[StepView], tuple["Tensor | float", "Tensor | float"]]
-"""A metric: (sum, count) of this rank in a step that has updated the weights. The metric is the sum of sums over the
-sum of counts, over the steps of a log interval and all ranks. Tensors stay on the device, so that nothing waits for
-it."""
+"""A metric: returns (sum, count) of this rank in a step that has updated the weights. The metric is the total sum
+divided by the total count, over the steps of a log interval and all ranks. Tensors stay on the device, so that the host
+does not wait."""
 
 
 class Callback:
-    """Called on every rank. Records are equal on all ranks, so that all take the same decisions."""
+    """Base class of callbacks, which are called on every rank. Records are equal on all ranks, so that all ranks decide
+    alike."""
 
     name = ""
-    """The name under which checkpoints keep its state: the one it is registered by; else that of its class."""
+    """Name of the callback's state in checkpoints: its registered name, or otherwise the name of its class."""
 
     states: Sequence[OptimizerPiece] = ()
     """Its states of `register(..., states=("name",))`, from `on_start` on: `piece.data` [n] are the elements [start,
@@ -267,7 +270,7 @@ class Callback:
     updates."""
 
     to_continue = ""
-    """Advice for training further once the run is complete, if the user cannot raise the flag of its length."""
+    """Advice for continuing a complete run, if the user cannot raise the flag of its length."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -290,78 +293,78 @@ class Callback:
                 raise ValueError(f"callback {cls.__name__}: {name} is never called; nearest: {near[0]}")
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
-        """What else the watchdog of this rank looks at. Before the ranks meet, as soon as they hear of each other's
-        failures."""
+        """Return further watches for this rank's watchdog. Called before the ranks meet, as soon as they can learn of
+        each other's failures."""
         return ()
 
     def hang_analysis(self, status: RankStatus) -> HangAnalysis | None:
-        """What finds the ranks that others wait for in vain, before process groups are built; the last callback that
-        has one decides."""
+        """Return an analysis that finds the ranks for which others wait in vain. Called before process groups are
+        built; the last callback that returns one decides."""
         return None
 
     def on_failure(self, error: BaseException, launch: Launch, run: Any | None) -> None:
-        """On a rank that ends with `error`, before all ranks end: for notes on the error (`error.add_note`). `run` is
-        None before it has been built. Other ranks wait meanwhile."""
+        """Called on a rank that ends with `error`, before all ranks end, to add notes to the error (`error.add_note`).
+        `run` is None if it has not been built. Other ranks wait meanwhile."""
 
     def on_setup(self, runtime: Runtime) -> None:
-        """Once the ranks have met, before the model is built: for reading inputs. A ValueError ends the run."""
+        """Called once the ranks have met, before the model is built, to read inputs. A ValueError ends the run."""
 
     def choose(self, config: RunConfig, parallel: ModelParallelConfig, runtime: Runtime) -> ModelParallelConfig:
-        """Before the model is built: the settings to build it with, `parallel` or others with the same results, as
-        those of another kernel. `config` is that of the longest phase. Collective."""
+        """Return the settings for building the model: `parallel`, or other settings with the same results, such as
+        another kernel. `config` is the configuration of the longest phase. Collective."""
         return parallel
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
-        """Once this rank's stages are built, before gradients and states have memory. Collective."""
+        """Called once this rank's stages are built, before gradients and states are allocated. Collective."""
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
-        """Loads the weights with which the run begins, in place of what --load alone would do, and returns where the
-        run stands; None to leave that to --load. The first callback that returns a position decides. `data` is the
-        fingerprint of the data at a number of consumed samples. A ValueError ends the run. Collective."""
+        """Load the initial weights instead of --load, and return the position of the run; return None to leave this to
+        --load. The first callback that returns a position decides. `data` maps a number of consumed samples to the
+        fingerprint of the data. A ValueError ends the run. Collective."""
         return None
 
     def metrics(self) -> Mapping[str, Measure]:
-        """Means over log intervals, by the name that they have in records."""
+        """Return metrics, which are averaged over log intervals, by their names in records."""
         return {}
 
     def flops_per_token(self, model: TransformerConfig) -> float | None:
-        """Model FLOPs of forward and backward per token, for TFLOP/s and MFU in records; None to leave it to others. On
-        the first rank."""
+        """Return model FLOPs per token, forward and backward, for TFLOP/s and MFU in records; None to leave it to
+        others. Called on the first rank."""
         return None
 
     def judge(self, device: torch.device, means: tuple[float, ...]) -> Judge | None:
-        """What finds spikes, built with the `Judge.state` of the checkpoint, empty at the start; None to leave it to
-        others. The first callback that has one decides."""
+        """Return the object that detects spikes, built with the `Judge.state` of the checkpoint, which is empty at the
+        start; None to leave it to others. The first callback that returns one decides."""
         return None
 
     def on_verdict(self, verdict: Verdict) -> None:
-        """The outcome of a step, read after it or while the next one runs, before anything follows from it. May raise
-        `StepsTakenBackError` if the run was asked to read it before the next step begins, in `on_step_end`."""
+        """Called with the outcome of a step, after it or while the next one runs, before anything else depends on it.
+        May raise `StepsTakenBackError` if the run was asked to read it before the next step begins, in
+        `on_step_end`."""
 
     def search(self, verdict: Verdict) -> StepFinding | None:
-        """Looks for the origin of a step whose loss or gradient was not finite. Called on every rank, before the next
+        """Search for the cause of a step whose loss or gradient was not finite. Called on every rank, before the next
         update of the weights; it may run the step again, in the run that `meters` was given."""
         return None
 
     def meters(self, run: Any) -> Sequence[Meter]:
-        """Its meters in `run`, which is built and has loaded its checkpoint. Collective."""
+        """Return the callback's meters for `run`, which is built and has loaded its checkpoint. Collective."""
         return ()
 
     def tasks(self, run: Any, log: Log) -> Sequence[Task]:
-        """The periodic tasks that it adds to a run."""
+        """Return the periodic tasks that the callback adds to a run."""
         return ()
 
     def state(self) -> object:
-        """Its state for checkpoints, of JSON's types and equal on all ranks; None for nothing."""
+        """Return the callback's state for checkpoints, in JSON types and equal on all ranks; None if it has none."""
         return None
 
     def load_state(self, state: object) -> None:
-        """Takes what `state` returned when the checkpoint was saved that the run resumes from. Called before
-        `meters`."""
+        """Restore the value that `state` returned when the run's checkpoint was saved. Called before `meters`."""
 
     def exporter(self, held: list[PurePath]) -> Exporter | None:
-        """Returns the exporter that processes complete checkpoints while training continues. Checkpoints in `held`
-        are not deleted."""
+        """Return the exporter that processes complete checkpoints while training continues. Checkpoints in `held` are
+        not deleted."""
         return None
 
     def clean_checkpoints(self, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
@@ -369,13 +372,13 @@ class Callback:
         rank, on the thread that writes checkpoints. May raise OSError."""
 
     def on_start(self, run: RunView) -> None:
-        """Before the first step, after a checkpoint was loaded."""
+        """Called before the first step, after a checkpoint was loaded."""
 
     def on_step_end(self, run: RunView) -> None:
-        """After each step. The device may still be at work on it."""
+        """Called after each step. The device may still be computing it."""
 
     def on_log(self, run: RunView, record: Record) -> None:
-        """After each log line, with its record."""
+        """Called after each log line, with its record."""
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
         """Weights for evaluations to use in place of the model's, such as averages: a state of the optimizer, out of
@@ -384,15 +387,15 @@ class Callback:
         return None
 
     def on_evaluation(self, run: RunView, split: str, record: Record) -> None:
-        """After an evaluation of "valid" or "test", with a record that has `valid_loss` or `test_loss`, or of "tasks",
-        with the scores of --eval-tasks as `eval/TASK/METRIC`."""
+        """Called after an evaluation of "valid" or "test", with a record that has `valid_loss` or `test_loss`, or of
+        "tasks", with the scores of --eval-tasks as `eval/TASK/METRIC`."""
 
     def on_checkpoint(self, run: RunView) -> None:
-        """After a save was started."""
+        """Called after a save has started."""
 
     def on_end(self, run: RunView) -> None:
-        """After the last step and the last save. An error is reported, and the other callbacks are called; the run ends
-        with code 3 (`CALLBACK_FAILED`), or as a run to be resumed if it is one."""
+        """Called after the last step and the last save. An error is reported, and the other callbacks are called; the
+        run ends with code 3 (`CALLBACK_FAILED`), or as a run to be resumed if it is one."""
 
 
 @dataclass(frozen=True)
@@ -403,14 +406,14 @@ class Parts:
     metrics: Mapping[str, Measure] = field(default_factory=dict)
 
     def with_registered(self, config: RunConfig) -> Parts:
-        """These, after those that extensions have registered, and the metrics of all callbacks."""
+        """Return these callbacks, after those that extensions have registered, and the metrics of all callbacks."""
         callbacks = (*(registered(name, config) for name in CALLBACKS.wanted(config)), *self.callbacks)
         metrics = {name: measure for callback in callbacks for name, measure in callback.metrics().items()}
         return Parts(callbacks, metrics | dict(self.metrics))
 
 
 def registered(name: str, config: RunConfig) -> Callback:
-    """A registered callback, built."""
+    """Build a registered callback."""
     callback = CALLBACKS[name](config)
     assert isinstance(callback, Callback), f"callback {name} must be derived from Callback"
     callback.name = name
@@ -423,7 +426,7 @@ def states_of(callback: Callback) -> tuple[str, ...]:
 
 
 def storage_of(callback: Callback) -> Stored:
-    """How these states are kept."""
+    """Storage of these states."""
     return CALLBACKS.facts(callback.name).stored(callback.config) if callback.name in CALLBACKS else Stored()
 
 

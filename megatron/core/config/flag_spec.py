@@ -9,14 +9,14 @@ from typing import Any, Self, TypeVar
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition on a configuration, stated in flags, which another flag requires or excludes."""
+    """Condition on a configuration, expressed in flags, which another flag requires or excludes."""
 
     text: str
-    """`--x` (given, and neither off nor 0), `--x VALUE`, `--x above N`, or one of several, divided by " or ". Behind it
-    may stand ": REASON" and "; REMEDY", which messages take over."""
+    """`--x` (given, and neither off nor 0), `--x VALUE`, `--x above N`, or one of several, divided by " or ". It may be
+    followed by ": REASON" and "; REMEDY", which messages quote."""
 
     holds: Callable[[Any], bool] | None = None
-    """True if it holds for a `RunConfig`, where the words of `text` do not say it by themselves."""
+    """Returns True if the condition holds for a `RunConfig`; None if `text` is sufficient."""
 
     @property
     def parts(self) -> tuple[str, str, str]:
@@ -37,16 +37,16 @@ class FlagSpec:
     """Flag that replaces `--field-name`. For a bool that defaults to True, the flag that turns it off."""
 
     aliases: tuple[str, ...] = ()
-    """Further spellings, with their dashes."""
+    """Alternative spellings of the flag, with their dashes."""
 
     choices: Collection[str] | None = None
-    """Legal values. The values of a registry grow as extensions are loaded."""
+    """Legal values. A registry's names are extended as extensions are loaded."""
 
     many: bool = False
-    """Takes one or more values; the field holds a tuple."""
+    """True if the flag takes one or more values; the field holds a tuple."""
 
     repeats: bool = False
-    """Takes one value, and may be given several times; the field holds a tuple."""
+    """True if the flag takes one value and may be given several times; the field holds a tuple."""
 
     path: str | None = None
     """Kind of files that the value names: "local" for a mounted file system, "stored" for a path there or
@@ -63,35 +63,35 @@ class FlagSpec:
     file may contain it only if a run of the same user has recorded it."""
 
     effective: str | None = None
-    """For a field whose value another one may determine: the property of its section of the configuration that has the
-    value. A checkpoint's is compared with the run's."""
+    """For a field whose value another field may determine: the property of its configuration section that has the
+    effective value. This value is compared between checkpoint and run."""
 
     without_effect: bool = False
-    """True if the field says how a model is computed or watched, and changes no result: a resumed run may give another
-    value, and --use-checkpoint-args leaves it to the run."""
+    """True if the field affects how a model is computed or monitored, but no result: a resumed run may change it, and
+    --use-checkpoint-args does not restore it."""
 
     may_change: bool = False
-    """True if the field may be changed in the course of a run, as a learning rate may: a resumed run may give another
-    value."""
+    """True if a resumed run may change the field, such as a learning rate."""
 
     keeps_saved: bool = False
-    """True if the default has changed: a resumed run that does not give the field keeps the checkpoint's value."""
+    """True if the default has changed between versions: a resumed run that does not give the flag keeps the
+    checkpoint's value."""
 
     training_only: bool = False
-    """True if the field affects how a model is trained or stored, but not its outputs: a run may choose it when it
-    starts from weights alone."""
+    """True if the field affects how a model is trained or stored, but not its outputs: a run that starts from weights
+    alone may choose it."""
 
     first_run: bool = False
-    """True if a first run needs the flag, so that --help shows it unless it is asked for others."""
+    """True if a first run needs the flag: plain --help lists only such flags."""
 
     skips_steps: bool = False
-    """True if the flag is a check of each step, which may skip the step."""
+    """True if the flag turns on a check of each step that may skip the step."""
 
     chooses_trained: bool = False
-    """True if the flag says which parameters are not trained."""
+    """True if the flag determines which parameters are frozen."""
 
     same_setting_as: str | None = None
-    """Field that sets the same in another way: a later source of flags replaces both if it has one of them."""
+    """Field that expresses the same setting: a later source of flags that has one of the two replaces both."""
 
     at_least: float | None = None
     above: float | None = None
@@ -100,22 +100,23 @@ class FlagSpec:
     """Bounds of a number, or of each of several."""
 
     bounds_reason: str = ""
-    """Why these are the bounds."""
+    """Reason for the bounds, for messages."""
 
     no_effect_without: Conditions = ()
-    """Without one of these it has no effect, which is said and harmless."""
+    """Conditions without any of which the flag has no effect, which is reported and harmless."""
 
     off_without: Conditions = ()
-    """Without one of these it has no effect, which is said, and it is turned off before other rules look at it."""
+    """Conditions without any of which the flag has no effect, which is reported; it is turned off before other rules
+    read it."""
 
     needs: Conditions = ()
-    """Without one of these it is refused."""
+    """Conditions without any of which the flag is refused."""
 
     excludes: Conditions = ()
-    """Beside one of these it is refused."""
+    """Conditions with any of which the flag is refused."""
 
     def broken_bound(self, value: float) -> str | None:
-        """The rule that a number breaks; None if it is within the bounds."""
+        """Return the rule that a number violates; None if it is within the bounds."""
         low = (self.at_least is None or value >= self.at_least) and (self.above is None or value > self.above)
         high = (self.at_most is None or value <= self.at_most) and (self.below is None or value < self.below)
         return None if low and high else f"must {self._range()}{self.bounds_reason and f', {self.bounds_reason}'}"
@@ -135,7 +136,7 @@ class FlagSpec:
 
 
 def flag(default: Any, *aliases: str, **spec: Any) -> Any:
-    """A dataclass field that carries a `FlagSpec` of these aliases and further fields.
+    """Return a dataclass field that carries a `FlagSpec` with these aliases and fields.
 
     Conditions may be texts, and one alone needs no tuple."""
     for name in ("no_effect_without", "off_without", "needs", "excludes"):

@@ -1,4 +1,4 @@
-"""Data sets as a run sees them, and the registry of what builds them. No torch, and no numpy.
+"""Interface of data sets, and the registry of their builders. This module imports neither torch nor numpy.
 
 @DATASETS.register("my_data")
 def my_data(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets: ...
@@ -28,17 +28,17 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def text(self, index: int) -> NDArray[np.int64]:
-        """The seq_length + 1 token ids of a sample."""
+        """Return the seq_length + 1 token ids of a sample."""
 
     def origin(self, index: int) -> str:
-        """Start of a sample: `dataset:document+token`."""
+        """Return the start of a sample as `dataset:document+token`."""
 
     def __getitem__(self, index: int) -> Sample:
-        """The model inputs of a sample, see `SampleFormat.sample`."""
+        """Return the model inputs of a sample, see `SampleFormat.sample`."""
 
 
 class StepShape(NamedTuple):
-    """How many samples a step takes, and what they are dealt to."""
+    """Number of samples in a step, and the units to which they are assigned."""
 
     samples: int
     replicas: int
@@ -48,7 +48,7 @@ class StepShape(NamedTuple):
 
 
 class Dealer(Protocol):
-    """Deals the samples of a step to the micro-batches of all replicas: a pure function, the same on every rank."""
+    """Assigns the samples of a step to the micro-batches of all replicas: a pure function, the same on every rank."""
 
     def __call__(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
         """[micro-batches, replicas, micro_batch_size]: the numbers of `samples`, each once."""
@@ -63,11 +63,18 @@ class Datasets(NamedTuple):
 
 
 class BuildDatasets(Protocol):
-    """Builds the data of a run."""
+    """Builds the data sets of a run."""
 
     def __call__(self, config: object, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
-        """`config` is the run's `DatasetConfig`, and `sizes` are the samples wanted of each split (None: one epoch).
-        `megatron.extensions.data.datasets.generator_dataset.stream_splits` builds them of a stream."""
+        """Build the data sets. `megatron.extensions.data.datasets.generator_dataset.stream_splits` builds them from a
+        stream.
+
+        Args:
+            config: the run's `DatasetConfig`.
+            format: sample length in tokens, and the options for making model inputs.
+            seed: random seed for the order of samples.
+            sizes: number of samples wanted from each split: train, valid, test (None: one epoch).
+        """
 
 
 DATASETS = Registry("--dataset-type", NoFacts, protocol=BuildDatasets)

@@ -61,7 +61,7 @@ class MismatchError(ValueError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read: full disk, missing file, lost rank."""
+    """Raised if a checkpoint could not be written or read: full disk, missing file, lost rank."""
 
 
 Writer = type[DataWriter]
@@ -76,13 +76,24 @@ def save(
     writer: Writer = DataWriter,
     check: Callable[[], None] = lambda: None,
 ) -> Folder:
-    """Saves a checkpoint and makes it the latest. Collective over `world`; returns its folder.
+    """Save a checkpoint and make it the latest. Collective over `world`.
 
-    `check` raises OSError if this run must not write to `root` now. The first rank calls it before anything there is
-    changed, and again before the checkpoint is published.
+    Args:
+        root: folder of the run's checkpoints.
+        iteration: number of completed iterations.
+        tensors: this rank's boxes of each tensor, by key.
+        payload: values to store as JSON, the same on all ranks.
+        world: all ranks that save.
+        writer: class that writes the files of this rank.
+        check: raises OSError if this run must not write to `root` now. The first rank calls it before anything there is
+            changed, and again before the checkpoint is published.
 
-    When it returns, on any rank, the checkpoint is complete on disk. When it raises CheckpointError, it raises on every
-    live rank, the latest checkpoint is still the previous one, and what was written is deleted.
+    Returns:
+        The folder of the checkpoint, which is complete on disk when this returns on any rank.
+
+    Raises:
+        CheckpointError: on every live rank. The latest checkpoint is then still the previous one, and the written files
+            are deleted.
     """
     try:
         on_first_rank(check, world)
@@ -100,7 +111,8 @@ def save(
 
 
 def _space(root: PurePath, tensors: StateDict, world: Axis) -> str:
-    """Bytes that a checkpoint needs and that are free on the disk. Collective over `world`."""
+    """Text about the bytes that a checkpoint needs, and the bytes that are free on the disk. Collective over
+    `world`."""
     boxes = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, ShardedBoxes)}
     items = [item for key, tensor in boxes.items() for item in tensor.__create_write_items__(key, None)]
     needed = sum(gather_objects(sum(map(item_bytes, items)), world))
@@ -170,7 +182,7 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """An opened checkpoint. Raises ValueError if `folder` holds no complete checkpoint."""
+    """An open checkpoint. Raises ValueError if `folder` does not contain a complete checkpoint."""
 
     def __init__(self, folder: PurePath) -> None:
         self.folder = folder
@@ -191,11 +203,11 @@ class Checkpoint:
         self._holes = [key for key, info in self.tensors.items() if covered[key] != info.numel]
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """Loads the checkpoint into `targets`. Collective over `world`.
+        """Load the checkpoint into `targets`. Collective over `world`.
 
-        Strict: raises ValueError on every rank, naming the keys, if a target is missing from the checkpoint or has
-        another shape there, or if the checkpoint has a key that is no rank's target and that `ignore` rejects, and if
-        the content of a file is damaged.
+        Raises ValueError on every rank, with the keys, if a target is missing from the checkpoint or has another shape
+        there, if the checkpoint has a key that is not a target of any rank and for which `ignore` returns False, or if
+        a file is damaged.
         """
         targets = _nonempty(targets)
         self._check(targets, world, ignore)
@@ -209,7 +221,7 @@ class Checkpoint:
             )
 
     def read(self, key: str, first: int | None = None) -> Tensor:
-        """Reads one whole tensor, or one entry `first` along its first dim, in this process alone."""
+        """Read one whole tensor, or only entry `first` along its first dim, in this process alone."""
         info = self.tensors[key]
         offset, shape = (0,) * len(info.shape), info.shape
         if first is not None:
@@ -220,7 +232,7 @@ class Checkpoint:
 
     @property
     def index(self) -> Metadata:
-        """DCP's index, with what other programs have put into it."""
+        """Index of DCP, including the entries of other programs."""
         return self._reader.read_metadata()
 
     def _check(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool]) -> None:
@@ -250,7 +262,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: PurePath, world: Axis) -> Checkpoint:
-    """Opens a checkpoint on every rank. A failure on one rank is raised on all."""
+    """Open a checkpoint on every rank. A failure on one rank is raised on all."""
     checkpoint, problem = _attempt(lambda: Checkpoint(folder))
     _raise_first(gather_objects(problem, world))
     assert checkpoint is not None
@@ -258,7 +270,7 @@ def open_checkpoint(folder: PurePath, world: Axis) -> Checkpoint:
 
 
 def on_first_rank(fn: Callable[[], T], world: Axis) -> T:
-    """Runs `fn` on the first rank alone, and returns its result on all ranks. A failure is raised on all ranks."""
+    """Run `fn` on the first rank only, and return its result on all ranks. A failure is raised on all ranks."""
     outcome: list[Any] = list(_attempt(fn)) if world.first else [None, None]
     if world.size > 1:
         dist.broadcast_object_list(outcome, src=world.ranks[0], group=world.group)
@@ -268,7 +280,7 @@ def on_first_rank(fn: Callable[[], T], world: Axis) -> T:
 
 
 Problem = tuple[bool, str]
-"""(whether the user can fix it: ValueError, else CheckpointError; message)."""
+"""(True if the user can fix the problem, which raises ValueError and otherwise CheckpointError; message)."""
 
 
 def _attempt(fn: Callable[[], T]) -> tuple[T | None, Problem | None]:

@@ -1,7 +1,7 @@
-"""Transforms: the links of which an optimizer is a chain, as in optax.
+"""Transforms: the links of an optimizer chain, as in optax.
 
-A chain turns the gradient of a parameter into the change that is added to it. Each link reads and replaces `x.update`,
-which is the gradient at first, and keeps the states that it states in `states`:
+A chain maps the gradient of a parameter to the change that is added to the parameter. Each link reads and replaces
+`x.update`, which is initially the gradient, and owns the states that it declares in `states`:
 
     class Momentum(Transform):
         def states(self, meta):
@@ -10,14 +10,14 @@ which is the gradient at first, and keeps the states that it states in `states`:
         def update(self, x):
             x.update = x.states["momentum"].mul_(0.9).add_(x.update)
 
-A rank has a flat part of each parameter only. A link that needs more asks for it: `update` is then a generator, and
-`yield from` a request is its result. `x.sum` and `x.mean` add up over the whole parameter, `x.fold` takes sums into a
-`reduced` state, `x.whole` calls a function of each whole matrix on the rank that owns it. All parameters' requests
-travel together, and every layout computes the same.
+A rank has only a flat part of each parameter. A link that needs more requests it: `update` is then a generator, and
+`yield from` a request returns its result. `x.sum` and `x.mean` reduce over the whole parameter, `x.fold` accumulates
+sums in a `reduced` state, and `x.whole` calls a function with each whole matrix on the rank that owns it. The requests
+of all parameters are sent together, and all layouts compute the same result.
 
 A `FusedTransform` updates the flat shards of many parameters at once: torch's fused Adam, or Muon, which exchanges all
-matrices of a stage. Links before it see the gradient of each parameter, links after it the parameter that it has
-updated: `[FusedAdam(config), AverageWeights(0.999)]`.
+matrices of a stage. Links before it receive the gradient of each parameter, and links after it the updated parameter:
+`[FusedAdam(config), AverageWeights(0.999)]`.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ __all__ = [
 ]
 
 MatrixFunction = Callable[[Tensor, dict[str, Tensor]], Tensor]
-"""(matrix [rows, columns], its states by name, which it changes in place) -> [rows, columns]."""
+"""(matrix [rows, columns], its states by name, which the function changes in place) -> [rows, columns]."""
 
 
 class Request:
-    """Asks for something that lies on other ranks too: `result = yield from request`."""
+    """Request for a result that involves other ranks: `result = yield from request`."""
 
     def __iter__(self) -> Generator[tuple[Request, ...], Sequence[Tensor], Tensor]:
         (result,) = yield (self,)
@@ -81,59 +81,58 @@ class Request:
 
 @dataclass(frozen=True)
 class SumRequest(Request):
-    """Asks for a sum over all ranks' elements of a parameter."""
+    """Request for a sum over all ranks' elements of a parameter."""
 
     partial: Tensor
-    """This rank's term, of the shape of the result."""
+    """This rank's term, which has the shape of the result."""
 
     state: str | None = None
-    """The `reduced` state that takes up the sum."""
+    """Name of the `reduced` state that accumulates the sum."""
 
     by: Callable[[Tensor, Tensor], Tensor] | None = None
-    """(elements of the state, those of the sum) -> new elements of the state."""
+    """(elements of the state, elements of the sum) -> new elements of the state."""
 
 
 @dataclass(frozen=True)
 class MatrixRequest(Request):
-    """Asks for a function of each whole matrix of a parameter, of which this rank has elements."""
+    """Request for a function of each whole matrix of a parameter, of which this rank has elements."""
 
     values: Tensor
     function: MatrixFunction
 
 
 def together(*requests: Request) -> Generator[tuple[Request, ...], Sequence[Tensor], Sequence[Tensor]]:
-    """Asks for several things at once: `a, b = yield from together(x.sum(v), x.sum(w))`."""
+    """Make several requests together: `a, b = yield from together(x.sum(v), x.sum(w))`."""
     return (yield requests)
 
 
 Requests = Generator[tuple[Request, ...], Sequence[Tensor], None]
-"""Return type of an `update` that asks for something."""
+"""Return type of an `update` that makes requests."""
 
 
 class ParameterUpdate:
-    """One update of the part of a parameter that this rank holds: `n` of its elements, flat, in the main dtype. n may
-    be 0."""
+    """One update of this rank's part of a parameter: `n` of its elements, flattened, in the main dtype. n may be 0."""
 
     meta: ParamMeta
     param: Tensor
-    """[n], before the update. Links leave it as it is."""
+    """[n]: the parameter before the update. Links must not change it."""
 
     update: Tensor
-    """[n], the clipped gradient at first, or zeros in a step that is skipped. After the last link it is added to the
+    """[n]: initially the clipped gradient, or zeros in a skipped step. After the last link it is added to the
     parameter."""
 
     states: Mapping[str, Tensor]
-    """Name -> [n], of states of kind `elements`. Links change them in place."""
+    """Name -> [n], for states of kind `elements`. Links change them in place."""
 
     lr: float
     weight_decay: float
-    """0 for parameters that do not decay."""
+    """Weight decay; 0 for parameters without decay."""
 
     eps_mult: float
-    """Factor of --adam-eps (`ParamGroup.eps_mult`)."""
+    """Factor for --adam-eps (`ParamGroup.eps_mult`)."""
 
     step: Tensor
-    """Number of this update, from 1 on: a float64 scalar on the device, so that nothing waits for it."""
+    """Number of this update, from 1: a float64 scalar on the device, so that the host does not wait for it."""
 
     def __init__(
         self,
@@ -154,19 +153,19 @@ class ParameterUpdate:
         self._place = place
 
     def sum(self, values: Tensor, *dims: int) -> SumRequest:
-        """Asks for the sum of `values` [n] over `dims` of the whole parameter. The result has the parameter's shape
-        with 1 in these dims. Without `dims` it is the sum of all values, a scalar."""
+        """Request the sum of `values` [n] over `dims` of the whole parameter. The result has the parameter's shape,
+        with size 1 in these dims. Without `dims` the result is the sum of all values, a scalar."""
         partial = self._partial(values, reduced_shape(self.meta, dims))
         return SumRequest(partial if dims else partial.view(()))
 
     def mean(self, values: Tensor, *dims: int) -> SumRequest:
-        """Asks for the mean, as `sum` for the sum."""
+        """Request the mean, with the arguments of `sum`."""
         partial = self.sum(values, *dims).partial
         return SumRequest(partial / (self.meta.numel // partial.numel()))
 
     def fold(self, state: str, values: Tensor, by: Callable[[Tensor, Tensor], Tensor]) -> SumRequest:
-        """Asks for by(state, mean): the mean of `values` [n] over the dims in which a `reduced` state has 1 is taken
-        into the state. The result is the new state, of its whole shape. `by` sees a part of both."""
+        """Request by(state, mean): the mean of `values` [n] over the dims in which a `reduced` state has size 1 updates
+        the state. The result is the whole new state. `by` is called with parts of both."""
         partial = self._partial(values, self._place.reduced[state])
         return SumRequest(partial / (self.meta.numel // partial.numel()), state, by)
 

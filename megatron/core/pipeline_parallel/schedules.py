@@ -45,13 +45,13 @@ class EndlessSchedule(Protocol):
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """Facts about a pipeline schedule. The defaults are those of a schedule of one's own."""
+    """Facts about a pipeline schedule. The defaults suit a custom schedule."""
 
     chunks: int = 1
-    """Stages on a rank, unless a run says how many."""
+    """Number of stages per rank, unless a run sets it."""
 
     with_chunks: ChunkedSchedule | None = None
-    """The schedule for any number of stages on a rank. None: there are always `chunks`."""
+    """Schedule for any number of stages per rank; None if there are always `chunks`."""
 
     any_groups: bool = False
     """True if the `group` of `with_chunks` has an effect."""
@@ -60,23 +60,25 @@ class ScheduleFacts:
     """True if stages are placed in a V, so that rank 0 has the first and the last one."""
 
     splits_backward: bool = False
-    """True if it has I and W, the gradients of inputs and of weights, in place of B."""
+    """True if the schedule has separate I and W actions, for gradients of inputs and of weights, instead of B."""
 
     always_legal: bool = False
-    """True if it takes any number of ranks and of micro-batches, so that validation need not build its lists."""
+    """True if the schedule supports any number of ranks and micro-batches, so that validation need not build its
+    lists."""
 
     in_turns: ChunkedSchedule | None = None
-    """The schedule with FB before each F and B, or I, that run in turns (`runs_in_turns`). None: it has no such form.
+    """Variant of the schedule with FB before each F and B, or I, that alternate (`runs_in_turns`); None if it has no
+    such variant.
     """
 
     of_step: EndlessSchedule | None = None
-    """Lists of a step that begins the passes of the next one. None: a step ends before the next one begins."""
+    """Action lists of a step that begins passes of the next step; None if each step ends before the next one begins."""
 
     asks_for: tuple[object, ...] = ()
-    """Options that `config.options` of its runs finds."""
+    """Options that `config.options` returns for runs with this schedule."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """(RunConfig, world size) -> each `Problem` of a run that has the schedule."""
+    """(RunConfig, world size) -> each `Problem` of a run with this schedule."""
 
     def __post_init__(self) -> None:
         for name, protocol, part in (

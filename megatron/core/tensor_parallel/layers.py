@@ -93,7 +93,7 @@ HARDWARE = Hardware()
 
 @dataclass(frozen=True)
 class TPContext(Section):
-    """Groups, dtype, device and options that all layers of a model share, those of extensions included."""
+    """Groups, dtype, device and options that all layers of a model share, including the layers of extensions."""
 
     state: ParallelState
     sequence_parallel: bool
@@ -105,7 +105,7 @@ class TPContext(Section):
     """Facts about the device that layers depend on, including whether regions are compiled."""
 
     attention_backend: str = "auto"
-    """--attention-backend, or what `backend_choice` found; "auto" for torch's own order."""
+    """Value of --attention-backend, or the result of `backend_choice`; "auto" for torch's own order."""
 
     format: LinearFormat | None = None
     """Number format of the GEMMs of linear layers; None for `dtype`."""
@@ -114,10 +114,10 @@ class TPContext(Section):
     """The pass that computes while the collectives of this one are in flight."""
 
     seed: int = 1234
-    """Seed of the run. Dropout masks depend on it and on the name of the place that drops."""
+    """Seed of the run. Dropout masks depend on it and on the name of the dropout."""
 
     lazy: bool = False
-    """True if parameters are made without memory, which `DistributedDataParallel` then gives them unit by unit."""
+    """True if parameters are created without memory, which `DistributedDataParallel` then allocates unit by unit."""
 
     initial: InitPolicy = field(default_factory=InitPolicy)
     """Initial values of parameters by their roles."""
@@ -135,7 +135,7 @@ class TPContext(Section):
         return self.hardware.compiled
 
     def of_layer(self, number: int) -> TPContext:
-        """Context of transformer layer `number`: without `format` where that layer stays in `dtype`."""
+        """Context of transformer layer `number`: without `format` if that layer stays in `dtype`."""
         used = self.format is not None and number in self.format.layers
         return replace(self, layer=number, format=self.format if used else None)
 
@@ -180,7 +180,7 @@ def row_boundary(ctx: TPContext) -> Boundary:
 
 
 def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
-    """Creates an uninitialized parameter of this rank's shape, with its `meta`, completed by `ctx.initial`.
+    """Create this rank's uninitialized part of a parameter, with `meta` completed by `ctx.initial`.
     `initialize_parameters_` fills it."""
     meta = ctx.initial.complete(meta)
     _, shape = meta.box(ctx.state.coords)
@@ -194,7 +194,8 @@ def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
 def make_sharded_parameter(
     name: str, shape: tuple[int, ...], ctx: TPContext, *, role: Role, init: Init | None = None, stacked: int = 0
 ) -> nn.Parameter:
-    """Creates a parameter of heads or channels: each tensor-parallel rank has those of its part of dim 0."""
+    """Create a parameter [heads or channels, ...] named `name` with global shape `shape`, sharded along dim 0 over
+    tensor-parallel ranks."""
     return make_parameter(ParamMeta(name, shape, {"tp": 0}, init, role=role, stacked=stacked), ctx)
 
 
@@ -365,8 +366,8 @@ class RowParallelLinear(ParallelLinear):
         `gemm_choice` found."""
 
     def takes_addend(self) -> bool:
-        """Whether the residual stream can be the addend of the layer's GEMM: not where a collective sums its outputs,
-        nor where hooks see them."""
+        """Return True if the residual stream can be the addend of the layer's GEMM: no collective may sum its outputs,
+        and no hook may read them."""
         adds = self.compiled and self.training and self.adds_residual and self.gemms.adds_residual
         local = type(self) is RowParallelLinear and self.boundary.leave is start_nothing
         kernel = kernel_for("residual_gemm", None, matrix_of(self.weight))
@@ -374,13 +375,13 @@ class RowParallelLinear(ParallelLinear):
 
 
 def column_parallel(linear: ColumnLinear, ctx: TPContext) -> ColumnParallelLinear:
-    """A column-parallel layer of a transformer layer, or its substitute."""
+    """Build a column-parallel layer of a transformer layer, or its substitute."""
     layer: ColumnParallelLinear = LINEARS.build("column_parallel", linear, ctx)
     return layer
 
 
 def row_parallel(linear: RowLinear, ctx: TPContext) -> RowParallelLinear:
-    """A row-parallel layer of a transformer layer, or its substitute."""
+    """Build a row-parallel layer of a transformer layer, or its substitute."""
     layer: RowParallelLinear = LINEARS.build("row_parallel", linear, ctx)
     return layer
 
@@ -389,7 +390,7 @@ class ReplicatedParallelLinear(ParallelLinear):
     """Linear layer with a whole weight on every rank: y = x Wᵀ + bias, on the tokens that a rank has, without a
     collective.
 
-    Under sequence parallelism its gradients are partial sums, as those of norms are.
+    Under sequence parallelism its gradients are partial sums, like the gradients of norms.
     """
 
     # x [s, b, in] -> [s, b, out], or [s/t, b, in] -> [s/t, b, out] under sequence parallelism; W [out, in]

@@ -60,24 +60,25 @@ class Head(OutputLayer):
 
 
 class TokenLoss:
-    """Base of losses. The training loop adds up loss_mask * loss over tokens and divides once, by the number of valid
-    tokens of the global batch; so a loss neither averages nor masks what it returns."""
+    """Base of losses. The training loop sums loss_mask * loss over tokens and divides once, by the number of valid
+    tokens in the global batch. So a loss must neither average nor mask its results."""
 
     must_write = ("__call__",)
-    """A registered loss overrides it."""
+    """A registered loss must override it."""
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         self.config, self.ctx = config, ctx
 
     @staticmethod
     def prepare(config: TransformerConfig, batch: Batch) -> Batch:
-        """May replace `loss_mask` and `labels`; a micro-batch of whole samples, on the host, before context parallelism
-        cuts it. Runs on every rank, for training and evaluation alike: it must follow from the samples alone."""
+        """Return the batch, with another `loss_mask` or other `labels` if the loss needs them. The micro-batch has
+        whole samples, on the host, before context parallelism shards it. This runs on every rank in training and
+        evaluation, so the result must depend on the samples alone."""
         return batch
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits [s, b, V/tp], labels [s, b] -> losses [s, b] in fp32 or above, equal on all tensor-parallel ranks.
-        Columns of the whole logits from `config.vocab_size` on are padding."""
+        Columns of the unsharded logits from `config.vocab_size` on are padding."""
         raise NotImplementedError
 
 
@@ -87,7 +88,7 @@ def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
 
 
 def checked_losses(losses: object, shape: torch.Size) -> Tensor:
-    """Returns the losses that a loss function has computed. Raises ValueError unless there is one for each token."""
+    """Return the losses that a loss function has computed. Raises ValueError unless there is one for each token."""
     if not isinstance(losses, Tensor) or losses.shape != shape:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise ValueError(
