@@ -195,6 +195,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         needs=("hybrid_layers", "linear_attention"),
     ),
     BuiltIn("attention/differential_attention", "The difference of two softmaxes of attention, as in DiffLlama."),
+    BuiltIn("attention/biased_last_attention", "A bias of attention in the last layer, as in GPT-NeoX-Japanese."),
     BuiltIn("layers/normed_residual", "Layers that add to their normalized inputs, as in MiniMax-Text-01."),
     BuiltIn("layers/mean_of_experts", "The mean of the shared expert and the chosen experts, as in Command A+."),
     BuiltIn("layers/hyper_connections", "Several residual streams (mHC), as in DeepSeek-V4."),
