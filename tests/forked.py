@@ -90,7 +90,7 @@ def _print_to(out: Path, err: Path) -> None:
 
 
 STACKS = signal.SIGRTMAX - 1
-"""Has a process write the stacks of its threads to its screen."""
+"""Make a process write the stacks of its threads to its screen."""
 
 
 @contextmanager

@@ -291,8 +291,8 @@ NO_IPV6 = "echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6; echo 1 >/proc/s
 
 @contextmanager
 def hosts(count: int, rate: str | None = None, disk: Path | None = None) -> Iterator[Box]:
-    """A box of `count` hosts whose cables have the rate `rate` of tc (None: unlimited). On each, the folder `disk` is a
-    disk of its own. See `missing` for what it needs."""
+    """Simulate `count` hosts with links of this rate, in tc's notation (None: unlimited). On each, the folder `disk` is
+    a separate disk. See `missing` for what it needs."""
     sweep()
     with closing(Box(count, rate, disk)) as box:
         yield box

@@ -113,7 +113,7 @@ def test_tally_and_states_of_a_step() -> None:
 
 
 def router_gradient(layer: MoELayer, batches: list[Tensor]) -> Tensor:
-    """Of a step's auxiliary loss alone: all micro-batches forward, then all backward, as in GPipe."""
+    """Gradients of the auxiliary loss alone, with all forward passes before all backward passes, as in GPipe."""
     layer.router.balance.begin_step()
     layer.zero_grad()
     outputs = [layer(x, context(x.shape[1], SCALE, number)) for number, x in enumerate(batches)]

@@ -50,7 +50,7 @@ def losses_written_out(model: GPTModel, batch: Batch) -> tuple[Tensor, list[Tens
 
 
 def same_document(batch: Batch, row: int, i: int, k: int) -> bool:
-    """Whether the label k places behind that of token i belongs to its document, as far as the sample tells."""
+    """True if the label k places after that of token i is in the same document, as far as the sample shows."""
     if batch.document_ids is None:
         return True
     last = min(i + k + 1, batch.tokens.shape[1] - 1)

@@ -211,7 +211,7 @@ def test_validation_cuts_the_lists_where_no_message_is_on_its_way(schedule):
 
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_a_rank_sends_or_receives_on_a_lane(schedule):
-    """So that no send waits behind a receive where messages run in order on each lane, as NCCL's do. With an odd number
+    """No send waits behind a receive if the messages of each lane run in order, as NCCL's do. With an odd number
     of interleaved ranks the first and the last are both even: between them a lane goes both ways."""
     for v in ANY_V.get(schedule, (None,)):
         for p in (2, 3, 4, 5):
