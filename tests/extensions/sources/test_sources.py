@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.dist_checkpointing.path_kind import data_kind_of
 from megatron.extensions.data.sources import documents
+from megatron.extensions.data.sources.path_kinds import SourceKind
+from megatron.extensions.data.sources.sample_stream import Place, SampleStream
 from megatron.extensions.data.text_data.flags import TextDataConfig
 from tests.faults.test_kills import check_kills
 
@@ -125,7 +128,32 @@ def test_samples_of_shards_without_a_document(tmp_path: Path) -> None:
         made(path.replace("0..1", "0..2"))
 
 
-def test_a_killed_run_continues_at_other_layouts(tmp_path: Path) -> None:
-    path = saved(tmp_path, "input_ids", IDS)
-    packing = "--sequence-packing best-fit --tokenizer-type NullTokenizer"
-    check_kills(tmp_path, (8, 4, 2), f"--data-path {path} --split 1,0,0 {packing}".split())
+@pytest.mark.parametrize("how", ["--split 1,0,0 --sequence-packing best-fit", "--dataset-type stream"])
+def test_a_killed_run_continues_at_other_layouts(tmp_path: Path, how: str) -> None:
+    path = saved(tmp_path, "input_ids", IDS)  # whose reader has no threads, which a fork would lose
+    check_kills(tmp_path, (6, 4, 1), f"--data-path {path} {how} --tokenizer-type NullTokenizer".split())
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_streams_go_on_at_any_place(tmp_path: Path, maker: Callable[..., str]) -> None:
+    path = maker(tmp_path, "input_ids", IDS)
+    kind = data_kind_of(path)
+    assert isinstance(kind, SourceKind)
+
+    def stream(window: int = 8) -> SampleStream:
+        return SampleStream(kind.opened("--data-path", path, "text"), np.asarray, 16, "3", window)
+
+    per_epoch = sum(map(len, IDS)) // 16
+    begun, in_order = stream(), stream(1)
+    whole = [sample.tolist() for sample in islice(begun(0), 2 * per_epoch)]
+    joined = np.concatenate([*IDS, *IDS]).tolist()
+    assert [sample.tolist() for sample in islice(in_order(0), 40)] == [joined[n * 16 : n * 16 + 17] for n in range(40)]
+    assert whole[:40] != [joined[n * 16 : n * 16 + 17] for n in range(40)]
+    epoch = np.concatenate([sample[:-1] for sample in whole[:per_epoch]])
+    assert (np.bincount(joined[: len(joined) // 2], minlength=49) - np.bincount(epoch, minlength=49)).sum() < 16
+    for number in (1, 7, per_epoch + 5):
+        resumed = stream()
+        resumed.know(number, Place(*json.loads(json.dumps(begun.place(number)))))
+        assert [sample.tolist() for sample in islice(resumed(number), 9)] == whole[number : number + 9]
+        assert resumed.place(number + 4) == begun.place(number + 4)
+        assert [sample.tolist() for sample in islice(stream()(number), 2)] == whole[number : number + 2]

@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
+from itertools import islice
 from types import ModuleType
 
 import numpy as np
@@ -27,6 +28,9 @@ class Documents(ABC):
     unit = "row"
     """What a record is called in messages."""
 
+    name: str
+    """The data set as the flag names it."""
+
     key: str
     """Column, or member of a sample, that holds the documents."""
 
@@ -36,6 +40,11 @@ class Documents(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[Value]:
         """The value of `key` in each record."""
+
+    def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
+        """The documents from a cursor on, each with its own, of JSON's types; None is the beginning."""
+        number = cursor if isinstance(cursor, int) else 0
+        yield from enumerate(islice(self, number, None), number)
 
     def first(self) -> Value:
         """The first document. Raises ValueError if there is none."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import cast
+import re
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 from megatron.extensions.data.sources.documents import Documents, Value, chosen_key, document_of, library, shown_files
 from megatron.extensions.data.text_data.inputs import by_name
@@ -19,8 +20,29 @@ ROWS = 1024
 READERS = {"parquet": "parquet", "arrow": "arrow", "jsonl": "json", "json": "json", "csv": "csv", "text": "text"}
 """Format of a file -> the name of its reader in `datasets`."""
 
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}")
+"""A data set of the hub, as allenai/c4, allenai/c4:en or allenai/c4:en:validation."""
+
 ONE_SET, SEVERAL_SETS = ("state.json", "dataset_info.json"), "dataset_dict.json"
 """Files of a folder of `save_to_disk`: of a data set, and of one with a folder for each split."""
+
+
+class Rows(Protocol):
+    """The methods of a data set of the library that are used, of a streamed one or not."""
+
+    def __iter__(self) -> Iterator[Mapping[str, object]]: ...
+
+    def __len__(self) -> int: ...
+
+    def iter(self, batch_size: int) -> Iterator[Mapping[str, list[object]]]: ...
+
+    def select_columns(self, names: list[str]) -> Rows: ...
+
+    def select(self, numbers: range) -> Rows: ...
+
+    def state_dict(self) -> dict[str, object]: ...
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None: ...
 
 
 def is_saved(path: str) -> bool:
@@ -31,18 +53,19 @@ def is_saved(path: str) -> bool:
 
 
 class HuggingFaceDocuments(Documents):
-    """Rows of a folder of `save_to_disk`, or of Parquet, Arrow, JSON, CSV or text files."""
+    """Rows of a folder of `save_to_disk`, of Parquet, Arrow, JSON, CSV or text files, or (`named`) of a data set of the
+    Hugging Face hub, of which nothing is kept."""
 
     def __init__(self, path: str, wanted: str) -> None:
         self._library = library("datasets", "datasets")
         self._path = path
+        self.named = bool(HUB_NAME.fullmatch(path)) and not os.path.exists(path)
         if self._saved and os.path.isfile(os.path.join(path, SEVERAL_SETS)):
             splits = sorted(name for name in os.listdir(path) if is_saved(os.path.join(path, name)))
             example = os.path.join(path, (splits or ["SPLIT"])[0])
             raise ValueError(f"has a folder for each split; name one of {', '.join(splits)}, as {example}")
-        self.files = self._files()
-        first = next(iter(self._batches(1)), {})
-        self.key = chosen_key(wanted, first)
+        self.files = [] if self.named else self._files()
+        self.key = chosen_key(wanted, next(iter(self._opened()), {}))
 
     @property
     def _saved(self) -> bool:
@@ -59,23 +82,43 @@ class HuggingFaceDocuments(Documents):
             raise ValueError(f"there is no file that datasets reads; the path is taken from {os.getcwd()}")
         return found
 
-    def _batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Mapping[str, list[object]]]:
-        """Rows in the order of the files, as lists by column."""
+    def _opened(self) -> Rows:
         if self._saved:
-            opened = self._library.load_from_disk(self._path)
-        else:
-            readers = {READERS[str(by_name(path)[0])] for path in self.files}
-            if len(readers) > 1:
-                raise ValueError(
-                    f"files of several formats, {', '.join(sorted(readers))}; name those of one, by a glob"
-                )
-            (reader,) = readers
-            # Streamed: otherwise the library would first copy all rows into its own cache.
-            opened = self._library.load_dataset(reader, data_files=self.files, split="train", streaming=True)
-        if columns is not None:
-            opened = opened.select_columns(columns)
-        yield from cast("Iterable[Mapping[str, list[object]]]", opened.iter(batch_size=rows))
+            found: Rows = self._library.load_from_disk(self._path)
+            return found
+        if self.named:
+            name, _, rest = self._path.partition(":")
+            config, _, split = rest.partition(":")
+            found = self._library.load_dataset(name, config or None, split=split or "train", streaming=True)
+            return found
+        readers = {READERS[str(by_name(path)[0])] for path in self.files}
+        if len(readers) > 1:
+            raise ValueError(f"files of several formats, {', '.join(sorted(readers))}; name those of one, by a glob")
+        (reader,) = readers
+        # Streamed: otherwise the library would first copy all rows into its own cache.
+        found = self._library.load_dataset(reader, data_files=self.files, split="train", streaming=True)
+        return found
 
     def __iter__(self) -> Iterator[Value]:
-        for batch in self._batches(ROWS, [self.key]):
+        for batch in self._opened().select_columns([self.key]).iter(batch_size=ROWS):
             yield from map(document_of, batch[self.key])
+
+    def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
+        """A cursor is the number of a row or, where the library only streams, [its state, rows after it]."""
+        rows = self._opened().select_columns([self.key])
+        if self._saved:
+            first = cursor if isinstance(cursor, int) else 0
+            for number, row in enumerate(rows.select(range(first, len(rows))), first):
+                yield number, document_of(row[self.key])
+            return
+        state, after = cursor if isinstance(cursor, list) else (None, 0)
+        if state is not None:
+            rows.load_state_dict(state)
+        state, passed = rows.state_dict(), 0
+        for row in rows:
+            if passed >= after:
+                yield [state, passed], document_of(row[self.key])
+            passed += 1
+            if passed == ROWS and passed >= after:
+                state = rows.state_dict()
+                passed = after = 0

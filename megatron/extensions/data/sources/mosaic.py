@@ -44,15 +44,21 @@ class MosaicDocuments(Documents):
         self.key = chosen_key(wanted, shards[0]["column_names"] if shards else ())
 
     def __iter__(self) -> Iterator[Value]:
+        return (value for _, value in self.read_from(None))
+
+    def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
+        """A cursor is [shard, sample in it]."""
+        first, begin = cursor if isinstance(cursor, list) else (0, 0)
         with ExitStack() as folders:
             stream = self._streams.Stream(local=self._path)
             if self._compressed:  # decompressed one shard at a time, beside nothing of the user's
                 copies = folders.enter_context(tempfile.TemporaryDirectory())
                 stream = self._streams.Stream(remote=os.path.abspath(self._path), local=copies)
             stream.apply_default(DEFAULTS)
-            for shard in stream.get_shards(self._world, allow_unsafe_types=False):
+            shards = stream.get_shards(self._world, allow_unsafe_types=False)
+            for place, shard in enumerate(shards[first:], first):
                 stream.prepare_shard(shard)
-                for number in range(len(shard)):
-                    yield document_of(shard[number][self.key])
+                for number in range(begin if place == first else 0, len(shard)):
+                    yield [place, number], document_of(shard[number][self.key])
                 if self._compressed:
                     shard.evict()

@@ -35,9 +35,20 @@ class SourceKind(DataKind):
         self, data: DatasetConfig, tokenizer: TokenizerConfig, vocab_size: int | None, prepare: Callable[[], object]
     ) -> DataReader:
         made = imported(f"{__package__}.tokenized_source:SourceData")
-        opens: Callable[[str, str], Documents] = imported(f"{__package__}.{self.documents}")
-        found: DataReader = made(data, tokenizer, vocab_size, prepare, opens, self.scheme)
+        found: DataReader = made(data, tokenizer, vocab_size, prepare, self)
         return found
+
+    def opened(self, flag: str, path: str, wanted: str) -> Documents:
+        """The documents of a path; `wanted` is --text-key. Raises ValueError, which names the flag, where the library
+        is missing, or files are missing, damaged or not what the library reads."""
+        opens: Callable[[str, str], Documents] = imported(f"{__package__}.{self.documents}")
+        try:
+            documents = opens(path.removeprefix(self.scheme), wanted)
+            documents.name = path
+            documents.first()
+        except Exception as error:  # the libraries raise errors of their own
+            raise ValueError(f"{flag} {path}: {error}") from error
+        return documents
 
 
 def _has_shards(path: str) -> bool:

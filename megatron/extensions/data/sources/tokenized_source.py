@@ -5,7 +5,7 @@ The cache, its locks and its checks are those of text files (`megatron.extension
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -16,6 +16,7 @@ import numpy as np
 from megatron.core.tokenizers import build_tokenizer
 from megatron.extensions.data.datasets.indexed_writer import best_dtype
 from megatron.extensions.data.sources.documents import Documents, text_files
+from megatron.extensions.data.sources.path_kinds import SourceKind
 from megatron.extensions.data.text_data.encoding import CHUNK_BYTES, Encoded, Job, encode_all, peak_memory
 from megatron.extensions.data.text_data.formats import Chunk, Reading, Record
 from megatron.extensions.data.text_data.identity import Digests, identity_of, state_of
@@ -103,24 +104,15 @@ class DocumentSource(Source):
 class SourceData(TextData):
     """How the documents of a library become datasets in this run."""
 
-    opens: Callable[[str, str], Documents]
-    """(path, --text-key) -> the documents."""
-
-    scheme: str = ""
-    """What may stand before a path."""
+    kind: SourceKind
 
     def prefix(self, flag: str, value: str) -> str:
         """Prefix of the dataset of the documents of `value`, made now if that has not been done. Raises ValueError
-        where the library is missing, or files are missing, damaged or not what the library reads."""
-        path = value.removeprefix(self.scheme)
-        wanted = self.options.key_of(value)
-        try:
-            documents = self.opens(path, wanted)
-            documents.first()
-        except OSError as error:
-            raise ValueError(f"{flag} {value}: {error}") from None
-        except Exception as error:  # the libraries raise errors of their own
-            raise ValueError(f"{flag} {value}: {error}") from error
+        where the documents cannot be read."""
+        documents = self.kind.opened(flag, value, self.options.key_of(value))
+        if not documents.files:
+            raise ValueError(f"{flag} {value}: is not on this machine; stream it with --dataset-type stream")
+        path = value.removeprefix(self.kind.scheme)
         reading = Reading((documents.key,), "file", "--text-key")
         job = Job(self.tokenizer, self.vocab_size, reading, self.options.append_eod, self.prepare)
         return self.made(flag, path, job, partial(DocumentSource.from_documents, documents, path, job))

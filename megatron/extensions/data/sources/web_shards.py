@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from megatron.extensions.data.sources.documents import (
     DEFAULT_KEY,
@@ -58,17 +59,28 @@ class WebDocuments(Documents):
             raise ValueError(f"there is no shard {missing[0]}; correct the range")
         if not self.files:
             raise ValueError(f"there is no shard ({', '.join(SUFFIXES)}); the path is taken from {os.getcwd()}")
-        if isinstance(found := self.first(), ValueError):
+        found = self.first()
+        if isinstance(found, ValueError):
             raise found
 
     def __iter__(self) -> Iterator[Value]:
-        # Absolute paths, as the library opens others, such as pipe:COMMAND, in ways of their own.
-        shards = list(map(os.path.abspath, self.files))
-        for sample in self._library.WebDataset(shards, shardshuffle=False, nodesplitter=None, workersplitter=None):
-            try:
-                yield document_of(self._value(sample))
-            except ValueError as error:
-                yield ValueError(f"{os.path.basename(sample['__url__'])}, {sample['__key__']}: {error}")
+        return (value for _, value in self.read_from(None))
+
+    def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
+        """A cursor is [shard, sample in it]."""
+        first, begin = cursor if isinstance(cursor, list) else (0, 0)
+        for place, shard in enumerate(self.files[first:], first):
+            # An absolute path, as the library opens others, such as pipe:COMMAND, in ways of their own.
+            samples = self._library.WebDataset(
+                [os.path.abspath(shard)], shardshuffle=False, nodesplitter=None, workersplitter=None, empty_check=False
+            )
+            begun = islice(samples, begin if place == first else 0, None)
+            for number, sample in enumerate(begun, begin if place == first else 0):
+                try:
+                    yield [place, number], document_of(self._value(sample))
+                except ValueError as error:
+                    where = f"{os.path.basename(shard)}, {sample['__key__']}"
+                    yield [place, number], ValueError(f"{where}: {error}")
 
     def _value(self, sample: Mapping[str, bytes]) -> object:
         plain = [name for name in PLAIN if name in sample]

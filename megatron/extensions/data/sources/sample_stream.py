@@ -1,0 +1,114 @@
+"""Samples of documents that are read and tokenized while the run trains: of each, the place where it starts.
+
+Documents are shuffled within windows of the stream, by a permutation that depends on the seed, the epoch and the number
+of the window, and concatenated; samples are cut as in Megatron-LM, and neighbours share a token. A place determines all
+samples that follow. Where one is not known, the samples before it are read again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.extensions.data.sources.documents import Documents, Value
+
+KEPT = 1 << 16
+"""Places of samples that are kept."""
+
+
+class Place(NamedTuple):
+    """Where a sample starts."""
+
+    epoch: int = 0
+    window: int = 0
+    """Number of the window in the epoch."""
+
+    cursor: object = None
+    """Cursor of the first document of the window."""
+
+    document: int = 0
+    """Documents of the window, as shuffled, that are behind."""
+
+    token: int = 0
+    """Tokens of the document that are behind."""
+
+
+class SampleStream:
+    """The samples of a stream, of `length` + 1 tokens."""
+
+    def __init__(
+        self, documents: Documents, encode: Callable[[Value], NDArray[np.int64]], length: int, seed: str, window: int
+    ) -> None:
+        self.documents = documents
+        self.encode = encode
+        self.length = length
+        self.seed = seed
+        self.window = window
+        self._numbers = [0]
+        self._places = {0: Place()}
+
+    def place(self, sample: int) -> Place:
+        """Where a sample starts; reads up to it if that is not known."""
+        if sample not in self._places:
+            next(self(sample))
+        return self._places[sample]
+
+    def know(self, sample: int, place: Place) -> None:
+        """Notes where a sample starts."""
+        if sample in self._places:
+            return
+        self._numbers.insert(bisect_right(self._numbers, sample), sample)
+        self._places[sample] = place
+        if len(self._numbers) > KEPT:
+            del self._places[self._numbers.pop(1)]
+
+    def __call__(self, first: int) -> Iterator[NDArray[np.int64]]:
+        """The samples from number `first` on."""
+        number = self._numbers[bisect_right(self._numbers, first) - 1]
+        place = self._places[number]
+        documents = self._documents_from(place)
+        held: deque[tuple[Place, NDArray[np.int64]]] = deque()
+        offset, count = place.token, -place.token
+        while True:
+            while count <= self.length:
+                held.append(next(documents))
+                count += len(held[-1][1])
+            if number >= first:
+                text = np.concatenate([ids for _, ids in held])
+                yield text[offset : offset + self.length + 1]
+            number += 1
+            offset += self.length
+            count -= self.length
+            while offset >= len(held[0][1]):
+                offset -= len(held.popleft()[1])
+            self.know(number, held[0][0]._replace(token=offset))
+
+    def _documents_from(self, place: Place) -> Iterator[tuple[Place, NDArray[np.int64]]]:
+        """Places and token ids of the documents from a place on, epoch after epoch."""
+        epoch, window, cursor, behind, _ = place
+        while True:
+            some = False
+            documents = self.documents.read_from(cursor)
+            while read := list(islice(documents, self.window)):
+                for number in range(behind, len(read)):
+                    _, value = read[self._order(epoch, window, len(read))[number]]
+                    ids = self.encode(value)
+                    some = some or len(ids) > 0
+                    yield Place(epoch, window, read[0][0], number), ids
+                behind = 0
+                window += 1
+            if not some and cursor is None:
+                raise ValueError("the stream of data has no token")
+            epoch += 1
+            window, cursor = 0, None
+
+    def _order(self, epoch: int, window: int, documents: int) -> NDArray[np.int64]:
+        drawn = blake2b(f"{self.seed} {epoch} {window}".encode(), digest_size=4).digest()
+        return np.random.RandomState(int.from_bytes(drawn, "little")).permutation(documents)
