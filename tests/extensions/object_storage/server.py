@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 
 SERVE = """
 import sys, time
@@ -82,6 +83,9 @@ class Faults:
     longest_hold: float = 3.0
     """Seconds."""
 
+    stall_after: float = inf
+    """Bytes after which one connection is not read any more, and stays open."""
+
     down_until: float = 0.0
     """`time.monotonic()` until which connections are refused."""
 
@@ -139,6 +143,11 @@ def _pump(source: socket.socket, sink: socket.socket, left: list[float], faults:
                 hold = 0.0
             with faults.lock:
                 faults.moved += len(data)
+                stalls = faults.moved > faults.stall_after
+                if stalls:
+                    faults.stall_after = inf
+            if stalls:
+                threading.Event().wait()
             if left[0] < len(data) or time.monotonic() < faults.down_until:
                 with faults.lock:
                     faults.cuts += 1

@@ -183,6 +183,21 @@ def test_cut_connections_change_nothing(port: int, storage: AttemptStorage) -> N
     assert storage.read(ROOT / "latest") == b"2"
 
 
+def test_a_store_that_stops_reading_does_not_stop_the_upload(
+    port: int, storage: AttemptStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection stays open, so that neither an error nor an answer comes."""
+    monkeypatch.setattr(LIMITS, "timeout_seconds", 4.0)
+    monkeypatch.setattr(LIMITS, "slowest", 5e6)
+    monkeypatch.setattr(LIMITS, "traffic", Traffic())
+    data = os.urandom(11 << 20)
+    with faulty_proxy(port, Faults(seed=1, stall_after=7 << 20)) as proxy, environment(credentials(proxy)):
+        file = AttemptStorage("s3").create(ROOT / "stalled")
+        file.write(data)
+        file.close()
+    assert LIMITS.traffic.repeated >= 1 and storage.read(ROOT / "stalled") == data
+
+
 def test_retries_end_clearly_and_tell_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LIMITS, "retry_seconds", 6.0)
     given = credentials(9)

@@ -142,7 +142,7 @@ class FsspecStorage(Storage):
 
         def put(attempt: int) -> None:
             LIMITS.move(len(data))
-            self._fs.pipe_file(self._place(path), data)
+            self._fs.pipe_file(self._place(path), data, **LIMITS.within(self._fs, len(data)))
             LIMITS.count(written=len(data))
 
         LIMITS.tried(path, put)
@@ -234,7 +234,7 @@ class FsspecStorage(Storage):
 
         def put(attempt: int) -> None:
             LIMITS.move(size)
-            self._fs.put_file(file, self._place(path))
+            self._fs.put_file(file, self._place(path), **LIMITS.within(self._fs, size))
             LIMITS.count(written=size)
 
         LIMITS.tried(path, put)

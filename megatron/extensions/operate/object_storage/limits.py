@@ -8,9 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron.training.reliability.url_credentials import redacted
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 T = TypeVar("T")
 
@@ -54,6 +57,9 @@ class Limits:
     timeout_seconds: float = 60.0
     part_bytes: int = 16 << 20
     bytes_per_second: float = inf
+    slowest: float = 1e5
+    """Bytes per second below which a request with a body is taken as lost."""
+
     traffic: Traffic = field(default_factory=Traffic)
     answered: bool = False
     """True if a request has succeeded."""
@@ -65,6 +71,11 @@ class Limits:
     """`time.monotonic()` at which bandwidth is available again."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def within(self, fs: AbstractFileSystem, nbytes: int) -> dict[str, float]:
+        """Argument of fsspec that ends a request with a body of this many bytes. Its packages limit the time without an
+        answer, but not the time for which a store does not read the body."""
+        return {"timeout": self.timeout_seconds + nbytes / self.slowest} if fs.async_impl else {}
 
     def move(self, nbytes: int) -> None:
         """Wait until the bandwidth limit allows this many bytes."""

@@ -45,7 +45,8 @@ class S3(NamedTuple):
     def call(self, name: str, path: PurePath, **given: Any) -> Any:
         """Make one attempt of a request about one object."""
         bucket, _, key = self.place(path).partition("/")
-        return self.fs.call_s3(name, Bucket=bucket, Key=key, **given)
+        limit = LIMITS.within(self.fs, len(given.get("Body", b"")))
+        return self.fs.call_s3(name, Bucket=bucket, Key=key, **given, **limit)
 
     def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> bool:
         """Write an object if its content is `expected`, or, if that is None, if it does not exist. Returns False if the
