@@ -166,12 +166,12 @@ class Section:
         return next((options for options in self.extension_options if isinstance(options, cls)), None) or cls()
 
     def without(self, field: str) -> Self:
-        """The same with the defaults of the extension's flags that have this field."""
+        """The same, with the defaults of the extension's flags for fields that it has."""
         others = (options for options in self.extension_options if not hasattr(options, field))
         return replace(self, extension_options=tuple(others))
 
     def with_options(self, *options: Any) -> Self:
-        """The same with `options` in place of those of their classes."""
+        """The same, with `options` replacing entries of the same classes."""
         classes = tuple(type(each) for each in options)
         others = (each for each in self.extension_options if not isinstance(each, classes))
         return replace(self, extension_options=(*others, *options))

@@ -79,7 +79,7 @@ class ResidualClass(Protocol):
     """A class of residual streams other than hidden states to which outputs are added."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
-        """Makes the connection of one sublayer. `name` is the sublayer's, `config` the layer's `TransformerConfig`, and
+        """Make the connection of one sublayer. `name` is the sublayer's, `config` the layer's `TransformerConfig`, and
         `ctx` its `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def enter(self, x: Tensor, config: Section) -> Tensor:
@@ -102,7 +102,7 @@ class Span:
     """Only this number of the last tokens."""
 
     chunk: int | None = None
-    """Only those of its own chunk: documents are cut into chunks of this many tokens (Llama 4)."""
+    """Attention within a chunk only: documents are cut into chunks of this many tokens (Llama 4)."""
 
     def mean(self, length: int) -> float:
         """Mean number of tokens that a token of a document of `length` tokens attends to: s/2 by the convention for
@@ -189,8 +189,8 @@ MOST_LAYERS = 10**6
 
 
 def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-    """Parses a pattern of layers to one bool per layer: a period N, which `of_period(layer, N)` applies, or a list of
-    0 and 1 such as "([0]*3+[1]*58)". Raises ValueError if the text is not legal."""
+    """Parse a pattern of layers to one bool per layer: a period N, which `of_period(layer, N)` applies, or a list of 0
+    and 1 such as "([0]*3+[1]*58)". Raises ValueError if the text is not legal."""
     value = _value_of(text, "is neither a number nor a list of 0 and 1")
     if isinstance(value, int):
         if value < 1:

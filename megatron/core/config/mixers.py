@@ -38,7 +38,7 @@ class HeadWidths(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Facts about an attention that --attention-module chooses. The defaults are those of self-attention.
+    """Facts about an attention that --attention-module chooses. The defaults suit self-attention.
 
     Functions are called with the model's configuration, a `megatron.core.config.model.TransformerConfig`."""
 
@@ -46,16 +46,16 @@ class AttentionFacts:
     """True if a flag of its own chooses it in place of --attention-module."""
 
     widths: Callable[..., HeadWidths] | None = None
-    """Widths of its heads; None for those of --kv-channels and --value-channels."""
+    """Head widths; None for --kv-channels and --value-channels."""
 
     grouped: bool = True
-    """True if its heads are those of --kv-channels and --num-query-groups, of whose rows linear_qkv consists."""
+    """True if its heads are set by --kv-channels and --num-query-groups, and linear_qkv consists of their rows."""
 
     rotates: bool = False
     """True if it has a rotary embedding whatever --position-embedding-type is."""
 
     rope_type: str = "rope"
-    """Its --rope-type if none is given."""
+    """Value of --rope-type if none is given."""
 
     scales_scores: bool = False
     """True if --mscale-all-dim scales attention scores."""
@@ -75,7 +75,7 @@ class MixerFacts:
     """Text about its heads for a plan, which shows their number and width already."""
 
     letter: str = ""
-    """Its letter in --hybrid-layer-pattern."""
+    """Letter in --hybrid-layer-pattern."""
 
     whole_sequences: bool = False
     """True if it sees the tokens of all context-parallel ranks."""

@@ -54,7 +54,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def attention_facts(self) -> AttentionFacts:
-        """Facts about the attention sublayer, which are those of attentions alone."""
+        """Facts about the attention sublayer that only attention mixers have."""
         return attention_facts(self.attention)
 
     @property
@@ -138,7 +138,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def _sublayers(self) -> tuple[Sublayers, ...]:
-        """Sublayers of all layers, followed by those of multi-token prediction, which are like the last layer."""
+        """Sublayers of all layers, followed by those of multi-token prediction modules, which equal the last layer."""
         if (stated := self.stated_layers) is not None:
             return stated
         variant = self.experimental_attention_variant
@@ -147,12 +147,12 @@ class TransformerConfig(ModelFields):
         return self._with_last_repeated(found)
 
     def _with_last_repeated(self, of_layers: tuple[T, ...]) -> tuple[T, ...]:
-        """By layer and multi-token prediction module: modules are like the last layer."""
+        """Values by layer and multi-token prediction module: modules equal the last layer."""
         return of_layers + of_layers[-1:] * self.mtp_depths
 
     def _by_own_numbers(self, of_layers: tuple[bool, ...]) -> tuple[bool, ...]:
-        """By layer and multi-token prediction module: modules see and rotate as the layers of their own numbers do,
-        unless --mtp-layer-kind says otherwise."""
+        """Values by layer and multi-token prediction module: attention spans and rotations of modules follow their own
+        layer numbers, unless --mtp-layer-kind says otherwise."""
         if not of_layers or self.mtp_layer_kind != "own_number":
             return self._with_last_repeated(of_layers)
         return of_layers + tuple(of_layers[number % len(of_layers)] for number in range(self.mtp_depths))
@@ -182,7 +182,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def stated_layers(self) -> tuple[Sublayers, ...] | None:
-        """Sublayers of all layers, followed by those of multi-token prediction, where one pattern states them. Raises
+        """Sublayers of all layers, followed by those of multi-token prediction modules, if a pattern gives them. Raises
         ValueError if it cannot be read."""
         return None if self.pattern is None else self.pattern.stated_layers(self)
 
@@ -206,14 +206,14 @@ class TransformerConfig(ModelFields):
 
     @property
     def expert_pattern(self) -> tuple[bool, ...]:
-        """By layer, whether its MLP is a mixture of experts."""
+        """For each layer, True if its MLP is a mixture of experts."""
         if (stated := self.stated_layers) is not None:
             return tuple(parts.experts for parts in stated[: self.num_layers])
         return self._pattern(self.num_experts is not None, self.moe_layer_freq, each)
 
     @property
     def linear_pattern(self) -> tuple[bool, ...]:
-        """By layer, whether its attention is linear."""
+        """For each layer, True if its attention is linear."""
         if (stated := self.stated_layers) is not None:
             return tuple(parts.linear is not None for parts in stated[: self.num_layers])
         linear = self.experimental_attention_variant is not None
@@ -221,7 +221,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def local_pattern(self) -> tuple[bool, ...]:
-        """By layer, whether its attention has a sliding window or chunks."""
+        """For each layer, True if its attention has a sliding window or chunks."""
         return self._pattern(self.local_span != Span(), self.window_attn_skip_freq, all_but_last_of_each)
 
     @property
@@ -231,7 +231,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def rope_pattern(self) -> tuple[bool, ...]:
-        """By layer, whether its queries and keys are rotated."""
+        """For each layer, True if its queries and keys are rotated."""
         skipped = self._pattern(self.rotary and self.no_rope_freq is not None, self.no_rope_freq, last_of_each)
         return tuple(self.rotary and not skips for skips in skipped)
 
@@ -252,7 +252,8 @@ class TransformerConfig(ModelFields):
         return found
 
     def _pattern(self, present: bool, text: str | None, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-        """By layer, whether it has a part that is `present` in the model: in all layers, or those of a text."""
+        """For each layer, True if it has a part that is `present` in the model: in all layers, or in those of a
+        text."""
         if not present or text is None:
             return (present,) * self.num_layers
         return layer_pattern(text, self.num_layers, of_period)

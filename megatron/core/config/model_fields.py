@@ -31,11 +31,11 @@ WITHIN = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
 
 
 class RecomputedParts(Collection[str]):
-    """Choices of --recompute-modules: those of every layer, and those that mixers and residual streams state."""
+    """Choices of --recompute-modules: those of every layer, and those that mixers and residual streams add."""
 
     @staticmethod
     def stated() -> dict[str, str]:
-        """Part of a mixer or a residual stream -> the flag by which a model has it."""
+        """Part of a mixer or a residual stream -> the flag that turns it on in a model."""
         mixers, streams = (MIXERS.facts(name) for name in MIXERS), (RESIDUALS.facts(name) for name in RESIDUALS)
         found = [(facts.recomputed, facts.recomputed_with) for facts in mixers]
         found += [(facts.recomputed, facts.recomputed_with) for facts in streams]
@@ -189,7 +189,7 @@ class ModelFields(
     Without this flag, or without biases, GeLU is exact (gelu)."""
 
     activation_func: str | None = flag(None, choices=ACTIVATIONS, effective="activation")
-    """Activation function of MLPs and experts; default: that of --swiglu, --quick-geglu or --squared-relu, else
+    """Activation function of MLPs and experts; default: set by --swiglu, --quick-geglu or --squared-relu, otherwise
     GeLU."""
 
     attention_module: str = flag("self_attention", choices=ATTENTION_MODULES, effective="attention")

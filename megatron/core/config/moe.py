@@ -26,7 +26,7 @@ class RouterFacts:
     """(configuration, layer) -> True if it routes the layer's tokens. The last one for which it is true is taken."""
 
     scores: tuple[str, ...] = ()
-    """Values of --moe-router-score-function. Its `make_scores` makes these scores, for other routers too."""
+    """Values of --moe-router-score-function. Its `make_scores` makes these scores, also for other routers."""
 
     losses: tuple[str, ...] = ()
     """Values of --moe-router-load-balancing-type that are auxiliary losses. Several can be added."""
@@ -35,8 +35,8 @@ class RouterFacts:
     """Other values of --moe-router-load-balancing-type, each of which is given alone."""
 
     fixed_scores: Callable[..., str | None] = lambda config: None
-    """The kind of scores (`MoEConfig.moe_router_scores`) that it has whatever --moe-router-score-function is; None if
-    it has those of the flag."""
+    """Kind of scores (`MoEConfig.moe_router_scores`) that the router uses, whatever --moe-router-score-function is;
+    None if it uses that flag."""
 
     training_only: bool = False
     """True if it chooses as the router before it does except in training, so that a trained model has no trace of it.
@@ -63,7 +63,7 @@ class Scores(Protocol):
 
 
 class RouterModule(Protocol):
-    """The `nn.Module` that chooses the experts of one layer's tokens."""
+    """The `nn.Module` that chooses experts for one layer's tokens."""
 
     def forward(self, x: Tensor, context: object, /) -> object:
         """x [s, b, h], [s/tp, b, h] under sequence parallelism -> the `megatron.core.moe.router.Choice` of these
@@ -78,7 +78,7 @@ class RouterClass(Protocol):
         `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def make_scores(self, config: Section) -> Scores:
-        """Makes the scores that `config.moe_router_scores` names, one of those of its facts. A static method."""
+        """Make the scores that `config.moe_router_scores` names, which are among its facts. A static method."""
 
 
 ROUTERS = Registry("router", RouterFacts, protocol=RouterClass, makes=RouterModule)
@@ -101,7 +101,7 @@ def router_of(config: Section, number: int, in_training: bool = True) -> str:
 
 @dataclass(frozen=True)
 class RouterValues(Collection[str]):
-    """The values of one flag, which routers state among their facts."""
+    """Values of a flag that routers list in their facts."""
 
     stated: Callable[[RouterFacts], tuple[str, ...]]
 
@@ -299,7 +299,7 @@ class MoEConfig:
 
     @property
     def moe_router_scores(self) -> str:
-        """Kind of scores: softmax (over the chosen experts), pre_softmax (over all), or another one of
+        """Kind of scores: softmax (over the chosen experts), pre_softmax (over all), or another name in
         SCORE_FUNCTIONS."""
         fixed = [scores for name in ROUTERS if (scores := ROUTERS.facts(name).fixed_scores(self)) is not None]
         softmax = "pre_softmax" if self.moe_router_pre_softmax else "softmax"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NormFacts:
-    """Facts about a norm. The defaults are those of an RMSNorm of one's own."""
+    """Facts about a norm. The defaults suit a custom RMSNorm."""
 
     centered: bool = False
     """True if the norm subtracts the mean."""
@@ -105,7 +105,7 @@ class NormConfig:
 
     @property
     def norms_apart(self) -> bool:
-        """True if the MLP has a norm of its input, beside that of attention."""
+        """True if the MLP has a norm for its input, separate from that of attention."""
         return self.norms_inputs and not (self.parallel_residual and self.parallel_residual_shared_norm)
 
     @property

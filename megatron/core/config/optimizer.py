@@ -174,7 +174,7 @@ class OptimizerConfig(Section):
 
     @property
     def state_plan(self) -> StatePlan:
-        """How states are stored."""
+        """Storage format of states."""
         return STATE_STORES.facts(self.state_store)
 
     @property

@@ -42,14 +42,15 @@ class OptimizerFacts:
     """The optimizer of all other parameters; None: the same."""
 
     fields: tuple[str, ...] = ()
-    """Fields of flags that say which optimizer a parameter has: a run has those of the checkpoint that it loads."""
+    """Fields of flags that determine which optimizer a parameter has: a run must use the values of the checkpoint that
+    it loads."""
 
     product_dtypes: Callable[..., tuple[str, ...]] = _no_dtypes
-    """(config, name of the main dtype) -> names of the dtypes in which it multiplies matrices."""
+    """(config, name of the main dtype) -> names of the dtypes in which the optimizer multiplies matrices."""
 
 
 class MakeChain(Protocol):
-    """Makes the chain of one parameter."""
+    """Make the chain of one parameter."""
 
     def __call__(self, config: Section, meta: ParamMeta) -> Sequence[object]:
         """Returns the links, each a `megatron.core.optimizer.transforms.Transform`. Which ones follows from both
@@ -64,7 +65,7 @@ OPTIMIZERS.register("sgd", "megatron.core.optimizer.fused:sgd", by_element=True)
 
 
 class StatePlan:
-    """How main parameters and states are stored, as far as it is known without torch: here in the main dtype."""
+    """Storage of main parameters and states, as far as it is known without torch: here in the main dtype."""
 
     optional: tuple[str, ...] = ()
     """Kinds of states that a checkpoint may lack, and that other stores have no use for."""
@@ -98,8 +99,8 @@ def _stated(plan: StatePlan) -> StatePlan:
 
 
 class StateStore(Protocol):
-    """Makes the shards of main parameters and optimizer states of a rank. Its facts are a `StatePlan`; the last one
-    that holds is taken."""
+    """Makes the shards of main parameters and optimizer states of a rank. Its facts are a `StatePlan`; if several
+    apply, the last one is used."""
 
     def __call__(self, spec: object) -> object:
         """Returns the `Shard` of a `ShardSpec`, both of `megatron.core.optimizer.optimizer`."""

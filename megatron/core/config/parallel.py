@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """How much a rank keeps in host memory."""
+    """Memory that a rank needs on the host."""
 
     fraction: Callable[..., float]
     """OptimizerConfig -> share of the elements whose states are in host memory, and are updated there."""
@@ -85,7 +85,7 @@ class UnitFacts:
 
 
 class UnitStoreClass(Protocol):
-    """Makes the store of one rank."""
+    """Make the store of one rank."""
 
     def __call__(self, config: ModelParallelConfig, device: torch.device) -> object:
         """Returns a `megatron.core.distributed.param_and_grad_buffer.UnitStore` for passes on `device`."""
@@ -93,7 +93,8 @@ class UnitStoreClass(Protocol):
 
 UNIT_STORES = Registry("store of units", UnitFacts, protocol=UnitStoreClass)
 """Name -> class derived from `ShardedUnits`: keeps the matrices of units (transformer layers, and modules outside of
-them) and their gradients between the passes that use them. None of the trunk's: `DDPConfig` says what ranks shard."""
+them) and their gradients between the passes that use them. The trunk has none: `DDPConfig` determines what ranks
+shard."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """Pipeline schedule; default: interleaved if virtual stages are given, else 1f1b."""
 
     num_virtual_stages_per_pipeline_rank: int | None = None
-    """Pipeline stages per rank; default: that of the schedule, 2 for interleaved and zb-v."""
+    """Pipeline stages per rank; default: the schedule's, 2 for interleaved and zb-v."""
 
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, excludes="--num-virtual-stages-per-pipeline-rank", same_setting_as="num_virtual_stages_per_pipeline_rank"
@@ -230,7 +231,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """torch.distributed backend; default: nccl on GPUs, gloo on CPU."""
 
     distributed_timeout_minutes: float = 10.0
-    """Longest time that a rank waits for another one in a step or evaluation before the run ends."""
+    """Longest time that a rank waits for another rank in a step or evaluation before the run ends."""
 
     startup_timeout_minutes: float = 30.0
     """Longest time of each start-up phase, including index building and checkpoint loading, and of the first step."""
@@ -252,7 +253,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
         return UNIT_STORES.chosen(self)
 
     def with_offloaded_layers(self, layers: int) -> ModelParallelConfig:
-        """The same with the activations of at most this many layers kept elsewhere."""
+        """The same, with the activations of at most this many layers stored elsewhere."""
         if (name := self.activation_store) is None:
             return self
         fewer = HOST_MEMORY.facts(name).with_layers(self, layers)
@@ -349,7 +350,7 @@ class DDPConfig:
         return self.data_parallel_sharding_strategy == "optim_grads_params"
 
     def unit_ranks(self, parallel: ModelParallelConfig) -> int | None:
-        """The fewest data-parallel ranks that share matrices whose buckets are those of units; None if none are."""
+        """Smallest number of data-parallel ranks that share matrices in unit buckets; None if no ranks do."""
         if parallel.unit_store is not None:
             return 1
         return 2 if self.shards_gradients else None

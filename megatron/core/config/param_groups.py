@@ -109,7 +109,7 @@ class RuleFacts:
 
 
 PARAMETER_RULES = Registry("rule of parameters", RuleFacts, protocol=BuildsRule)
-"""Rules of parameters. Those registered later see the groups of the earlier ones.
+"""Rules of parameters. Rules that are registered later receive the groups of earlier ones.
 
     @PARAMETER_RULES.register("small gates", when=lambda optimizer: True)
     class SmallGates(ParameterRule):

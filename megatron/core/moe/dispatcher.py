@@ -91,7 +91,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Routes:
-    """Dispatch of one micro-batch: a row for each assignment of a token, which travels to the rank of its expert."""
+    """Dispatch of one micro-batch: one row for each assignment of a token, which is sent to the rank of its expert."""
 
     of_tokens: RowMap
     """This rank's tokens [n, ...] -> rows [assignments, ...]."""
@@ -125,8 +125,8 @@ class Routes:
 class Dispatcher(ABC):
     """Plans the dispatch of tokens from the experts that they chose.
 
-    On a device the numbers of tokens stay there where no message and no large buffer depends on them: rows are then as
-    many as there may be at most, those in use first.
+    On a device, the numbers of tokens stay there if no message and no large buffer depends on them: there are then as
+    many rows as there may be at most, those in use first.
     """
 
     def __init__(self, num_experts: int, ctx: TPContext, grouped: bool, padded: bool, choices: int) -> None:
@@ -147,8 +147,8 @@ class Dispatcher(ABC):
         """Starts to plan a dispatch: chosen [n, k] experts of this rank's tokens, `num_experts` for a dropped one. An
         expert accepts no more than `most` of them, if given.
 
-        The call that it returns ends the plan. It waits for the device where the host needs the sizes of messages: what
-        can be launched before should be. Collective.
+        The call that it returns ends the plan. The host waits for the device if it needs the sizes of messages, so
+        launch all independent work before this. Collective.
         """
 
     def copies(self, assignments: Tensor, rows: int, k: int) -> tuple[RowMap, RowMap]:
@@ -175,7 +175,8 @@ many are in use. If more could arrive, it waits for their number."""
 
 
 class AllGatherDispatcher(Dispatcher):
-    """All-gathers the tokens; each rank picks those of its experts. For few experts, and k about as large as ep."""
+    """All-gather the tokens; each rank picks those of its experts. Suitable for few experts, and for k about as large
+    as ep."""
 
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
         both, local = self.both, self.local_experts

@@ -1,4 +1,4 @@
-"""Experts of one rank: two grouped linear layers over rows that are sorted by expert.
+"""Experts of one rank: two grouped linear layers over rows sorted by expert.
 
 Weights are [E, ..., in], sharded over expert parallelism along E and over expert tensor parallelism along the experts'
 width. A rank's output is a partial sum over expert tensor parallelism; the dispatcher reduces it.
@@ -38,7 +38,7 @@ class _GroupedLinearContext(AutogradContext):
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """Grouped linear layer: multiplies each row of x [n, in] by the W [out, in] of its expert -> y [n, out]."""
+    """Grouped linear layer: multiplies each row of x [n, in] by its expert's W [out, in] -> y [n, out]."""
 
     @staticmethod
     def forward(
@@ -130,7 +130,7 @@ class GroupedBiasFunction(torch.autograd.Function):
         weights = columns.new_ones(dy.shape[0]) if factors is None else factors.detach().to(dy.dtype)
 
         def add_db_(out: Tensor, overwrite: bool) -> None:
-            """The bias is the weight of one more input, the factor."""
+            """The bias acts as the weight of one more input, which is the factor."""
             out = (out.zero_() if overwrite else out).view(*bias.shape, 1)
             ctx.layer.gemms.add_bias_grad_(out, columns, weights[:, None], segments)
 
@@ -256,7 +256,8 @@ class Experts(nn.Module):
             for metas, cuts in zip(expert_metas(name, config), (Cuts(outputs=cut), Cuts(inputs=cut)), strict=True)
         )
         self.activation = build_activation(f"{name}.activation", config, ctx)
-        # Inputs of the autograd Function, so that their gradients are computed with those of the rows.
+        # These are inputs of the autograd Function, so that their gradients are computed together with those of the
+        # rows.
         self.activation_parameters = (
             tuple(self.activation.parameters()) if isinstance(self.activation, nn.Module) else ()
         )

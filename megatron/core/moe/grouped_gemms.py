@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.weight_grad import add_product_
 
 class Segments:
     """Rows of the local experts, sorted by expert. Rows after those of the last expert are spare: they belong to no
-    expert, their contents are finite and without meaning, and they have no gradient.
+    expert, have finite but meaningless contents, and no gradient.
 
     The numbers of rows are on the device (`of_counts`), where kernels read them, or known to the host (`of_sizes`),
     which can then cut tensors into parts.
@@ -63,7 +63,7 @@ class Segments:
         return Segments.of_counts((counts + (multiple - 1)) // multiple * multiple, spare=True)
 
     def experts_of(self, rows: int) -> Tensor:
-        """[rows] int64 on the device: the expert of each row; that of spare rows is some expert."""
+        """[rows] int64 on the device: the expert of each row; arbitrary for spare rows."""
         ends = self.ends[:-1].contiguous()
         return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
 
@@ -131,8 +131,8 @@ def add_products_grouped_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments
 
 
 def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
-    """Whether torch has a grouped GEMM of this dtype on the device, and for matrices of these widths: rows must be
-    multiples of 16 bytes. On other GPUs than these its function reads the numbers of rows and makes a product for each
+    """Return True if torch has a grouped GEMM for this dtype on the device, and for matrices of these widths: rows must
+    be multiples of 16 bytes. On other GPUs, torch's function reads the numbers of rows and computes one product per
     expert, as `gemm_each` does."""
     if device.type == "cuda":
         kernel = dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
@@ -142,14 +142,14 @@ def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -
 
 
 class GroupedGemms:
-    """The products of a grouped linear layer, here in the precision of the parameters. Those of a format of
-    `LINEAR_FORMATS` have the same attributes."""
+    """The products of a grouped linear layer, here in the precision of the parameters. Formats in `LINEAR_FORMATS` have
+    objects with the same attributes."""
 
     def __init__(self, gemm: GroupedGemm, add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Segments], None]) -> None:
         self.gemm, self.add_weight_grad_ = gemm, add_weight_grad_
         """(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X of each expert"""
         self.add_bias_grad_ = add_weight_grad_
-        """The same for the gradient of a bias, the weight of one input"""
+        """The same for the gradient of a bias, which is the weight of one input"""
 
     def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
         """x [n, in], weight [experts, ..., in] -> y [n, out]"""
@@ -161,7 +161,7 @@ class GroupedGemms:
 
 
 GROUPED = GroupedGemms(gemm_grouped, add_products_grouped_)
-"""In a kernel for all experts, which reads the numbers of rows on the device."""
+"""In one kernel for all experts, which reads the numbers of rows on the device."""
 
 EACH = GroupedGemms(gemm_each, add_each_product_)
 """One for each expert. The host cuts the rows into parts."""

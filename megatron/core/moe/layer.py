@@ -42,8 +42,8 @@ class MoELayer(nn.Module):
     With --moe-latent-size experts read fc1_latent_proj(x), and fc2_latent_proj of their sum is added: messages between
     ranks are as narrow as the latent.
 
-    Zero-computation experts return weight * x. Where the residual stream asks for it, the outputs of the shared expert
-    and of the chosen ones are not added, but returned side by side, [s, b, 2h].
+    Zero-computation experts return weight * x. If the residual stream requires it, the outputs of the shared expert and
+    of the chosen experts are not added, but returned side by side, [s, b, 2h].
 
     Each rank routes tokens of its own, so tensor parallelism requires sequence parallelism.
     """

@@ -11,8 +11,8 @@ Second, the load. The loss of Switch Transformer (Fedus et al., arXiv 2101.03961
 f_i the share of assignments to expert i and P_i its mean probability. Over a global batch (arXiv 2501.11873), its
 gradient in the first micro-batch would need the f of the last one, when the pipeline already runs backward passes. So
 "aux_loss" and "global_aux_loss" take running means: for the tokens of a sample, f is the load over all samples of the
-global batch up to and including it. The order of samples is that of the data, and not of ranks, so f does not depend on
-how the batch is cut. "seq_aux_loss" balances each sequence by itself.
+global batch up to and including it. Samples are in the order of the data, and not of ranks, so that f does not depend
+on how the batch is sharded. "seq_aux_loss" balances each sequence by itself.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class _LoadsContext(AutogradContext):
 
 
 class _AgainstRunningLoads(torch.autograd.Function):
-    """Sum over tokens of E sum_i f_i p_i for probabilities p [s, b, E]. Its value is left at 0: f is not known before
-    the backward."""
+    """Sum over tokens of E sum_i f_i p_i for probabilities p [s, b, E]. Its value stays 0, because f is not known
+    before the backward."""
 
     @staticmethod
     def forward(ctx: _LoadsContext, probabilities: Tensor, loads: RunningLoads, number: int) -> Tensor:
@@ -176,8 +176,8 @@ class Balance(nn.Module):
     ) -> Tensor:
         """Returns `weights` with the auxiliary losses of these tokens attached to their backward.
 
-        logits, probabilities [s, b, E]; chosen [s, b, k]. `unbiased` [s, b, k] is the choice without expert bias, which
-        the losses compare with the probabilities. kept [s, b, k] is None if no token is dropped.
+        logits, probabilities [s, b, E]; chosen [s, b, k]. `unbiased` [s, b, k] is the choice without expert bias, with
+        which the losses compare the probabilities. kept [s, b, k] is None if no token is dropped.
         """
         assert context.aux_scale is not None
         assigned = self._assignments(chosen)
@@ -246,7 +246,7 @@ def make_state(meta: ParamMeta, dtype: torch.dtype, ctx: TPContext) -> nn.Parame
 
 @torch.no_grad()
 def end_step(balances: Sequence[Balance], stage: Axis, skip: Tensor | None = None) -> Tensor:
-    """Ends an optimizer step: sums tallies over the ranks of the pipeline stage, and updates expert biases.
+    """End an optimizer step: sum tallies over the ranks of the pipeline stage, and update expert biases.
 
     A skipped step (`skip` is 1) does not update them. Returns assignments and extra columns [layers, E + 3]. Collective
     over `stage`.

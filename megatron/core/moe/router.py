@@ -115,7 +115,7 @@ class OwnScores:
 
 
 def scores_of(config: TransformerConfig) -> Scores:
-    """The scores of a model, which the router that states them makes."""
+    """Scores of a model, made by the router that lists them."""
     name = SCORE_FUNCTIONS.router(config.moe_router_scores.removeprefix("pre_"))
     return ROUTERS[name].make_scores(config)
 
@@ -169,7 +169,7 @@ class TopKRouter(nn.Module):
 
     @staticmethod
     def make_scores(config: TransformerConfig) -> Scores:
-        """The scores of softmax, sigmoid or sqrtsoftplus. A router of one's own that states others makes those.
+        """The scores of softmax, sigmoid or sqrtsoftplus. A custom router that lists other scores makes those.
 
         Raises NotImplementedError for others."""
         kind = config.moe_router_scores
@@ -190,7 +190,7 @@ class TopKRouter(nn.Module):
         if self.scaling is not None:
             weights = weights * self.scaling
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        if context.cache is not None:  # padding of a generated text must not count, and later tokens are not there yet
+        if context.cache is not None:  # padding of a generated text must not count, and later tokens do not exist yet
             factor = None
         capacity = None if factor is None else self._capacity(chosen.shape[0], factor)
         kept = None if capacity is None else self._kept(chosen, weights.detach(), context, capacity)
@@ -275,10 +275,11 @@ def without_rounding(scores: Tensor) -> Tensor:
 def within_capacity(
     chosen: Tensor, priorities: Tensor, places: Tensor, capacity: int, num_experts: int, sequence: Axis
 ) -> Tensor:
-    """Applies expert capacity: bool [s, b, k], true for the `capacity` tokens of a sequence with the highest priority.
+    """Apply expert capacity: bool [s, b, k], True for the `capacity` tokens of a sequence with the highest priority.
 
-    Priorities are >= 0; ties go to the earlier token. chosen, priorities [s, b, k] and places [s] in the sequence are
-    those of this rank's tokens. Capacity is counted over the whole sequence, which ranks along `sequence` hold.
+    Priorities are >= 0; among equal ones the earlier token wins. chosen, priorities [s, b, k] and positions `places`
+    [s] in the sequence belong to this rank's tokens. Capacity is counted over the whole sequence, which ranks along
+    `sequence` hold.
     """
     rows, samples, _ = chosen.shape
     table = priorities.new_full((rows, samples, num_experts), -1.0).scatter_(-1, chosen, priorities)

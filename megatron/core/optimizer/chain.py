@@ -68,7 +68,7 @@ class _Param:
     """Elements [start, stop) of the local tensor that the shard has; (0, 0) for none."""
 
     span: slice
-    """The same in the shard."""
+    """The same range in the shard."""
 
     place: Place
     elements: dict[str, Tensor] = field(default_factory=dict)

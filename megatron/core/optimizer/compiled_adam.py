@@ -53,7 +53,7 @@ class CompiledAdamKernel(ShardUpdate):
         self._factor = None
 
     def _scalars(self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor) -> AdamScalars:
-        """Returns the scalars of one update that follows `updates` earlier ones. `skip` and `updates` are float64
+        """Return the scalars of one update that follows `updates` earlier ones. `skip` and `updates` are float64
         scalars on the device."""
         first, second = (1.0 - beta ** (updates + 1.0) for beta in (self.config.adam_beta1, self.config.adam_beta2))
         factor = torch.ones_like(skip) if self._factor is None else self._factor
@@ -65,7 +65,7 @@ class AdamScalars(NamedTuple):
     """Values common to all elements, fp32 scalars on the device: a change causes no compilation and no wait."""
 
     factor: Tensor
-    """Of the gradients."""
+    """Factor of the gradients."""
 
     skip: Tensor
     """1 where nothing is to change, else 0."""
@@ -90,8 +90,8 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """One update (arXiv 1711.05101, algorithm 2) of tensors of one shape in fp32, in place; `params` get the new main
-    parameters in their own dtype. The gradient is only read."""
+    """Make one update (arXiv 1711.05101, algorithm 2) of tensors of the same shape in fp32, in place; `params` receive
+    the new main parameters in their own dtype. The gradient is only read."""
     keeps = scalars.skip > 0
     g = grad * scalars.factor
     m = torch.lerp(exp_avg, g, 1.0 - betas[0])

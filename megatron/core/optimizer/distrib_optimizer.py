@@ -140,7 +140,7 @@ class Update:
 
 
 class DistributedOptimizer:
-    """The optimizer that --optimizer names, over the main-precision shards of one rank, on the device or on the host.
+    """Optimizer that --optimizer names, over the main-precision shards of one rank, on the device or on the host.
 
     Collective over the world: every rank makes the same calls. Build it after the parameters have their initial
     values. Raises ValueError if `config` and `ddp` disagree on `use_distributed_optimizer`.
@@ -185,8 +185,8 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def step(self, update: Update) -> StepResult:
-        """One update from finished gradients, or from those of `reduce_model_grads` and its `factor`. That and
-        clipping scale them in place, fused optimizers as they read them.
+        """Make one update from finished gradients, or from the result of `reduce_model_grads` and its `factor`. The
+        factor and clipping scale gradients in place; fused optimizers apply them when they read gradients.
 
         With `overlap_param_gather` the parameters are whole again only when a forward pass has waited for them, or
         `finish_param_sync`; with a `param_gather` of the ddp only after `finish_param_sync`.
@@ -220,7 +220,7 @@ class DistributedOptimizer:
         return skip, (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else None
 
     def apply(self, update: Update, skip: Tensor, coefficient: Tensor | None) -> None:
-        """Applies a verdict: updates states and parameters, and starts the gather of parameters."""
+        """Apply a verdict: update states and parameters, and start the gather of parameters."""
         factor, values = update.factor, StepValues(update.rates, skip, self.updates)
         if coefficient is not None and self.shards:
             factor = coefficient if factor is None else coefficient * factor

@@ -1,5 +1,5 @@
-"""Fused links, which update whole shards in one pass over their memory: which one the parameters of a buffer have, and
-those of Adam and SGD, torch's kernels."""
+"""Fused links, which update whole shards in one pass over their memory: the choice of a link for the parameters of a
+buffer, and the links of Adam and SGD, which use torch's kernels."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from megatron.core.param_meta import ParamMeta
 
 @dataclass(frozen=True)
 class FusedPart:
-    """The kernel of one fused link, and the shards that it updates."""
+    """Kernel of one fused link, and the shards that it updates."""
 
     kernel: ShardUpdate
     shards: Sequence[Shard]
 
 
 def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform | None:
-    """The fused link that the chains of a buffer's parameters have in common. Raises ValueError if some have another
-    one."""
+    """The fused link that the chains of a buffer's parameters have in common. Raises ValueError if some parameters have
+    another link."""
     found: dict[type[Transform] | None, FusedTransform | None] = {}
     for param in layout.params:
         fused = [link for link in chain_of(config, param.meta) if isinstance(link, FusedTransform)]
@@ -44,7 +44,7 @@ def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform 
 
 
 def states_of_shards(config: OptimizerConfig, layout: BufferLayout) -> Sequence[State]:
-    """The states that lie beside the main parameters of a buffer, padding included: those of its fused link."""
+    """States stored with the main parameters of a buffer, including padding: those of its fused link."""
     fused = fused_link(config, layout)
     return () if fused is None else fused.states(layout.params[0].meta)
 
@@ -66,7 +66,7 @@ def fused_parts(config: OptimizerConfig, shards: Sequence[Shard], stage: StageOf
 class FusedAdam(FusedTransform):
     """Adam with decoupled weight decay (arXiv 1711.05101), of moments, decay and learning rate in one kernel.
 
-    Where regions are compiled, main parameters in fp32 have a kernel that also writes the parameters."""
+    If regions are compiled, fp32 main parameters have a kernel that also writes the parameters."""
 
     def states(self, meta: ParamMeta) -> Sequence[State]:
         return [elements("exp_avg", meta), elements("exp_avg_sq", meta)]

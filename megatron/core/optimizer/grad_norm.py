@@ -58,8 +58,8 @@ class GradNorm:
 
     def finish(self, summed: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(norm, overflow, sums) in float64 on the device, from the sum over the world: overflow is 1 if any gradient
-        anywhere, replicas included, or any of `sums` is infinite or NaN, else 0. With a `factor`, the norm is that of
-        gradients multiplied by it."""
+        anywhere, replicas included, or any of `sums` is infinite or NaN, else 0. With a `factor`, the result is the
+        norm of gradients multiplied by it."""
         norm = summed[0].sqrt() if factor is None else summed[0].sqrt() * factor
         return norm, (~torch.isfinite(summed).all()).to(torch.float64), summed[2:]
 

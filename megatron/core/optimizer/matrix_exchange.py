@@ -25,7 +25,7 @@ Direction = Callable[[Tensor, Sequence[int]], Tensor]
 
 @dataclass(frozen=True)
 class _Round:
-    """Parts that travel at the same time: for each rank of the stage those of one message, in order."""
+    """Parts that are sent together: for each rank of the stage the parts of one message, in order."""
 
     read: list[list[Part]]
     """Elements that this rank sends to the owners."""
@@ -36,11 +36,11 @@ class _Round:
     written: list[list[Part]]
     """Elements that the owners return to this rank."""
     stacks: list[list[int]]
-    """The matrices that this rank owns, those of one size together."""
+    """Matrices that this rank owns, grouped by size."""
 
 
 class MatrixExchange:
-    """The exchange of one rank, over the ranks of its pipeline stage, `axis`, in tensors of `dtype`. Collective over
+    """Exchange of one rank over the ranks of its pipeline stage, `axis`, in tensors of `dtype`. Collective over
     them."""
 
     def __init__(self, plan: MatrixPlan, axis: Axis, dtype: torch.dtype, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class MatrixExchange:
         self._theirs = [
             self._mine if place == axis.rank else plan.parts(place, self._owned) for place in range(axis.size)
         ]
-        """For each rank its parts of the matrices that this rank owns."""
+        """For each rank, its parts of the matrices that this rank owns."""
         self._rounds: dict[tuple[int, ...], _Round] = {}
 
     def _round(self, numbers: Sequence[int]) -> _Round:

@@ -41,7 +41,7 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """Multiplications of one Newton-Schulz step, see `newton_schulz`."""
+        """Number of matrix multiplications in one Newton-Schulz step, see `newton_schulz`."""
         short, long = sorted(self.size)
         return 2 * short * short * long + short**3
 
@@ -54,7 +54,7 @@ class Part:
     """Number of the matrix."""
 
     shard: int
-    """Number of its optimizer shard, among those of the plan's buffers."""
+    """Number of its optimizer shard among those of the plan's buffers."""
 
     start: int
     stop: int
@@ -65,7 +65,7 @@ class Part:
     """Place of the part in that box."""
 
     place: tuple[slice, ...]
-    """Its place in the matrix."""
+    """Its position in the matrix."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,11 +77,11 @@ class Part:
 
 
 class MatrixPlan:
-    """The exchange of one rank's stage. `layouts` are the buffers of the stage's ranks, `ranks` those ranks.
+    """Exchange of one rank's stage. `layouts` are the buffers of the stage's ranks, `ranks` those ranks.
 
     `splits` decides by its name whether a fused weight is divided into its linear maps. With `blockwise`, each shard of
-    tensor parallelism counts as a matrix of its own. `round_size` replaces `ROUND`. The matrices are all those of
-    buffers of whole matrices, or with `wanted` the parameters of any buffer that it chooses."""
+    tensor parallelism counts as a matrix of its own. `round_size` replaces `ROUND`. By default all matrices of buffers
+    of whole matrices take part; with `wanted`, the chosen parameters of any buffer."""
 
     def __init__(
         self,
@@ -171,8 +171,8 @@ class MatrixPlan:
         return found
 
     def sends(self, source: int, matrix: int) -> bool:
-        """Whether ranks[source] is the one that sends its parts of a matrix to the owner, among ranks that hold the
-        same parts: that which shares the owner's place on every axis along which the parameter is replicated."""
+        """Return True if ranks[source] sends its parts of a matrix to the owner. Among ranks that hold the same parts,
+        this is the one that shares the owner's position on every axis along which the parameter is replicated."""
         meta, owner = self.matrices[matrix].meta, self.owners[matrix]
         a, b = self.ranks[source], self.ranks[owner]
         data = self._data_rank[meta.data_axis]
@@ -205,8 +205,8 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
 
 
 def linear_maps(meta: ParamMeta, split: bool = True) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes (offset, shape) of the global tensor that are each the weight of one linear map: all dimensions but
-    the last one number its rows. Weights that are `fused` count as one without `split`."""
+    """Boxes (offset, shape) of the global tensor, each of which is the weight of one linear map: all dimensions except
+    the last one index its rows. Weights that are `fused` count as one without `split`."""
     spans = [[(i, 1) for i in range(size)] for size in meta.global_shape[: meta.stacked]]
     spans += [[(0, size)] for size in meta.global_shape[meta.stacked :]]
     if split and meta.fused is not None:

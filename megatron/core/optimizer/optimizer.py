@@ -33,11 +33,11 @@ CHUNK = 2**22
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Part of one bucket that a rank updates, with the optimizer states that it keeps for that part."""
+    """Part of a bucket that a rank updates, with the optimizer states that it keeps for it."""
 
     bucket: Bucket
     layout: BufferLayout
-    """That of the bucket's buffer."""
+    """Layout of the bucket's buffer."""
 
     place: StateRange
     """The elements of the bucket, and whether their states are in host memory."""
@@ -50,9 +50,9 @@ class ShardSpec:
 
 
 class Shard:
-    """One rank's part of one bucket, or a range of it: its main parameters and their states, however they are stored,
-    in the memory of the device or of the host. States are allocated at once, so that a checkpoint can load into them
-    and memory is final before the first step."""
+    """One rank's part of a bucket, or a range of it: its main parameters and their states, in any storage format, in
+    device or host memory. States are allocated at once, so that a checkpoint can load into them and memory is final
+    before the first step."""
 
     def __init__(self, spec: ShardSpec) -> None:
         bucket, place = spec.bucket, spec.place
@@ -121,7 +121,7 @@ class Shard:
 class OptimizerShard(Shard):
     """A shard whose main parameters, with the gradient attached, and states are tensors in the main dtype.
 
-    On the device main parameters are the parameter memory itself where that has the main dtype; else they are a copy
+    On the device, main parameters are the parameter memory itself if that has the main dtype; otherwise they are a copy
     in the main dtype.
     """
 
@@ -190,7 +190,8 @@ class StepValues:
 
 
 class ShardUpdate:
-    """Base of what updates the shards of one rank: a chain of transforms, or the kernels of one fused link."""
+    """Base class of objects that update the shards of one rank: a chain of transforms, or the kernels of one fused
+    link."""
 
     def step(self, values: StepValues) -> None:
         """One update of all shards."""
@@ -205,7 +206,7 @@ class ShardUpdate:
 
 
 def scale_gradients_(shards: Sequence[Shard], factor: Tensor) -> None:
-    """Multiplies the gradients of shards by `factor`, a float64 scalar on the device."""
+    """Multiply the gradients of shards by `factor`, a float64 scalar on the device."""
     if shards:
         grads = [shard.grads for shard in shards]
         foreach_mul_(grads, factor.to(grads[0].dtype))
@@ -216,7 +217,7 @@ class HostUpdateRule(Protocol):
     """Interface of an update of shards in host memory, for `DistributedOptimizer`."""
 
     nbytes: int
-    """Host memory beside that of states."""
+    """Bytes of host memory in addition to the states."""
 
     def start(self) -> None:
         """Starts to copy the first gradients. They must be final but for a factor, and no later kernel may read the
@@ -231,8 +232,9 @@ class HostUpdateRule(Protocol):
 
 
 def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, world: Axis) -> list[str]:
-    """Freezes parameters that a rule freezes, before gradient buffers are built, and returns lines to print on the
-    groups of the others, where there are groups beside the usual ones. Collective if there are rules or such groups.
+    """Freeze the parameters that a rule freezes, before gradient buffers are built, and return lines about the groups
+    of the other parameters, if there are groups other than the usual ones. Collective if there are rules or such
+    groups.
 
     A frozen parameter has no gradient, no place in a bucket and no optimizer state. Raises ValueError, on every rank,
     for a rule that does not fit the parameters of the whole model."""

@@ -46,8 +46,8 @@ def with_main_weights(
 def owned_zeros(
     ddp: DistributedDataParallel, names: Sequence[str], dtype: str | None = None, on_host: bool = False
 ) -> list[OptimizerPiece]:
-    """For each of `names` zeros for the elements of `owned_weights`: in the dtype of the name `dtype`, by default the
-    main dtype, on the device or in host memory. The memory has the padding of buckets, as plans count it."""
+    """For each of `names`, zeros for the elements of `owned_weights`: in the dtype named `dtype`, by default the main
+    dtype, on the device or in host memory. The memory has the padding of buckets, as plans count it."""
     kind = ddp.main_dtype if dtype is None else getattr(torch, dtype)
     found = []
     for name in names:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.optimizers import LR_SCHEDULES
 
-# What is left of max_lr - min_lr at a share of the way from the end of warm-up to the end of decay.
+# Fraction of max_lr - min_lr that is left at a given fraction of the way from the end of warm-up to the end of decay.
 DECAY: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
 }
-# The same over the final anneal of warmup-stable-decay.
+# The same for the final anneal of warmup-stable-decay.
 WSD_ANNEAL: dict[str, Callable[[float], float]] = DECAY | {
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
     "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
@@ -86,7 +86,7 @@ def cosine(samples: float, length: ScheduleLength, config: OptimizerConfig) -> f
 
 
 def inverse_square_root(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """In proportion to 1 / sqrt(samples) (arXiv 1706.03762), at least --min-lr."""
+    """Learning rate proportional to 1 / sqrt(samples) (arXiv 1706.03762), at least --min-lr."""
     assert config.lr is not None
     if samples > length.decay:
         return config.min_lr
@@ -104,7 +104,8 @@ def wsd(samples: float, length: ScheduleLength, config: OptimizerConfig) -> floa
 
 
 def _decayed(samples: float, length: ScheduleLength, config: OptimizerConfig, left: Callable[[float], float]) -> float:
-    """`left` of the share of the way from the end of warm-up to the end of decay is what is left of lr - min_lr."""
+    """`left` maps the fraction of the way from the end of warm-up to the end of decay to the remaining fraction of lr -
+    min_lr."""
     assert config.lr is not None
     if samples > length.decay:
         return config.min_lr
@@ -130,7 +131,7 @@ class OptimizerParamScheduler:
         return self._lr_at(samples, self.config)
 
     def decoupled_lr_at(self, samples: int) -> float | None:
-        """That of parameters with a learning rate of their own, where there are such."""
+        """Schedule of parameters with their own learning rate, if there are any."""
         return None if self.config.decoupled is None else self._lr_at(samples, self.config.decoupled)
 
     def _lr_at(self, samples: int, config: OptimizerConfig) -> float:

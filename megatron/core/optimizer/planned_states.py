@@ -33,7 +33,7 @@ DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Name of a dtype that a state may have -> bytes of an element."""
 
 FLOAT8 = "float8_e4m3fn"
-"""A dtype of one byte, for states of fused links alone, which have scales."""
+"""A one-byte dtype, only for states of fused links, which have scales."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class State:
     kind: str
 
     dtype: str | None = None
-    """Name of its dtype; None: that of main parameters."""
+    """Name of the dtype; None for the dtype of main parameters."""
 
     scale_block: int = 0
-    """Elements that share a scale of one byte, of a fused link's state; 0 for none."""
+    """Number of elements that share a scale in a one-byte state of a fused link; 0 for none."""
 
     @property
     def numel(self) -> int:
@@ -117,7 +117,7 @@ def check_states(meta: ParamMeta, states: Sequence[State]) -> None:
 
 @dataclass(frozen=True)
 class PlannedParam:
-    """A parameter of a stage, where it lies, and its states."""
+    """A parameter of a stage, its location, and its states."""
 
     meta: ParamMeta
     place: tuple[int, int]
@@ -134,11 +134,11 @@ class PlannedParam:
 
 
 class ChainPlan:
-    """The states that chains keep of one stage's parameters; those of fused links lie in shards. `layouts` are the
+    """States that chains keep for one stage's parameters; states of fused links are in shards. `layouts` are the
     buffers of the stage's ranks, `ranks` those ranks.
 
     `states_of` returns the states of a parameter, `whole` whether its matrices are exchanged though none has a state.
-    `ranges` are those of `place_states`."""
+    `ranges` are the result of `place_states`."""
 
     def __init__(
         self,

@@ -201,8 +201,8 @@ class Place:
         counts: bool,
         reduced: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """`local` is the box of the local tensor. `counts`: whether sums count this rank's elements, or those of a
-        replica. `reduced`: shapes of states by name."""
+        """`local` is the box of the local tensor. `counts`: True if sums count this rank's elements, False if they
+        belong to a replica. `reduced`: shapes of states by name."""
         self.start = held[0]
         self.counts = counts
         self.reduced = reduced
@@ -257,9 +257,9 @@ class StageOfUpdate:
 class FusedTransform(Transform):
     """A link that updates the main parameters of whole shards in place, by kernels over many parameters at once.
 
-    Its states are kind `elements`, have the names and dtypes of `states` for every parameter, and lie beside the main
-    parameters (`OptimizerShard.states`), padding included. The chains of all parameters of a buffer have the same fused
-    link, or none. Matrices of an optimizer's `whole_roles` have buffers of their own.
+    Its states have the kind `elements`, and the same names and dtypes (`states`) for every parameter. They are stored
+    with the main parameters (`OptimizerShard.states`), including padding. The chains of all parameters of a buffer have
+    the same fused link, or none. Matrices of an optimizer's `whole_roles` have buffers of their own.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -269,8 +269,8 @@ class FusedTransform(Transform):
         raise AssertionError("a fused link updates shards, not single parameters")
 
     def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
-        """What updates these shards, with learning rate and weight decay. It leaves them as they are in a step that is
-        skipped. Collective over the stage, also without shards, if `ShardUpdate.step` is."""
+        """Return the object that updates these shards, with learning rate and weight decay. It must not change them in
+        a skipped step. Collective over the stage, also without shards, if `ShardUpdate.step` is."""
         raise NotImplementedError(f"{type(self).__name__} must write kernel()")
 
 
@@ -302,7 +302,7 @@ class AdamMoments(Transform):
 
 
 class ScaleByRate(Transform):
-    """Multiplies by minus the learning rate."""
+    """Multiply by minus the learning rate."""
 
     def update(self, x: ParameterUpdate) -> None:
         x.update = x.update * -x.lr
@@ -346,7 +346,7 @@ def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
 
 
 def states_of_parameter(config: OptimizerConfig, meta: ParamMeta) -> list[State]:
-    """The states of the other links, which the chain itself keeps."""
+    """States of the other links, which the chain itself keeps."""
     links = (link for link in chain_of(config, meta) if not isinstance(link, FusedTransform))
     return [state for link in links for state in link.states(meta)]
 

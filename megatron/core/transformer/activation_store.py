@@ -39,7 +39,7 @@ class Pool(Protocol):
 
 @runtime_checkable
 class ActivationStore(Protocol):
-    """The store of one rank's stages, made by an entry of HOST_MEMORY."""
+    """Store of one rank's stages, made by an entry of HOST_MEMORY."""
 
     num_layers: int
     """Layers of each stage, from its first one, whose activations it keeps."""
@@ -49,7 +49,7 @@ class ActivationStore(Protocol):
 
     @property
     def pool(self) -> Pool:
-        """Where it keeps them."""
+        """Pool of memory for the stored activations."""
 
     def reset(self, pinned: bool = True) -> Pool:
         """Starts again with an empty pool, for plans; `pinned` allows pinned memory."""

@@ -26,8 +26,8 @@ PARTIAL_SUMS = 32
 
 
 class Bounded(NamedTuple):
-    """A gated function of `FUNCTIONS` whose operands are bounded and shifted before, as gpt-oss has it:
-    f(min(gate, clamp)) * (min(max(up, -clamp), clamp) + offset)."""
+    """A gated function of `FUNCTIONS` whose operands are clamped and shifted first, as in gpt-oss: f(min(gate, clamp))
+    * (min(max(up, -clamp), clamp) + offset)."""
 
     name: str
     clamp: float | None
@@ -40,7 +40,7 @@ Kind = str | Bounded
 
 class FusedActivation:
     """An activation function of `functions_of`, which saves its input alone. Compiled, it can add the bias of the
-    linear layer before it: then the pass that makes the gradient of its input sums up that of the bias too."""
+    preceding linear layer: the pass that computes the gradient of its input then also sums the gradient of the bias."""
 
     def __init__(self, kind: Kind, compiled: bool) -> None:
         self.kind, self.compiled = kind, compiled
@@ -165,7 +165,7 @@ def functions_of(kind: Kind) -> Functions:
 
 
 _regions_of = cache(functions_of)
-"""The same functions each time, so that each is compiled once."""
+"""Returns the same functions each time, so that each is compiled once."""
 
 
 def _bounded(x: Tensor, clamp: float | None, offset: float) -> Tensor:

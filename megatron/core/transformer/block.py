@@ -1,4 +1,4 @@
-"""The layers of one pipeline stage."""
+"""Transformer layers of one pipeline stage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pending(Protocol):
 
 Stream = Tensor | Pending
 """A layer may take and return its stream with an addition pending where its `takes_pending()` is true. Such a layer is
-called with `pending=True`. A norm behind the layers may take one too."""
+called with `pending=True`. A norm after the layers may accept one too."""
 
 
 def added(stream: Stream) -> Tensor:
@@ -88,7 +88,7 @@ class TransformerBlock(nn.Module):
         addition pending."""
 
     def set_positions(self, config: TransformerConfig) -> None:
-        """Replaces the tables by those of `config`, whose layers must share rotations as the built ones do."""
+        """Replace the tables with those of `config`, whose layers must share rotations in the same way."""
         for number, built in zip(self.numbers, self._built, strict=True):
             rotation = config.layer(number).rotation
             if built.rotation is not None and rotation is not None:

@@ -86,7 +86,7 @@ class TransformerLayer(nn.Module):
 
     def build_mlp(self, name: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
         """Makes the MLP of a layer without experts: a module that is called with x [s, b, h] and the context, and
-        returns [s, b, h], [s/tp, b, h] under sequence parallelism. A layer of one's own may return another one."""
+        returns [s, b, h], [s/tp, b, h] under sequence parallelism. A custom layer may return another one."""
         return MLP(name, config, ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:

@@ -61,8 +61,8 @@ class RMSNorm(LayerNorm):
 
 
 def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMeta:
-    """The weight of norms of queries or keys that heads do not share: of one over the channels of all heads, as one
-    dim, or of one for each head [heads, channels]. Heads are sharded."""
+    """Weight of query or key norms that heads do not share: one dim for a norm over the channels of all heads, or
+    [heads, channels] for one norm per head. Heads are sharded."""
     widths = (heads, config.head_dim)
     shape = widths if config.qk_layernorm_scope == "each" else (prod(widths),)
     return ParamMeta(f"{name}.weight", shape, {"tp": 0}, role="norm")
@@ -126,8 +126,8 @@ def _divided_by_root_mean_square(x: Tensor, eps: float) -> Tensor:
 def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) -> tuple[nn.Module, nn.Module]:
     """Norms of queries and keys [s, b, heads/tp, d]; identities without any.
 
-    They come before the rotary embedding, or after it under --qk-layernorm-after-rotary. Those of --qk-l2-norm could as
-    well come after it, which changes no norm.
+    They come before the rotary embedding, or after it under --qk-layernorm-after-rotary. With --qk-l2-norm they could
+    equally come after it, which changes no norm.
     """
     if config.qk_l2_norm and config.layer(ctx.layer).rotation is not None:
         return L2Norm(config, ctx), L2Norm(config, ctx)
@@ -144,7 +144,8 @@ def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) 
 
 
 def _one_plus(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(x, 1 + weight) for --apply-layernorm-1p, in fp32 if x has 16 bits: small weights would be lost beside 1."""
+    """(x, 1 + weight) for --apply-layernorm-1p, in fp32 if x has 16 bits, because small weights would be lost next to
+    1."""
     wide = x.float() if x.itemsize == 2 else x
     return wide, weight.to(wide.dtype) + 1
 

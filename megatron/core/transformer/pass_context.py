@@ -25,4 +25,4 @@ class PassContext:
     """Runs two passes in turns."""
 
     offload: ActivationStore | None = None
-    """Where activations are kept until the backward; None: on the device."""
+    """Store of activations until the backward; None for the device."""

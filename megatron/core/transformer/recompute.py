@@ -35,8 +35,8 @@ def recomputed(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
 
 
 class _Running(threading.local):
-    """How many functions this thread computes again just now, one within the other: passes that run in turns have a
-    thread each."""
+    """Number of functions that this thread is recomputing, nested in each other; alternating passes have separate
+    threads."""
 
     depth = 0
 
@@ -71,8 +71,8 @@ class _View(NamedTuple):
 def with_input_recomputed(produce: Callable[[Input], Results], x: Input, consume: Callable[..., T], *args: object) -> T:
     """consume(produce(x), *args), which keeps x where it would keep produce(x), a tensor or several.
 
-    For a cheap `produce`, as a norm or an activation function, whose input is kept anyway: it alone runs again, each
-    time the backward of `consume` asks for a result that the last run has not left. Each result must have memory of
+    For a cheap `produce`, such as a norm or an activation function, whose input is saved anyway: it alone runs again,
+    each time the backward of `consume` needs a result that the last run has not kept. Each result must have memory of
     its own.
     """
     return with_recomputed(_tuple(produce(x)), produce, x, consume, *args)
@@ -131,14 +131,14 @@ class Segment:
     layers: range
     recompute: bool = False
     offload: bool = False
-    """True if what is saved for the backward waits in host memory."""
+    """True if tensors saved for the backward wait in host memory."""
 
 
 def recompute_segments(config: TransformerConfig, num_layers: int, offloaded: int = 0) -> list[Segment]:
     """How the layers of a stage are recomputed. Groups that begin in the first `offloaded` layers are offloaded.
 
-    "uniform" keeps the input of each group of `recompute_num_layers` layers, "block" that of each of the first
-    `recompute_num_layers` layers and all activations of the rest.
+    "uniform" saves the input of each group of `recompute_num_layers` layers; "block" saves the inputs of the first
+    `recompute_num_layers` layers, and all activations of the others.
     """
     count, full = config.recompute_num_layers or 1, config.recompute_granularity == "full"
     groups = full and config.recompute_method != "block"

@@ -1,6 +1,6 @@
 """Rotary position embedding (arXiv:2104.09864), over pairs of distant or of neighbouring channels.
 
-Frequencies can be scaled as in Llama 3.1 or by YaRN, or be those of a wider head, and positions interpolated.
+Frequencies can be scaled as in Llama 3.1 or by YaRN, or belong to a wider head, and positions can be interpolated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
 
 
 def _proportional_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
-    """[half of the channels with positions]: those of a head that is rotated as a whole, 0 for the pairs that are not
+    """[half of the channels with positions]: frequencies of a head that is rotated as a whole, 0 for pairs that are not
     rotated."""
     channels = config.rotated_channels(1)
     pairs = torch.arange(channels // 2, dtype=torch.float32)
@@ -114,7 +114,7 @@ def rotate_queries_and_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> t
 
 
 def rotate_queries_and_keys_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with pairs of neighbouring channels."""
+    """The same for pairs of adjacent channels."""
     return apply_rotary_interleaved(q, cos, sin), apply_rotary_interleaved(k, cos, sin)
 
 
