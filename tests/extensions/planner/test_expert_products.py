@@ -44,6 +44,12 @@ def test_products_of_all_experts_are_one_event() -> None:
 
 def test_kernels_that_are_left_out_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's products of single experts are recorded then."""
-    monkeypatch.setattr(expert_products, "LEFT_OUT", {"grouped_scaled_mm"})
-    found = planned_expert_products(Recorder(fp32_sums=True, backend="auto"))
+    recorder = Recorder(fp32_sums=True, backend="auto")
+    monkeypatch.setattr(expert_products, "LEFT_OUT", {"grouped_scaled_mm", "add_fp8_products_grouped_"})
+    found = planned_expert_products(recorder)
     assert len(found) == len(PLANNED) - 1 and unwrap(grouped_scaled_mm) not in found
+    tiles = [ExpertTiles(torch.zeros(32, TILE, dtype=E4M3), torch.zeros(1, 32), TILE)] * 2
+    with recorder:
+        found[unwrap(add_fp8_products_grouped_)](torch.zeros(1, 32, 32), *tiles, torch.tensor([1], dtype=torch.int32))
+    precisions = {event.precision for event in recorder.take() if isinstance(event, Product)}
+    assert precisions == {"bf16"}, "GPUs multiply in 16 bits without the kernel"

@@ -390,7 +390,7 @@ class PlannedFunctions(PlannedRegions):
         self.own |= {
             unwrap(casts.dequantized_mm): self._dequantized_mm,
             unwrap(casts.add_fp8_product_): self._add_fp8_product_,
-            **(planned_expert_products(launches) if fused else {}),
+            **planned_expert_products(launches, fused),
             unwrap(batched_gemms.bmm_in_fp32): self._bmm_in_fp32,
             unwrap(weight_grad.add_product_): self._add_product_,
         }

@@ -145,8 +145,12 @@ def cast_along_tokens_twin(x: Tensor, ends: Tensor, tile_ends: Tensor) -> tuple[
 def add_fp8_products_grouped_(out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
     """out[e] [o, i] += dy_e x_eᵀ for each expert e, for operands cast by `cast_along_tokens`. Without a kernel for fp8
     these values are multiplied in 16 bits, and on CPUs in fp32."""
+    add_products_of_tiles_(out, dy, x, tile_ends, torch.bfloat16 if multiplies_in_fp8(out) else torch.float32)
+
+
+def add_products_of_tiles_(out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor, dtype: torch.dtype) -> None:
+    """`add_fp8_products_grouped_` by products of operands in `dtype`."""
     padded = Segments.of_counts(TILE * torch.diff(tile_ends, prepend=tile_ends.new_zeros(1)), spare=True)
-    dtype = torch.bfloat16 if multiplies_in_fp8(out) else torch.float32
     add_products_grouped_(out, rows_of_tiles(dy, dtype), rows_of_tiles(x, dtype), padded)
 
 

@@ -56,8 +56,15 @@ PLANNED: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 """Name of a kernel -> the operation, and what a plan does in its place."""
 
 
-def planned_expert_products(launches: Products) -> dict[Callable[..., object], Callable[..., object]]:
-    """Functions in torch -> what a plan does in their place, but for those whose kernels this process leaves out."""
-    return {
-        unwrap(plain): partial(planned, launches) for name, (plain, planned) in PLANNED.items() if name not in LEFT_OUT
+def planned_expert_products(
+    launches: Products, fused: bool = True
+) -> dict[Callable[..., object], Callable[..., object]]:
+    """Functions in torch -> what a plan does in their place; with `fused` by kernels that this process does not leave
+    out. Without a kernel in fp8, GPUs multiply in 16 bits."""
+    found: dict[Callable[..., object], Callable[..., object]] = {
+        unwrap(grouped.add_fp8_products_grouped_): partial(grouped.add_products_of_tiles_, dtype=torch.bfloat16)
     }
+    for name, (plain, planned) in PLANNED.items():
+        if fused and name not in LEFT_OUT:
+            found[unwrap(plain)] = partial(planned, launches)
+    return found
