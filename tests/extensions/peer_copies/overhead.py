@@ -5,8 +5,8 @@
 Two hosts of `tests.cluster.hosts`, joined by cables of `--rate`, train one model, sharded over them, so that all that
 a rank holds is sent to the other host. For `BLOCK` steps copies are made after each, for the next `BLOCK` they are not,
 in turn: both see the same load of the machine. The first step of a block is left out, as it has the copies of the step
-before behind it. A step computes for a moment, communicates, and then sleeps for `--seconds`, as a step on a GPU leaves
-the processor of the host free.
+before behind it. A step sleeps for `--seconds`, as passes on a GPU leave processor and network of the host free, then
+computes for a moment, and communicates. A copy is sent from its beginning on.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def measured_main(seconds: float, sent: Path) -> Callable[[list[str]], int]:
         made, copy, put = training.train_step, PeerCopies._copy, Link.put
 
         def step(run: TrainingRun) -> None:
-            made(run)
             time.sleep(seconds)
+            made(run)
 
         def in_blocks(copies: PeerCopies) -> None:
             assert copies._run is not None
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seconds", type=float, default=0.7)
-    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--rate", default="1gbit")
     asked = parser.parse_args(argv)
     if why := missing():
