@@ -34,7 +34,7 @@ layouts=(
     "DP 4 ZeRO-1|4|"
     "DP 4 ZeRO-3|4|--data-parallel-sharding-strategy optim_grads_params"
     "TP 2 PP 2|4|--tp 2 --sequence-parallel --pp 2"
-    "TP 2 CP 2|4|--tp 2 --sequence-parallel --cp 2"
+    "DP 2 ZeRO-2|2|--data-parallel-sharding-strategy optim_grads"
 )
 for layout in "${layouts[@]}"; do
     IFS="|" read -r name ranks options <<<"$layout"
