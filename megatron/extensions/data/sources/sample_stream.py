@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from itertools import islice
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -51,28 +52,34 @@ class SampleStream:
         self.length = length
         self.seed = seed
         self.window = window
+        self._lock = Lock()
         self._numbers = [0]
         self._places = {0: Place()}
 
     def place(self, sample: int) -> Place:
         """Where a sample starts; reads up to it if that is not known."""
-        if sample not in self._places:
+        with self._lock:
+            found = self._places.get(sample)
+        if found is None:
             next(self(sample))
-        return self._places[sample]
+            found = self._places[sample]
+        return found
 
     def know(self, sample: int, place: Place) -> None:
         """Notes where a sample starts."""
-        if sample in self._places:
-            return
-        self._numbers.insert(bisect_right(self._numbers, sample), sample)
-        self._places[sample] = place
-        if len(self._numbers) > KEPT:
-            del self._places[self._numbers.pop(1)]
+        with self._lock:  # a checkpoint asks for places while threads read on
+            if sample in self._places:
+                return
+            self._places[sample] = place
+            self._numbers.insert(bisect_right(self._numbers, sample), sample)
+            if len(self._numbers) > KEPT:
+                del self._places[self._numbers.pop(1)]
 
     def __call__(self, first: int) -> Iterator[NDArray[np.int64]]:
         """The samples from number `first` on."""
-        number = self._numbers[bisect_right(self._numbers, first) - 1]
-        place = self._places[number]
+        with self._lock:
+            number = self._numbers[bisect_right(self._numbers, first) - 1]
+            place = self._places[number]
         documents = self._documents_from(place)
         held: deque[tuple[Place, NDArray[np.int64]]] = deque()
         offset, count = place.token, -place.token
@@ -97,8 +104,9 @@ class SampleStream:
             some = False
             documents = self.documents.read_from(cursor)
             while read := list(islice(documents, self.window)):
+                order = self._order(epoch, window, len(read))
                 for number in range(behind, len(read)):
-                    _, value = read[self._order(epoch, window, len(read))[number]]
+                    _, value = read[order[number]]
                     ids = self.encode(value)
                     some = some or len(ids) > 0
                     yield Place(epoch, window, read[0][0], number), ids
