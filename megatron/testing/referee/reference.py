@@ -180,7 +180,7 @@ class Model:
             parallel=ModelParallelConfig(cpu=True, **{self.number_format: True}),  # type: ignore[arg-type]
             training=TrainingConfig(micro_batch_size=1, global_batch_size=samples, train_iters=1, eval_iters=0),
             data=given.data,
-            optimizer=replace(own.optimizer, lr=given.optimizer.lr),
+            optimizer=replace(own.optimizer, lr=given.optimizer.lr, min_lr=0.0),
             checkpoint=CheckpointConfig(),
             logging=LoggingConfig(),
         )
