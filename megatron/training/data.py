@@ -127,7 +127,7 @@ class DealsSamples(Protocol):
     """Flags of an extension that may deal the samples of training steps in another way."""
 
     def dealer(self, seq_length: int) -> Dealer | None:
-        """Returns the dealer for samples of this length, or None if no flag asks for one."""
+        """Return the dealer for samples of this length, or None if no flag asks for one."""
 
 
 def dealer_of(config: RunConfig) -> Dealer:
@@ -145,7 +145,7 @@ class DividesSamples(Protocol):
     """Flags of an extension that may divide training samples over context-parallel ranks in another way."""
 
     def divider(self, config: RunConfig) -> DividesSequences | None:
-        """Returns the divider of sequences, or None if no flag asks for one."""
+        """Return the divider of sequences, or None if no flag asks for one."""
 
 
 def divider_of(config: RunConfig) -> DividesSequences | None:
@@ -202,7 +202,7 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
     order.planned = phase.planned
     order.take_up = phase.take_up
     order.present = []
-    # What is no indexed dataset has every sample of the run under its number.
+    # Any other dataset returns sample `i` of the run for index `i`.
     size = phase.samples if config.data.dataset == "gpt" else plan.samples
     made = _build(config, (size, for_valid, once), demands)
     if made.train is None:
@@ -263,7 +263,7 @@ def _with_length(plan: RunPlan) -> RunPlan:
 def with_tokens(config: RunConfig) -> DatasetConfig:
     """The data of the flags, other files replaced by indexed datasets, which are made if no run has made them.
 
-    Raises ValueError with what is wrong with any of them.
+    Raises ValueError that describes the problem with any of them.
     """
     prepare = partial(load_extensions, loaded_extensions())
     if config.data.dataset != "gpt":
@@ -312,7 +312,7 @@ class WrapsDatasets(Protocol):
     """Flags of an extension, as part of the data's, that change the samples of data sets."""
 
     def wrapped(self, dataset: Dataset, config: DatasetConfig, tokenizer: Tokenizer | None, seed: int) -> Dataset:
-        """A data set that changes the samples of another one, or that one."""
+        """A data set that changes the samples of another one, or that data set itself."""
 
 
 def _wrapped(config: RunConfig, datasets: Datasets) -> Datasets:

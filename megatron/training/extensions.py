@@ -1,8 +1,8 @@
 """Loading of extensions: Python files of a user's own that register parts and flags (--extension); and the registry of
 callbacks. No torch itself.
 
-An extension is imported before flags are parsed, so that what it registers stands in `--help` and is validated like
-what is built in. Its path is kept in the saved configuration and in checkpoints. These files cannot make it run: the
+An extension is imported before flags are parsed, so that its registrations appear in `--help` and are validated like
+built-in ones. Its path is kept in the saved configuration and in checkpoints. These files cannot make it run: the
 command line must name it too, unless they are of a run of the user's own (`code_record`).
 """
 
@@ -37,7 +37,7 @@ def _always(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class Stored:
-    """How the states of a callback are kept."""
+    """Storage of a callback's states."""
 
     dtype: str | None = None
     """Name of their dtype in torch; None for the main dtype."""
@@ -66,7 +66,7 @@ class CallbackFacts:
     and kept in checkpoints (`Callback.states`)."""
 
     stored: Callable[[RunConfig], Stored] = _as_main_parameters
-    """How the states of a run are kept: by default in the main dtype, on the device."""
+    """Storage of a run's states: by default in the main dtype, on the device."""
 
     def states_in(self, config: RunConfig) -> tuple[str, ...]:
         """Names of the states that it keeps in a run."""
@@ -151,8 +151,8 @@ def load_saved_extensions(payload: Mapping[str, object], source: PurePath) -> No
 
 def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown: str) -> list[str]:
     """The extensions to import out of those that a file names: code that a run of the user's own has recorded for the
-    folder of `source`. An extension out of `given`, which the command line names, stands for one with the same file
-    name, or for one whose file is missing. `shown` is the source in messages.
+    folder of `source`. An extension in `given`, which the command line names, replaces one with the same file name, or
+    one whose file is missing. `shown` is the source in messages.
 
     Raises ExtensionError, which lists the others, each with the flag that allows it."""
     recorded = []

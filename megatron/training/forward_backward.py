@@ -47,7 +47,7 @@ class StepInput:
     """This rank's micro-batches, on its device."""
 
     scaled: list[Batch]
-    """The same with the factor of auxiliary losses."""
+    """The same with the factor for auxiliary losses."""
 
     total_tokens: torch.Tensor
     """Valid tokens of the global batch; scalar float64 on every rank."""
@@ -99,7 +99,7 @@ class ForwardBackward:
         return batches, total
 
     def end_step(self, skip: torch.Tensor) -> None:
-        """Updates expert biases, scales and what is logged with an update of the weights, unless `skip` is 1."""
+        """Update expert biases, scales and logged values together with the weights, unless `skip` is 1."""
         for meter in self.meters:
             meter.end_step(skip)
 
@@ -159,7 +159,7 @@ class Pipeline:
         return self.executor.run(lists[self.pp.rank], batches, loss_scale_seed=seed)
 
     def train_plainly(self, batches: Sequence[Batch], seed: float) -> list[torch.Tensor]:
-        """The same, one action after another, each by the stages' modules, so that their hooks run."""
+        """The same, one action after another, each with the stages' modules, so that their hooks run."""
         return self.executor.run(self.lists(len(batches))[self.pp.rank], batches, loss_scale_seed=seed)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[torch.Tensor]:

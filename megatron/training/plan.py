@@ -97,7 +97,7 @@ class RunPlan:
 
     @classmethod
     def planned(cls, config: RunConfig) -> tuple[Self | None, list[Problem]]:
-        """The plan of a resolved configuration, or None, and what is wrong with it."""
+        """Return the plan of a resolved configuration, or None, and its problems."""
         sizes, iterations = legal_sizes(config), config.training.train_iters
         end = samples_of_run(config) if iterations is None else sizes.samples(iterations)
         return cls(config, (Phase(config, end=end),), sizes), []
@@ -202,8 +202,8 @@ class RunPlan:
         return scheduled_samples if before == now else now.samples(before.iterations(scheduled_samples))
 
     def changed_batch(self, saved: RunConfig, past: Sequence[Point]) -> str | None:
-        """What is left of a run from where it resumes, the last position of `past`, if its batch sizes are others than
-        those of its checkpoint."""
+        """Remaining part of a run after its resumption at the last position of `past`, if its batch sizes differ from
+        those of the checkpoint."""
         fresh = replace(legal_sizes(self.base), past=START)
         if fresh == replace(legal_sizes(saved), past=START):
             return None
@@ -252,11 +252,11 @@ class PlanFacts:
     """Facts about a plan, known before it is imported."""
 
     field: str
-    """Field of the flag that asks for it."""
+    """Field of the flag that enables it."""
 
 
 PLANS = Registry("plan", PlanFacts, protocol=PlanClass)
-"""Plans of runs of several phases, by the field that asks for them:
+"""Plans of runs with several phases, by the field that enables them:
 
     @PLANS.register("own phases", field="own_phases")
     class OwnPhases(RunPlan): ...
@@ -264,7 +264,7 @@ PLANS = Registry("plan", PlanFacts, protocol=PlanClass)
 
 
 def plan_class(config: RunConfig) -> type[RunPlan]:
-    """How a run of these flags is planned."""
+    """Return the plan of a run with these flags."""
     for name in PLANS:
         if value_of(config, field_table()[PLANS.facts(name).field]) is not None:
             found = PLANS[name]

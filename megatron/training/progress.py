@@ -1,4 +1,4 @@
-"""How far a run has come, which step comes next, the parts of a step, and what an interval of the log collects."""
+"""Progress of a run, its next step, the parts of a step, and the values that a log interval collects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Step:
     """Number of its first sample, which is the number of samples consumed before."""
 
     samples: int
-    """Its global batch size."""
+    """Global batch size of the step."""
 
 
 @dataclass

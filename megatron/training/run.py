@@ -27,7 +27,7 @@ class RunStep(Protocol):
         """Makes a step: the gradients of its batch, and the update."""
 
     def finish(self) -> None:
-        """Ends what is in progress when no further step follows."""
+        """End the work in progress when no further step follows."""
 
 
 @dataclass(kw_only=True)

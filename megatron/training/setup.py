@@ -86,8 +86,8 @@ def host_threads(device: torch.device) -> int:
 
 
 def _is_elsewhere(plan: RunPlan, progress: Progress) -> bool:
-    """Whether a run resumes at another position than the plan was made for: the newest checkpoint is damaged, or nobody
-    has looked into it before."""
+    """Return True if a run resumes at another position than the plan was made for: the newest checkpoint is damaged, or
+    has not been examined before."""
     at = progress.iteration, progress.consumed_samples
     return bool(progress.past_batches) and (plan.sizes.past[-1] > at or plan.sizes.points(*at) != progress.past_batches)
 

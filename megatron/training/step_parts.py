@@ -56,7 +56,7 @@ class StepFacts:
     """Facts for plans and rules. Each section of a run's configuration has the flags of extensions."""
 
     when: Callable[[Section], bool]
-    """Section of the configuration -> whether it asks for these parts."""
+    """Configuration section -> function that tells whether these parts are used."""
 
     kept: Callable[[UpdateBytes], int] | None = None
     """Bytes that it keeps on the device, where updates do not wait for the gradient norm at the end of their step; None

@@ -154,7 +154,7 @@ class GarbageCollection:
         return Task("garbage collection", self.interval, gc.collect, counts=True, reads_result=False)
 
     def around(self, task: Task) -> Task:
-        """The same task with a collection before and after it, under --manual-gc-eval."""
+        """The same task with a garbage collection before and after it, under --manual-gc-eval."""
         return replace(task, run=partial(self._between_collections, task.run)) if self.at_evaluations else task
 
     def _between_collections(self, run: Callable[[], object]) -> None:

@@ -85,14 +85,14 @@ class TrainStep:
         )
 
     def finish(self) -> None:
-        """Ends what is in progress when no further step follows."""
+        """End the work in progress when no further step follows."""
         self.run.guard.settle()
         self.run.optimizer.finish_param_sync()  # no collective may be in progress when ranks leave
 
 
 def is_read(run: TrainingRun, step: Step) -> bool:
-    """Whether parameters or the result of a step are read before the next one begins, for updates that are made later
-    otherwise."""
+    """Return True if parameters or the result of a step are read before the next step begins; otherwise updates may be
+    made later."""
     iteration, is_last = step.iteration, step.iteration == run.train_iters
     by_task = any(task.reads_result and task.at(iteration, is_last) for task in run.tasks)
     return is_last or by_task or any(meter.reads_result(iteration) for meter in run.meters)

@@ -70,7 +70,7 @@ def train(run: TrainingRun) -> ExitCode:
 
 
 def goes_on(run: TrainingRun) -> bool:
-    """Makes the next step, and what is due after it. Returns whether another one may follow."""
+    """Make the next step, and run the tasks that are due after it. Returns True if another step may follow."""
     try:
         if not next_step(run):
             return False
@@ -82,7 +82,8 @@ def goes_on(run: TrainingRun) -> bool:
 
 
 def next_step(run: TrainingRun) -> bool:
-    """Whether there is a next step: False at the end of the run, or when it is asked to stop. Saves when asked to."""
+    """Return True if there is a next step: False at the end of the run, or after a request to stop. Saves when asked
+    to."""
     requests = run.runtime.watchdog.requests
     while run.progress.iteration < run.train_iters and not run.config.training.skip_train:
         run.runtime.watchdog.doing(f"step {run.progress.iteration + 1}")
@@ -110,8 +111,8 @@ def perform_due(run: TrainingRun, before_step: bool = False) -> list[Task]:
 
 
 def exits(run: TrainingRun, after: Sequence[Task]) -> bool:
-    """Whether the run exits after these tasks: at --exit-interval, or because a callback of any rank has asked for it.
-    Equal on all ranks."""
+    """Return True if the run exits after these tasks: at --exit-interval, or because a callback on any rank has
+    requested it. Equal on all ranks."""
     iteration, interval = run.progress.iteration, run.config.training.exit_interval
     why = f"--exit-interval {interval}" if interval and iteration % interval == 0 else None
     if why is None and run.callbacks and any(task.may_stop for task in after):
@@ -122,7 +123,7 @@ def exits(run: TrainingRun, after: Sequence[Task]) -> bool:
 
 
 def finish(run: TrainingRun) -> None:
-    """The last save and evaluations, and the end of what is in progress."""
+    """The last save and evaluations, and the end of the work in progress."""
     watchdog, iteration = run.runtime.watchdog, run.progress.iteration
     requests, trains = watchdog.requests, not run.config.training.skip_train
     if trains and run.config.checkpoint.save and run.saver.last != iteration:

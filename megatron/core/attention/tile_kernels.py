@@ -80,7 +80,7 @@ class Causal:
 
     kernel: Kernel
     documents: Documents | None = None
-    """Where documents begin in each sample; None for one document a sample."""
+    """Document starts in each sample; None for one document per sample."""
     window: int | None = None
     """Keys that a query sees, its own included; None for all up to its own."""
     shards: Shards | None = None
@@ -107,7 +107,7 @@ def key_rows(x: Tensor, tile: Tile) -> Tensor:
 
 
 def distances(tile: Tile, device: torch.device) -> Tensor:
-    """[n, m] int64: how far each query is behind each key."""
+    """[n, m] int64: position of each query minus position of each key."""
     queries = torch.arange(len(tile.queries), device=device)[:, None] + tile.offset
     return queries - torch.arange(len(tile.keys), device=device)
 
@@ -125,8 +125,8 @@ class TorchKernel:
     """Plain torch, for any device and dtype, with dropout, ALiBi and a cap of scores. The softmax of 16-bit scores is
     in fp32.
 
-    `slopes` [heads] are those of the local heads under ALiBi (`core_attention.alibi_slopes`), in the scores' dtype.
-    With a `cap` c, scaled products z become c tanh(z / c) before ALiBi and masks (Gemma 2, arXiv 2408.00118).
+    `slopes` [heads] are the ALiBi slopes of the local heads (`core_attention.alibi_slopes`), in the dtype of the
+    scores. With a `cap` c, scaled products z become c tanh(z / c) before ALiBi and masks (Gemma 2, arXiv 2408.00118).
     """
 
     needs_places = True

@@ -70,7 +70,7 @@ def rows_of(spans: Spans, some: Spans) -> Spans:
 
 
 def short_spans(spans: Spans, longest: int) -> Spans:
-    """The same positions in ranges of at most `longest`."""
+    """The same positions, in ranges of at most `longest`."""
     return tuple(span[start : start + longest] for span in spans for start in range(0, len(span), longest))
 
 

@@ -78,7 +78,7 @@ class PackedContext(AutogradContext, Generic[*Settings]):
 
 
 class PackedAttention(torch.autograd.Function):
-    """Attention by a `SettableKernel`, of operands and with settings as it takes them. What the kernel returns is
+    """Attention by a `SettableKernel`, of operands and with settings as it takes them. The result of the kernel is
     saved for the backward."""
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Sharded checkpoints that load at any layout: `state_dict` defines what is saved, `storage` how."""
+"""Sharded checkpoints that load under any layout: `state_dict` defines their content, and `storage` their format."""

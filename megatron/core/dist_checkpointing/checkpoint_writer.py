@@ -217,7 +217,7 @@ class HostStaging:
         self._buffer = torch.empty(size, dtype=torch.uint8)
         if pin:
             cudart, address = torch.cuda.cudart(), self._buffer.data_ptr()
-            # Where it fails, the buffer stays pageable: slower, still correct.
+            # If this fails, the buffer stays pageable: slower, but correct.
             if int(cudart.cudaHostRegister(address, size, 0)) == 0:
                 self._unpin = lambda: cudart.cudaHostUnregister(address)
 

@@ -96,7 +96,7 @@ class SummedFiles(StoredFiles):
         """The folder was begun."""
 
     def exists(self, path: str | os.PathLike) -> bool:
-        return False  # what is there was written by this save
+        return False  # this save has written the existing files
 
 
 class Templates:
@@ -219,8 +219,8 @@ class DataWriter(dcp.FileSystemWriter):
         self.path = folder
 
     def storage_meta(self) -> StorageMeta:
-        """What the index says about itself. The path of another storage than the disk is text, as no program but this
-        one has its type."""
+        """Metadata of the index. The path of another storage than the disk is text, as no program but this one has its
+        type."""
         path = self.path if isinstance(self.path, Path) else str(self.path)
         return StorageMeta(checkpoint_id=path, save_id=self.save_id)
 

@@ -79,7 +79,7 @@ class IndexReader(dcp.FileSystemReader):
         return super().read_data(replace(plan, items=left), planner)
 
     def _announce(self, items: Sequence[ReadItem]) -> None:
-        """Tells the file system what is read next."""
+        """Tell the file system what is read next."""
         self._files.ranges = {}
         for item in items:
             info = self.storage_data[item.storage_index]
@@ -89,7 +89,7 @@ class IndexReader(dcp.FileSystemReader):
     def _read_small(
         self, name: str, items: Sequence[tuple[ReadItem, Kind, Template]], planner: LoadPlanner
     ) -> Iterator[ReadItem]:
-        """Loads the items of a file whose bytes are those of their template, and yields them."""
+        """Load the items of a file whose bytes have the form of their template, and yield them."""
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
             for item, kind, template in items:
                 info = self.storage_data[item.storage_index]

@@ -146,7 +146,7 @@ class Storage(Protocol):
         self.write(path, (self.read(path) if self.size(path) is not None else b"") + data)
 
     def scratch(self, final: PurePath) -> PurePath:
-        """Where the files of the folder `final` are written until it is published, in the process that called
+        """Folder in which the files of the folder `final` are written until it is published, in the process that called
         `begin`."""
         return final
 

@@ -46,7 +46,7 @@ class KindFacts:
     indexed dataset, checkpoint, folder of checkpoints, run (40), empty folder, other folder, nothing, other file."""
 
     loaded_as: str = ""
-    """How messages ask for it, if --load takes it."""
+    """Name of this kind in messages, if --load accepts it."""
 
     convert: str = ""
     """The command that makes a checkpoint of it, if it is a model that --load does not take; {path} is its path."""
@@ -228,7 +228,7 @@ def is_checkpoint(path: PurePath) -> bool:
 
 def named_folder(path: Folder) -> Folder:
     """The folder that a path means: itself, or, if nothing is there, the checkpoint beside it whose name is in the text
-    file `path` with the suffix .txt. Such a file stands for a link on file systems that have none."""
+    file `path` with the suffix .txt. Such a file replaces a link on file systems without links."""
     storage = storage_of(path)
     if os.path.lexists(path) if isinstance(path, Path) else storage.exists(path):
         return path

@@ -93,7 +93,7 @@ class _Reader:
             OPERATIONS[code](self)
 
     def take(self, count: int) -> bytes:
-        """The next bytes, not more than there are: Python makes room for what is stated before it reads."""
+        """Return the next bytes, but not more than exist: Python allocates the stated size before it reads."""
         left = len(self.data) - self.place
         if count > left:
             if count > max(left, 1 << 16):

@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 
 class Refused(pickle.UnpicklingError):
-    """A pickle asks for something that no file of tensors needs."""
+    """Raised if a pickle requires something that tensor files do not need."""
 
 
 class Name(str):
@@ -41,7 +41,7 @@ class Made:
     name: str
 
     size: int | None = None
-    """Its bytes if it is an object of bytes."""
+    """Its bytes if it is a bytes object."""
 
 
 @dataclass(frozen=True)

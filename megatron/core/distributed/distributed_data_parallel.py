@@ -196,8 +196,8 @@ class DistributedDataParallel:
         return (self.params[place.index] for bucket in buckets for place in bucket.layout.params)
 
     def zero_stale_grads(self, bucket: int | None = None) -> None:
-        """Zeroes the gradients to which this step has added nothing; those of one bucket, by default all. Adds what is
-        held back to be added together."""
+        """Zeroes the gradients to which this step has added nothing; those of one bucket, by default all. Add the
+        gradients that were held back to be added together."""
         self._small_grads.flush()
         buckets = self._reduced_whole if bucket is None else self._reduced_whole[bucket : bucket + 1]
         for param in self._params_of(buckets):
@@ -229,7 +229,7 @@ class DistributedDataParallel:
             self._readiness.end_step()
 
     def scale_grads_(self, factor: Tensor) -> None:
-        """Multiplies the gradients that this rank owns by a scalar on the device."""
+        """Multiply the gradients that this rank owns by a scalar on the device."""
         for on_host in (False, True):
             if grads := [bucket.owned_grads for bucket in self.buckets if bucket.on_host is on_host]:
                 foreach_mul_(grads, factor.to(grads[0].device, self.main_dtype))

@@ -2,7 +2,7 @@
 
 Each parameter becomes a view of one flat tensor, and its `main_grad` a view of another, in the main dtype. One in-place
 collective on a slice of that memory reduces the gradients of a bucket, and another gathers its parameters. The bucket
-of a unit has flat tensors of its own, whose memory comes and goes.
+of a unit has its own flat tensors, whose memory is allocated and freed repeatedly.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Bucket:
     """True if what a rank keeps of it is in host memory, and on the device only while a pass uses it."""
 
     before_sync: Callable[[Bucket], None] | None = None
-    """Called before each reduction, when `grads` are those of this rank alone, for diagnosis."""
+    """Called before each reduction, when `grads` has the gradients of this rank alone, for diagnosis."""
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
         self.layout = layout
@@ -153,7 +153,7 @@ class WholeUnits:
         """Expects the passes of `microbatches` micro-batches; after 0 no gradient is reduced before the end."""
 
     def finish_grad_sync(self) -> None:
-        """Reduces what is left of the gradients of a step, and drops whole parameters, which are about to change."""
+        """Reduce the remaining gradients of a step, and free whole parameters, which are about to change."""
 
     def drop_params(self) -> None:
         """Drops whole parameters, as when they have changed."""
@@ -190,8 +190,8 @@ class UnitStore:
         queue: WeightGradQueue | None,
         casts: WeightCasts | None,
     ) -> WholeUnits:
-        """The hooks around the passes of `modules`. `buckets` are those of units; `queue` holds back weight gradients
-        of split backwards; `casts` are copies of parameters."""
+        """The hooks around the passes of `modules`. `buckets` belong to units; `queue` holds back weight gradients of
+        split backwards; `casts` are copies of parameters."""
         return WholeUnits()
 
 
@@ -308,12 +308,12 @@ class SmallGrads:
         self._held[id(param)] = param, grad
 
     def drop(self) -> None:
-        """Forgets what is held."""
+        """Discard the gradients that are held."""
         self._held.clear()
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Adds what is held to its `main_grad`s, or writes it over those that are stale."""
+        """Add the gradients that are held to their `main_grad`s, or overwrite those that are stale."""
         by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for param, grad in self._held.values():
             by_dtype.setdefault(grad.dtype, []).append((param, grad))

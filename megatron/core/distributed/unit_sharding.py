@@ -248,7 +248,7 @@ class UnitSharding(WholeUnits):
         queue: WeightGradQueue | None,
         casts: WeightCasts | None,
     ) -> None:
-        """`buckets` are those of units; `queue` holds back weight gradients of split backwards; `casts` are copies of
+        """`buckets` belong to units; `queue` holds back weight gradients of split backwards; `casts` are copies of
         parameters."""
         self.buckets = of_units = [bucket for bucket in buckets if isinstance(bucket, UnitBucket)]
         assert len(of_units) == len(buckets), "buckets of units are of another class"
@@ -332,7 +332,7 @@ class UnitSharding(WholeUnits):
             self._acquire(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple[object, ...], output: object) -> object:
-        """Also called where a forward that is computed again stops early; `output` is then None."""
+        """Also called if a recomputed forward stops early; `output` is then None."""
         if self.shards_params:
             output = _apart_from(unit, output)
             self._release(unit)
@@ -426,7 +426,7 @@ class ShardedUnits(UnitStore):
 
 
 def unit_store(ddp: DDPConfig, parallel: ModelParallelConfig, device: torch.device) -> UnitStore:
-    """The store of a rank's units that a configuration asks for."""
+    """The store for a rank's units that a configuration selects."""
     if (name := parallel.unit_store) is not None:
         store = UNIT_STORES[name](parallel, device)
         assert isinstance(store, UnitStore), f"{name} makes no store of units"

@@ -147,7 +147,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         return self.losses()
 
     def drop(self) -> None:
-        """Forgets what is held, once all messages have arrived: on all pipeline ranks, which have sent theirs."""
+        """Discard what is held, once all messages have arrived: on all pipeline ranks, which have sent theirs."""
         for receive in self.held.arriving.values():
             receive.wait()
         self.p2p.finish()
@@ -158,7 +158,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         return [self._losses[microbatch] for microbatch in sorted(self._losses)]
 
     def results(self) -> list[Tensor]:
-        """Losses so far, and what is on its way between stages: computed, being sent, or arriving."""
+        """Losses so far, and tensors in flight between stages: computed, being sent, or arriving."""
         arriving = (receive.buffer for receive in self.held.arriving.values())
         return [*self._losses.values(), *self.held.outbox.values(), *self.p2p.sending(), *arriving]
 

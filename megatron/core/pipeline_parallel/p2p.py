@@ -66,7 +66,7 @@ class PipelineP2P:
         self.dtype = dtype
         self.device = device
         self.timeout: timedelta | None = None
-        """How long gloo may wait for a message, in place of what the group was made with. NCCL asks the group."""
+        """Time that gloo may wait for a message, instead of the timeout of the group. NCCL asks the group."""
         self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()
         self._gloo = pp.group is not None and dist.get_backend(pp.group) == "gloo"
         self.wire_device = torch.device("cpu") if self._gloo else device

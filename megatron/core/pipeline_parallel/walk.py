@@ -96,7 +96,7 @@ class Walk:
         self.check_finished()
 
     def duration(self, action: Action) -> float:
-        """The time of an action; of those that run in turns, the time that FB stands for."""
+        """Time of an action; if two actions alternate, their FB has the time of both."""
         if action.kind not in TIMED or action in self.paired:
             return 0.0
         return self.time_of(self.pairs.get(action, (action,)))

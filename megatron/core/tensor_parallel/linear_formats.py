@@ -23,7 +23,7 @@ class LinearFormatFacts:
     """Facts about a format of products."""
 
     when: Callable[[ModelParallelConfig], bool]
-    """True if the configuration asks for the format."""
+    """True if the configuration selects the format."""
 
     layers: Callable[[ModelParallelConfig, int], range]
     """(config, layers of the model) -> numbers of those whose linear layers use it."""
@@ -47,7 +47,7 @@ class LinearFormatFacts:
 
 
 class ParamGather(Protocol):
-    """Casts weights of linear layers before they are gathered. It takes the buckets that it wants
+    """Casts weights of linear layers before they are gathered. The gather processes the buckets that it supports
     (`Bucket.gather_bytes`)."""
 
     def cast_(self) -> None:
@@ -73,19 +73,19 @@ LINEAR_FORMATS = Registry("format of products", LinearFormatFacts, protocol=Form
 
 
 def linear_format(parallel: ModelParallelConfig) -> str | None:
-    """The format of products that a configuration asks for; None for that of the parameters."""
+    """The number format of linear layers that a configuration selects; None for the format of the parameters."""
     return LINEAR_FORMATS.chosen(parallel)
 
 
 def gathered_format(parallel: ModelParallelConfig) -> str | None:
-    """The format of products in which a configuration asks for weights to be gathered; None for their own."""
+    """The number format in which a configuration gathers weights; None for the format of the parameters."""
     name = linear_format(parallel)
     return name if name is not None and LINEAR_FORMATS.facts(name).gathers(parallel) else None
 
 
 def build_format(config: ModelParallelConfig, layers: int, modules: int, casts: WeightCasts) -> LinearFormat | None:
-    """The format that a configuration asks for; None for that of the parameters in all `layers`. The `modules` of
-    multi-token prediction, whose numbers follow those of layers, use it if the last layer does."""
+    """The number format that a configuration selects; None for the format of the parameters in all `layers`. The
+    `modules` of multi-token prediction, whose numbers follow those of layers, use it if the last layer does."""
     name = linear_format(config)
     used = range(0) if name is None else LINEAR_FORMATS.facts(name).layers(config, layers)
     if name is None or not used:

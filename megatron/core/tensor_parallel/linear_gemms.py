@@ -3,9 +3,9 @@
 `LinearFunction` decides when they run and what the ranks exchange; a `LinearGemms` decides their precision.
 
 Kernels of a neighbour may cast and sum a layer's tensors, where they have these in registers. The operation that
-computes a layer's input may cast it: a tensor without values then stands in for the input (`given_input`). In the
-backward, what reads the layer's output casts the gradient of that, and sums it up for the bias (`OutputGradient`). If
-no neighbour does, the layer casts it itself."""
+computes a layer's input may cast it: a tensor without values then replaces the input (`given_input`). In the backward,
+what reads the layer's output casts the gradient of that, and sums it up for the bias (`OutputGradient`). If no
+neighbour does, the layer casts it itself."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def residual_gemm(
 
 
 class LinearGemms:
-    """The GEMMs of one linear layer, here in the precision of the parameters. Those of a format of `LINEAR_FORMATS`
-    have the same attributes."""
+    """The GEMMs of one linear layer, here in the precision of the parameters. Formats in `LINEAR_FORMATS` have objects
+    with the same attributes."""
 
     adds_residual = True
     """True if `forward` takes an addend."""
@@ -226,10 +226,10 @@ class LinearFormat(Protocol):
     def grouped(
         self, expt_tp: Axis, cuts: Cuts, in_one_kernel: bool, compiled: bool, add_weight_grad_: Callable[..., None]
     ) -> Any:
-        """The `GroupedGemms` of a layer of experts. `add_weight_grad_` are those of the parameters' format."""
+        """The `GroupedGemms` of a layer of experts. `add_weight_grad_` uses the format of the parameters."""
 
     def groups_in_one_kernel(self, device: torch.device) -> bool:
-        """Return whether one kernel multiplies all experts, and reads the numbers of rows on the device."""
+        """Return True if one kernel multiplies all experts, and reads the numbers of rows on the device."""
 
 
 def given_input(x: Tensor) -> Operands | None:

@@ -62,7 +62,8 @@ class WeightGradQueue:
         assert not self._jobs, f"weight gradients left undone: {list(self._jobs)}"
 
     def defers(self, weight: Tensor) -> bool:
-        """Whether the gradient of `weight` would be queued now. Without a `main_grad`, autograd needs it at once."""
+        """Return True if the gradient of `weight` would be queued now. Without a `main_grad`, autograd needs it at
+        once."""
         return self._key is not None and main_grad_of(weight) is not None
 
     def run_or_defer(self, job: Callable[[], None]) -> None:
@@ -155,7 +156,7 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def saved_without_graph(ctx: AutogradContext) -> tuple[Tensor, ...]:
-    """The saved tensors of a Function, detached: a queued job would otherwise keep the graph behind them alive."""
+    """The saved tensors of a Function, detached: otherwise a queued job would keep their graph alive."""
     return tuple(x.detach() for x in ctx.saved_tensors)
 
 

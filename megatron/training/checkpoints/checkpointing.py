@@ -69,8 +69,8 @@ def no_fingerprint(consumed_samples: int) -> None:
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """What a run's checkpoint holds on one rank, and how it is loaded. `CheckpointWriter` writes it: in the foreground
-    or in the background, with older ones deleted. All methods are collective."""
+    """Contents of a run's checkpoint on one rank, and the way to load it. `CheckpointWriter` writes it: in the
+    foreground or in the background, with older ones deleted. All methods are collective."""
 
     config: RunConfig
     state: ParallelState
@@ -141,10 +141,9 @@ class RunCheckpoint:
         the optimizer. Says which were skipped and why, and in one line what was loaded, from where (and `why` from
         there), and where the run starts.
 
-        Returns where the run stands: at the start if there is no checkpoint, or under --finetune or
-        --reset-iteration. Raises ValueError, on
-        every rank, if the checkpoint does not fit the run, or the run's data, whose fingerprint at a number of consumed
-        samples is `data`, is not what its data position refers to.
+        Return the position of the run: the start if there is no checkpoint, or under --finetune or --reset-iteration.
+        Raises ValueError, on every rank, if the checkpoint does not fit the run, or the run's data, whose fingerprint
+        at a number of consumed samples is `data`, is not what its data position refers to.
         """
         options = self.config.checkpoint
         checkpoint = _choose(self.config, self.state.world, say)
@@ -249,8 +248,8 @@ def _loader_of(path: PurePath | str, state: ParallelState) -> LoadsModels | None
 def load_start(
     checkpoint: RunCheckpoint, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
 ) -> Progress:
-    """Loads what a callback starts from, or what --load names, a checkpoint or a model that an extension loads, into
-    parameters and optimizer, and returns where the run stands. Collective."""
+    """Load the source of a callback, or what --load names (a checkpoint, or a model that an extension loads), into
+    parameters and optimizer, and return the position of the run. Collective."""
     for callback in checkpoint.callbacks:
         if (progress := callback.start(checkpoint, say, data)) is not None:
             return progress

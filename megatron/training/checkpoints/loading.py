@@ -201,7 +201,8 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
 
 
 def _new_phase(config: RunConfig) -> str:
-    """Remedy for other data or another sequence length: the flags that divide a run, if it has none of them."""
+    """Remedy for other data or another sequence length: the flags that divide a run into phases, if it has none of
+    them."""
     flags = [field_table()[PLANS.facts(name).field] for name in PLANS]
     if not flags or any(value_of(config, flag) is not None for flag in flags):
         return ""

@@ -1,7 +1,7 @@
 """From a command line and YAML files to a `RunConfig`, and back. This module does not import torch.
 
-Nothing is ignored in silence and every problem is reported at once: unknown flags with a suggestion, values of the
-wrong type, flags that ask for what is not built, and with them what `validate` finds in the rest.
+Nothing is ignored silently, and all problems are reported together: unknown flags with a suggestion, values of the
+wrong type, flags for features that are not built, and the problems that `validate` finds.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
             reader.notes.append(note)
     if reader.problems:
         ranks = world_size or launch.world_size
-        unread = any(problem.flag == "--config" for problem in reader.problems)  # what is missing may stand in the file
+        unread = any(problem.flag == "--config" for problem in reader.problems)  # the file may contain what is missing
         found = [] if unread else validate(resolve(config, ranks), ranks)
         found = with_legal_values(found, config, partial(validate, world_size=ranks))
         refuse(reader.problems + [p for p in found if p.flag not in reader.suspects], launch, json_file)
@@ -125,7 +125,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
 
 
 def _options() -> list[tuple[str, str]]:
-    """(spelling, help) of what is not configuration."""
+    """(spelling, help) of flags that are not configuration."""
     return [
         *((f"{name} {option.usage}".rstrip(), option.help) for name, option in options().items()),
         (
@@ -143,7 +143,7 @@ def _help_words(argv: Sequence[str]) -> list[str] | None:
 
 
 def parse_args(argv: Sequence[str]) -> RunConfig:
-    """The configuration that `argv` says, not validated. Raises ValueError with every problem, one a line."""
+    """The configuration that `argv` says, not validated. Raises ValueError with every problem, one per line."""
     reader = read_flags(argv)
     config = with_model_flags(config_of(reader.values), reader)
     reader.raise_problems()
@@ -191,7 +191,7 @@ def with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
 
 
 def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
-    """`config` with the flags `argv` changed, not validated. Raises ValueError with every problem, one a line."""
+    """`config` with the flags `argv` changed, not validated. Raises ValueError with every problem, one per line."""
     reader = read_flags(argv)
     reader.raise_problems()
     return config_of(flat_values(config) | reader.values)

@@ -61,7 +61,7 @@ def record_named_code(config: RunConfig) -> str | None:
 
 
 def record_code(run: str | Path, names: Iterable[str]) -> None:
-    """Records that the user's run with this --save folder uses the code of these names, beside what is recorded for
+    """Record that the user's run with this --save folder uses the code of these names, in addition to the records of
     earlier starts. Raises OSError if the record cannot be written."""
     found = {_whole(name): digest for name in names if (digest := code_digest(name)) is not None}
     if not found:
@@ -84,9 +84,9 @@ def standing(source: str | PurePath, name: str) -> Standing:
 
 
 def code_digest(name: str) -> str | None:
-    """Digest of the files that a name stands for, and of their paths: a Python file, a module with the packages around
-    it, or the Python and YAML files of a folder, a YAML file standing for its folder. Nothing is imported. None if
-    there are no such files."""
+    """Digest of the files that a name refers to, and of their paths: a Python file, a module with the packages around
+    it, or the Python and YAML files of a folder; a YAML file stands for its folder. Nothing is imported. None if there
+    are no such files."""
     try:
         files = list(islice(_code_files(_whole(name)), MOST_FILES + 1))
         if not files or len(files) > MOST_FILES:
@@ -142,7 +142,7 @@ def _record_file(run: Path) -> Path:
 
 
 def _whole(name: str) -> str:
-    """A name with a path made absolute, links followed; a module's name as it is."""
+    """A name whose path is made absolute and whose links are resolved; a module's name unchanged."""
     is_path = "/" in name or name.endswith(CODE_SUFFIXES) or os.path.isdir(name)
     return str(_resolved(name)) if is_path else name
 

@@ -1,7 +1,8 @@
 """Commands: what `pretrain_gpt.py` does instead of training. Extensions add them, with the options beside. This module
 does not import torch.
 
-An option stands on the command line and is not configuration: no file has it, and no checkpoint keeps it.
+An option is given on the command line and is not configuration: files do not contain it, and checkpoints do not keep
+it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ class Option:
 
     help: str
     usage: str = ""
-    """How help shows its value, as INT; `[FILE]` if it may be left out."""
+    """Placeholder for its value in help, such as INT; `[FILE]` if the value may be left out."""
 
     command: bool = False
-    """True if it asks for a command: for something else than training."""
+    """True if it selects a command other than training."""
 
     json: bool = False
     """True if its value is the file that a command writes as JSON, and to which its problems go too; without a value it
@@ -53,7 +54,7 @@ class GivenOptions:
         return values[-1] if values else None
 
     def number(self, name: str, remedy: str) -> int | None:
-        """The value of an option. One that is no number above 0 becomes a problem and is forgotten."""
+        """The value of an option. A value that is not a number above 0 is reported as a problem and discarded."""
         if (text := self.last(name)) is None:
             return None
         rule = "must be a whole number above 0"
@@ -71,7 +72,7 @@ class GivenOptions:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The configuration that a command runs on: a resolved configuration, and what is wrong with it."""
+    """The configuration on which a command runs: a resolved configuration, and its problems."""
 
     config: RunConfig
     world_size: int
@@ -148,7 +149,7 @@ def switches() -> list[str]:
 
 
 def asked_command(given: GivenOptions, world_size: int | None) -> Command | None:
-    """The command that options ask for; what is wrong with them becomes a problem."""
+    """Return the command that options select; errors in them become problems."""
     found = [
         COMMANDS[each](given, world_size)
         for each in COMMANDS

@@ -90,7 +90,7 @@ class Flag:
 
     @property
     def metavar(self) -> str:
-        """How help shows a value."""
+        """Placeholder for a value in help."""
         names = {"local": "PATH", "stored": "PATH", "url": "PATH_OR_URL", None: self.kind.__name__.upper()}
         return names[self.spec.path]
 
@@ -117,7 +117,7 @@ class Flag:
                     yield spelling, value
 
     def convert(self, texts: Sequence[str]) -> object:
-        """The field's value. Raises ValueError that says what is wrong with the text."""
+        """The field's value. Raises ValueError that describes the error in the text."""
         parse = FIELD_PARSERS.get(self.field, take_credentials if self.spec.path == "url" else PARSERS[self.kind])
         values = []
         for text in texts:
@@ -258,12 +258,13 @@ def value_of(config: RunConfig, flag: Flag) -> Any:
 
 
 def shown_value(value: object) -> object:
-    """A value behind its flag in a message: a switch has none."""
+    """A value after its flag in a message; a switch has none."""
     return None if isinstance(value, bool) else value
 
 
 def holds(config: RunConfig, condition: Condition) -> bool:
-    """Whether a configuration has what a condition says. Flags of extensions that are not installed are not given."""
+    """Return True if a condition holds for a configuration. Flags of extensions that are not installed are not
+    given."""
     if condition.holds is not None:
         return condition.holds(config)
     return any(_is_given(config, *words.split()) for words in condition.parts[0].split(" or "))
@@ -383,7 +384,7 @@ def _as_field(flag: Flag, value: object) -> object:
 
 
 def _fields_in_order(cls: type) -> list[Field]:
-    """The fields of a section, those that it inherits behind its own."""
+    """Fields of a section; inherited fields come after its own."""
     inherited = {name for base in cls.__mro__[1:] for name in getattr(base, "__annotations__", {})}
     return sorted(fields(cls), key=lambda field: field.name in inherited)
 

@@ -62,7 +62,7 @@ def help_text(
     """Flags by section, with defaults: those of a first run; all for the word "all", those of the section whose title
     the words are, or those whose name or help contains each of the words.
 
-    `extra` are (spelling, help) of what is not configuration; fields that are `required` have no default.
+    `extra` has (spelling, help) of flags that are not configuration; fields that are `required` have no default.
     """
     asked = " ".join(words).lower()
     titles = {section: SECTION_TITLES.get(section, section) for section in sections()}
@@ -93,7 +93,7 @@ def help_text(
 
 
 def _about(flag: Flag, cls: type[Section], required: Collection[str]) -> tuple[str, str]:
-    """How a flag is written, and its help, with what its choices say about themselves."""
+    """Spelling and help of a flag, including the descriptions of its choices."""
     default = " (required)" if flag.field in required else _default(flag)
     text, choices = field_docs(cls).get(flag.field, ""), flag.spec.choices
     if isinstance(choices, Registry):

@@ -1,5 +1,5 @@
-"""Writing of output: whether the paths that flags give can be written, and what is said where a file or standard output
-is full or closed. This module does not import torch."""
+"""Output: checks that the paths given by flags can be written, and messages if a file or standard output is full or
+closed. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OutputError(OSError):
 
 
 def write_json(content: Mapping[str, object], json_file: str) -> None:
-    """Writes what --json asks for to a file, or to standard output if `json_file` is "". Raises OutputError."""
+    """Write the output of --json to a file, or to standard output if `json_file` is "". Raises OutputError."""
     text = json.dumps(content, indent=1) + "\n"
     if not json_file:
         print(text, end="")
@@ -70,7 +70,7 @@ def _output_fails() -> bool:
 
 def open_closed_streams() -> bool:
     """Opens standard streams that the shell has closed (`>&-`), for which Python has None. Writes to standard output
-    then fail as on a full disk; what is said on standard error is lost. Returns whether standard output was closed."""
+    then fail as on a full disk; messages on standard error are lost. Returns whether standard output was closed."""
     closed = sys.stdout is None
     if closed:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
@@ -80,7 +80,7 @@ def open_closed_streams() -> bool:
 
 
 def drop_output() -> None:
-    """Discards what is printed from now on, and what could not be written yet, for which the end of the process would
+    """Discard everything that is printed from now on, and unwritten output that would make the end of the process
     fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -74,7 +74,7 @@ class _LoadError(ValueError):
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A resolved configuration, and what is wrong with it."""
+    """A resolved configuration, and its problems."""
 
     config: RunConfig
     problems: list[Problem]

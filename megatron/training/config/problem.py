@@ -73,7 +73,7 @@ class Problem:
 
     @classmethod
     def no_effect(cls, flag: str, value: object, needed: str) -> Problem:
-        """The notice about a flag that has no effect without another one."""
+        """Notice about a flag that has no effect without another one."""
         return cls(flag, value, f"has no effect without {needed}", f"add {needed}, or remove {flag}", harmless=True)
 
     @classmethod
@@ -195,7 +195,8 @@ def nearest_divisor(size: int, value: int) -> int:
 
 
 def divides(divisor: int | None, value: int | None) -> bool:
-    """Whether `divisor` divides `value`. True if either is missing or not positive, as another rule reports that."""
+    """Return True if `divisor` divides `value`. True if either is missing or not positive, as another rule reports
+    that."""
     return not divisor or not value or divisor < 0 or value < 0 or value % divisor == 0
 
 

@@ -1,7 +1,7 @@
 """Reads flags from a command line or a YAML file into the values of fields. This module does not import torch.
 
-Every flag ends in one of four ways: it sets a field, it stands for other flags, it has no effect, or it is a problem.
-Each is kept as a `Reading`, which notes and `tools/translate_flags.py` print."""
+Every flag ends in one of four ways: it sets a field, it is replaced with other flags, it has no effect, or it is a
+problem. Each is kept as a `Reading`, which notes and `tools/translate_flags.py` print."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ForeignProgram(Protocol):
         """The feature, which is not built, that these values of a field's flag ask for."""
 
     def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-        """File of examples/ -> the flag, of some that are not registered, that asks for what it registers."""
+        """File of examples/ -> one of the unregistered flags that needs what the file registers."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
         """Lines about results of a resolved configuration that differ from the results of this program under equal
@@ -82,7 +82,7 @@ def foreign_spellings() -> set[str]:
 
 
 def foreign_examples(unknown: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-    """File of examples/ -> the flag, of unknown ones, that asks for what it registers."""
+    """File of examples/ -> one of the unknown flags that needs what the file registers."""
     return dict(chain(*(program.examples(unknown).items() for program in foreign_programs().values())))
 
 
@@ -112,7 +112,7 @@ class FlagReader(GivenOptions):
     """Called once all sources are read: switches that replace values of any source and in any order."""
 
     def raise_problems(self) -> None:
-        """Raises ValueError with every problem, one a line."""
+        """Raises ValueError with every problem, one per line."""
         if self.problems:
             raise ValueError("\n".join(map(str, self.problems)))
 
@@ -177,7 +177,7 @@ class FlagReader(GivenOptions):
 
     @property
     def world_size(self) -> int | None:
-        """--world-size. A value that is no number above 0 becomes a problem and is forgotten."""
+        """--world-size. A value that is not a number above 0 is reported as a problem and discarded."""
         return self.number("--world-size", "say how many ranks")
 
     def refuse(self, name: str, texts: Sequence[str], rule: str, remedy: str) -> None:
@@ -269,7 +269,7 @@ class FlagReader(GivenOptions):
                 self.wrong(flag, f"{path}: {flag.name[2:]}", refused, rule, remedy)
 
     def read_entry(self, path: str, key: str, value: object) -> None:
-        """One key of a mapping and its plain value; `path` says where it stands."""
+        """One key of a mapping and its plain value; `path` gives its location."""
         name = "--" + key.lstrip("-").replace("_", "-")
         where = f"{path}: {key}"
         flag, on = spelling_table().get(name, (None, True))
@@ -281,7 +281,7 @@ class FlagReader(GivenOptions):
             rule, remedy = "must be a value, or a list of values", "write names flat, without sections"
             self.problems.append(Problem(where, None, rule, remedy))
         elif flag is None:
-            if value not in (None, False):  # a switch that is off asks for nothing
+            if value not in (None, False):  # a switch that is off requests nothing
                 before = len(self.problems)
                 self.read(name, [] if value is True else texts_of(value))
                 new = self.problems[before:]
@@ -316,9 +316,9 @@ def overridden(earlier: dict[str, object], later: dict[str, object]) -> dict[str
 
 
 def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(flag, its values): all that stands between it and the next flag, or behind its `=`. A token before the first
-    flag has no values and does not begin with two dashes. Blanks that a script quotes are nothing, unless they
-    are a flag's first value."""
+    """(flag, its values): everything up to the next flag, or after its `=`. A token before the first flag has no values
+    and does not begin with two dashes. Blanks that a script quotes are nothing, unless they are a flag's first
+    value."""
     current: tuple[str, list[str]] | None = None
     for token in argv:
         if token.isspace() and (current is None or any(map(str.strip, current[1]))):
@@ -362,7 +362,7 @@ class IllegalValueError(ValueError):
 
 
 def legal_value(flag: Flag, texts: Sequence[str]) -> object:
-    """The value of a field from the texts behind its flag. Raises IllegalValueError."""
+    """Value of a field from the texts after its flag. Raises IllegalValueError."""
     if flag.spec.empty_is_none and list(texts) == [""]:
         return None
     _check_number_of_values(flag, texts)
@@ -424,7 +424,7 @@ def _feature(flag: Flag, texts: Sequence[str]) -> str | None:
 
 
 def _shown(value: object) -> str:
-    """A value as it stands behind its flag; nothing for a switch."""
+    """A value in the form that follows its flag; empty for a switch."""
     values = value if isinstance(value, tuple) else (value,)
     return "" if isinstance(value, bool) else "".join(f" {v}" for v in values)
 

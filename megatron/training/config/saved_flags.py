@@ -133,7 +133,7 @@ def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
     """The configuration with the checkpoint's values of fields whose default has changed, unless the run gives them.
-    Loading a checkpoint that cannot be read says what is wrong."""
+    Loading reports a checkpoint that cannot be read."""
     load, table = config.checkpoint.load, spelling_table()
     spelled = {table[name][0].field for name in given if name in table}
     wanted = [flag for flag in all_flags() if flag.spec.keeps_saved and flag.field not in spelled]
@@ -188,7 +188,7 @@ def with_past_batches(config: RunConfig) -> RunConfig:
     try:
         metadata = resumed_metadata(config.checkpoint)
     except ValueError:
-        return config  # loading it says what is wrong
+        return config  # loading it reports the error
     return config if metadata is None else replace(config, past_batches=past_batches(metadata))
 
 
@@ -203,7 +203,7 @@ def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
 
 
 def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
-    """The sections of the configuration that the latest checkpoint in a folder was saved under; None if it has none.
+    """Configuration sections with which the latest checkpoint in a folder was saved; None if there is none.
 
     Flags that its phase had changed are as the run gave them. ValueError as in `saved_metadata`."""
     metadata = saved_metadata(load)

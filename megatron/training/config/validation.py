@@ -108,8 +108,8 @@ def switched_off(c: RunConfig) -> Iterator[tuple[str, object, Problem]]:
 
 
 def _is_dense(c: RunConfig) -> bool:
-    """Whether the only expert of each layer computes what a dense MLP does: its weight is 1, the softmax of one logit.
-    Megatron-DeepSpeed's dense models are written so."""
+    """Return True if the only expert of each layer computes the same as a dense MLP: its weight is 1, the softmax of a
+    single logit. Megatron-DeepSpeed's dense models are written so."""
     m = c.model
     own = m.moe_ffn_hidden_size not in (None, m.ffn_hidden_size) or m.moe_shared_expert_intermediate_size is not None
     weighted = "softmax" not in m.moe_router_scores or m.moe_router_topk_scaling_factor not in (None, 1.0)
@@ -120,7 +120,7 @@ def _is_dense(c: RunConfig) -> bool:
 
 
 def resolve_legal(config: RunConfig, world_size: int) -> RunConfig:
-    """`resolve` of a configuration that can run. Raises ValueError with every problem, one a line."""
+    """`resolve` of a configuration that can run. Raises ValueError with every problem, one per line."""
     config = resolve(config, world_size)
     if problems := validate(config, world_size):
         raise ValueError("\n".join(map(str, problems)))
@@ -128,7 +128,7 @@ def resolve_legal(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -> RunConfig:
-    """The configuration with derived values filled in; what is given stays as it is, also where it is illegal.
+    """The configuration with derived values filled in; given values stay unchanged, even if they are illegal.
 
     `vocab_size` is the tokenizer's; a larger --vocab-size holds, to leave room for more tokens.
     """

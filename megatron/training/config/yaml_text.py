@@ -59,7 +59,7 @@ def compose_yaml(text: str, any_tag: bool = False) -> Node | None:
 
 
 def load_yaml(text: str) -> object:
-    """The values of a YAML text. Raises ValueError, in one line, where it has none."""
+    """The values of a YAML text. Raises ValueError, in one line, if there is none."""
     import yaml
 
     node = compose_yaml(text)

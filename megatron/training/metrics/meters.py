@@ -18,10 +18,10 @@ from megatron.training.progress import Interval
 
 
 class Tallies(Meter):
-    """Adds up the tallies of a rank's modules over the steps of a log interval.
+    """Sum the tallies of a rank's modules over the steps of a log interval.
 
-    `tallies` are tensors of one shape that the modules add to. `counts` says whether this rank's count: tensor-parallel
-    ranks have the same.
+    `tallies` are tensors of equal shape that the modules add to. `counts` says whether this rank's count:
+    tensor-parallel ranks have the same.
     """
 
     def __init__(self, tallies: Sequence[Tensor], rows: int, counts: bool, device: torch.device) -> None:

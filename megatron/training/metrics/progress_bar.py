@@ -12,7 +12,7 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 class Bar(Protocol):
-    """A bar of tqdm, as far as it is used."""
+    """The part of the tqdm interface that is used."""
 
     n: int
 

@@ -241,8 +241,8 @@ def metrics_file(config: RunConfig) -> PurePath:
 
 
 def open_sinks(config: RunConfig, iteration: int, check: Callable[[], None] = lambda: None) -> list[Sink]:
-    """Opens every sink that the configuration asks for, in a run that starts after `iteration`. Call it on one rank
-    only. `check`: as for `JsonLinesSink`."""
+    """Open every sink that the configuration enables, in a run that starts after `iteration`. Call it on one rank only.
+    `check`: as for `JsonLinesSink`."""
     wanted, file = SINKS.wanted(config), metrics_file(config)
     lines = JsonLinesSink(file, iteration, check) if isinstance(file, Path) else StoredLinesSink(file, iteration)
     return [lines, *(SINKS[name](config, iteration) for name in wanted)]

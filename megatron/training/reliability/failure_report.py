@@ -169,8 +169,8 @@ MANY_OPEN = 0.75
 
 
 def perhaps_open_files() -> str:
-    """More advice on a failure that may come from the limit of open files: libraries hide it behind other errors, and
-    gloo aborts the process, whose peers have about as many files open. Empty if far fewer are open."""
+    """Further advice for a failure that may be caused by the limit of open files: libraries hide it behind other
+    errors, and gloo aborts the process, whose peers have about as many files open. Empty if far fewer are open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = len(os.listdir("/proc/self/fd")) - 1
@@ -182,7 +182,7 @@ def perhaps_open_files() -> str:
 
 
 def _more_open_files() -> str:
-    """How the limit of open files is raised."""
+    """Advice for raising the limit of open files."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     return ADVICE["soft limit"].format(more=most) if most > limit else ADVICE["hard limit"].format(more=ENOUGH)
@@ -204,7 +204,8 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def is_of_open_files(error: BaseException | None) -> bool:
-    """Whether this process, or the system, had as many files open as it may. Libraries say it in their text alone."""
+    """Return True if this process, or the system, had as many open files as the limit allows. Libraries say it in their
+    text alone."""
     while error is not None:
         if (isinstance(error, OSError) and error.errno in OPEN_FILES) or TOO_MANY in str(error).lower():
             return True
@@ -213,7 +214,8 @@ def is_of_open_files(error: BaseException | None) -> bool:
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Whether a file could not be written: a save that was given up, or no room for a file that the error names."""
+    """Return True if a file could not be written: a save was abandoned, or there was no room for a file that the error
+    names."""
     if isinstance(error, CheckpointError):
         return isinstance(error.__cause__, (OSError, type(None))) and not is_consequence(error)
     return isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is not None

@@ -77,7 +77,7 @@ class Launch:
     """True if the launcher has started ranks on more than one host, or as if there were."""
 
     def name(self, host: str, rank: int | None = None) -> str:
-        """How messages name a rank, by default this one: `rank 3 of 8 on HOST`."""
+        """Name of a rank in messages, by default of this one: `rank 3 of 8 on HOST`."""
         return f"rank {self.rank if rank is None else rank} of {self.world_size} on {host}"
 
     @classmethod
@@ -112,7 +112,8 @@ class Launch:
             raise ValueError(
                 f"{rank}={launch.rank} must be from 0 to below {size}={launch.world_size}; the launcher sets both"
             )
-        if launch.world_size > 1 and environ.get("MASTER_PORT") == "0":  # torchrun --master-port 0 hands it on as it is
+        # torchrun --master-port 0 passes it on unchanged
+        if launch.world_size > 1 and environ.get("MASTER_PORT") == "0":
             raise ValueError(
                 "MASTER_PORT=0 must be a port above 0, at which all ranks meet; give torchrun --standalone, or a port"
             )
@@ -127,7 +128,7 @@ class Launch:
     def export(self, environ: MutableMapping[str, str]) -> None:
         """Sets what torch.distributed's env:// rendezvous reads, where the launcher was not torchrun.
 
-        Under srun the first node of the list is the meeting point; set MASTER_ADDR to choose another one.
+        Under srun, ranks meet at the first node of the list; set MASTER_ADDR to choose another one.
         """
         if self.launcher == "srun":
             environ["RANK"], environ["WORLD_SIZE"] = str(self.rank), str(self.world_size)

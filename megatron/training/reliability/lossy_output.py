@@ -54,7 +54,7 @@ class LossyFile(io.RawIOBase):
         return len(content)
 
     def loss(self) -> str:
-        """How many lines were lost, and why."""
+        """Number of lost lines, and the reason."""
         return f"{self.lost} line{'s' if self.lost > 1 else ''} of output could not be written: {self.why}"
 
     def _drop(self, content: bytes) -> None:

@@ -283,7 +283,7 @@ class Board:
         return {rank: value for rank, value in found.items() if value is not None}
 
     def claim(self, key: str, value: str, parse: Callable[[str], T]) -> T:
-        """Sets a value unless there is one for which `parse` does not raise; returns what is."""
+        """Set a value unless there is one for which `parse` does not raise; return the stored value."""
         parse(value)
         found, there = None, b""
         while found is None:
@@ -324,7 +324,7 @@ class Board:
         return self.peers.get(rank) or self.read(f"peer/{rank}", _parse_peer)
 
     def name(self, rank: int) -> str:
-        """How messages name a rank, with its host where that is known."""
+        """Name of a rank in messages, with its host if that is known."""
         return self.launch.name(self.peers[rank].host if rank in self.peers else socket.gethostname(), rank)
 
     def state(self, rank: int) -> str:
@@ -342,7 +342,7 @@ class Board:
         return True
 
     def post_cause(self, failure: Failure) -> Failure:
-        """Makes `failure` the report unless there is one; returns what is."""
+        """Make `failure` the report unless there is one; return the report."""
         return self.claim("cause", _json(failure), self._parse_failure)
 
     def cause(self) -> Failure | None:

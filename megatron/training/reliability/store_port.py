@@ -70,8 +70,8 @@ def _place(address: str, port: int) -> Path:
 
 
 def describe_port(address: str, port: int) -> str:
-    """What the port of the store does at present. Raises ForeignPortError if the program there speaks first, which no
-    store does. A program that says nothing may be a store on a busy host."""
+    """Current state of the store's port. Raises ForeignPortError if the program there speaks first, which no store
+    does. A program that says nothing may be a store on a busy host."""
     try:
         with socket.create_connection((address, port), timeout=2.0) as connection:
             connection.settimeout(BANNER)

@@ -84,7 +84,7 @@ class Ignored:
         self._here, self._reports = here, reports
 
     def add(self, what: str, why: object) -> None:
-        """Counts a message: `what` says where it arrived, `why` what is wrong with it."""
+        """Count a message: `what` gives its location, `why` the error."""
         self.count += 1
         if self.count == 1:
             self._say(f"ignored {what}: {why}. Further ones are ignored and counted")

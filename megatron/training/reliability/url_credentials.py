@@ -36,7 +36,7 @@ SHORTEST = 6
 
 
 def take_credentials(url: str) -> str:
-    """The URL with its credentials hidden, which this process remembers. Any other text as it is."""
+    """The URL with its credentials hidden, which this process remembers. Returns any other text unchanged."""
     hidden = _hidden(url)
     if hidden != url and HIDDEN not in url:
         _URLS[hidden] = url
@@ -84,5 +84,6 @@ def _hidden(text: str) -> str:
 
 
 def _is_secret(user: re.Match[str]) -> bool:
-    """Whether the user of a URL is secret: with a password, or a token of the web. abfs://container@account is not."""
+    """Return True if the user part of a URL is secret: if there is a password, or a token for the web.
+    abfs://container@account is not secret."""
     return ":" in user["secret"] or user["scheme"].lower() in ("http", "https")

@@ -69,7 +69,7 @@ def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
         spec = flag.spec
         idle = [each for each in flag.section_needs if not holds(c, each)]
         missing = [each for each in spec.no_effect_without if not holds(c, each)]
-        # Those of its own section are idle as it is, and for the same reason.
+        # Conditions on its own section already make it idle, for the same reason.
         for condition in idle + [each for each in missing if not (idle and _section(each) == flag.section)]:
             yield Problem.no_effect(name, shown, condition.parts[0])
         for needed, why, remedy in () if idle else (each.parts for each in spec.needs if not holds(c, each)):

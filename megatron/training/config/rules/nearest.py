@@ -15,7 +15,7 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
 NAMED = re.compile(r"(?P<lead>.*?)nearest: (?P<first>\d+)(?: or (?P<second>\d+))?(?=$|[,;])(?P<rest>.*)")
-"""A remedy with nearest values: what stands before them, one or two values, and further remedies."""
+"""A remedy with nearest values: the text before them, one or two values, and further remedies."""
 
 TRIED = 8
 """Values that are tried because a rule names them as the nearest."""

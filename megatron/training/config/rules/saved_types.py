@@ -140,7 +140,7 @@ def type_problem(config: object) -> str | None:
 
 
 def field_problem(values: Mapping[str, object]) -> str | None:
-    """The same of fields by their names alone."""
+    """The same for fields that are given by name alone."""
     table = field_table()
     for field, value in values.items():
         flag = table.get(field)

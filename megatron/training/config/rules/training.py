@@ -100,7 +100,8 @@ def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _converted(c: RunConfig, value: int, to_samples: bool) -> str:
-    """A number of iterations in samples, or of samples in iterations, behind its flag. Empty where the batch varies."""
+    """Convert a number of iterations to samples, or of samples to iterations, after its flag. Empty where the batch
+    varies."""
     size = c.training.global_batch_size
     if not size or size < 0 or batch_schedule(c):
         return ""
