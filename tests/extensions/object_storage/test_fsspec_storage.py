@@ -146,6 +146,21 @@ def test_late_requests_of_a_dead_attempt_change_no_checkpoint(storage: AttemptSt
     assert storage.names(ROOT) == ["iter_2"]
 
 
+@pytest.mark.parametrize("then", ["iter_1", "iter_2"])
+def test_an_attempt_is_not_published_once_the_next_has_begun(storage: AttemptStorage, then: str) -> None:
+    """The next one has removed its files."""
+    dead = AttemptStorage("s3")
+    dead.begin(ROOT / "iter_1")
+    dead.write(dead.scratch(ROOT / "iter_1") / "a", b"dead")
+    storage.begin(ROOT / then)
+    with pytest.raises(FileExistsError, match="changed by another writer"):
+        dead.publish(ROOT / "iter_1")
+    dead.discard(ROOT / "iter_1")
+    storage.write(storage.scratch(ROOT / then) / "a", b"whole")
+    storage.publish(ROOT / then)
+    assert storage.names(ROOT) == [then] and AttemptStorage("s3").read(ROOT / then / "a") == b"whole"
+
+
 def test_readers_follow_a_checkpoint_that_is_written_again(storage: AttemptStorage) -> None:
     final, reader = ROOT / "iter_1", AttemptStorage("s3")
     FsspecStorage.begin(storage, final)
@@ -158,7 +173,9 @@ def test_readers_follow_a_checkpoint_that_is_written_again(storage: AttemptStora
         assert reader.size(final / "a") == len(content) and reader.read(final / "a") == content
         assert reader.finished(final)
     found = sorted(path.split("/")[3] for path in file_system().find(f"{BUCKET}/run"))
-    assert found == [storage.read(final / PUBLISHED).decode()] * 2 + [PUBLISHED] and found[0].startswith(ATTEMPT)
+    assert found == [storage.read(final / PUBLISHED).decode().strip()] * 2 + [PUBLISHED] and found[0].startswith(
+        ATTEMPT
+    )
     storage.begin(final, keeps_names=True)
     with storage.create(final / "config.json") as file:
         file.write(b"{}")
@@ -303,7 +320,7 @@ def test_any_store_of_fsspec(capfd: pytest.CaptureFixture[str]) -> None:
         storage.replace(root / "latest", b"3", b"1")
     told = capfd.readouterr().err
     assert told.count("\n") == 1 and told.startswith(
-        "/run/latest: this store replaces an object whoever has changed it"
+        "/run/iter_1/published.txt: this store replaces an object whoever has changed it"
     )
     storage.append(root / "latest", b"3")
     assert storage.read(root / "latest") == b"23"

@@ -3,8 +3,9 @@
 A store may carry out a request long after the process that sent it has died, or after the same process has sent it
 again. So each attempt to write the checkpoint `iter_0000100` has a folder of its own in it, such as
 `iter_0000100/attempt-5b0ea3c1d2f4`. The object `iter_0000100/published.txt` names the attempt that is the checkpoint.
-It is written last, on condition that nobody else has changed it since the attempt began. A late write of an earlier
-attempt then reaches a folder that nothing names, and the next process that saves removes it.
+It is written when an attempt begins and again when it is complete, each time on condition that nobody else has changed
+it: its first line is the published attempt, its second the one that has begun. A late write of an earlier attempt then
+reaches a folder that nothing names, or is refused, and the next process that saves removes it.
 
 Readers name files as on a disk: `iter_0000100/metadata.json` is read from the folder of the published attempt. Folders
 that other programs read, such as Hugging Face exports, have no attempts: they hold `.unfinished` until they are whole,
@@ -24,6 +25,9 @@ from megatron.extensions.operate.object_storage.fsspec_storage import FsspecStor
 
 PUBLISHED = "published.txt"
 ATTEMPT = "attempt-"
+CLAIMS = 3
+"""Times that a process tries to begin an attempt while others are published."""
+
 CHECKPOINT = re.compile(r"iter_\d+")
 """Names of folders that may have attempts."""
 
@@ -32,8 +36,8 @@ class Begun(NamedTuple):
     """An attempt that is not published yet."""
 
     folder: PurePath
-    before: bytes | None
-    """Content of `PUBLISHED` when the attempt began."""
+    mark: bytes
+    """Content of `PUBLISHED` since the attempt began."""
 
 
 class AttemptStorage(FsspecStorage):
@@ -72,19 +76,34 @@ class AttemptStorage(FsspecStorage):
             super().begin(final)
             self._current[final] = ""
             return
+        self._begun[final] = self._claim(final, final / f"{ATTEMPT}{os.urandom(6).hex()}")
+        if (attempt := self._attempt(final)) or not self.finished(final):
+            self._remove_others(final, attempt)
         for name in self.names(final.parent):
-            if CHECKPOINT.fullmatch(name):
+            if CHECKPOINT.fullmatch(name) and name != final.name:
                 self._clean(final.parent / name)
         self._abort_uploads(final)
-        before = self.content(final / PUBLISHED)
-        self._begun[final] = Begun(final / f"{ATTEMPT}{os.urandom(6).hex()}", before)
+
+    def _claim(self, final: PurePath, folder: PurePath) -> Begun:
+        """Begin an attempt. No earlier one can be published from now on."""
+        for left in range(CLAIMS - 1, -1, -1):
+            before = self.content(final / PUBLISHED)
+            self._current[final] = _published(before)
+            mark = f"{_published(before)}\n{folder.name}".encode()
+            try:
+                self.replace(final / PUBLISHED, mark, before)
+                break
+            except FileExistsError:  # an earlier attempt was published at this moment
+                if not left:
+                    raise
+        return Begun(folder, mark)
 
     def publish(self, final: PurePath) -> None:
         if final not in self._begun:
             super().publish(final)
             return
-        attempt, before = self._begun[final]
-        self.replace(final / PUBLISHED, attempt.name.encode(), before)
+        attempt, mark = self._begun[final]
+        self.replace(final / PUBLISHED, f"{attempt.name}\n".encode(), mark)
         del self._begun[final]
         self._current[final] = attempt.name
         with suppress(OSError):  # what it replaces costs space, and the next process removes it
@@ -96,11 +115,15 @@ class AttemptStorage(FsspecStorage):
         if self._attempt(final, again=True):
             return True
         found = super().names(final)
-        return UNFINISHED not in found and any(not name.startswith(ATTEMPT) for name in found)
+        return UNFINISHED not in found and any(not name.startswith((ATTEMPT, PUBLISHED)) for name in found)
 
     def discard(self, final: PurePath) -> None:
         if (begun := self._begun.pop(final, None)) is None:
             super().discard(final)
+        elif (
+            begun.mark.startswith(b"\n") and self.content(final / PUBLISHED) == begun.mark and not self.finished(final)
+        ):
+            self.withdraw(final)
         elif self._attempt(final, again=True) != begun.folder.name:
             with suppress(FileNotFoundError):
                 self.remove(begun.folder)
@@ -135,8 +158,7 @@ class AttemptStorage(FsspecStorage):
     def _attempt(self, checkpoint: PurePath, again: bool = False) -> str:
         """Name of the published attempt; empty if there is none. `again`: asks the store, as it may be another one."""
         if again or checkpoint not in self._current:
-            text = (self.content(checkpoint / PUBLISHED) or b"").decode(errors="replace").strip()
-            self._current[checkpoint] = text if re.fullmatch(rf"{ATTEMPT}\w+", text) else ""
+            self._current[checkpoint] = _published(self.content(checkpoint / PUBLISHED))
         return self._current[checkpoint]
 
     def _has_moved(self, path: PurePath) -> bool:
@@ -144,6 +166,12 @@ class AttemptStorage(FsspecStorage):
         if not _may_be_of_an_attempt(path):
             return False
         return self._attempt(path.parent) != self._attempt(path.parent, again=True)
+
+
+def _published(content: bytes | None) -> str:
+    """The attempt that `PUBLISHED` names; empty if there is none."""
+    text = (content or b"").decode(errors="replace").partition("\n")[0].strip()
+    return text if re.fullmatch(rf"{ATTEMPT}\w+", text) else ""
 
 
 def _may_be_of_an_attempt(path: PurePath) -> bool:
