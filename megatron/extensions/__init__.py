@@ -198,6 +198,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("attention/biased_last_attention", "A bias of attention in the last layer, as in GPT-NeoX-Japanese."),
     BuiltIn("layers/normed_residual", "Layers that add to their normalized inputs, as in MiniMax-Text-01."),
     BuiltIn("layers/mean_of_experts", "The mean of the shared expert and the chosen experts, as in Command A+."),
+    BuiltIn("layers/inner_norms", "Norms before the output projections of attention and MLP, as in BitNet."),
     BuiltIn("layers/hyper_connections", "Several residual streams (mHC), as in DeepSeek-V4."),
     BuiltIn("layers/scaled_swiglu", "SwiGLU with factors of its gates and outputs, as in Falcon-H1."),
     BuiltIn("layers/xielu", "xIELU, an activation function with two trainable scalars, as in Apertus."),

@@ -47,7 +47,7 @@ LACKING = (
     *("embedding_multiplier", "residual_multiplier", "logits_scaling", "scale_word_embeddings", "value_channels"),
     *("attention_value_scale", "final_logit_softcapping", "attn_logit_softcapping", "window_rotary_base"),
     *("window_rotary_percent", "window_softmax_type", "window_num_attention_heads", "window_num_query_groups"),
-    *("mla_scale_latents", "latent_norm_epsilon", "mtp_layer_kind", "linear_allow_neg_eigval"),
+    *("mla_head_gate", "mla_scale_latents", "latent_norm_epsilon", "mtp_layer_kind", "linear_allow_neg_eigval"),
     *("linear_num_householder", "linear_norm_epsilon", "linear_norm_placement", "mamba_conv_kernel_dim"),
     *("mamba_min_step_size", "mamba_norm", "mamba_norm_before_gate", "mamba_multipliers"),
 )
@@ -161,6 +161,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
         not in ROUTERS.facts("top_k").scores,
         "--moe-router-enable-expert-bias with scores of softmax": model.moe_router_enable_expert_bias
         and model.moe_router_score_function == "softmax",
+        "--rope-type proportional": model.rotary_type == "proportional",
         "--activation-func": model.activation_func not in (None, "gelu", "squared_relu", "swiglu", "quick_geglu"),
     }
     if found := [_with_value(config, flag) for flag, used in problems.items() if used]:
