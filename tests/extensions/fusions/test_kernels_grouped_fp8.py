@@ -4,18 +4,23 @@ in fp64, interpreted; what they become for GPUs; and the choice between them."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 from types import ModuleType
 
+import pytest
 import torch
 from torch import Tensor
 
 from megatron.core.moe.grouped_gemms import Segments, add_each_product_
+from megatron.core.parallel_state import Axis
 from megatron.extensions.speed.fp8 import grouped
 from megatron.extensions.speed.fp8.blockwise import cast_by_blocks
 from megatron.extensions.speed.fp8.casts import E4M3, TILE, Scaled
 from megatron.extensions.speed.fp8.grouped import ExpertTiles, rows_of_tiles
+from megatron.extensions.speed.fusions import grouped_fp8_choice as choices
+from tests.extensions.fusions.test_kernels_grouped import SHAPES as BF16_SHAPES
 from tests.extensions.fusions.test_kernels_grouped import mutated
 from tests.triton_cases import apart, compiled, round_to_fp8_as_torch, same_bits, stack_of, stack_tool
 
@@ -182,3 +187,49 @@ def test_kernels_of_experts_in_fp8_compile_without_spills() -> None:
         if capability == 90:
             assert "async_wait" in sums.asm["ttgir"] and "wgmma" in sums.asm["ptx"] and "wgmma" in products.asm["ptx"]
             assert "add.v4.f32" in sums.asm["ptx"]
+
+
+def clock_of(*seconds: float) -> Callable[[Callable[[], object]], float]:
+    left = iter(seconds)
+
+    def clock(run: Callable[[], object]) -> float:
+        run()
+        return next(left)
+
+    return clock
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_the_fastest_right_kernel_is_chosen_by_shape(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is wrong or does not fit is not; none where torch is the fastest."""
+
+    def add(out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, ends: Tensor, tiling: str) -> None:
+        one, two = (ExpertTiles(*each, 0) for each in ((dy, dy_scale), (x, x_scale)))
+        grouped.add_products_of_tiles_(out, one, two, ends, torch.float32)
+        out[-1, -1, -1] += 100.0 * (tiling == "square")
+        if tiling == "small":
+            raise RuntimeError("out of shared memory")
+
+    def multiply(
+        x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, ends: Tensor, dtype: torch.dtype, tiling: str
+    ) -> Tensor:
+        plain = grouped.grouped_scaled_mm.__wrapped__  # type: ignore[attr-defined]
+        segments = Segments(None, ends, ends.device, True)
+        y: Tensor = plain(Scaled(x, x_scale), Scaled(w, w_scale), segments, dtype, False)
+        return y * (2.0 if tiling == "flat" else 1.0)
+
+    monkeypatch.setattr(choices, "_add", add)
+    monkeypatch.setattr(choices, "_multiply", multiply)
+    monkeypatch.setattr(choices, "_on_gpu", lambda shapes: True)
+    shapes = replace(BF16_SHAPES, fp8=recipe, dtype=torch.bfloat16)
+    (one, two), grads, rows = shapes.expert_matrices, choices.Fp8WeightGrads(), choices.Fp8RowProducts()
+    assert grads.lost(shapes, Axis(), clock_of(0.3, 0.4, 0.2, 0.4)) is None
+    assert grads.chosen == dict.fromkeys((one, two), "shallow")
+    assert "square unavailable: RuntimeError: square is wrong by" in grads.found[one].times
+    assert "small unavailable: RuntimeError: out of shared memory" in grads.found[two].times
+    why = grads.lost(shapes, Axis(), clock_of(0.3, 0.1))
+    assert why is not None and why.startswith(f"torch is the fastest for {one[0]} x {one[1]}")
+    assert rows.lost(shapes, Axis(), None) is None, "nothing is timed"
+    assert rows.chosen == dict.fromkeys((one, one[::-1], two, two[::-1]), "square")
+    assert "flat unavailable" in rows.found[one].times
+    assert next(choices.said({"products": rows})).startswith(f"kernel of products {one[0]} x {one[1]}: square")

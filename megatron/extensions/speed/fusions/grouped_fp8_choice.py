@@ -97,7 +97,7 @@ class ExpertKernel(Generic[*Operands]):
         None if it uses them. Collective over the world."""
         self.chosen.clear()
         self.found.clear()
-        if shapes.device.type != "cuda" or shapes.fp8 is None:
+        if not _on_gpu(shapes) or shapes.fp8 is None:
             return None
         if not has_triton():
             return "Triton is not installed"
@@ -116,6 +116,10 @@ class ExpertKernel(Generic[*Operands]):
             return f"torch is the fastest for {shape[0]} x {shape[1]}: {choice.times}"
         self.found[shape], self.chosen[shape] = choice, own.winner
         return None
+
+
+def _on_gpu(shapes: RunShapes) -> bool:
+    return shapes.device.type == "cuda"
 
 
 def _untimed(run: Run) -> float:
