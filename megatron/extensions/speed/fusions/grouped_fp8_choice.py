@@ -137,6 +137,13 @@ class Fp8WeightGrads(ExpertKernel[Tensor, ExpertTiles, ExpertTiles, Tensor]):
     def __call__(self, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
         _add(out, *dy[:2], *x[:2], tile_ends, self.chosen.get((out.shape[1], out.shape[2]), ANY))
 
+    plain = staticmethod(grouped.add_fp8_products_grouped_.__wrapped__)  # type: ignore[attr-defined]
+
+    def samples(self, shapes: RunShapes) -> Iterator[tuple[Tensor, ExpertTiles, ExpertTiles, Tensor]]:
+        """Operands of a run's experts, with equal numbers of rows."""
+        for outputs, inputs in shapes.expert_matrices if shapes.fp8 is not None else ():
+            yield tiles_of(shapes, outputs, inputs, even(shapes))
+
     def runs(self, shapes: RunShapes) -> Iterator[tuple[tuple[int, int], dict[str, Run]]]:
         for outputs, inputs in shapes.expert_matrices:
             operands = tiles_of(shapes, outputs, inputs, even(shapes))
@@ -144,8 +151,7 @@ class Fp8WeightGrads(ExpertKernel[Tensor, ExpertTiles, ExpertTiles, Tensor]):
                 name: _checked(partial(self.check, name, shapes, outputs, inputs), partial(self.add, name, *operands))
                 for name in LISTS
             }
-            plain = grouped.add_fp8_products_grouped_.__wrapped__  # type: ignore[attr-defined]
-            yield (outputs, inputs), runs | {TORCH: partial(plain, *operands)}
+            yield (outputs, inputs), runs | {TORCH: partial(self.plain, *operands)}
 
     @staticmethod
     def add(tiling: str, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
@@ -177,6 +183,13 @@ class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
         tiling = self.chosen.get((b.values.shape[1], b.values.shape[2]), ANY)
         return segments.clear_spare_(_multiply(*a, *b, segments.ends, out_dtype, tiling))
 
+    plain = staticmethod(grouped.grouped_scaled_mm.__wrapped__)  # type: ignore[attr-defined]
+
+    def samples(self, shapes: RunShapes) -> Iterator[tuple[Scaled, Scaled, Segments, torch.dtype, bool]]:
+        """Operands of a run's experts, with equal numbers of rows."""
+        for outputs, inputs in shapes.expert_matrices if shapes.fp8 is not None else ():
+            yield (*rows_of(shapes, outputs, inputs, even(shapes)), shapes.dtype, True)
+
     def runs(self, shapes: RunShapes) -> Iterator[tuple[tuple[int, int], dict[str, Run]]]:
         for matrix in shapes.expert_matrices:
             for outputs, inputs in (matrix, matrix[::-1]):
@@ -187,8 +200,7 @@ class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
                     )
                     for name in ROW_LISTS
                 }
-                plain = grouped.grouped_scaled_mm.__wrapped__  # type: ignore[attr-defined]
-                yield (outputs, inputs), runs | {TORCH: partial(plain, *operands, shapes.dtype, True)}
+                yield (outputs, inputs), runs | {TORCH: partial(self.plain, *operands, shapes.dtype, True)}
 
     @staticmethod
     def multiply(tiling: str, a: Scaled, b: Scaled, segments: Segments) -> Tensor:
@@ -247,7 +259,7 @@ def tiles_of(
     out, dy, x, segments = operands_of(shapes, outputs, inputs, counts)
     tile_ends = segments.padded(TILE).ends // TILE
     cast = grouped.cast_along_tokens.__wrapped__  # type: ignore[attr-defined]
-    one, two = (cast(each, segments.ends, tile_ends, True) for each in (dy, x))
+    one, two = (cast(each, segments.ends, tile_ends, _on_gpu(shapes)) for each in (dy, x))
     return out, one, two, tile_ends
 
 

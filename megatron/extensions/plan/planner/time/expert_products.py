@@ -56,15 +56,20 @@ PLANNED: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 """Name of a kernel -> the operation, and what a plan does in its place."""
 
 
+TORCH: dict[str, Callable[..., object]] = {
+    "add_fp8_products_grouped_": partial(grouped.add_products_of_tiles_, dtype=torch.bfloat16)
+}
+"""What GPUs do without a kernel, where a CPU does something else."""
+
+
 def planned_expert_products(
     launches: Products, fused: bool = True
 ) -> dict[Callable[..., object], Callable[..., object]]:
-    """Functions in torch -> what a plan does in their place; with `fused` by kernels that this process does not leave
-    out. Without a kernel in fp8, GPUs multiply in 16 bits."""
-    found: dict[Callable[..., object], Callable[..., object]] = {
-        unwrap(grouped.add_fp8_products_grouped_): partial(grouped.add_products_of_tiles_, dtype=torch.bfloat16)
-    }
+    """Functions in torch -> what a plan does in their place: with `fused` by kernels that this process does not leave
+    out, else by torch's products for each expert, in which a plan sees those of each. Without a kernel in fp8, GPUs add
+    products in 16 bits."""
+    found: dict[Callable[..., object], Callable[..., object]] = {}
     for name, (plain, planned) in PLANNED.items():
-        if fused and name not in LEFT_OUT:
-            found[unwrap(plain)] = partial(planned, launches)
+        own = unwrap(plain)
+        found[own] = partial(planned, launches) if fused and name not in LEFT_OUT else TORCH.get(name, own)
     return found
