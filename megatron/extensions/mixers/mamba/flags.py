@@ -108,7 +108,7 @@ def mamba2(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if own.mamba_num_heads is None and not divides(own.mamba_head_dim, EXPAND * m.hidden_size):
         rule = f"must divide {EXPAND} * --hidden-size {m.hidden_size}"
         near = gcd(own.mamba_head_dim, EXPAND * m.hidden_size)
-        yield Problem(WIDTH, own.mamba_head_dim, rule, f"use {near}, or add {HEADS}")
+        yield Problem(WIDTH, own.mamba_head_dim, rule, f"nearest: {near}, or add {HEADS}")
     elif heads < 1 or not divides(groups, heads):
         shown = heads if own.mamba_num_heads is None else None
         rule = f"must be a multiple of {GROUPS} {groups}"
