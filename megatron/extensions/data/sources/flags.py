@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from megatron.core.config.data import DatasetConfig
 from megatron.core.config.flag_spec import flag
 from megatron.core.datasets.dataset import DATASETS
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS
-from megatron.core.registry import imported
 from megatron.training.extensions import CALLBACKS, extension_flags
-
-if TYPE_CHECKING:
-    from megatron.core.config.data import Tokenizer
-    from megatron.core.datasets.dataset import Dataset
 
 
 @extension_flags("streams of documents", may_change=True)
@@ -24,13 +17,6 @@ class StreamConfig:
 
     stream_shuffle_window: int = flag(1024, above=0, no_effect_without="--dataset-type stream")
     """Documents of a stream that are shuffled together, by the seed; 1 keeps their order."""
-
-    def wrapped(self, dataset: Dataset, config: DatasetConfig, tokenizer: Tokenizer | None, seed: int) -> Dataset:
-        """The data set, which is given the tokenizer if it is a stream."""
-        if config.dataset != "stream":
-            return dataset
-        found: Dataset = imported(f"{__package__}.streamed:with_tokenizer")(dataset, tokenizer)
-        return found
 
 
 _HERE = f"{__package__}.path_kinds"

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from megatron.core.config.data import DatasetConfig, Tokenizer
 from megatron.core.datasets.build import SIZE_FLAGS
-from megatron.core.datasets.dataset import Dataset, Datasets
+from megatron.core.datasets.dataset import Datasets
 from megatron.core.datasets.mock import SPLITS
 from megatron.core.datasets.sample_format import SampleFormat
 from megatron.core.dist_checkpointing.path_kind import data_kind_of
-from megatron.core.tokenizers import added_after
+from megatron.core.tokenizers import added_after, build_tokenizer
 from megatron.extensions.data.datasets.generator_dataset import GeneratorDataset
 from megatron.extensions.data.sources.documents import Documents, Value
 from megatron.extensions.data.sources.flags import StreamConfig
@@ -45,7 +45,7 @@ class StreamedDataset(GeneratorDataset):
             raise ValueError(f"{self.documents.name}: {value}")
         if isinstance(value, np.ndarray):
             return value.astype(np.int64)
-        assert self.tokenizer is not None, "wrapped() is due first"
+        assert self.tokenizer is not None, "the callback gives it before the first step"
         text = value.decode() if isinstance(value, bytes) else value
         ids = self.tokenizer.tokenize(text) if text else []
         eod = self.tokenizer.eod
@@ -80,13 +80,18 @@ def build_stream(config: object, format: SampleFormat, seed: int, sizes: Sequenc
     return Datasets(*found)
 
 
-def with_tokenizer(dataset: Dataset, tokenizer: Tokenizer | None) -> Dataset:
-    """The data set, which tokenizes from now on if it is a stream. Raises ValueError if its text needs a tokenizer."""
-    if isinstance(dataset, StreamedDataset):
-        if tokenizer is None and not isinstance(dataset.documents.first(), np.ndarray):
-            raise ValueError(f"{dataset.documents.name}: text needs a tokenizer; add --tokenizer-type and its files")
-        dataset.tokenizer = tokenizer
+def stream_in(dataset: object) -> StreamedDataset:
+    """The stream behind the views of a run."""
+    while not isinstance(dataset, StreamedDataset):
+        dataset = vars(dataset)["inner"]
     return dataset
+
+
+def with_tokenizer(dataset: StreamedDataset, tokenizer: Tokenizer | None) -> None:
+    """Gives a stream the tokenizer. Raises ValueError if its text needs one and there is none."""
+    if tokenizer is None and not isinstance(dataset.documents.first(), np.ndarray):
+        raise ValueError(f"{dataset.documents.name}: text needs a tokenizer; add --tokenizer-type and its files")
+    dataset.tokenizer = tokenizer
 
 
 class PlaceInStream(Callback):
@@ -98,9 +103,13 @@ class PlaceInStream(Callback):
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self._run = run
-        dataset: object = run.data.train.dataset
-        while not isinstance(dataset, StreamedDataset):
-            dataset = vars(dataset)["inner"]  # of a view
+        named = run.config.tokenizer
+        tokenizer = build_tokenizer(named, run.config.model.vocab_size) if named.tokenizer_type else None
+        for splits in run.data.splits:
+            for each in (splits.train, *splits.valid.values(), splits.test):
+                if each is not None:
+                    with_tokenizer(stream_in(each), tokenizer)
+        dataset = stream_in(run.data.train.dataset)
         self.stream, self.fingerprint = dataset.samples_of, dataset.fingerprint
         if self.known.get("stream") == self.fingerprint:
             sample, place = self.known["sample"], self.known["place"]
