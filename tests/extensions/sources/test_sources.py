@@ -18,6 +18,8 @@ from megatron.extensions.data.sources.path_kinds import SourceKind
 from megatron.extensions.data.sources.sample_stream import Place, SampleStream
 from megatron.extensions.data.text_data.flags import TextDataConfig
 from tests.faults.test_kills import check_kills
+from tests.forked import run_forked
+from tests.tiny import TINY
 
 TEXTS = [f"document {number} of a corpus: {'ab ' * (number % 7)}" for number in range(40)]
 IDS = [np.random.default_rng(n).integers(0, 49, n % 23 + 1) for n in range(60)]
@@ -157,3 +159,9 @@ def test_streams_go_on_at_any_place(tmp_path: Path, maker: Callable[..., str]) -
         assert [sample.tolist() for sample in islice(resumed(number), 9)] == whole[number : number + 9]
         assert resumed.place(number + 4) == begun.place(number + 4)
         assert [sample.tolist() for sample in islice(stream()(number), 2)] == whole[number : number + 2]
+
+
+def test_a_stream_of_text_is_tokenized_while_the_run_trains(tmp_path: Path) -> None:
+    path = saved(tmp_path, "text", TEXTS)
+    flags = f"{TINY} --data-path {path} --dataset-type stream --tokenizer-type ByteTokenizer".replace("--mock-data", "")
+    assert "iteration        4/" in run_forked(1, flags.replace("--vocab-size 50", "").split(), tmp_path / "screen")
