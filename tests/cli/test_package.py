@@ -158,7 +158,8 @@ def test_pinned_versions_cover_what_the_package_asks_for() -> None:
     files = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
     pinned = set(re.findall(r"^([\w.-]+)==", "".join(file.read_text() for file in files), re.MULTILINE))
     asked = set(re.findall(r'"([\w.-]+)>=', (ROOT / "pyproject.toml").read_text()))
-    assert asked - {"setuptools"} <= pinned
+    without_tests = {"adlfs", "gcsfs"}  # run against emulators by hand: tests/extensions/object_storage/emulators.py
+    assert asked - {"setuptools"} - without_tests <= pinned
     assert "\ntorch==2.13.0\n" in (ROOT / "requirements.txt").read_text()
 
 
