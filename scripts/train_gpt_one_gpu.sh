@@ -13,25 +13,27 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/env.sh
 source scripts/env.sh
 
-# Prints the memory in GiB, rounded, of the GPU with most of it.
+# Prints the memory in GiB, rounded, of the GPU with most of it; nothing if none states a number, as GPUs that share the
+# memory of the host do.
 gpu_memory_gib() {
     if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
         nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits
     elif command -v rocm-smi >/dev/null; then
         rocm-smi --showmeminfo vram --csv | awk -F, 'NR > 1 && $2 { print $2 / 2^20 }'
-    fi | awk '$1 > most { most = $1 } END { if (most) printf "%.0f\n", most / 1024 }'
+    fi | awk '$1 + 0 > most { most = $1 + 0 } END { if (most) printf "%.0f\n", most / 1024 }'
 }
 
 if [[ -z "${PRESET:-}" ]]; then
     memory="${GPU_MEMORY_GIB:-$(gpu_memory_gib)}"
     if [[ -z "$memory" ]]; then
-        echo "no GPU was found; set GPU_MEMORY_GIB to the memory of the card, or PRESET to the name of a preset" >&2
+        echo "no GPU that states its memory was found; set GPU_MEMORY_GIB to the memory of the card, or PRESET to the name of a preset" >&2
         exit 2
     fi
     if [[ ! "$memory" =~ ^[0-9]+$ ]]; then
         echo "GPU_MEMORY_GIB=$memory: must be a whole number of GiB, such as 24" >&2
         exit 2
     fi
+    memory=$((10#$memory))
     for size in 8 12 16 24 48; do
         # A card of 48 GB has 44.5 to 48 GiB.
         if ((size <= memory + memory / 10)); then

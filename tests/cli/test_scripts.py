@@ -121,13 +121,21 @@ def test_one_gpu_takes_the_largest_preset_that_fits(mebibytes: list[int], preset
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"GPU_MEMORY_GIB": "6"}, "GPU_MEMORY_GIB=6: the smallest preset needs 8 GiB; use configs/30m.yaml"),
+        ({"GPU_MEMORY_GIB": "06"}, "GPU_MEMORY_GIB=6: the smallest preset needs 8 GiB; use configs/30m.yaml"),
         ({"GPU_MEMORY_GIB": "7.5"}, "GPU_MEMORY_GIB=7.5: must be a whole number of GiB, such as 24"),
         ({"PRESET": "80gb"}, "PRESET=80gb: the presets are 12gb 16gb 24gb 48gb 8gb"),
     ],
 )
 def test_a_card_without_a_preset_is_refused(variables: dict[str, str], said: str) -> None:
     assert said in run("bash", "scripts/train_gpt_one_gpu.sh", **variables, code=2).stderr
+
+
+def test_a_gpu_that_shares_the_memory_of_the_host_does_not_count_as_one_without_memory(tmp_path: Path) -> None:
+    query = tmp_path / "nvidia-smi"
+    query.write_text("#!/bin/sh\necho '[N/A]'\n")
+    query.chmod(0o755)
+    found = run("bash", "scripts/train_gpt_one_gpu.sh", PATH=f"{tmp_path}:{os.environ['PATH']}", code=2).stderr
+    assert found.startswith("no GPU that states its memory was found; set GPU_MEMORY_GIB to the memory of the card")
 
 
 def test_a_script_hands_dry_run_on() -> None:
