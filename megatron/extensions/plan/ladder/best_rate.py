@@ -1,4 +1,6 @@
-"""The best learning rate of sizes that were swept, and of a larger one. This module does not import torch."""
+"""Best learning rates of the swept model sizes, and their extrapolation to a larger size.
+
+This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,19 +12,20 @@ from statistics import fmean
 
 @dataclass(frozen=True)
 class BestRate:
-    """The rate with the lowest loss of a size."""
+    """The learning rate with the lowest loss for one model size."""
 
     parameters: float
     rate: float
     bracketed: bool
-    """True if higher and lower rates were worse. Otherwise it is the first or the last one that was tried."""
+    """True if both higher and lower rates were worse. Otherwise it is the first or the last rate that was tried."""
 
 
 def rate_of_target(found: Sequence[BestRate], parameters: float, transfers: bool) -> tuple[float, float, float] | None:
-    """(rate, lowest, highest) for a model of N `parameters`; None without a size.
+    """Return (rate, lowest, highest) for a model of N `parameters`; None if no size has a bracketed rate.
 
-    With muP the rate `transfers`: the geometric mean of those of the sizes, and their range. Without it, the power law
-    of the parameters, and the range of such laws when each size is left out; for one size its rate."""
+    With muP the rate `transfers`: the result is the geometric mean of the rates of the sizes, with their range. Without
+    muP, the result follows a power law in the parameters, and the range covers the laws fitted with each size left out.
+    If there is only one size, its rate is returned."""
     known = [each for each in found if each.bracketed]
     if not known:
         return None

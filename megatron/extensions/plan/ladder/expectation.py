@@ -1,4 +1,4 @@
-"""Prediction of a ladder as a run reads it: the curve of the validation loss, with a band.
+"""A ladder's prediction as a run reads it: the validation loss curve with a band.
 
 This module does not import torch.
 """
@@ -19,7 +19,7 @@ PREDICTION = "ladder.json"
 
 @dataclass(frozen=True)
 class Expected:
-    """A predicted loss, and the bounds of its band."""
+    """A predicted loss with the bounds of its band."""
 
     tokens: float
     loss: float
@@ -27,7 +27,7 @@ class Expected:
     high: float
 
     def between(self, later: Expected, tokens: float) -> Expected:
-        """The prediction between this one and a later one, linear in log(tokens)."""
+        """Interpolate between this prediction and a later one, linearly in log(tokens)."""
         share = math.log(tokens / self.tokens) / math.log(later.tokens / self.tokens)
         values = ((getattr(self, name), getattr(later, name)) for name in ("loss", "low", "high"))
         return Expected(tokens, *(one + share * (two - one) for one, two in values))
@@ -35,20 +35,20 @@ class Expected:
 
 @dataclass(frozen=True)
 class Expectation:
-    """The predicted curve of a run."""
+    """The predicted loss curve of a run."""
 
     hidden_size: int
     num_layers: int
     parameters: int
     tokens: int
     batch_size: int | None
-    """Samples; None where the file does not say it, and so for the rate."""
+    """Samples; None if the file does not state them. The same holds for the rate."""
 
     rate: float | None
     curve: Sequence[Expected]
 
     def at(self, tokens: float) -> Expected | None:
-        """The prediction after a number of tokens; None before the first one, and after the last."""
+        """The prediction after a number of tokens; None before the first predicted point and after the last."""
         place = bisect_left([point.tokens for point in self.curve], tokens * (1 - 1e-9))
         if place == len(self.curve) or (place == 0 and tokens < self.curve[0].tokens * (1 - 1e-9)):
             return None
@@ -57,8 +57,8 @@ class Expectation:
 
 
 def read_expectation(path: str | Path) -> Expectation:
-    """Reads ladder.json, or that of a ladder's folder. Raises ValueError if it is another file, OSError if there is
-    none."""
+    """Read ladder.json, or the ladder.json in a ladder's folder. Raises ValueError if the file has other content,
+    OSError if it does not exist."""
     file = Path(path) / PREDICTION if Path(path).is_dir() else Path(path)
     try:
         found: Any = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A SLURM array with a task for each rung. This module does not import torch."""
+"""A SLURM array job with one task per rung. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 SCRIPT = "ladder.sbatch"
 RUNG = "<rung>"
-"""Stands for the number of a rung in a command."""
+"""Placeholder for the number of a rung in a command."""
 
 
 def job_script(folder: Path, rungs: int, options: Sequence[str], command: Sequence[str]) -> str:
-    """An sbatch script. `command` runs the rung whose number is in place of `RUNG`, and can run again: a task that is
-    put back into the queue, or the array submitted again, resumes its rungs."""
+    """Return an sbatch script. `command` runs the rung whose number replaces `RUNG`. It can be repeated: a requeued
+    task, or an array that is submitted again, resumes its rungs."""
     lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name=ladder-{folder.name}",

@@ -1,7 +1,8 @@
 """Scaling laws of losses: L(N, D) = E + A N^-a + B D^-b (arXiv 2203.15556), fitted to finished runs. Needs scipy.
 
-As there, the Huber loss of differences of log(L) is minimized, from many starts. Runs with one ratio of tokens to
-parameters do not tell A from B. The law along them is L(C) = E + A C^-a, with the compute C = 6 N D.
+As in that paper, the fit minimizes the Huber loss of differences of log(L) from many starting points. Runs with a
+single ratio of tokens to parameters cannot separate A from B. Such runs follow the law L(C) = E + A C^-a, with the
+compute C = 6 N D.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 HUBER = 1e-3
-"""Differences of log(L) up to which the loss is quadratic, as in section D.2 of arXiv 2203.15556."""
+"""Difference of log(L) up to which the Huber loss is quadratic, as in section D.2 of arXiv 2203.15556."""
 
 NOISE = 0.002
-"""Least relative standard deviation of a loss that intervals assume: what another seed changes in small models."""
+"""Lower limit of the relative standard deviation of a loss that intervals assume: the effect of another seed on small
+models."""
 
 DRAWS = 200
-"""Fits to losses with other noise, from which intervals follow."""
+"""Number of bootstrap fits to losses with resampled noise, from which intervals are computed."""
 
 SHARES = (0.05, 0.95)
-"""Quantiles of these fits that intervals have."""
+"""Quantiles of the bootstrap fits that bound an interval."""
 
 EXPONENTS = (0.02, 2.0)
 STARTS = (0.1, 0.25, 0.5)
@@ -36,10 +38,10 @@ class Point:
     """A finished run."""
 
     parameters: float
-    """N: active parameters."""
+    """N: number of active parameters."""
 
     tokens: float
-    """D"""
+    """D: number of tokens."""
 
     loss: float
 
@@ -50,23 +52,23 @@ class Point:
 
 @dataclass(frozen=True)
 class Law:
-    """A fitted law. Each term is a scale, an exponent and the unit in which its variable counts."""
+    """A fitted law. Each term has a scale, an exponent and the unit of its variable."""
 
     floor: float
-    """E"""
+    """E: the irreducible loss."""
 
     scales: tuple[float, ...]
     exponents: tuple[float, ...]
     units: tuple[float, ...]
-    """Geometric means of the variables over the points: A N^-a is scale (N / unit)^-exponent."""
+    """Geometric means of the variables over the points: A N^-a is scale * (N / unit)^-exponent."""
 
     def __call__(self, point: Point) -> float:
-        """The loss that it predicts for a point, whose own loss does not count."""
+        """Predict the loss of a point; the point's own loss is ignored."""
         values = zip(self.scales, variables(point, len(self.scales)), self.units, self.exponents, strict=True)
         return self.floor + sum(scale * (x / unit) ** -exponent for scale, x, unit, exponent in values)
 
     def described(self) -> dict[str, float]:
-        """E, A, a, and B, b where the law has them."""
+        """Return E, A and a, and B and b if the law has them."""
         names = (("A", "a"), ("B", "b"))
         found = {"E": self.floor}
         for (scale, exponent), *values in zip(names, self.scales, self.exponents, self.units, strict=False):
@@ -81,13 +83,13 @@ def variables(point: Point, terms: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a law."""
+    """The form of a scaling law."""
 
     terms: int
-    """1: a term of the compute; 2: terms of parameters and of tokens."""
+    """Number of terms: 1 for a compute term; 2 for a parameter term and a token term."""
 
     exponents: tuple[float, ...] | None = None
-    """Known exponents of the law; None to fit them."""
+    """Known exponents of the law; None if they are fitted."""
 
     @property
     def coefficients(self) -> int:
@@ -96,14 +98,15 @@ class Form:
 
 
 def form_of(points: Sequence[Point]) -> Form:
-    """Two terms if the points tell the effect of N from that of D, and outnumber the five coefficients; else one."""
+    """Choose two terms if the points separate the effect of N from the effect of D and there are more than five of them
+    (the number of coefficients); otherwise one term."""
     logs = np.log([[point.parameters, point.tokens] for point in points])
     spread = np.linalg.svd(logs - logs.mean(0), compute_uv=False)
     return Form(2 if len(points) > 5 and spread[1] > 0.1 * spread[0] else 1)
 
 
 def fit(points: Sequence[Point], form: Form | None = None, start: Law | None = None) -> Law:
-    """The law with the least Huber loss. Raises ValueError for fewer than three points, and without scipy.
+    """Fit the law with the smallest Huber loss. Raises ValueError for fewer than three points, and without scipy.
 
     Args:
         start: Begin there alone, as for losses that differ by noise.
@@ -148,15 +151,15 @@ def _starts(losses: Numbers, terms: int) -> list[list[float]]:
 
 
 def deviation(points: Sequence[Point], law: Law, form: Form) -> float:
-    """Relative standard deviation of the points' losses from a law, at least `NOISE`."""
+    """Relative standard deviation of the points' losses from a law; at least `NOISE`."""
     squares = [float(np.log(point.loss / law(point))) ** 2 for point in points]
     freedom = len(points) - form.coefficients
     return max(NOISE, (sum(squares) / freedom) ** 0.5) if freedom > 0 else NOISE
 
 
 def drawn(points: Sequence[Point], law: Law, form: Form, draws: int = DRAWS) -> list[Law]:
-    """Laws fitted to the law's own losses with other noise: a parametric bootstrap, since few points cannot be
-    resampled."""
+    """Laws fitted to the law's own losses with resampled noise. This is a parametric bootstrap, since a few points
+    cannot be resampled."""
     random, spread = np.random.default_rng(1), deviation(points, law, form)
     found = []
     for noise in random.normal(0.0, spread, (draws, len(points))):
@@ -169,6 +172,6 @@ def drawn(points: Sequence[Point], law: Law, form: Form, draws: int = DRAWS) -> 
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The bounds between which `SHARES` of the values lie."""
+    """Return the bounds between which `SHARES` of the values lie."""
     low, high = np.quantile(values, SHARES)
     return float(low), float(high)

@@ -22,34 +22,34 @@ COLUMNS = ("rung", "hidden_size", "num_layers", "parameters", "tokens", "iterati
 
 @dataclass(frozen=True)
 class Outcome:
-    """A rung, and what it has reached."""
+    """A rung and its progress."""
 
     rung: Rung
     losses: dict[int, float]
-    """Number of the evaluation, from 1 on -> validation loss, where that is finite."""
+    """Number of the evaluation, starting at 1 -> validation loss, for finite losses."""
 
     evaluations: int
     diverged: bool = False
-    """True if the run has finished, and its last validation loss is not finite."""
+    """True if the run has finished and its last validation loss is not finite."""
 
     @property
     def loss(self) -> float | None:
-        """Last validation loss of a finished run that has not diverged, else None."""
+        """Last validation loss of a finished run that has not diverged; otherwise None."""
         return self.losses.get(self.evaluations)
 
     @property
     def done(self) -> float:
-        """Share of the run that is evaluated."""
+        """Share of the run that has been evaluated."""
         return 1.0 if self.diverged else max(self.losses, default=0) / self.evaluations
 
     def point(self, evaluation: int | None = None) -> Point:
-        """Its point of a law: its size, and the loss of an evaluation, by default the last one."""
+        """The rung as a point of a law: its size, and the loss of an evaluation (by default the last)."""
         size, number = self.rung.size, evaluation or self.evaluations
         return Point(size.parameters, size.tokens, self.losses[number])
 
 
 def outcome(ladder: Ladder, rung: Rung, folder: Path) -> Outcome:
-    """Reads what a rung has reached. Where a resumed run has evaluated again, the later loss counts."""
+    """Read the progress of a rung. If a resumed run repeated an evaluation, the later loss counts."""
     interval, last = ladder.interval(rung), ladder.evaluations
     losses: dict[int, float] = {}
     for record in _records(folder / rung.name / METRICS_FILE):
@@ -73,14 +73,15 @@ def _records(path: Path) -> Iterable[dict[str, Any]]:
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # the end of a file that was being written
+            continue  # the last line of a file that was still being written
         if isinstance(record, dict):
             yield record
 
 
 def of_law(found: Sequence[Outcome], rate: float) -> list[Outcome]:
-    """The finished run of each size that counts for the law, smallest compute first: the one with the lowest loss if
-    all sizes are to have the same rates, else the one at the target's `rate`, so that all are tuned alike."""
+    """Select one finished run per size for the law, smallest compute first. If all sizes sweep the same rates, the run
+    with the lowest loss is taken. Otherwise the run at the target's `rate` is taken, so that all sizes are tuned
+    alike."""
     sizes: dict[Size, list[Outcome]] = {}
     for each in found:
         sizes.setdefault(each.rung.size, []).append(each)
@@ -94,7 +95,7 @@ def of_law(found: Sequence[Outcome], rate: float) -> list[Outcome]:
 
 
 def tuned(found: Sequence[Outcome]) -> bool:
-    """True if all sizes are to have the same rates, two or more."""
+    """True if all sizes sweep the same two or more rates."""
     rates: dict[Size, set[float]] = {}
     for each in found:
         rates.setdefault(each.rung.size, set()).add(each.rung.rate)
@@ -103,7 +104,7 @@ def tuned(found: Sequence[Outcome]) -> bool:
 
 
 def table(found: Sequence[Outcome]) -> str:
-    """One line for each rung, as CSV."""
+    """Return one CSV line per rung."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

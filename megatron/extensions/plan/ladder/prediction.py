@@ -1,4 +1,4 @@
-"""The prediction of a ladder: the target's loss, its curve and its best rate, and what is not known about them."""
+"""The prediction of a ladder: the target's loss, its curve and its best rate, and the uncertainties of all three."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from megatron.extensions.plan.ladder.outcome import Outcome, of_law
 from megatron.extensions.plan.ladder.rungs import Ladder
 
 CURVE_DRAWS = 50
-"""Fits to losses with other noise at each evaluation."""
+"""Number of fits to losses with resampled noise at each evaluation."""
 
 NORMAL = 1.645
-"""Standard deviations of a normal distribution within which 90 % of the values lie."""
+"""Number of standard deviations within which 90 % of the values of a normal distribution lie."""
 
 TOO_WIDE = 0.05
-"""Width of an interval, as a share of the loss, beyond which it decides little."""
+"""Interval width, as a share of the loss, above which an interval is too wide to decide anything."""
 
 NEAR = 1.05
-"""Times the rungs' ratios of tokens to parameters up to which the target has their ratio."""
+"""Factor up to which the target's ratio of tokens to parameters counts as equal to the rungs' ratio."""
 
 FAR = 10
-"""Times the compute of the largest rung beyond which intervals are said to be optimistic."""
+"""Factor over the compute of the largest rung above which intervals are reported as optimistic."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A law, and laws of losses with other noise."""
+    """A law, and laws fitted to losses with resampled noise."""
 
     points: Sequence[Point]
     form: Form
@@ -46,7 +46,7 @@ class Fitted:
         return cls(points, form, law, drawn(points, law, form, draws))
 
     def at(self, point: Point) -> dict[str, float]:
-        """The predicted loss with its interval."""
+        """Predict the loss with its interval."""
         low, high = interval([law(point) for law in self.others])
         loss = self.law(point)
         return {"loss": loss, "low": min(low, loss), "high": max(high, loss)}
@@ -60,10 +60,10 @@ class Fitted:
 
 
 def predict(ladder: Ladder, found: Sequence[Outcome], rates: Sequence[BestRate] = ()) -> dict[str, Any]:
-    """The content of ladder.json. Raises ValueError if fewer than three sizes are finished.
+    """Return the content of ladder.json. Raises ValueError if fewer than three sizes are finished.
 
     Args:
-        rates: Of the sizes that were swept.
+        rates: Best learning rates of the swept sizes.
     """
     best = of_law(found, ladder.target.rate)
     size = ladder.target.size
@@ -123,7 +123,7 @@ def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted
 
 
 def _check(points: Sequence[Point], form: Form) -> dict[str, float] | None:
-    """The largest rung's loss as the others predict it; None where they are too few."""
+    """Predict the largest rung's loss from the other rungs; None if they are too few."""
     *others, last = sorted(points, key=lambda point: point.compute)
     if len(others) < 3:
         return None
@@ -137,7 +137,7 @@ def _rate(rates: Sequence[BestRate], ladder: Ladder, transfers: bool) -> dict[st
 
 
 def _left_out(found: Sequence[Outcome], best: Sequence[Outcome]) -> Iterator[str]:
-    """Runs that are missing in the law."""
+    """Describe the runs that are missing in the law."""
     if diverged := [each.rung.name for each in found if each.diverged]:
         yield f"not in the law, since they diverged: {', '.join(diverged)}"
     if unfinished := [each.rung.name for each in found if each.loss is None and not each.diverged]:
@@ -149,7 +149,7 @@ def _left_out(found: Sequence[Outcome], best: Sequence[Outcome]) -> Iterator[str
 
 
 def _other_rate(ladder: Ladder, best: Sequence[Outcome]) -> Iterator[str]:
-    """Where the rungs were tuned, how far the target's rate is from what they had."""
+    """Describe how far the target's rate is from the rates at which the rungs were tuned."""
     rates, own = [each.rung.rate for each in best], ladder.target.rate
     if not min(rates) <= own <= max(rates):
         told = f"{min(rates):g} to {max(rates):g}" if min(rates) < max(rates) else f"{rates[0]:g}"
@@ -189,7 +189,7 @@ def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRa
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """The prediction for people."""
+    """Return the prediction as readable lines."""
     target, loss = found["target"], found["predicted"]
     law = found["law"]
     names = [name for name in law if name not in ("form", "noise")]

@@ -1,4 +1,4 @@
-"""The runs of a ladder: a configuration at smaller widths and depths, with its ratio of tokens to parameters."""
+"""Builds the runs of a ladder: a configuration at smaller widths and depths, with its ratio of tokens to parameters."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ LENGTHS = tuple(
     )
     for unit in units
 )
-"""Fields of the schedule that shrink with the run."""
+"""Schedule fields that shrink with the run."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a model and the length of its run."""
+    """A model size and the length of its run."""
 
     hidden_size: int
     num_layers: int
     parameters: int
-    """N: those that a token is multiplied by; an embedding without the output layer's weights does not count."""
+    """N: the parameters by which a token is multiplied. An embedding that does not share the output layer's weights
+    does not count."""
 
     iterations: int
     tokens: int
@@ -51,42 +52,43 @@ class Size:
 
 @dataclass(frozen=True)
 class Rung:
-    """A run of the ladder, or its target."""
+    """A run of the ladder, or the target run."""
 
     size: Size
     rate: float
     changes: tuple[tuple[str, object], ...] = ()
-    """(field, value) of the flags in which it differs from the target."""
+    """(field, value) of each flag in which the rung differs from the target."""
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """Folder name of the rung."""
         size = self.size
         return f"h{size.hidden_size}-l{size.num_layers}-t{size.tokens}-r{self.rate:g}"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The rungs that are asked for."""
+    """The requested rungs."""
 
     widths: Sequence[int] = ()
     depths: Sequence[int] = ()
     ratios: Sequence[float] = ()
-    """Tokens per parameter; none: that of the target."""
+    """Tokens per parameter; if empty, the target's ratio."""
 
     rates: Sequence[float] = ()
-    """Learning rates; none: that of the target."""
+    """Learning rates; if empty, the target's rate."""
 
     swept: Sequence[int] = ()
-    """Widths that have all rates, and the target's; none: all widths have all rates. The others have the target's."""
+    """Widths that sweep all rates in addition to the target's rate; other widths use the target's rate alone. If empty,
+    all widths sweep all rates."""
 
     evaluations: int = 20
-    """Validations of each run."""
+    """Number of validations per run."""
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """Runs, and the run that they predict."""
+    """The runs of a ladder, and the target run that they predict."""
 
     target: Rung
     config: RunConfig
@@ -98,11 +100,12 @@ class Ladder:
         return rung.size.iterations // self.evaluations
 
     def changes(self, rung: Rung) -> list[str]:
-        """Flags in which a rung differs from the target."""
+        """Return the flags in which a rung differs from the target."""
         return [word for field, value in rung.changes for word in (field_table()[field].name, str(value))]
 
     def flags(self, rung: Rung, folder: Path) -> list[str]:
-        """Flags of a rung after those of the target. It saves at evaluations unless these say otherwise."""
+        """Flags of a rung, to be placed after the target's flags. The rung saves at evaluations unless these flags say
+        otherwise."""
         place, interval = str(folder / rung.name), str(self.interval(rung))
         saves = [] if self.config.checkpoint.save_interval is not None else ["--save-interval", interval]
         return [*self.changes(rung), "--eval-interval", interval, *saves, "--save", place, "--load", place]
@@ -115,7 +118,7 @@ def counted_parameters(model: TransformerConfig) -> int:
 
 
 def build_ladder(flags: Sequence[str], wanted: Wanted) -> Ladder:
-    """The ladder of the run that `flags` describe. Raises ValueError with every problem."""
+    """Build the ladder of the run that `flags` describe. Raises ValueError with every problem."""
     config, problems = load_config(flags)
     told = [str(problem) for problem in problems if not problem.harmless]
     told = told or list(_refused(config, wanted))
@@ -192,7 +195,8 @@ def _uneven(config: RunConfig, width: int) -> Iterator[str]:
 
 
 def _widths(config: RunConfig, width: int) -> dict[str, Fraction]:
-    """Field -> value at a width, of the widths that the model has: those of layers that it lacks have defaults."""
+    """Field -> value at a width, for the widths that the model has. Widths of layers that the model lacks keep their
+    defaults."""
     here = count_parameters(config.model)
 
     def counts(field: str) -> bool:
@@ -220,7 +224,8 @@ def _rungs(config: RunConfig, target: Rung, wanted: Wanted, step: int) -> Iterat
 
 
 def _rates(target: Rung, wanted: Wanted, width: int) -> list[float]:
-    """Where some widths are swept alone, these have the target's rate too, at which the law compares all sizes."""
+    """Rates of a width. If only some widths are swept, they include the target's rate, at which the law compares all
+    sizes."""
     if not wanted.rates or (wanted.swept and width not in wanted.swept):
         return [target.rate]
     alone = wanted.swept and {*wanted.swept} != {*wanted.widths}
@@ -228,7 +233,7 @@ def _rates(target: Rung, wanted: Wanted, width: int) -> list[float]:
 
 
 def _lengths(config: RunConfig, before: int, iterations: int) -> dict[str, int]:
-    """Length and schedule of a rung, in the units of the target's."""
+    """Length and schedule of a rung, in the units that the target uses."""
     fields = {field: getattr(config.training, field) for field in UNITS}
     fields |= {field: getattr(config.optimizer, field) for field in LENGTHS}
     given = dict(config.given)

@@ -9,6 +9,6 @@ NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def valid_loss(record: Mapping[str, Any]) -> float | None:
-    """The validation loss of a record, which is text where it is not finite; None without one."""
+    """The validation loss of a record; None if it has none. Losses that are not finite are stored as text."""
     value = record.get("valid_loss")
     return float(value) if value in NOT_FINITE or isinstance(value, float) else None

@@ -1,11 +1,12 @@
-"""Memory of activations per rank, measured: stages run on fake tensors, and every storage they make is counted.
+"""Activation memory per rank, measured: stages run on fake tensors, and every storage they allocate is counted.
 
 A stage is measured in parts: one layer of each distinct kind, each pair of kinds that follow each other, and the two
-ends of the model. What layers keep adds up, a tensor that two neighbours share counted once, so a deep model costs no
-more than its kinds. Tokens are routed evenly over experts, as there are no values to route by.
+ends of the model. The activations that layers save add up, and a tensor that two neighbours share is counted once, so
+the cost of a plan depends on the number of distinct kinds, not on the depth. Tokens are routed evenly over experts, as
+there are no values to route by.
 
-What a rank holds at once follows from the list of actions that it runs: a micro-batch's activations are there from F to
-B, or to I, and from there to W what the weight gradients need.
+The memory that a rank holds at one time follows from its list of actions: it holds a micro-batch's activations from F
+to B (or I), and the part that the weight gradients need from I to W.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ActivationPlan(StageParts):
     """Planned activations of a micro-batch in the stages of one configuration."""
 
     def stage(self, stage: Stage) -> StageMemory:
-        """The memory of one stage; peaks are to the byte where its layers are of one kind."""
+        """The memory of one stage. Peaks are exact to the byte if all its layers are of one kind."""
         units = self.units(stage)
         if len(units) < 2:
             return self._part(units, stage.first, stage.last)
@@ -45,8 +46,9 @@ class ActivationPlan(StageParts):
     def _with_peaks(
         self, total: StageMemory, units: Sequence[Unit], stage: Stage, parts: Sequence[StageMemory]
     ) -> StageMemory:
-        """`total` with the peaks of a stage that runs its parts one after another. What the part before has offloaded
-        is on the device too: in the forward pass not yet let go of, in the backward fetched ahead."""
+        """`total` with the peaks of a stage that runs its parts one after another. The tensors that the previous part
+        offloaded are on the device too: the forward pass has not released them yet, and the backward pass prefetches
+        them."""
         forward = [0]
         backward = [0]
         weight = [0]
@@ -66,7 +68,7 @@ class ActivationPlan(StageParts):
         return replace(total, forward=max(forward), backward=max(backward), weight=max(weight))
 
     def _part(self, units: Sequence[Unit], first: bool, last: bool) -> StageMemory:
-        """A stage of these units; of a unit of many equal layers by what a few of them take."""
+        """A stage of these units. A unit of many equal layers is extrapolated from a few of them."""
         for number, unit in enumerate(units):
             more = len(unit.layers) - MEASURED_LAYERS
             if more > 0 and len(set(self.kinds(unit))) == 1:
@@ -81,16 +83,16 @@ class ActivationPlan(StageParts):
 
 @dataclass(frozen=True)
 class RankActivations:
-    """Largest activation memory in a step of each rank at one pipeline position."""
+    """Peak activation memory of each rank at one pipeline position during a step."""
 
     stages: tuple[StageMemory, ...]
     """Memory of one micro-batch in each chunk."""
 
     in_flight: tuple[int, ...]
-    """Micro-batches whose activations are held at the peak, by chunk."""
+    """Number of micro-batches whose activations are held at the peak, by chunk."""
 
     peak: int
-    """Bytes kept at once between two actions."""
+    """Peak bytes held between two actions."""
 
     working: int
     """Additional memory of the largest action for gradients and temporary tensors. It includes buffers of
@@ -100,13 +102,14 @@ class RankActivations:
     """Bytes of weights in fp8."""
 
     host: int = 0
-    """Bytes of the host's buffers for offloaded activations, of all micro-batches that are in flight."""
+    """Bytes of the host buffers for offloaded activations of all micro-batches in flight."""
 
 
 def activations_of_ranks(
     batch: MicroBatch, microbatches: int, cache: PlannerCache | None = None
 ) -> list[RankActivations]:
-    """By pipeline rank, for steps of this number of micro-batches. `cache` keeps what is measured between calls."""
+    """Activation memory by pipeline rank for steps of this number of micro-batches. `cache` keeps measurements between
+    calls."""
     model, parallel = batch.model, batch.parallel
     layout, plan = pipeline_layout(model, parallel), ActivationPlan(batch, cache)
     stages = [plan.stage(stage) for stage in pipeline_stages(model, parallel)]
@@ -131,8 +134,7 @@ def activations_of_ranks(
 
 
 def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
-    """The most bytes there are at once while a rank runs its list. Two passes that run in turns may both be at their
-    peaks."""
+    """Peak bytes while a rank runs its list. Two interleaved passes may both be at their peaks."""
     held = highest = 0
     for unit in units(actions):
         working = change = 0
@@ -153,8 +155,9 @@ def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) ->
 
 
 def host_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
-    """Bytes of the host's buffers after a rank has run its list: of each size the most that were taken at once. Of two
-    passes that run in turns, the backward is taken to give back none before the forward has taken all."""
+    """Bytes of the host buffers after a rank has run its list: for each buffer size, the largest number in use at once.
+    For two interleaved passes, the backward is assumed to release no buffer before the forward has taken all of its
+    own."""
     held, most = Counter[int](), Counter[int]()
     for unit in units(actions):
         for _, stage, _ in (action for action in unit if action.kind is Kind.F):

@@ -1,8 +1,7 @@
 """Planned execution on GPUs without a GPU: kernels are chosen and memory is allocated as there, on tensors without
 values.
 
-torch runs no backward on fake tensors of a GPU that is not there, so that plans for GPUs are made on tensors of another
-device.
+torch cannot run a backward on fake tensors of an absent GPU, so plans for GPUs use tensors of another device.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ T = TypeVar("T")
 
 
 class Launches(Protocol):
-    """Told what planned kernels compute, where torch's own operators do not show it."""
+    """Receives what planned kernels compute, for kernels that torch's own operators do not show."""
 
     any_order: bool
-    """True if kernels may add in any order."""
+    """True if kernels may add in any order (nondeterministic atomics)."""
 
     def attention(
         self,
@@ -70,30 +69,30 @@ class Launches(Protocol):
         *,
         backend: str | None = None,
     ) -> None:
-        """A launch of an attention kernel for this number of query-key pairs, of all heads, with values of
-        `value_width`, over `length` keys. With `dropout` both passes of the backward are one launch. `backend` is that
-        of the plan if it is not given."""
+        """Record an attention kernel launch for this number of query-key pairs over all heads, with values of
+        `value_width` channels and `length` keys. With `dropout`, both backward passes are one launch. `backend`
+        defaults to the plan's backend."""
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None:
-        """A product by a kernel that torch does not have on tensors without values. The name ends with _ where it is
-        added to `out`, unless a `beta` of 0 is among the options."""
+        """Record a product by a kernel that torch does not provide for tensors without values. The name ends with _
+        where it is added to `out`, unless a `beta` of 0 is among the options."""
 
     def gathered(self, flops: float, read: float, added: float = 0.0) -> None:
-        """A launch of a kernel that does `flops` with rows which it gathers: `read` bytes of them, and `added` bytes of
-        fp32 added to rows in any order."""
+        """Record a kernel launch that does `flops` on gathered rows: it reads `read` bytes of rows, and adds `added`
+        bytes of fp32 to rows in any order."""
 
     def unseen(self) -> AbstractContextManager[None]:
-        """Around operators that are part of a launch."""
+        """Context for operators that are part of a recorded launch and must not be recorded again."""
 
     def some_of(self, parts: Sequence[T]) -> Iterable[T]:
-        """The parts of a loop that are run, for all of them."""
+        """Choose the parts of a loop that are run on behalf of all."""
 
     def at_one_time(self, count: int) -> AbstractContextManager[None]:
-        """Around `count` products of which several may run at a time."""
+        """Context for `count` products of which several may run concurrently."""
 
 
 class Unrecorded:
-    """`Launches` that records nothing, and runs loops whole."""
+    """`Launches` that records nothing and runs every loop in full."""
 
     any_order = True
 
@@ -120,7 +119,7 @@ UNRECORDED = Unrecorded()
 
 
 class PlannedFlash:
-    """FlashAttention of packed sequences: makes what it returns, and nothing of what it takes and gives back."""
+    """FlashAttention on packed sequences: allocates the outputs, but no temporary memory inside the kernel."""
 
     def __init__(self, launches: Launches = UNRECORDED) -> None:
         self.launches = launches
@@ -152,14 +151,14 @@ class PlannedFlashKernel(FlashCUDAKernel):
         super().__init__(PlannedFlash(launches))
 
     def lengths(self, tiles: Sequence[Tile], q: Tensor) -> Any:
-        """None: a real one would be kept on the fake device from one plan to the next."""
+        """Returns None: a real tensor would be kept on the fake device from one plan to the next."""
         return None
 
 
 def _launch(
     launches: Launches, q: Tensor, v: Tensor, tiles: Sequence[Tile], backward: bool, dropout: bool = False
 ) -> None:
-    """A launch for the queries of tiles."""
+    """Record one launch for the queries of the tiles."""
     _, samples, heads, width = q.shape
     pairs = heads * sum(seen_pairs(tile) * (samples if tile.sample is None else 1) for tile in tiles)
     keys = max(tile.keys.stop for tile in tiles) - min(tile.keys.start for tile in tiles)
@@ -169,7 +168,7 @@ def _launch(
 
 @lru_cache(maxsize=1024)
 def seen_pairs(tile: Tile) -> float:
-    """Pairs of a query and a key that it sees; within a window, of those that the tile has."""
+    """Number of query-key pairs that a query sees; within a window, only the pairs in the tile."""
     n, m = len(tile.queries), len(tile.keys)
     if tile.window is not None:
         return float(
@@ -179,9 +178,8 @@ def seen_pairs(tile: Tile) -> float:
 
 
 class FakeKernel:
-    """Makes tensors of the shapes that a kernel makes, one launch for each tile. If `parts` is given, it makes those of
-    parts of samples, as context parallelism has them: whole samples need no packing, and have one launch at all
-    widths."""
+    """Allocates a kernel's outputs and records one launch per tile. If `parts` is given, it plans parts of samples, as
+    under context parallelism. Whole samples need no packing, and take one launch at any width."""
 
     needs_places, most_queries = False, None
 
@@ -202,7 +200,7 @@ class FakeKernel:
         return self._launched(made if parts is None else parts.backward(rows, q, k, v, tiles), q, v, backward=True)
 
     def _parts_of(self, q: Tensor, k: Tensor, tiles: Sequence[Tile]) -> Kernel | None:
-        """The kernel of parts of samples, unless all queries and keys of all samples are one tile."""
+        """Returns the kernel for parts of samples, or None if all queries and keys of all samples form one tile."""
         one = len(tiles) == 1 and tiles[0].sample is None
         whole = one and len(tiles[0].queries) == q.shape[0] and len(tiles[0].keys) == k.shape[0]
         return None if whole else self.parts
@@ -210,7 +208,7 @@ class FakeKernel:
     def _launched(
         self, found: Iterator[tuple[Tile, T]], q: Tensor, v: Tensor, backward: bool
     ) -> Iterator[tuple[Tile, T]]:
-        """Tiles, one launch each. Copies into and out of a launch are not recorded beside it."""
+        """Record one launch per tile. Copies into and out of a launch are not recorded separately."""
         while True:
             with self.launches.unseen():
                 each = next(found, None)
@@ -221,7 +219,7 @@ class FakeKernel:
 
 
 def _outputs_of(q: Tensor, v: Tensor) -> Outputs:
-    """The output, and the log-sum-exp of each row [..., heads]."""
+    """Returns the output, and the log-sum-exp of each row [..., heads]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty(q.shape[:-1], dtype=wide)
 
@@ -231,7 +229,7 @@ def _gradients_of(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
 
 
 class PlannedDropoutKernel(FlashDropoutKernel):
-    """Makes tensors of the shapes that the kernel makes."""
+    """Allocates the outputs of the dropout kernel."""
 
     def __init__(self, launches: Launches, scale: float, dropout: Dropout) -> None:
         super().__init__(scale, dropout)
@@ -250,7 +248,7 @@ class PlannedDropoutKernel(FlashDropoutKernel):
 
 
 class PlannedBackend:
-    """An `AttentionBackend` as on GPUs; the kernels of cuDNN, which need no packing, are planned as FlashAttention."""
+    """An `AttentionBackend` as on GPUs. The cuDNN kernels, which need no packing, are planned as FlashAttention."""
 
     def __init__(self, name: str, hardware: PlannedGPU, operands: AttentionOperands) -> None:
         self.name = name
@@ -279,7 +277,7 @@ class PlannedBackend:
 
 @dataclass(frozen=True)
 class PlannedHardware(Hardware):
-    """The CPU of a plan."""
+    """The planned hardware of a CPU."""
 
     launches: Launches = UNRECORDED
 
@@ -292,14 +290,14 @@ class PlannedHardware(Hardware):
 
 @dataclass(frozen=True)
 class PlannedGPU(PlannedHardware):
-    """A GPU that need not be there. FlashAttention takes tiles as GPUs pack them."""
+    """A GPU that need not be present. FlashAttention takes tiles as GPUs pack them."""
 
     fused_dropout: bool = False
-    """True if attention with dropout is one kernel."""
+    """True if attention with dropout is one fused kernel."""
 
     packs: bool = True
-    """True if attention to parts of samples packs them. Without it each tile is one launch of the shape that it has,
-    whatever the widths."""
+    """True if attention on parts of samples packs them. If False, each tile is one launch with its own shape, whatever
+    the widths."""
 
     def host_waits_for(self, x: Tensor) -> bool:
         return True
@@ -315,15 +313,15 @@ def plans_fused_dropout(model: TransformerConfig, parallel: ModelParallelConfig)
 
 
 class _NormOfGPUs(torch.autograd.Function):
-    """What the norm kernels of GPUs keep: the input, and fp32 statistics of each row (`native_layer_norm` and
-    `_fused_rms_norm` in torch's derivatives.yaml). On CPUs torch keeps other things."""
+    """Saves for backward what GPU norm kernels save: the input, and fp32 statistics of each row (`native_layer_norm`
+    and `_fused_rms_norm` in torch's derivatives.yaml). On CPUs torch saves other tensors."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, statistics: int, weight: Tensor, bias: Tensor | None) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         kept = (torch.empty(x.shape[:-1], dtype=wide) for _ in range(statistics))
         ctx.save_for_backward(x, weight, bias, *kept)
-        return x.clone()  # reads and writes what the kernel does
+        return x.clone()  # reads and writes the same bytes as the kernel
 
     @staticmethod
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -342,7 +340,7 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's attention by a fused kernel, where it has one: it chooses none for tensors without values."""
+    """Call torch's fused attention kernel where one exists; torch itself selects none for tensors without values."""
     learned = attn_mask is not None and attn_mask.requires_grad
     if dropout_p or learned or q.shape[-1] != v.shape[-1]:
         return F.scaled_dot_product_attention(
@@ -352,7 +350,7 @@ def _fused_attention(
 
 
 class PlannedRegions(TorchFunctionMode):
-    """Has compiled regions run by `live`, each as one kernel."""
+    """Runs compiled regions through `live`, each as one kernel."""
 
     def __init__(self, live: LiveMemory) -> None:
         super().__init__()
@@ -366,20 +364,20 @@ class PlannedRegions(TorchFunctionMode):
 
 
 class PlannedFunctions(PlannedRegions):
-    """Functions as GPUs compute them: norms, fused attention, products and compiled regions. Tensors are made on
-    `device`, if one is given: that is what `with torch.device(device)` does, which as a second mode takes as long again
-    at every function.
+    """Replaces functions by their GPU versions: norms, fused attention, products and compiled regions. Tensors are
+    created on `device`, if one is given. `with torch.device(device)` would do the same, but a second mode doubles the
+    overhead of every function.
 
-    Products in 16 bits and in fp8 are added to fp32 weight gradients where they are computed; of fp8, Triton's kernel
-    is planned, whatever `gemm_choice` finds. Products of experts are one kernel for all of them, unless this process
-    leaves it out (`time/expert_products.py`): then there is one for each expert.
+    Products in 16 bits and in fp8 are accumulated into fp32 weight gradients inside the kernel. For fp8 the Triton
+    kernel is planned, whatever `gemm_choice` finds. All experts share one kernel, unless this process disables it
+    (`time/expert_products.py`); then each expert has its own.
     """
 
     def __init__(
         self, live: LiveMemory, launches: Launches = UNRECORDED, device: str | None = None, fused: bool = True
     ) -> None:
-        """`fused`: operations whose kernels say what they do (`FusedKernel.planned`) are planned as these, but for
-        those that this process leaves out."""
+        """`fused`: plan operations as their fused kernels if these describe their work (`FusedKernel.planned`), except
+        for kernels that this process disables."""
         super().__init__(live)
         self.launches, self.device = launches, device
         kernels = planned_kernels() if fused else {}
@@ -408,7 +406,7 @@ class PlannedFunctions(PlannedRegions):
             with self:
                 return planned(*args)
         out = super().__torch_function__(func, types, args, kwargs)
-        if func is torch.tensor and out.is_meta:  # which no dispatch mode has seen
+        if func is torch.tensor and out.is_meta:  # no dispatch mode has seen these
             return torch.ops.aten.lift_fresh(out)
         return out
 

@@ -1,4 +1,4 @@
-"""What the planner tells a run: the FLOPs of its model, and the plan of a device that ran out of memory.
+"""The planner's callback in a run: FLOPs of the model, and the memory plan when a device runs out of memory.
 
 This module does not import torch.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PlanOfRun(Callback):
-    """The planner in a run. Its parts are imported when they are asked for."""
+    """The planner in a run. Its modules are imported on first use."""
 
     def flops_per_token(self, model: TransformerConfig) -> float:
         from megatron.extensions.plan.planner.flops import flops_per_token
@@ -24,7 +24,7 @@ class PlanOfRun(Callback):
         return flops_per_token(model)
 
     def on_failure(self, error: BaseException, launch: Launch, run: TrainingRun | None) -> None:
-        """Adds the plan of the memory to the error of a device that ran out of it."""
+        """Add the memory plan to an out-of-memory error."""
         if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
             from megatron.extensions.plan.planner.out_of_memory import explain
 

@@ -1,4 +1,4 @@
-"""--dry-run, --suggest and --rehearse: what they are asked with, and what they run. torch is imported only to run."""
+"""The commands --dry-run, --suggest and --rehearse: parsing and execution. torch is imported only to run them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.training.config.problem import Problem, path_rule
 
 
 def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
-    """The plan or the rehearsal that options ask for; what is wrong with them becomes a problem."""
+    """Return the plan or rehearsal that the options request; record invalid options as problems."""
     plans, rehearses = "--dry-run" in given.options, "--rehearse" in given.options
     to_plan = "replace --rehearse by --dry-run" if rehearses else "add --dry-run"
     device, gpus_per_node = _device(given, to_plan)
@@ -54,14 +54,15 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
 
 
 def _can_write(path: Path) -> bool:
-    """Return whether a file can be written there, which is seen before a long search."""
+    """Return whether the file can be written. Checked before a long search starts."""
     if path_rule("local", str(path)) is not None:
         return False
     return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 
 
 def _device(given: GivenOptions, to_plan: str) -> tuple[str | None, int | None]:
-    """--device and --gpus-per-node; what is wrong with them becomes a problem. `to_plan` makes a command a dry run."""
+    """Parse --device and --gpus-per-node; record invalid values as problems. `to_plan` is the advice that makes a
+    command a dry run."""
     device, gpus_per_node = (
         given.last("--device"),
         given.number("--gpus-per-node", "give the number of ranks that share a node"),
@@ -81,7 +82,7 @@ def _device(given: GivenOptions, to_plan: str) -> tuple[str | None, int | None]:
 
 
 def _device_memory(given: GivenOptions) -> float | None:
-    """--device-memory in GiB; what is wrong with it becomes a problem."""
+    """Parse --device-memory in GiB; record an invalid value as a problem."""
     name = "--device-memory"
     if given.last(name) is not None and not {"--rehearse", "--dry-run"} & set(given.options):
         rule, remedy = "is about a plan or a rehearsal", "add --dry-run or --rehearse"
@@ -90,7 +91,7 @@ def _device_memory(given: GivenOptions) -> float | None:
 
 
 def _failures(given: GivenOptions, device: str | None) -> AskedFailures | None:
-    """--failures-per-gpu-day and the options that depend on it; what is wrong with them becomes a problem."""
+    """Parse --failures-per-gpu-day and its dependent options; record invalid values as problems."""
     name = "--failures-per-gpu-day"
     remedies = {
         "--restart-seconds": "give the seconds from a failure to the next step, such as 120",
@@ -114,7 +115,7 @@ def _failures(given: GivenOptions, device: str | None) -> AskedFailures | None:
 
 
 def _above_zero(given: GivenOptions, name: str, remedy: str) -> float | None:
-    """The value of an option; one that is not a number above 0 becomes a problem."""
+    """Parse the value of an option; record a value that is not a number above 0 as a problem."""
     if (text := given.last(name)) is None:
         return None
     try:
@@ -134,26 +135,26 @@ class DryRun(Command):
     reads_data: ClassVar[bool] = False
 
     device: str | None = None
-    """The device that the time of a step is predicted for."""
+    """Device for which the step time is predicted."""
 
     gpus_per_node: int | None = None
     suggest: str | None = None
-    """"" or "all" for a search."""
+    """Empty or "all" for a search."""
 
     device_memory: float | None = None
-    """GiB of a device that the plan is to fit, and that layouts must."""
+    """GiB of a device, which the plan and all suggested layouts must fit."""
 
     failures: AskedFailures | None = None
 
     def note(self, world_size: int) -> str | None:
-        """A search is of the ranks of a cluster, which a layout does not say."""
+        """A search covers the ranks of a cluster, whose number the layout does not state."""
         if self.suggest is None:
             return super().note(world_size)
         remedy = "add --world-size, the ranks of the cluster"
         return f"--suggest searches layouts of {world_size} ranks, those of the flags; {remedy}"
 
     def run(self, run: Prepared) -> int:
-        """Where only files are missing that a plan does not need, it is printed before the problems."""
+        """Print the plan. If only files that a plan does not need are missing, print it before the problems."""
         try:
             whole = self.suggest is not None and run.config.training.global_batch_size
             return self._suggest(run) if whole else self._plan(run)
@@ -167,13 +168,13 @@ class DryRun(Command):
         inputs = [*run.inputs, *missing_inputs(run.config, run.problems)]
         if run.problems:
             run.refuse([*run.problems, *inputs])
-        # Only the cluster may have the folder, or an earlier job will make it: the run itself insists on it.
+        # The folder may exist only on the cluster, or an earlier job may create it: the run itself checks for it.
         absent = [each for each in inputs if each == absent_checkpoint(run.config)]
         inputs = [each for each in inputs if each not in absent]
         if run.launch.rank == 0:
             for each in absent:
                 print(each, file=sys.stderr)
-            if run.config.optimizer.parameter_rules:  # a run finds it out as it builds the model
+            if run.config.optimizer.parameter_rules:  # a run discovers this while it builds the model
                 try:
                     run.config.optimizer.check_rules(stage_metas(run.config.model))
                 except ValueError as error:
@@ -184,8 +185,10 @@ class DryRun(Command):
         return 0
 
     def _suggest(self, run: Prepared) -> int:
-        """Prints the best layouts of a run. Problems of its own layout are part of its report; where every layout has
-        problems, the run's own are reported as those of a run."""
+        """Print the best layouts of a run.
+
+        The report includes problems of the run's own layout. If every layout has problems, the own layout's problems
+        are reported as by a normal run."""
         from megatron.extensions.plan.planner.suggest.report import MOST_TIMED, print_suggestions
 
         assert self.device is not None, "--suggest comes with --device"
@@ -201,16 +204,16 @@ class DryRun(Command):
 
 @dataclass(frozen=True)
 class Rehearsal(Command):
-    """Rehearses ranks of a world that is not there."""
+    """Rehearses ranks of a world that does not exist."""
 
     reads_data: ClassVar[bool] = False
 
     ranks: str = DISTINCT
     device_memory: float | None = None
-    """GiB."""
+    """Device memory in GiB."""
 
     def run(self, run: Prepared) -> int:
-        """One process rehearses all ranks."""
+        """Rehearse all ranks in one process."""
         if run.launch.rank == 0:
             print(*run.inputs, sep="\n", end="\n" if run.inputs else "", file=sys.stderr)
         problems = [*run.problems, *self._wrong_ranks(run)]

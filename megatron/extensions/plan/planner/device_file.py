@@ -1,8 +1,8 @@
 """Speeds of one kind of device, read from `devices/*.yaml`, and the times that they predict for a kernel.
 
-Every time is a prediction. A GEMM reaches its precision's rate, less for a short inner dimension and for a last wave
-that does not fill the device; attention reaches the rate of its kernel; everything else moves bytes at the bandwidth of
-a copy.
+All times are predictions. A GEMM reaches the rate of its precision, reduced for a short inner dimension and for a last
+wave that does not fill the device; attention reaches the rate of its kernel; everything else moves bytes at the
+bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megatron.training.config.yaml_text import compose_yaml, load_yaml, read_yam
 FOLDER = Path(__file__).parent / "devices"
 
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64))
-"""Output tiles that GEMM kernels choose from."""
+"""Output tile shapes that GEMM kernels choose from."""
 
 ABOVE_0 = lambda value: value > 0, "{:g} must be above 0"
-"""Check of entries by which predictions divide."""
+"""Check for entries that predictions divide by."""
 
 SHARE = lambda value: value <= 1, "{:g} must be a share, at most 1"
-"""Check of entries that are a share of a whole; a number above 1 would be a percentage."""
+"""Check for entries that are shares of a whole; a number above 1 would be a percentage."""
 
 Rate = Annotated[float, (ABOVE_0[0], "its TFLOP/s must be above 0")]
 Positive = Annotated[float, ABOVE_0]
@@ -37,29 +37,30 @@ COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "send
 Kind = Annotated[str, (COLLECTIVES.__contains__, f"{{}} is not one of {', '.join(COLLECTIVES)}")]
 
 HASH_OPERATIONS = 9
-"""Integer operations by which a mask of dropout is hashed and applied to one attention weight."""
+"""Integer operations to hash the dropout mask of one attention weight and apply it."""
 
 
 class DeviceError(ValueError):
-    """A device file lacks what a step needs."""
+    """Raised if a device file lacks an entry that a step needs."""
 
 
 @dataclass(frozen=True)
 class GemmSpeed:
-    """Rate of the GEMMs of one precision."""
+    """GEMM rate of one precision."""
 
     tflops: Positive
-    """TFLOP/s of an endless inner dimension, with all multiprocessors busy."""
+    """TFLOP/s for an infinite inner dimension, with all multiprocessors busy."""
 
     half_depth: float
-    """Inner dimension at which half of that is reached: the time of filling and emptying a tile's pipeline."""
+    """Inner dimension at which half of the rate is reached. It reflects the time of filling and emptying a tile's
+    pipeline."""
 
 
 @dataclass(frozen=True)
 class AttentionSpeed:
-    """Rates of one attention kernel for one head size, in FLOPs that it does: half of the square for causal attention,
-    and five products in the backward, which computes the scores again. Each is (TFLOP/s of an endless sequence,
-    sequence length at which half of that is reached)."""
+    """Rates of one attention kernel for one head size. They count the FLOPs that the kernel does: half of the square
+    for causal attention, and five products in the backward, which recomputes the scores. Each rate is (TFLOP/s for an
+    infinitely long sequence, sequence length at which half of that is reached)."""
 
     forward: tuple[Rate, float]
     backward: tuple[Rate, float]
@@ -67,7 +68,7 @@ class AttentionSpeed:
 
 @dataclass(frozen=True)
 class GatherSpeed:
-    """Rates of kernels that multiply rows which they gather. The slowest of the three bounds a kernel."""
+    """Rates of kernels that multiply gathered rows. The slowest of the three bounds a kernel."""
 
     tflops: Positive
     read_tb_per_second: Positive
@@ -78,28 +79,28 @@ class GatherSpeed:
 
 @dataclass(frozen=True)
 class Link:
-    """Link between ranks of one node (`node`), or all adapters of a node to other nodes (`network`)."""
+    """Link between ranks of one node (`node`), or between nodes, through all adapters of a node (`network`)."""
 
     gb_per_second: Positive
-    """GB/s in one direction: of a rank within its node, of one adapter between nodes. What collectives of large
-    operands reach, not the data sheet's."""
+    """GB/s in one direction, of a rank within its node or of one adapter between nodes. This is the rate that
+    collectives of large operands reach, not the data sheet's."""
 
     latency_us: float = 0.0
-    """Time of each step of a collective beside its bytes."""
+    """Fixed time of each step of a collective, added to the time of its bytes."""
 
     launch_us: float = 0.0
-    """Time of starting a collective."""
+    """Time to start a collective."""
 
     share: Mapping[Kind, Positive] = field(default_factory=dict)
-    """Kind of collective -> share of the rate that it reaches; 1 for those that are not named."""
+    """Kind of collective -> share of the rate that it reaches; 1 for kinds that are not listed."""
 
 
 @dataclass(frozen=True)
 class DeviceFile:
-    """One kind of device, and of node. For CPUs all that is about CUDA is left out."""
+    """One kind of device and its node. For CPUs, all CUDA fields are left out."""
 
     name: str
-    """As `torch.cuda.get_device_name` says it."""
+    """Name as returned by `torch.cuda.get_device_name`."""
 
     multiprocessors: PositiveInt
     """Number of multiprocessors of a GPU. It is 1 for a CPU, whose rate does not depend on waves of tiles."""
@@ -107,96 +108,98 @@ class DeviceFile:
     memory_gib: Positive
 
     peak_tflops: Mapping[str, float]
-    """By precision, from the data sheet: for MFU."""
+    """Peak TFLOP/s by precision, from the data sheet; used for MFU."""
 
     gemm: Mapping[str, GemmSpeed]
-    """By precision: bf16, fp8, fp32."""
+    """GEMM rates by precision: bf16, fp8, fp32."""
 
     attention: Mapping[str, Mapping[int, AttentionSpeed]]
-    """By kernel and head size: cudnn, flash for FlashAttention-2, flash3; fp8_flash3 and fp8_triton, whose backward is
-    in 16 bits."""
+    """Attention rates by kernel and head size: cudnn, flash for FlashAttention-2, flash3; fp8_flash3 and fp8_triton,
+    whose backward is in 16 bits."""
 
     copy_tb_per_second: Positive
-    """Bytes read and written per second of a large copy, in TB/s."""
+    """Bytes read and written per second by a large copy, in TB/s."""
 
     kernel_floor_us: float
     """Shortest time of a kernel."""
 
     launch_gap_us: float
-    """Time between two kernels of a stream whose launches are queued."""
+    """Time between two kernels of a stream whose launches are already queued."""
 
     host_launch_us: float
-    """Time that the host takes for one operation. A step is bound by the host where this adds up to more."""
+    """Host time for one operation. A step is host-bound if the sum of these exceeds the device time."""
 
     epilogue_exposed: Annotated[float, SHARE]
-    """Share of the time of reading and writing the sums that a GEMM adds to (beta = 1) that products do not hide."""
+    """Share of the time for reading and writing the sums that a GEMM accumulates into (beta = 1) that products do not
+    hide."""
 
     gather: GatherSpeed | None = None
-    """Assumed to be half of the rate of products in bf16, the rate of copies, and half of that, where it is not given.
+    """Rates of gathering kernels. If not given, they are assumed to be half of the bf16 product rate, the copy rate,
+    and half of the copy rate.
     """
 
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None for a CPU."""
 
     cache_mib: float = 0.0
-    """L2 cache."""
+    """Size of the L2 cache."""
 
     shared_memory_kib: int = 0
-    """Largest shared memory of a block."""
+    """Largest shared memory of a thread block."""
 
     links: Mapping[str, Link] = field(default_factory=dict)
-    """`node` and `network`. Steps of one rank need none."""
+    """Links `node` and `network`. Steps of one rank need none."""
 
     ranks_per_node: PositiveInt = 8
-    """GPUs of a node, where --gpus-per-node does not say it."""
+    """GPUs per node, used if --gpus-per-node is not given."""
 
     adapters_per_node: PositiveInt = 8
-    """Network adapters that the ranks of a node share."""
+    """Number of network adapters that the ranks of a node share."""
 
     sustained: Annotated[float, ABOVE_0, SHARE] = 1.0
-    """Share of the rates of products and attention that a step reaches: kernels alone run at higher clocks than a step
-    that keeps the device at its power limit."""
+    """Share of the product and attention rates that a whole step reaches. An isolated kernel runs at higher clocks than
+    a step that keeps the device at its power limit."""
 
     sustained_fp8: Annotated[float, ABOVE_0, SHARE] | None = None
-    """The same for products in fp8, which take less energy for each byte of their operands and so lower the clocks
-    less; None for `sustained`."""
+    """Share of the fp8 product rate that a whole step reaches. Fp8 products take less energy per byte of operands and
+    so lower the clocks less. If None, `sustained` is used."""
 
     overlap_slowdown: float = 0.0
-    """Share of the time of a hidden collective by which it delays what is computed beside it."""
+    """Share of a hidden collective's time by which it delays concurrent computation."""
 
     step_overhead_ms: float = 0.0
-    """Time of a step that depends on no shape: data, metrics, and the host between steps."""
+    """Time of a step that does not depend on shapes: data, metrics, and host work between steps."""
 
     ranks_overhead_ms: float = 0.0
     """Additional fixed time of a step with several ranks, which all wait at its end for the slowest rank and its
     host."""
 
     host_gb_per_second: Positive = 25.0
-    """Rate of copies between the device and its host's memory, for offloading."""
+    """Copy rate between the device and its host's memory, for offloading."""
 
     host_update_gb_per_second: Positive | None = None
-    """Rate at which the host's processor reads and writes its memory while it updates states there, all of a rank's
-    cores together; by default that of copies."""
+    """Rate at which all of a rank's host cores together read and write memory while they update states there; by
+    default the copy rate."""
 
     disk_gb_per_second: Positive = 3.0
-    """Rate at which each device's host reads, and writes, files of a local disk that are mapped into memory."""
+    """Read and write rates per device for memory-mapped files on a local disk."""
 
     host_memory_gib: Positive | None = None
-    """The host's memory for each device, which offloaded tensors must fit; None if it is not known."""
+    """Host memory available per device, which offloaded tensors must fit; None if it is not known."""
 
     @property
     def device_type(self) -> str:
-        """As torch names it."""
+        """Device type in torch's terms."""
         return "cpu" if self.capability is None else "cuda"
 
     def ranks_of_node(self, world_size: int) -> int:
-        """Ranks of a node where --gpus-per-node does not say it: `ranks_per_node`, or the largest smaller number with
-        which all nodes hold as many."""
+        """Ranks per node if --gpus-per-node is not given: `ranks_per_node`, or the largest smaller number with which
+        all nodes hold the same number of ranks."""
         most = self.ranks_per_node
         return most if world_size <= most else next(size for size in range(most, 0, -1) if world_size % size == 0)
 
     def fixed_ms(self, world_size: int) -> float:
-        """Time of a step that depends on no shape."""
+        """Time of a step that does not depend on shapes."""
         return self.step_overhead_ms + (self.ranks_overhead_ms if world_size > 1 else 0.0)
 
     def memory_us(self, size: float) -> float:
@@ -204,15 +207,15 @@ class DeviceFile:
         return max(self.kernel_floor_us, size / self.copy_tb_per_second / 1e6)
 
     def gemm_us(self, precision: str, m: int, n: int, k: int, batches: int = 1) -> float:
-        """Time of `batches` products [m, k] x [k, n], by the output tile that suits them best. Those of a matrix and a
-        vector take kernels without tiles."""
+        """Time of `batches` products [m, k] x [k, n] with the best output tile. Matrix-vector products use kernels
+        without tiles."""
         speed = self._gemm_speed(precision)
         rate = speed.tflops * k / (k + speed.half_depth)
         share = 1.0 if self.device_type == "cpu" or 1 in (m, n) else tile_share(m, n, self.multiprocessors, batches)
         return max(self.kernel_floor_us, 2.0 * batches * m * n * k / rate / 1e6 / share)
 
     def sustained_share(self, precision: str) -> float:
-        """Share of the rate of products of a precision that a step reaches."""
+        """Share of a precision's product rate that a whole step reaches."""
         own = self.sustained_fp8 if precision == "fp8" else None
         return self.sustained if own is None else own
 
@@ -224,9 +227,9 @@ class DeviceFile:
         return self.gemm[precision]
 
     def attention_us(self, kernel: str, width: int, flops: float, length: int, backward: bool) -> float:
-        """Time of attention over `length` tokens by heads of size `width`, at the rates of the size next to it;
-        `flops` are the kernel's own."""
-        if kernel == "auto":  # the fastest of those that torch has; on other devices whatever there is
+        """Time of attention over `length` tokens with heads of size `width`, at the rates of the nearest head size.
+        `flops` counts the kernel's own FLOPs."""
+        if kernel == "auto":  # the fastest of torch's kernels; on other devices any kernel there is
             suited = [name for name in ("cudnn", "flash") if name in self.attention] or list(self.attention)
             return min(self.attention_us(name, width, flops, length, backward) for name in suited)
         if kernel == "triton" and kernel not in self.attention:
@@ -249,14 +252,14 @@ class DeviceFile:
         return max(self.kernel_floor_us, max(times) / 1e6)
 
     def hash_us(self, pairs: float) -> float:
-        """Time in which so many pairs of a query and a key have their mask of dropout hashed in an attention kernel,
-        none of it hidden behind matrix products. Assumed: a quarter as many integer operations as FLOPs in fp32."""
+        """Time to hash the dropout masks of this number of query-key pairs in an attention kernel. None of it is hidden
+        behind matrix products. Assumed: a quarter as many integer operations as FLOPs in fp32."""
         return pairs * HASH_OPERATIONS / (self._gemm_speed("fp32").tflops / 4) / 1e6 if pairs else 0.0
 
 
 def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
-    """Share of a GPU's time that goes into the results [m, n] of a product, with the output tile that suits it best:
-    the last wave and the edges waste some, and small tiles load their operands more often."""
+    """Share of a GPU's time that is spent on the results [m, n] of a product, with the best output tile. The last wave
+    and the edges waste some time, and small tiles load their operands more often."""
 
     def filled(rows: int, columns: int) -> float:
         tiles = batches * math.ceil(m / rows) * math.ceil(n / columns)
@@ -268,7 +271,7 @@ def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
 
 
 MOST_OF_PEAK = 2.0
-"""The peak of a file may be the best rate that was measured, above which that of endless products lies."""
+"""The peak in a file may be the best measured rate, which the fitted rate of infinitely large products may exceed."""
 
 
 def device_names() -> list[str]:
@@ -277,8 +280,8 @@ def device_names() -> list[str]:
 
 
 def read_device(name: str) -> DeviceFile:
-    """Reads `devices/NAME.yaml`, or the file whose path is `name`. Raises ValueError for a file that is incomplete or
-    has a value of another kind, OSError for one that cannot be read."""
+    """Read `devices/NAME.yaml`, or the file whose path is `name`. Raises ValueError if the file is incomplete or has a
+    value of the wrong type, OSError if it cannot be read."""
     path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if not path.is_file():
         raise ValueError(_why_no_file(name))
@@ -314,7 +317,7 @@ def _why_no_file(name: str) -> str:
 
 
 def _check_keys(place: str, node: Any) -> None:
-    """Raises ValueError for a key that stands twice in a mapping of YAML nodes, of which the last would count."""
+    """Raise ValueError for a duplicate key in a mapping of YAML nodes, since YAML would keep the last value."""
     pairs = node.value if node is not None and node.id == "mapping" else ()
     lines: dict[str, int] = {}
     for key, value in pairs:
@@ -352,7 +355,7 @@ def _read(place: str, kind: Any, value: Any) -> Any:
             raise ValueError(f"{place}: {value!r} must be a word")
         return value
     if kind is float and isinstance(value, str):
-        with suppress(ValueError):  # YAML 1.1 reads 8e2 as text
+        with suppress(ValueError):  # YAML 1.1 parses 8e2 as text
             value = float(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{place}: {value} must be finite")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def step_lines(time: StepTime) -> Iterator[str]:
-    """Speed, what bounds it, and what the time is spent on."""
+    """Lines about the speed of a step, its bottleneck, and the breakdown of its time."""
     yield f"{time.device.name}, {time.gpus_per_node} a node: every figure is predicted, none is measured"
     mfu = share_text(time.mfu)
     yield (
@@ -56,7 +56,7 @@ def step_lines(time: StepTime) -> Iterator[str]:
 
 
 def share_text(share: float | None) -> str:
-    """In percent, or that it is not known."""
+    """A share in percent, or a note that it is not known."""
     return "unknown" if share is None else f"{share:.1%}"
 
 
@@ -72,15 +72,16 @@ def print_plan(
     problems: Sequence[Problem],
     failures: AskedFailures | None = None,
 ) -> None:
-    """Prints what a validated configuration will build and do on its ranks, and with a `device` the predicted time of a
-    step. Says whether it fits devices of `device_memory` GiB, by default those of `device`, and which differences from
-    other programs it meets with the flags as given. With `failures`, also what those of a `device` cost the run.
+    """Print what a validated configuration will build and do on its ranks and, with a `device`, the predicted step
+    time. The plan states whether the run fits devices of `device_memory` GiB (by default the memory of `device`), and
+    which differences from other programs apply with the flags as given. With `failures`, it also states the cost of
+    failures of a `device`.
 
     Writes the same to the file of --json: "world_size", "config" with every field by its flat name, the lines of the
     "plan" under their titles, "memory" of each pipeline rank in bytes, "time" (`StepTime`), and of the fit
     "device_memory" in bytes, "fits", "fullest_pp_rank" and "bytes_over", "failures"; also `problems`, those of files
-    that a run misses, which the caller tells. If that is "" the JSON is all that is printed.
-    Raises OutputError if it cannot be written, DeviceError if no step of this kind can be predicted.
+    that a run misses, which the caller tells. If that is "" the JSON is all that is printed. Raises OutputError if it
+    cannot be written, DeviceError if no step of this kind can be predicted.
     """
     from megatron.extensions.plan.planner.fake_stage import PlannerCache
     from megatron.extensions.plan.planner.time.step_time import predict_step
@@ -142,7 +143,7 @@ def _of_extensions(
     step: StepTime | None,
     failing: RunOnFailing | None,
 ) -> Iterator[tuple[str, Iterable[str]]]:
-    """The sections of extensions."""
+    """Plan sections of extensions."""
     ranks = max(size for size in range(1, 9) if world_size % size == 0) if step is None else step.gpus_per_node
     link = None if device is None else device.links.get("network")
     network = None if link is None or device is None else 1e9 * link.gb_per_second * device.adapters_per_node
@@ -163,7 +164,7 @@ def _of_extensions(
 
 
 def _print_sections(sections: Iterable[tuple[str, Iterable[str]]], silent: bool) -> dict[str, list[str]]:
-    """Prints the sections that have lines, each as soon as it is known, and returns them by title."""
+    """Print each non-empty section as soon as it is known, and return the sections by title."""
     plan: dict[str, list[str]] = {}
     for title, lines in sections:
         if found := list(lines):
@@ -176,14 +177,14 @@ def _print_sections(sections: Iterable[tuple[str, Iterable[str]]], silent: bool)
 GROUPS_SHOWN = 4
 
 MOST_LISTED = 2**17
-"""Ranks up to which groups are listed: their lists take seconds."""
+"""Largest number of ranks for which groups are listed, since building longer lists takes seconds."""
 
 
 def group_lines(dims: ParallelDims) -> Iterator[str]:
-    """The groups along each axis that is cut."""
+    """The groups along each axis whose size is above 1."""
     axes = [("TP", "tp"), ("CP", "cp"), ("DP", "dp"), ("PP", "pp"), ("EP", "ep")]
     if dims.ep > 1 or dims.expt_tp != dims.tp:
-        axes += [("ETP", "expt_tp"), ("EDP", "expt_dp")]  # tensor and data parallelism of the experts
+        axes += [("ETP", "expt_tp"), ("EDP", "expt_dp")]  # tensor and data parallelism of experts
     yield ", ".join(f"{name} {dims.size(axis)}" for name, axis in axes)
     for name, axis in axes:
         size = dims.size(axis)
@@ -197,14 +198,14 @@ def group_lines(dims: ParallelDims) -> Iterator[str]:
 
 
 def _ranks(group: tuple[int, ...]) -> str:
-    """`[0,1]`, and for many ranks the first few and the last."""
+    """Format ranks as `[0,1]`; for many ranks, only the first few and the last."""
     if len(group) <= RANKS_SHOWN:
         return "[" + ",".join(map(str, group)) + "]"
     return "[" + ",".join(map(str, group[:3])) + f",...,{group[-1]}]"
 
 
 def model_lines(config: RunConfig, cache: PlannerCache) -> Iterator[str]:
-    """Shape, parameters and FLOPs of the model, whose kinds of layers `cache` may know."""
+    """Shape, parameters and FLOPs of the model. `cache` may already know its kinds of layers."""
     from megatron.extensions.plan.planner.flops import model_flops, update_flops
 
     m = config.model
@@ -288,8 +289,8 @@ def _experts_line(m: TransformerConfig) -> str:
 
 
 def _pipeline_line(config: RunConfig, microbatches: int) -> str:
-    """The schedule, and the share of a step that ranks are idle if times follow FLOPs and messages take none: up to the
-    gradient norm, for which all wait without --optimizer-post-validation."""
+    """The schedule and its bubble, if times are proportional to FLOPs and messages take no time. The step ends at the
+    gradient norm, for which all ranks wait without --optimizer-post-validation."""
     schedule, costs = Schedule.of_run(config), stage_costs(config.model, config.parallel)
     bubble = schedule.bubble(StageCosts(forward=costs, input_grad=costs, weight_grad=costs), microbatches)
     layout, ahead = schedule.layout, late_update(config) is not None
@@ -299,7 +300,8 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
 
 
 def batch_lines(plan: RunPlan, dims: ParallelDims, cache: PlannerCache) -> Iterator[str]:
-    """Micro-batches, tokens a step, iterations, tokens and FLOPs of the run. `cache` may know the kinds of layers."""
+    """Micro-batches, tokens per step, iterations, tokens and FLOPs of the run. `cache` may already know the kinds of
+    layers."""
     config, sizes = plan.base, plan.sizes
     for phase in plan.phases:
         where = f"phase {phase.name}: " if len(plan.phases) > 1 else ""
@@ -325,7 +327,7 @@ def batch_lines(plan: RunPlan, dims: ParallelDims, cache: PlannerCache) -> Itera
 
 
 def data_lines(plan: RunPlan, phase: Phase, dims: ParallelDims) -> Iterator[str]:
-    """The data sets of the training split in a phase as they are on this machine."""
+    """The training datasets of a phase, as they are on this machine."""
     from megatron.core.datasets.build import source_lines
     from megatron.core.datasets.dataset import StepShape
 
@@ -345,7 +347,7 @@ def data_lines(plan: RunPlan, phase: Phase, dims: ParallelDims) -> Iterator[str]
 
 
 def _other_line(path: str) -> str | None:
-    """Text about files that have no tokens yet; None for an indexed dataset."""
+    """A line about text files that have not been tokenized yet; None for an indexed dataset."""
     if (kind := data_kind_of(path)) is None:
         return None
     try:

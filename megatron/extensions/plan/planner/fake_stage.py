@@ -1,8 +1,9 @@
 """Builds and runs one pipeline stage on fake tensors, which have shapes, storages and a graph but no values.
 
-What a layer keeps, makes and multiplies is measured on it, so that no figure about a layer is written a second time.
+The memory that a layer saves and allocates, and its products, are measured on this stage, so that no figure about a
+layer is stated twice in the code.
 
-Its process groups are fake: every collective is complete at once and moves nothing, so shapes and memory are those of a
+Its process groups are fake: every collective completes at once and moves no data, so shapes and memory are those of a
 real rank. torch's own "fake" backend would need the default process group, which a caller may have for a real world."""
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 class FakeGroup(dist.ProcessGroup):
-    """A process group of `size` ranks, of which this is rank 0."""
+    """A process group of `size` ranks, in which this process is rank 0."""
 
     axis = ""
     """Name of the axis of the mesh."""
@@ -71,8 +72,8 @@ class FakeGroup(dist.ProcessGroup):
 
 @contextmanager
 def fake_state(parallel: ModelParallelConfig, exchanges_sums: bool = True) -> Iterator[ParallelState]:
-    """The first rank's place in the model-parallel part of a layout: what a stage needs to be built and run.
-    `exchanges_sums` as in `Axis`."""
+    """The parallel state of a layout's first model-parallel rank, as needed to build and run a stage. `exchanges_sums`
+    as in `Axis`."""
     groups: list[FakeGroup] = []
     known = known_groups()
 
@@ -82,7 +83,7 @@ def fake_state(parallel: ModelParallelConfig, exchanges_sums: bool = True) -> It
         group = FakeGroup(0, size)  # type: ignore[call-arg]
         group.axis = name
         groups.append(group)
-        # Point-to-point messages name global ranks, which torch looks up in here.
+        # Point-to-point messages name global ranks, which torch looks up here.
         known.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         known.pg_map[group] = ("fake", None)  # type: ignore[assignment]
         return Axis(group, 0, size, tuple(range(size)), exchanges_sums)
@@ -111,17 +112,17 @@ ANSWERS: dict[object, Callable[..., object]] = {
     torch.ops.aten.addmm.dtype_out: lambda *args, out, **options: out,
     torch.ops.prim.device.default: lambda x: x.fake_device,
 }
-"""Operators without an answer of torch's on fake tensors: a number that is read, as by the check of token ids, is 0; a
-grouped product has its shape, which torch knows in bf16 only; a 16-bit product is added to an fp32 sum. And their
-device, which is asked for as often as anything else."""
+"""Results of operators that torch does not support on fake tensors: a number that is read, as by the check of token
+ids, is 0; a grouped product has its shape, which torch knows in bf16 only; a 16-bit product is added to an fp32 sum.
+The device is included because it is queried as often as any operator."""
 
 
 class NoValues(TorchDispatchMode):
-    """Gives `ANSWERS`, and completes collectives at once."""
+    """Applies `ANSWERS`, and completes collectives at once."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and to make sure of it takes long at every operation
+        return False  # nothing is compiled here, and checking for it takes long at every operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -130,11 +131,12 @@ class NoValues(TorchDispatchMode):
 
 
 WITHOUT_GROUPS = {"tp_comm_overlap_method": None}
-"""Fields that fake groups need other values of. Symmetric memory keeps what the ring, the default, keeps."""
+"""Configuration fields for which fake groups need other values. Symmetric memory saves the same tensors as the default,
+the ring."""
 
 
 class Unit(NamedTuple):
-    """Layers that are recomputed together, or one that keeps its own activations."""
+    """Layers that are recomputed together, or one layer that keeps its activations."""
 
     layers: tuple[int, ...]
     recompute: bool = False
@@ -142,7 +144,7 @@ class Unit(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A piece of a stage that is run by itself: units, and the ends of the model that are beside them."""
+    """A piece of a stage that is run by itself: units, and the model ends next to them."""
 
     units: tuple[Unit, ...] = ()
     first: bool = False
@@ -182,7 +184,7 @@ class FakeStages:
         self.micro_batch = whole.with_future(model.mtp_depths).local_to(state.cp)
 
     def build(self, part: Part) -> GPTModel:
-        """A stage in training, its parameters with a `main_grad` each, as data parallelism sets it."""
+        """Build a stage in training. Each parameter has a `main_grad`, as data parallelism sets it."""
         stage = GPTModel(
             self.batch.model,
             self.parallel,
@@ -197,7 +199,7 @@ class FakeStages:
             Segment(range(end - len(unit.layers), end), unit.recompute, unit.offload)
             for unit, end in zip(part.units, ends, strict=True)
         ]
-        # GPUs add a 16-bit product to an fp32 gradient in one kernel, CPUs make the product first.
+        # GPUs add a 16-bit product to an fp32 gradient in one kernel; CPUs compute the product first.
         main = self.dtype if self.batch.device == "cuda" else getattr(torch, self.parallel.main_dtype)
         main = torch.bfloat16 if self.batch.bf16_sums else main
         round_into = rounding_sum(bool(self.parallel.compile)) if self.batch.bf16_sums else None
@@ -209,11 +211,11 @@ class FakeStages:
         return stage
 
     def record(self, part: Part) -> PassEvents:
-        """Records the events of one micro-batch in a part, forward and backward, and the memory that it holds."""
+        """Record the forward and backward events of one micro-batch in a part, and the memory that it holds."""
         stage = self.build(part)
         with self.casts.kept():
             first = found = self._recorded(stage)
-            if linear_format(self.parallel) is not None:  # the first micro-batch makes the copies of weights
+            if linear_format(self.parallel) is not None:  # the first micro-batch also makes the copies of weights
                 found = self._recorded(stage)
             memory = replace(found.memory, weight_copies=self.casts.nbytes)
         usual = {*found.forward} | {event for event in first.forward if isinstance(event, Collective | Wait)}
@@ -221,7 +223,7 @@ class FakeStages:
         return replace(found, once=once, memory=memory)
 
     def _recorded(self, stage: GPTModel) -> PassEvents:
-        """Runs one micro-batch through a stage and back, as the executor does."""
+        """Run one micro-batch forward and backward through a stage, as the executor does."""
         live = self.recorder
         peak = dict[str, int]()
         held = dict[str, int]()
@@ -242,7 +244,7 @@ class FakeStages:
             offloaded = self.offload.sent if self.offload is not None else 0
             end("forward")
             edge, last = get_gradient_edge(output), output.ndim == 0
-            del output  # its values are sent, its place in the graph is needed
+            del output  # its values are sent, but its place in the graph is still needed
             end("sent")
             grad = torch.ones((), dtype=self.loss_dtype) if last else torch.empty(self.hidden_shape, dtype=self.dtype)
             end("received")
@@ -262,15 +264,15 @@ class FakeStages:
 
 
 class LayersKey(NamedTuple):
-    """Equal for configurations whose layers are built alike, under any layout."""
+    """Key that is equal for configurations whose layers are built alike, under any layout."""
 
     model: TransformerConfig
     number_formats: Hashable
 
 
 def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -> tuple[int, ...]:
-    """For each layer the first one that is like it: of the same parts, shapes and settings, whoever wrote them. `known`
-    keeps what layouts of the same layers share."""
+    """For each layer, the number of the first identical layer: one with the same parts, shapes and settings, whoever
+    wrote them. `known` keeps results that layouts with the same layers share."""
     plain = replace(
         batch.parallel,
         tensor_model_parallel_size=1,
@@ -278,7 +280,7 @@ def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=None,
         sequence_parallel=False,
-        compile=False,  # nothing runs, and loading the compiler takes a second
+        compile=False,  # nothing runs here, and loading the compiler takes a second
     )
     own, model = plain.options(Fp8Flags), batch.model
     key = LayersKey(model, (own.fp8_format, own.fp8_recipe, own.layers(model.num_layers)))
@@ -290,7 +292,7 @@ def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -
 
 
 def _layers_of(model: TransformerConfig, parallel: ModelParallelConfig) -> Iterable[nn.Module]:
-    """All layers, on the meta device, which builds a layer ten times as fast as fake tensors do."""
+    """All layers on the meta device, on which a layer builds ten times as fast as with fake tensors."""
     if not parallel.extension_options:  # which may make layers differ
         return built_layers(model, False)
     layers = Stage(range(model.num_layers), first=False, last=False)
@@ -304,34 +306,34 @@ class PlannerCache:
     """Cache of recordings of stage parts, shared by configurations whose layers compute the same."""
 
     kinds: dict[LayersKey, tuple[int, ...]] = field(default_factory=dict)
-    """Model -> for each layer the first layer that is like it."""
+    """Model -> for each layer, the first identical layer."""
 
     known: dict[MicroBatch, dict[Part, PassEvents]] = field(default_factory=dict)
-    """By micro-batch in a layer."""
+    """Recordings by micro-batch in a layer."""
 
     def kinds_of(self, model: TransformerConfig) -> tuple[int, ...] | None:
-        """For each layer of a model the first layer that is like it; None if no plan of this model was made."""
+        """For each layer of a model, the first identical layer; None if this model has not been planned yet."""
         return next((kinds for key, kinds in self.kinds.items() if key.model == model), None)
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
-        """By stage, the parts that it runs in order: the embedding, single layers, the head."""
+        """The parts that each stage runs in order: the embedding, single layers, the head."""
         parts = StageParts(batch, self)
         return [parts.of(list(parts.single(stage))) for stage in stages]
 
 
 class StageParts:
-    """The parts of one configuration's stages; each distinct one is run once."""
+    """The parts of one configuration's stages; each distinct part is run once."""
 
     def __init__(
         self, batch: MicroBatch, cache: PlannerCache | None = None, kinds: tuple[int, ...] | None = None
     ) -> None:
-        """`cache` keeps what other configurations with the same layers do and hold. `kinds` are those of the layers, by
-        default found by building them."""
+        """`cache` keeps recordings of other configurations with the same layers. `kinds` are the kinds of the layers,
+        by default found by building them."""
         self.batch, cache = batch, cache or PlannerCache()
         self._alike = numbered_kinds(batch, cache.kinds) if kinds is None else kinds
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
-        # What does not offload is the same whatever other layers do, and so are the ends whatever layers recompute, and
-        # parts without the head whatever chunks that has.
+        # Parts that do not offload are the same whatever other layers do. The ends do not depend on which layers
+        # recompute, and parts without the head do not depend on the head's chunks.
         inner = replace(kept, parallel=replace(kept.parallel, loss_chunk_tokens=None))
         same = {"offloaded": batch, "kept": kept, "inner": inner, "ends": _nothing_recomputed(kept)}
         self._of_kind = {kind: (each, cache.known.setdefault(in_a_layer(each), {})) for kind, each in same.items()}
@@ -342,7 +344,7 @@ class StageParts:
         return [Unit(tuple(stage.layers[i] for i in each.layers), each.recompute, each.offload) for each in segments]
 
     def single(self, stage: Stage) -> Iterator[Part]:
-        """The ends of a stage and its layers, each by itself."""
+        """The ends of a stage and its layers, each as a separate part."""
         if stage.first:
             yield Part(first=True)
         yield from (Part((unit._replace(layers=(number,)),)) for unit in self.units(stage) for number in unit.layers)
@@ -350,11 +352,11 @@ class StageParts:
             yield Part(last=True)
 
     def kinds(self, unit: Unit) -> tuple[int, ...]:
-        """For each layer of a unit the first one that is like it."""
+        """For each layer of a unit, the first identical layer."""
         return tuple(self._alike[number] for number in unit.layers)
 
     def of(self, parts: Sequence[Part]) -> list[PassEvents]:
-        """Returns the recordings of parts. Parts that are not known yet are run, all of one kind in one fake step."""
+        """Return the recordings of parts. Parts that are not known yet are run, all of one kind in one fake step."""
         keys = [
             part._replace(units=tuple(unit._replace(layers=self.kinds(unit)) for unit in part.units)) for part in parts
         ]
@@ -376,8 +378,8 @@ def _kind_of_part(part: Part) -> str:
 
 
 def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
-    """Equal for micro-batches that do the same at the ends of the model, where layers stand with multi-token prediction
-    alone."""
+    """Key that is equal for micro-batches that do the same at the ends of the model. These contain layers only with
+    multi-token prediction."""
     if batch.model.mtp_depths:
         return batch
     none: dict[str, Any] = dict.fromkeys(each.name for each in fields(RecomputeConfig))
@@ -385,10 +387,10 @@ def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
 
 
 IDENTITY = ("number", "layer", "key", "training")
-"""Attributes in which equal layers differ."""
+"""Attributes in which otherwise equal layers differ."""
 
 SETTINGS = bool | int | float | str | Span | Rotation
-"""Types of attributes that say what a part is."""
+"""Types of attributes that define a part."""
 
 
 def _kind_of(layer: nn.Module) -> Hashable:
@@ -406,8 +408,7 @@ def _drop_grad(parameter: Tensor) -> None:
 
 @contextmanager
 def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
-    """Stages of the first rank of a layout, on fake tensors, or on meta ones. The process' own groups stay as they
-    are."""
+    """Stages of the first rank of a layout, on fake or meta tensors. The process's own groups are unchanged."""
     on_gpus, backend = batch.device == "cuda", batch.parallel.attention_backend
     of_others = "auto" if backend == "triton" or backend.startswith("fp8") else backend
     live = Recorder(on_gpus and not batch.bf16_sums, of_others, not batch.deterministic)
@@ -421,7 +422,8 @@ def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
     elif batch.parallel.compiles(batch.device):
         functions.append(PlannedRegions(live))
     tensors = nullcontext() if meta else FakeTensorMode()
-    # A run on a GPU may have switched off the kernel by which a plan sees attention: the flag is that of all devices.
+    # A run on a GPU may have disabled the kernel by which a plan recognizes attention: the flag is shared by all
+    # devices.
     seen = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
     with fake_state(batch.parallel, not on_gpus) as state, tensors, NoValues(), ExitStack() as stack, seen:
         for mode in functions:
@@ -438,11 +440,11 @@ def _recorded(batch: MicroBatch, parts: Sequence[Part]) -> list[PassEvents]:
 
 
 def planned(batch: MicroBatch, work: Callable[[bool], T]) -> T:
-    """Returns the result of `work(meta)` on the stages of `fake_stages`.
+    """Return the result of `work(meta)` on the stages of `fake_stages`.
 
-    Plans for GPUs are made on meta tensors, which run several times as fast as fake ones, and on fake ones where a part
-    does not run on these: one that makes tensors on the host, or reads several numbers at once."""
+    Plans for GPUs use meta tensors, which run several times as fast as fake tensors. They use fake tensors if a part
+    does not run on meta tensors, because it makes tensors on the host or reads several numbers at once."""
     if batch.device == "cuda":
-        with suppress(Exception):  # which fake tensors will tell
+        with suppress(Exception):  # fake tensors will report the error
             return work(True)
     return work(False)

@@ -1,5 +1,7 @@
-"""The options of plans, searches and rehearsals, where the planner's parts are, and the registry of sections that other
-extensions add to plans. This module does not import torch."""
+"""The options of plans, searches and rehearsals, the locations of the planner's parts, and the registry of sections
+that other extensions add to plans.
+
+This module does not import torch."""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ CALLBACKS.register("plan of the memory", f"{PLANNER}.callback:PlanOfRun")
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run, as sections of its plan describe it."""
+    """A planned run, as sections of its plan describe it."""
 
     config: RunConfig
     """Configuration of the run's longest phase."""
@@ -81,16 +83,16 @@ class PlannedRun:
     world_size: int
 
     ranks_per_node: int
-    """By --gpus-per-node, the device, or 8 where that divides the ranks."""
+    """Ranks per node: from --gpus-per-node, from the device file, or 8 if that divides the number of ranks."""
 
     step_seconds: float | None
-    """Predicted time of a step; None without --device."""
+    """Predicted step time; None without --device."""
 
     network: float | None
-    """Bytes per second between a node and others, with --device."""
+    """Bytes per second between a node and other nodes, with --device."""
 
     host: float | None = None
-    """Bytes per second from a device to the memory of its host, with --device."""
+    """Bytes per second from a device to its host's memory, with --device."""
 
     expected: Expected | None = None
     """Expected cost of failures, with --failures-per-gpu-day."""
@@ -104,7 +106,7 @@ class Section(Protocol):
 
 @runtime_checkable
 class PlansSection(Protocol):
-    """Flags of an extension that may have a section of their own in plans, after those of the trunk."""
+    """Flags of an extension that may add its own section to plans, after the trunk's sections."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
-        """Title, and `package.module:name` of the `Section`; None if the flags do not ask for it."""
+        """Title and `package.module:name` of the `Section`; None if the flags do not request it."""

@@ -1,7 +1,7 @@
 """FLOPs of a model per token, counted by torch on a fake forward and backward pass of one layer of each kind.
 
-Recomputation is not counted, nor what attention kernels compute twice. Causal attention counts what a token sees: half
-of the s x s square, less under a sliding window. MFU and TFLOP/s in the log follow this convention.
+Recomputation is not counted, and neither is work that attention kernels repeat. Causal attention counts the visible
+pairs: half of the s x s square, less under a sliding window. MFU and TFLOP/s in the log follow this convention.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron.extensions.plan.planner.time.events import Attention, Product
 
 
 class FlopsPerToken(NamedTuple):
-    """Model FLOPs of forward and backward per token. Recomputation is not counted."""
+    """Model FLOPs per token in forward and backward. Recomputation is not counted."""
 
     matmul: float
-    """6 x the parameters of matrix multiplications of a token, the output layer included, and the products of linear
+    """6 x the number of matrix parameters that a token uses, the output layer included, plus the products of linear
     attention."""
 
     attention: float
-    """Scores and weighted values of what a token sees."""
+    """Scores and weighted values of the pairs that a token sees."""
 
     @property
     def total(self) -> float:
@@ -40,15 +40,15 @@ class FlopsPerToken(NamedTuple):
 def model_flops(
     config: TransformerConfig, seq_length: int | None = None, kinds: tuple[int, ...] | None = None
 ) -> FlopsPerToken:
-    """Counted on one rank without parallelism, since no layout changes them.
+    """Count the model FLOPs on one rank without parallelism, since no layout changes them.
 
     `kinds` are those of `PlannerCache.kinds_of(config)`: layers that are alike in a plan of the model have equal FLOPs.
-    Without them all layers are built to find which ones are alike.
+    Without `kinds`, all layers are built to find which ones are alike.
     """
     length = seq_length or config.seq_length
     seen = [kind.span.mean(length) for kind in config.layers]
     modules = [kind.span.mean(length) for kind in config.mtp_layers]
-    # Plain causal attention is one kernel; dropout, windows, chunks, caps and ALiBi take others, tile by tile.
+    # Plain causal attention is one kernel. Dropout, windows, chunks, caps and ALiBi use other kernels, tile by tile.
     config = replace(
         config,
         seq_length=length,
@@ -60,7 +60,7 @@ def model_flops(
         attn_logit_softcapping=None,
         recompute_granularity="none",
     )
-    # Only kernels that do not pack tell a launch, and multiply keys and values of their own widths.
+    # Only kernels that do not pack report a launch and multiply keys and values at their own widths.
     batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cuda", packs=False)
     parts = StageParts(batch, kinds=kinds)
     layers = [Part((Unit((number,)),)) for number in range(config.num_layers)]
@@ -69,16 +69,16 @@ def model_flops(
     attention = 0.0
     for part, tokens in zip(found, [fmean(modules or seen), *seen], strict=True):  # modules are at the ends
         of_square = sum(2 * each.flops for each in part.forward if isinstance(each, Attention))
-        attention += 3 * of_square * tokens / length / length  # twice as many in the backward
+        attention += 3 * of_square * tokens / length / length  # the backward has twice as many
     return FlopsPerToken(sum(2 * each.batches * each.m * each.n * each.k for each in products) / length, attention)
 
 
 def flops_per_token(config: TransformerConfig, seq_length: int | None = None) -> float:
-    """`model_flops` in one number."""
+    """`model_flops` as a single number."""
     return model_flops(config, seq_length).total
 
 
 def update_flops(config: TransformerConfig, optimizer: OptimizerConfig) -> int:
-    """FLOPs of the products of matrices in one update of the whole model, as the links of its chains state them,
-    whatever the layout and the batch. Ranks of a stage share them."""
+    """FLOPs of the matrix products in one optimizer update of the whole model, as stated by the transforms of its
+    chains. They do not depend on the layout or the batch. The ranks of a stage share them."""
     return sum(link.flops(meta) for meta in stage_metas(config) for link in chain_of(optimizer, meta))

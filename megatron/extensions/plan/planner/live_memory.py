@@ -1,4 +1,4 @@
-"""The memory of the tensors that operations make, counted while it lives: what an allocator would say, on CPU as well.
+"""Counts the live memory of tensors that operations allocate, as an allocator would report it, on CPU as well.
 
 Temporary memory inside a single kernel is not counted.
 """
@@ -17,7 +17,7 @@ from megatron.core.transformer.activation_store import Pool
 
 
 class LiveMemory(TorchDispatchMode):
-    """Sizes of the storages that operations have made and that are still there, and the most there were at once."""
+    """Sizes of the live storages that operations have allocated, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class LiveMemory(TorchDispatchMode):
         self._inside = self._elsewhere = False
 
     def count_apart(self, pool: Pool) -> list[int]:
-        """The sizes of the buffers that `pool` makes from now on, which are the host's: counted here alone."""
+        """Count the buffers that `pool` allocates from now on as host memory, apart from the device's."""
         made, allocate = list[int](), pool.allocate
 
         def on_host(size: int) -> Tensor:
@@ -42,8 +42,8 @@ class LiveMemory(TorchDispatchMode):
         return made
 
     def run_region(self, function: Callable[..., object], args: tuple[object, ...]) -> object:
-        """A compiled region, which runs as it is written: no compiler takes tensors without values. What comes and goes
-        in it does not count towards the peak, as in one compiled kernel it has no memory."""
+        """Run a compiled region eagerly, since no compiler accepts tensors without values. Temporary tensors inside it
+        do not count towards the peak, because a single compiled kernel does not allocate them."""
         outermost, self._inside = not self._inside, True
         try:
             return function(*args)
@@ -56,7 +56,7 @@ class LiveMemory(TorchDispatchMode):
             self.peak = max(self.peak, self.now)
 
     def restart_peak(self) -> None:
-        """Counts the peak from here on."""
+        """Restart the count of the peak from the current memory."""
         self.peak = self.now
 
     def _made(self, key: int, size: int) -> None:
@@ -65,10 +65,10 @@ class LiveMemory(TorchDispatchMode):
         self._note_peak()
 
     def _gone(self, key: int) -> None:
-        self.now -= self.sizes.pop(key, 0)  # it may have given its memory back before
+        self.now -= self.sizes.pop(key, 0)  # its memory may have been freed before
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Memory of a storage that is taken and given back while the storage stays."""
+        """Track memory that is freed and allocated again while the storage object remains."""
         self.now -= self.sizes.pop(storage_id(storage), 0)
         if size := storage.nbytes():
             self._made(storage_id(storage), size)
@@ -81,19 +81,19 @@ class LiveMemory(TorchDispatchMode):
         if func is resize_storage_overload:
             self._resized(args[0].untyped_storage())
         given = {storage_id(x) for x in tensors_of((args, kwargs))}
-        if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor(...) has just made
+        if func is torch.ops.aten.lift_fresh.default:  # the tensor that torch.tensor(...) has just made
             given = set()
         for x in tensors_of(out):
             storage = x.untyped_storage()
             key = storage_id(storage)
-            if key not in self.sizes and key not in given:  # views of what was there before are not made
+            if key not in self.sizes and key not in given:  # views of existing storages allocate nothing
                 self._made(key, storage.nbytes())
                 weakref.finalize(storage, self._gone, key)
         return out
 
 
 def tensors_of(values: object) -> list[Tensor]:
-    """Those among an operation's arguments or results."""
+    """Return the tensors among an operation's arguments or results."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, dict):

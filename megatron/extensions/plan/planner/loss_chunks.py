@@ -1,4 +1,4 @@
-"""The choice of --loss-chunk-tokens: the chunk of the head and the loss that saves memory and costs almost no time."""
+"""Chooses --loss-chunk-tokens: the chunk size of the head and the loss that saves memory at almost no cost in time."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     from megatron.extensions.plan.planner.time.step_time import StepTime
 
 SIZES = 8192, 4096, 2048, 1024
-"""Chunks that are tried, in tokens: smaller ones take longer and seldom save more."""
+"""Chunk sizes that are tried, in tokens. Smaller ones take longer and seldom save more."""
 
 MOST_COST = 0.01
-"""Share of a step that a chosen chunk may cost."""
+"""Largest share of a step that a chosen chunk may cost."""
 
 LEAST_SAVED = 0.01
-"""Share of the fullest rank's memory below which nothing is said of a chunk."""
+"""Smallest saving worth reporting, as a share of the fullest rank's memory."""
 
 
 @dataclass(frozen=True)
 class ChunkChoice:
-    """A chunk with what it does to a plan."""
+    """A chunk size with its effect on the plan."""
 
     config: RunConfig
     step: StepTime
     memory: tuple[RankMemory, ...]
     saved: int
-    """Bytes less on the fullest rank."""
+    """Bytes saved on the fullest rank."""
 
     cost: float
-    """Share of the step that it costs."""
+    """Share of the step by which it takes longer."""
 
     @property
     def line(self) -> str:
-        """As part of a plan."""
+        """The choice as a line of the plan."""
         size = f"--loss-chunk-tokens {self.config.parallel.loss_chunk_tokens}"
         longer = f"{self.cost:.1%} of the step" if self.cost >= 0.0005 else "no time"
         return f"{size} would save {gib(self.saved)} GiB on the fullest rank, and cost {longer}"
@@ -53,9 +53,9 @@ def chosen_chunk(
     step_of: Callable[[RunConfig], StepTime],
     memory_of: Callable[[RunConfig], Sequence[RankMemory]],
 ) -> ChunkChoice | None:
-    """The largest chunk that saves most of what chunks save, of those that cost at most `MOST_COST` of a step, for a
-    configuration without chunks whose `step` and `memory` are these; None where it saves nothing. `step_of` and
-    `memory_of` plan another configuration."""
+    """Among chunk sizes that cost at most `MOST_COST` of a step, choose the largest that saves most of the memory that
+    chunks can save; None if chunks save nothing. `step` and `memory` belong to the configuration without chunks.
+    `step_of` and `memory_of` plan another configuration."""
     own = config.parallel
     tokens = config.training.micro_batch_size * config.model.seq_length // own.context_parallel_size
     if own.loss_chunk_tokens is not None or config.model.loss_func not in LOSSES:

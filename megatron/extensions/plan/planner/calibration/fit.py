@@ -1,7 +1,7 @@
-"""Constants of a device file, fitted to measured times. This module does not import torch.
+"""Fits the constants of a device file to measured times. This module does not import torch.
 
-Each model is a line, so that least squares gives it; points count by their relative error, and no constant is negative.
-What only whole steps show, as the time of the host for each operation, is fitted to measured steps (`fit_steps`).
+Each model is linear and solved by least squares. Points are weighted by relative error, and no constant is negative.
+Constants that only whole steps reveal, such as the host time per operation, are fitted to measured steps (`fit_steps`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron.extensions.plan.planner.time.replay import ROUNDS
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Measured: a collective, by the bytes of its whole operand, of a group of `size` ranks on link `link`: all on one
-    node (`node`), or each on a node of its own (`network`)."""
+    """Measured time of a collective by the bytes of its whole operand. The group has `size` ranks on link `link`: all
+    on one node (`node`), or each on its own node (`network`)."""
 
     link: str
     kind: str
@@ -34,19 +34,20 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of everything measured on a rank, or the mean of the ranks."""
+    """All measured seconds of one rank, or their means over the ranks."""
 
     products: tuple[tuple[Product, float], ...]
     attention: tuple[tuple[Attention, float], ...]
     moves: tuple[tuple[int, float], ...]
-    """Of copies, by the bytes read and written."""
+    """Seconds of copies, by the number of bytes read and written."""
 
     floor: float
-    """Seconds of an operation on one number."""
+    """Seconds of an operation on a single number."""
 
 
 def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Coefficients c of seconds = sum(c * x), of smallest relative errors: the first is positive, none is negative."""
+    """Fit coefficients c of seconds = sum(c * x) with the smallest relative errors. The first coefficient is positive,
+    and none is negative."""
     columns = np.asarray(xs, dtype=float) / np.asarray(seconds)[:, None]
     kept = list(range(columns.shape[1]))
     while True:
@@ -54,7 +55,7 @@ def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]
         if len(kept) == 1 or (found[0] > 0 and (found >= 0).all()):
             break
         shares = found * columns[:, kept].mean(0)
-        # The most negative goes; in favour of the first one, what has taken its part.
+        # Drop the most negative coefficient, in favour of the first one, which has absorbed its share.
         kept.pop(1 + int(np.argmin(shares[1:]) if found[0] > 0 else np.argmax(shares[1:])))
     coefficients = [0.0] * columns.shape[1]
     for place, value in zip(kept, found, strict=True):
@@ -63,8 +64,8 @@ def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]
 
 
 def growth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(seconds a byte, seconds beside it) of messages of growing sizes. The bytes show in the two largest ones alone:
-    networks pass short bursts faster than their rate."""
+    """Return (seconds per byte, fixed seconds) of messages of growing sizes. The time per byte is taken from the two
+    largest messages alone: networks pass short bursts faster than their sustained rate."""
     last = len(sizes) - 1
     grown = (seconds[last] - seconds[last - 1]) / (sizes[last] - sizes[last - 1]) if last else 0.0
     per_byte = grown if grown > 0 else seconds[last] / sizes[last]
@@ -72,8 +73,8 @@ def growth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, flo
 
 
 def gemm_speed(points: Sequence[tuple[Product, float]], filled: Sequence[float], peak: float = math.inf) -> GemmSpeed:
-    """`filled`: by point, the share of the device that its tiles fill. `peak`: TFLOP/s that the device can reach: a fit
-    above it, to noise or to shares that are too small, is held there."""
+    """Fit the GEMM rate. `filled` is the share of the device that the tiles fill, by point. `peak` is the TFLOP/s that
+    the device can reach; a fit above it, caused by noise or by shares that are too small, is clamped to it."""
     flops = [2.0 * each.m * each.n * each.k / full for (each, _), full in zip(points, filled, strict=True)]
     xs = [[flop, flop / each.k] for flop, (each, _) in zip(flops, points, strict=True)]
     per_flop, per_column = line(xs, [seconds for _, seconds in points])
@@ -84,20 +85,21 @@ def gemm_speed(points: Sequence[tuple[Product, float]], filled: Sequence[float],
 
 
 def attention_speed(points: Sequence[tuple[Attention, float]]) -> tuple[float, float]:
-    """(TFLOP/s of an endless sequence, length at which half of that is reached)."""
+    """Return (TFLOP/s for an infinitely long sequence, sequence length at which half of that rate is reached)."""
     xs = [[each.flops, each.flops / each.length] for each, _ in points]
     per_flop, per_row = line(xs, [seconds for _, seconds in points])
     return 1e-12 / per_flop, per_row / per_flop
 
 
 def sent(point: CollectiveTime) -> float:
-    """Bytes that a rank sends, by the count of `megatron.extensions.plan.planner.time.replay`."""
+    """Bytes that a rank sends, counted as in `megatron.extensions.plan.planner.time.replay`."""
     rounds = ROUNDS.get(point.kind, 1.0)
     return point.moved if point.kind == "send" else rounds * point.moved * (point.size - 1) / point.size
 
 
 def link(points: Sequence[CollectiveTime], ranks_per_adapter: float) -> Link:
-    """`ranks_per_adapter`: ranks of a node that were at work at once on an adapter; 1 within a node."""
+    """Fit a link. `ranks_per_adapter` is the number of ranks of a node that shared an adapter during the measurement; 1
+    within a node."""
     rates, starts = dict[str, float](), dict[str, float]()
     for kind in dict.fromkeys(each.kind for each in points):
         own = [each for each in points if each.kind == kind]
@@ -105,10 +107,10 @@ def link(points: Sequence[CollectiveTime], ranks_per_adapter: float) -> Link:
         rates[kind] = ranks_per_adapter * 1e-9 / per_byte
     best = rates["all_reduce"]
     size = points[0].size
-    # An all-reduce takes twice as many steps as a gather, and both are started once.
+    # An all-reduce takes twice as many steps as a gather, but both are launched once.
     steps = max(1, size - 1) if ranks_per_adapter == 1 else max(1, int(np.ceil(np.log2(size))))
     latency = (starts["all_reduce"] - starts["all_gather"]) / steps
-    if latency <= 0:  # too noisy to tell apart: all of it is steps
+    if latency <= 0:  # too noisy to separate: all of the time is attributed to steps
         latency = starts["all_reduce"] / 2 / steps
     launch = max(0.0, starts["all_gather"] - latency * steps)
     share = {kind: _in_four_digits(rate / best) for kind, rate in rates.items() if kind != "all_reduce"}
@@ -116,7 +118,7 @@ def link(points: Sequence[CollectiveTime], ranks_per_adapter: float) -> Link:
 
 
 def links_of(points: Sequence[CollectiveTime], ranks_per_node: int) -> dict[str, Link]:
-    """The links of nodes with one adapter that all ranks share."""
+    """Fit the links of nodes with one adapter that all ranks share."""
     found = {}
     for name in ("node", "network"):
         if own := [point for point in points if point.link == name]:
@@ -125,9 +127,9 @@ def links_of(points: Sequence[CollectiveTime], ranks_per_node: int) -> dict[str,
 
 
 def device_file(measured: Measured, filled: Mapping[tuple[int, int], float], **about: Any) -> DeviceFile:
-    """`filled`: by the (m, n) of products, the share of a GPU that they fill; 1 for those not named. `about`: fields of
-    the device that are known, among them `capability` for a GPU; `peak_tflops` is by default the best rate that was
-    measured or that endless products are fitted to reach."""
+    """Build a device file. `filled` is the share of a GPU that products fill, by their (m, n); the default is 1.
+    `about` holds known fields of the device, such as `capability` for a GPU. `peak_tflops` defaults to the best rate
+    that was measured or that the fit predicts for an infinite inner dimension."""
     peaks = about.get("peak_tflops", {})
     gemm = {}
     for precision in dict.fromkeys(each.precision for each, _ in measured.products):
@@ -161,7 +163,7 @@ def device_file(measured: Measured, filled: Mapping[tuple[int, int], float], **a
 
 
 def errors(device: DeviceFile, measured: Measured) -> dict[str, float]:
-    """By what was measured, the median relative error of what the device file says of it."""
+    """Median relative error of the device file's predictions, by measured quantity."""
     found: dict[str, list[float]] = {}
 
     def note(what: str, us: float, seconds: float) -> None:
@@ -173,21 +175,21 @@ def errors(device: DeviceFile, measured: Measured) -> dict[str, float]:
         way = "backward" if a.backward else "forward"
         us = device.attention_us(a.backend, a.width, a.flops, a.length, a.backward)
         note(f"attention {a.backend} {way}", us, seconds)
-    if device.capability is not None:  # those of a CPU are fitted to steps, whose caches an operation alone has not
+    if device.capability is not None:  # CPU entries are fitted to whole steps, whose caches an isolated operation lacks
         for moved, seconds in measured.moves:
             note("element-wise", device.memory_us(moved), seconds)
     return {what: median(values) for what, values in found.items()}
 
 
 def text_of(device: DeviceFile, remarks: Iterable[str]) -> str:
-    """The YAML of a device file, with remarks at its head."""
+    """The YAML of a device file, with comments at its head."""
     entries = {name: _rounded(value) for name, value in asdict(device).items() if value is not None}
     text: str = yaml.safe_dump(entries, sort_keys=False, default_flow_style=None, width=120)
     return "".join(f"# {remark}\n" for remark in remarks) + text
 
 
 def _rounded(value: object) -> object:
-    """Numbers to four digits."""
+    """Round numbers to four significant digits."""
     if isinstance(value, Mapping):
         return {name: _rounded(each) for name, each in value.items()}
     if isinstance(value, tuple):
@@ -200,12 +202,12 @@ def _in_four_digits(number: float) -> float:
 
 
 Predict = Callable[[DeviceFile], float]
-"""Seconds of a step, predicted for a device."""
+"""Predicts the seconds of a step for a device."""
 
 
 def fit_steps(device: DeviceFile, steps: Sequence[tuple[Predict, float]]) -> DeviceFile:
-    """The device with the bandwidth, the gap between operations and the overhead of a step that suit best the measured
-    seconds of steps. On GPUs, whose bandwidth a copy shows, the overhead alone."""
+    """Return the device with the bandwidth, the gap between operations and the step overhead that best fit the measured
+    step times. On GPUs, where a copy measures the bandwidth, only the overhead is fitted."""
     alone = replace(device, copy_tb_per_second=1e9, launch_gap_us=0.0, step_overhead_ms=0.0, kernel_floor_us=0.0)
     fixed = [predict(alone) for predict, _ in steps]
     rows = [

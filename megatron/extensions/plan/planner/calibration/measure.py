@@ -1,7 +1,7 @@
 """Times of products, attention, element-wise operations and collectives, measured on this machine.
 
-All ranks measure the same thing at the same time, as they run in training: ranks that share processors, a memory or a
-cable slow each other, and that belongs to what is measured.
+All ranks measure the same operation at the same time, as in training. Ranks that share processors, memory or a network
+cable slow each other, and the measurement must include this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENT
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: small on a CPU, whose ranks train small models, and large on a GPU."""
+    """Sizes to measure: small on a CPU, whose ranks train small models, and large on a GPU."""
 
     products: tuple[tuple[int, int, int], ...]
     """(m, n, k): rows are tokens."""
@@ -37,11 +37,11 @@ class Sizes:
     lengths: tuple[int, ...]
     widths: tuple[int, ...]
     rows: tuple[int, ...]
-    """Of element-wise operations on [rows, columns]."""
+    """Shapes [rows, columns] of element-wise operations."""
 
     columns: int
     messages: tuple[int, ...]
-    """Bytes of the whole operand of collectives."""
+    """Bytes of the whole operand of each measured collective."""
 
 
 CPU = Sizes(
@@ -67,7 +67,7 @@ GPU = Sizes(
 
 
 class Clock:
-    """Seconds of a call, by rounds of many calls; on all ranks at once."""
+    """Times a call in rounds of many repetitions, on all ranks at once."""
 
     def __init__(self, device: torch.device, round_seconds: float, rounds: int = 3) -> None:
         self.device = device
@@ -76,7 +76,7 @@ class Clock:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Median of the rounds, mean of the ranks."""
+        """Median over the rounds, averaged over the ranks."""
         self._timed(call, 1)  # the first call allocates
         once = self.agreed(self._timed(call, 2) / 2)
         count = max(2, int(self.round_seconds / max(once, 1e-7)))
@@ -93,7 +93,7 @@ class Clock:
         return time.perf_counter() - start
 
     def agreed(self, seconds: float) -> float:
-        """The mean of the ranks: all of them make the same number of calls."""
+        """Average over the ranks, so that all of them make the same number of calls."""
         if self.world == 1:
             return seconds
         mine = torch.tensor([seconds], dtype=torch.float64, device=self.device)
@@ -102,7 +102,7 @@ class Clock:
 
 
 def measure(clock: Clock, sizes: Sizes, precisions: Sequence[str]) -> Measured:
-    """What one device does. Collective over all ranks."""
+    """Measure one device. Collective over all ranks."""
     return Measured(
         products=tuple(products(clock, sizes, precisions)),
         attention=tuple(attention(clock, sizes, precisions[-1])),
@@ -112,8 +112,8 @@ def measure(clock: Clock, sizes: Sizes, precisions: Sequence[str]) -> Measured:
 
 
 def measure_links(clock: Clock, sizes: Sizes, ranks_per_node: int) -> tuple[list[CollectiveTime], float]:
-    """(collectives within and between nodes, the share of the time of a hidden one by which it delays computation).
-    Collective over all ranks; nothing for one rank."""
+    """Return (times of collectives within and between nodes, share of an overlapped collective's time by which it
+    delays computation). Collective over all ranks; both are empty for one rank."""
     groups = dict(link_groups(clock.world, ranks_per_node))
     found = [point for name, group in groups.items() for point in collectives(clock, sizes, name, group)]
     return found, overlap_slowdown(clock, sizes, list(groups.values())[-1]) if groups else 0.0
@@ -129,7 +129,7 @@ def products(clock: Clock, sizes: Sizes, precisions: Sequence[str]) -> Iterator[
 
 
 def attention(clock: Clock, sizes: Sizes, precision: str) -> Iterator[tuple[Attention, float]]:
-    """Causal, through torch's kernels: FlashAttention-2 and, on GPUs, cuDNN where it runs."""
+    """Time causal attention with torch's kernels: FlashAttention-2 and, on GPUs, cuDNN where it runs."""
     for kernel, backend in KERNELS.items():
         if kernel == "cudnn" and clock.device.type != "cuda":
             continue
@@ -159,14 +159,16 @@ def _attention(
 
 
 def moves(clock: Clock, sizes: Sizes) -> Iterator[tuple[int, float]]:
-    """(bytes read and written, seconds) of copies. The bandwidth of a CPU is fitted to whole steps from there."""
+    """Return (bytes read and written, seconds) of copies. A CPU's bandwidth is then fitted to whole steps, starting
+    from these."""
     for rows in sizes.rows:
         x, y = (torch.randn(rows, sizes.columns, device=clock.device) for _ in range(2))
         yield 2 * x.nbytes, clock.seconds(partial(y.copy_, x))
 
 
 def link_groups(world: int, ranks_per_node: int) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """(link, this rank's group): the ranks of its node, and those at its place on all nodes. Groups work at once."""
+    """Yield (link, this rank's group): first the ranks of its node, then the ranks with the same local rank on all
+    nodes. All groups communicate at once."""
     nodes = world // ranks_per_node
     by_link = {
         "node": [range(n * ranks_per_node, (n + 1) * ranks_per_node) for n in range(nodes)],
@@ -181,8 +183,9 @@ def link_groups(world: int, ranks_per_node: int) -> Iterator[tuple[str, dist.Pro
 
 
 def collectives(clock: Clock, sizes: Sizes, link: str, group: dist.ProcessGroup) -> Iterator[CollectiveTime]:
-    """Sizes grow until a call takes a third of a second. On CPUs each call follows a product, whose time is subtracted:
-    ranks that share processors do not arrive at the same moment, and training has them wait for each other."""
+    """Time collectives of growing sizes until a call takes a third of a second. On CPUs each call follows a product,
+    whose time is subtracted: ranks that share processors do not arrive at the same moment, and training has them wait
+    for each other."""
     m, n, k = sizes.products[-1]
     a, b = torch.randn(m, k, device=clock.device), torch.randn(k, n, device=clock.device)
     before = [partial(torch.mm, a, b)] if clock.device.type == "cpu" else []
@@ -202,8 +205,8 @@ def _call_each(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """A call of a collective whose whole operand has `moved` bytes of fp32, as training calls it: on CPUs reductions
-    are exchanges with sums."""
+    """Return a call of a collective whose whole operand has `moved` bytes of fp32, as training calls it: on CPUs,
+    reductions are exchanges followed by sums."""
     n = group.size()
     whole = torch.zeros(max(1, moved // 4 // n) * n, device=device)
     part, other = torch.zeros(whole.numel() // n, device=device), torch.zeros_like(whole)
@@ -231,7 +234,7 @@ def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.de
 
 
 def overlap_slowdown(clock: Clock, sizes: Sizes, group: dist.ProcessGroup) -> float:
-    """Share of the time of a hidden all-reduce by which it delays products beside it."""
+    """Share of a hidden all-reduce's time by which it delays concurrent products."""
     whole = torch.zeros(sizes.messages[-1] // 4, device=clock.device)
     alone = clock.seconds(lambda: dist.all_reduce(whole, group=group))
     m, n, k = sizes.products[-1]

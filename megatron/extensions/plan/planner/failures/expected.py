@@ -1,15 +1,16 @@
-"""Expected goodput of a run on devices that fail, the best interval of saves, and the spare nodes that pay. This module
-does not import torch.
+"""Expected goodput of a run on devices that fail, the best save interval, and the number of spare nodes worth paying
+for. This module does not import torch.
 
 Failures are a Poisson process: a run of W devices, each with `rate` failures a day, fails every M = 86400 / (rate W)
-seconds on average. A run that saves after every tau seconds of steps, is stopped by each save for delta seconds and
-needs R seconds from a failure to its next step takes
+seconds on average. A run saves after every tau seconds of steps, stops for delta seconds at each save, and needs R
+seconds from a failure to its next step. It takes
 
-    T = M exp(R / M) (exp((tau + delta) / M) - 1)
+T = M exp(R / M) (exp((tau + delta) / M) - 1)
 
 seconds for tau seconds of steps (Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-2006, equation 20; failures during a restart are counted). A save that is written in the background counts after w
-more seconds of steps: a failure before that costs the segment before too, which adds w to R. Goodput is tau / T.
+2006, equation 20; failures during a restart are counted). A save that is written in the background can be loaded only
+after w more seconds of steps. A failure before then also loses the previous segment, which adds w to R. Goodput is tau
+/ T.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from dataclasses import dataclass
 from statistics import median
 
 RESTART_SECONDS = 120.0
-"""From a failure to the next step, if --restart-seconds does not state it. Assumed."""
+"""Assumed seconds from a failure to the next step if --restart-seconds is not given."""
 
 SAVE_GB_PER_SECOND_PER_NODE = 2.0
-"""GB/s at which a node writes to storage, if neither --save-seconds nor earlier saves state the time. Assumed."""
+"""Assumed GB/s at which a node writes to storage, if neither --save-seconds nor earlier saves state the time."""
 
 REPAIR_HOURS = 4.0
-"""From the failure of a node until it can be used again, if --repair-hours does not state it. Assumed."""
+"""Assumed time from the failure of a node until it can be used again, if --repair-hours is not given."""
 
 MOST_SPARES = 4096
 SECONDS_PER_DAY = 86400.0
@@ -47,13 +48,13 @@ class SaveCost:
     """Cost of a save, in seconds."""
 
     blocking: float
-    """During which the run does not train: delta."""
+    """Seconds for which the run stops training: delta."""
 
     seconds: float
-    """From the beginning of a save until it could be loaded."""
+    """Seconds from the start of a save until it can be loaded."""
 
     source: str
-    """Where `seconds` come from, for the reader."""
+    """Source of `seconds`, for the reader."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,12 @@ class Expected:
     save: SaveCost
 
     def shares(self, steps: int) -> Shares:
-        """The wall time of a run that saves every `steps` steps. A save that is due waits for the one before it."""
+        """Wall time shares of a run that saves every `steps` steps. A save waits until the previous one has
+        finished."""
         trained, mean = steps * self.step_seconds, self.between_failures
         blocking = max(self.save.blocking, self.save.seconds - trained)
         restart = self.restart_seconds + self.save.seconds - blocking
-        # exp((R + tau + delta) / M) overflows long before it matters: such a run never ends a segment.
+        # exp((R + tau + delta) / M) would overflow only where it does not matter: such a run never completes a segment.
         if (restart + trained + blocking) / mean > 500:
             return Shares(steps, 0.0, 0.0, 1.0, 0.0)
         wall = mean * math.exp(restart / mean) * math.expm1((trained + blocking) / mean)
@@ -93,9 +95,9 @@ class Expected:
         return Shares(steps, goodput, saves, restarts, max(0.0, 1.0 - goodput - saves - restarts))
 
     def best(self) -> Shares:
-        """The interval of highest goodput."""
+        """The save interval with the highest goodput."""
         low, high = 1, max(1, math.ceil(20 * (self.between_failures + self.save.seconds) / self.step_seconds))
-        while high - low > 2:  # goodput has one maximum over the interval
+        while high - low > 2:  # goodput has a single maximum over the interval
             third = (high - low) // 3
             left, right = low + third, high - third
             if self.shares(left).goodput < self.shares(right).goodput:
@@ -106,7 +108,7 @@ class Expected:
 
 
 def measured_save(events: Sequence[Mapping[str, object]]) -> float | None:
-    """Median seconds of the saves in `run_events.jsonl` that succeeded; None without any."""
+    """Median seconds of the successful saves in `run_events.jsonl`; None if there are none."""
     found = [event.get("seconds") for event in events if event.get("event") == "save" and "error" not in event]
     seconds = [float(each) for each in found if isinstance(each, int | float) and each > 0]
     return median(seconds) if seconds else None
@@ -116,11 +118,11 @@ def save_cost(shard_bytes: int, bytes_per_node: int, host_gb: float, background:
     """Return the cost of a save.
 
     Args:
-        shard_bytes: what the fullest rank copies to its host's memory before it trains on
-        bytes_per_node: what a node writes
+        shard_bytes: bytes that the fullest rank copies to its host's memory before it trains on
+        bytes_per_node: bytes that a node writes
         host_gb: rate of these copies, in GB/s
         background: whether the rest is written while the run trains
-        known: seconds of a save that are stated or measured; None to assume a rate of storage
+        known: stated or measured seconds of a save; None to assume a rate of storage
     """
     written = bytes_per_node / SAVE_GB_PER_SECOND_PER_NODE / 1e9
     copied = shard_bytes / host_gb / 1e9
@@ -130,10 +132,10 @@ def save_cost(shard_bytes: int, bytes_per_node: int, host_gb: float, background:
 
 
 def spares_worth(nodes: int, node_failures_per_second: float, repair_seconds: float) -> tuple[int, float, float]:
-    """The number of spare nodes with most training for each node that is paid.
+    """Find the number of spare nodes that gives the most training per paid node.
 
-    The failed nodes at a time are Poisson distributed, with mean nodes x failures x time of repair. The run waits while
-    more of them are missing than it has spares.
+    The number of failed nodes at any time is Poisson distributed, with mean nodes x failures x repair time. The run
+    waits while more of them are missing than it has spares.
 
     Returns:
         (spares, share of the time in which the run has all its nodes with them, and without spares)
@@ -153,7 +155,8 @@ def spares_worth(nodes: int, node_failures_per_second: float, repair_seconds: fl
 
 
 def failure_lines(expected: Expected, given: int | None, nodes: int, repair_hours: float) -> Iterator[str]:
-    """The failures of a run, goodput at the best interval of saves and at that of the run (`given`), and spares."""
+    """Lines about the failures of a run, its goodput at the best save interval and at the run's own (`given`), and
+    spare nodes."""
     save, best = expected.save, expected.best()
     yield f"a failure every {_time(expected.between_failures)}, {_time(expected.restart_seconds)} until the next step"
     source = f" ({save.source})" if save.source else ""

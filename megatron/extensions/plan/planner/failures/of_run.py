@@ -1,4 +1,4 @@
-"""The failures of a planned run: its predicted step and memory, and the saves that it has made so far.
+"""Expected failures of a planned run, from its predicted step and memory and the saves that it has made so far.
 
 This module does not import torch.
 """
@@ -47,9 +47,9 @@ class RunOnFailing:
         step: StepTime,
         asked: AskedFailures,
     ) -> RunOnFailing:
-        """The run that a plan is of."""
+        """Create it from a plan."""
         known = asked.save_seconds or measured_save(recorded_events(config.checkpoint.save_root))
-        # A save holds what each rank has of weights and states; replicas write it once.
+        # A save holds each rank's weights and states; replicas are written once.
         states = [rank.plan.memory.parameters + rank.plan.memory.optimizer for rank in memory]
         sharded = config.ddp.data_parallel_sharding_strategy != "no_shard"
         writers = step.world_size // (1 if sharded else dims.size("dp") * dims.size("cp"))
@@ -64,7 +64,7 @@ class RunOnFailing:
 
     @property
     def lines(self) -> Iterator[str]:
-        """Failures, goodput by interval of saves, and spare nodes."""
+        """Lines about failures, goodput by save interval, and spare nodes."""
         return failure_lines(self.expected, self.save_interval, self.nodes, self.repair_hours)
 
     @property
