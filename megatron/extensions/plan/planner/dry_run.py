@@ -72,10 +72,9 @@ def print_plan(
     problems: Sequence[Problem],
     failures: AskedFailures | None = None,
 ) -> None:
-    """Print what a validated configuration will build and do on its ranks and, with a `device`, the predicted step
-    time. The plan states whether the run fits devices of `device_memory` GiB (by default the memory of `device`), and
-    which differences from other programs apply with the flags as given. With `failures`, it also states the cost of
-    failures of a `device`.
+    """Print the plan of a validated configuration and, with a `device`, the predicted step time. The plan states
+    whether the run fits devices of `device_memory` GiB (by default the memory of `device`), and which
+    differences from other programs apply. With `failures`, it also states the expected cost of failures of a `device`.
 
     Writes the same to the file of --json: "world_size", "config" with every field by its flat name, the lines of the
     "plan" under their titles, "memory" of each pipeline rank in bytes, "time" (`StepTime`), and of the fit

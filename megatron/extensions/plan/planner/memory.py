@@ -1,5 +1,5 @@
-"""Memory of each pipeline rank: parameters, gradients and optimizer state, from the shapes of the parameters, and the
-activations beside them. torch is imported only to measure these.
+"""Memory of each pipeline rank: parameters, gradients and optimizer state from the parameter shapes, plus activations.
+torch is imported only to measure these.
 
 Buffers are planned by the function that lays them out in memory, so the bytes are the allocator's.
 """
@@ -50,8 +50,8 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 @dataclass(frozen=True)
 class BufferBytes:
-    """Bytes of one rank's parameters, gradients and optimizer state, padding included: on the device, but for those of
-    `host`."""
+    """Bytes of one rank's parameters, gradients and optimizer state, including padding. All bytes are on the device,
+    except `host`."""
 
     parameters: int
     gradients: int
@@ -64,32 +64,32 @@ class BufferBytes:
     """Main parameters and moments in host memory."""
 
     host_slots: int = 0
-    """Gradients and parameters that pass through host memory."""
+    """Bytes of gradients and parameters that pass through host memory."""
 
     host_parameters: int = 0
-    """Bytes of parameters of units that are kept in host memory."""
+    """Bytes of parameters of units that are held in host memory."""
 
     host_gradients: int = 0
 
     disk: int = 0
-    """Bytes of these parameters, and of states of such units, that are in files."""
+    """Bytes of these parameters, and of states of such units, that are held in files."""
 
     rollback: int = 0
-    """Bytes that are kept to roll back an update made before the gradient norm is known."""
+    """Bytes saved to roll back an update made before the gradient norm is known."""
 
     @property
     def optimizer(self) -> int:
-        """Of the optimizer, on the device."""
+        """Bytes of optimizer states on the device."""
         return self.main_parameters + self.moments + self.rollback
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Total bytes on the device."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def host(self) -> int:
-        """In host memory, without files."""
+        """Bytes in host memory, files not included."""
         return self.host_states + self.host_slots + self.host_parameters + self.host_gradients - self.disk
 
 
@@ -185,7 +185,7 @@ class RankStates:
     in_flight: UnitsInFlight
 
     of_callbacks: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of the states that a callback keeps, by its name. They count as moments in `memory`."""
+    """Bytes of callback states, by callback name. They count as moments in `memory`."""
 
 
 def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankStates:
@@ -214,7 +214,7 @@ def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankS
 
 
 def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[ParamMeta]) -> tuple[BufferLayout, ...]:
-    """The buffers of a rank's parameters that are trained."""
+    """The buffers of a rank's trained parameters."""
     optimizer, ddp = config.optimizer, config.ddp
     trained = [(meta, local_shape(meta, dims)) for meta in metas if not optimizer.freezes(meta)]
     sizes = dims.shards(False), dims.shards(True), ddp.ddp_bucket_size
@@ -237,7 +237,7 @@ def callback_bytes(config: RunConfig, buffers: Sequence[BufferLayout]) -> dict[s
 
 
 def dtype_of_states(config: RunConfig, callback: str) -> str:
-    """Name of the dtype of a callback's states."""
+    """Dtype name of a callback's states."""
     return CALLBACKS.facts(callback).stored(config).dtype or config.parallel.main_dtype
 
 
@@ -278,7 +278,7 @@ def _units_in_flight(
 
     gathered = [wholes[unit] for unit in forward]
     gathered += [wholes[unit] + wholes[after] for unit, after in pairwise(forward) if unit != after]
-    if parallel.pipeline_model_parallel_size > 1 and len(forward) > 1:  # one forward pass ends, and the next one begins
+    if parallel.pipeline_model_parallel_size > 1 and len(forward) > 1:  # one forward pass ends and the next begins
         gathered.append(wholes[forward[-1]] + wholes[forward[0]])
 
     alone = [(wholes[unit] * main, 0) for unit in backward]
@@ -337,7 +337,7 @@ def _reduction_bytes(size: int, num_shards: int, parallel: ModelParallelConfig, 
 def _metas_of(
     model: TransformerConfig, parallel: ModelParallelConfig, stages: Sequence[Stage], tied: tuple[int, ...]
 ) -> tuple[ParamMeta, ...]:
-    """The parameters of a rank's stages; a tied embedding that two of them share is held once."""
+    """The parameters of a rank's stages. A tied embedding that two stages share is held once."""
     found: dict[str, ParamMeta] = {}
     for stage in stages:
         metas = stage_metas(model, stage, sequence_parallel=parallel.sequence_parallel, tied_stages=tied)
@@ -347,7 +347,7 @@ def _metas_of(
 
 
 def local_shape(meta: ParamMeta, dims: ParallelDims) -> tuple[int, ...]:
-    """Shape of the part of a parameter that each rank holds; all parts are equal."""
+    """Shape of the local shard of a parameter; all shards are equal."""
     return meta.box({axis: (0, dims.size(axis)) for axis in meta.sharded})[1]
 
 
@@ -356,12 +356,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What a rank at one place of the pipeline holds."""
+    """Memory of a rank at one pipeline position."""
 
     plan: RankStates
     activations: RankActivations
     working: int
-    """Bytes that come and go."""
+    """Bytes of temporary allocations."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -381,12 +381,12 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Total bytes on the device."""
         return sum(self.sizes.values())
 
     @property
     def record(self) -> dict[str, int]:
-        """As JSON."""
+        """The record as JSON."""
         return {"pp_rank": self.plan.pp_rank, **self.sizes, "total": self.total, "host": self.host}
 
 
@@ -400,7 +400,7 @@ class Fit:
 
     @property
     def over(self) -> int:
-        """Bytes that are too much."""
+        """Number of bytes above the limit."""
         return max(0, self.fullest.total - self.limit)
 
     @property
@@ -411,12 +411,12 @@ class Fit:
 
     @property
     def record(self) -> dict[str, object]:
-        """As JSON."""
+        """The record as JSON."""
         return {"fits": not self.over, "fullest_pp_rank": self.fullest.plan.pp_rank, "bytes_over": self.over}
 
 
 def fullest(memory: Sequence[RankMemory]) -> RankMemory:
-    """The pipeline rank that holds most."""
+    """The pipeline rank with the most memory."""
     return max(memory, key=lambda rank: rank.total)
 
 
@@ -426,7 +426,7 @@ def gib(size: float) -> str:
 
 
 def memory_of_ranks(config: RunConfig, world_size: int, cache: PlannerCache | None = None) -> list[RankMemory]:
-    """By pipeline rank. `cache` keeps between calls what layers of other layouts do."""
+    """Memory by pipeline rank. `cache` keeps measurements of layers between calls."""
     from megatron.extensions.plan.planner.activations import activations_of_ranks
     from megatron.extensions.plan.planner.micro_batch import MicroBatch
 

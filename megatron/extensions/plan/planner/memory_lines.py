@@ -1,4 +1,4 @@
-"""The lines of a plan about memory: what each pipeline rank holds, and what is counted."""
+"""The memory lines of a plan: the contents of each pipeline rank, and the items that are counted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron.extensions.plan.planner.micro_batch import MicroBatch
 
 RANKS_SHOWN = 8
-"""Ranks that a line lists at most."""
+"""Largest number of ranks that a line lists."""
 
 
 def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemory]) -> Iterator[str]:
@@ -86,7 +86,7 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
 
 
 def _unit_line(config: RunConfig, plans: Sequence[RankStates]) -> Iterator[str]:
-    """Where matrices and their gradients are between passes, if not whole on each device."""
+    """A line about the place of matrices and their gradients between passes, unless they are whole on each device."""
     if config.ddp.unit_ranks(config.parallel) is None:
         return
     what = "gradients and parameters" if config.ddp.drops_parameters(config.parallel) else "gradients"
@@ -104,7 +104,7 @@ def _unit_line(config: RunConfig, plans: Sequence[RankStates]) -> Iterator[str]:
 
 
 def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> Iterator[str]:
-    """What is counted as activations, and how much of it a layer has."""
+    """Lines about the items that count as activations, and the amount per layer."""
     model = batch.model
     even = ", tokens even over the experts" if model.num_experts is not None else ""
     on_gpus = ", and with those of GPUs for norms and attention"

@@ -1,4 +1,4 @@
-"""A micro-batch on one rank: what decides the memory and the time of its passes."""
+"""A micro-batch on one rank: the properties that determine the memory and time of its passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MicroBatch:
     parallel: ModelParallelConfig
     samples: int
     device: str = "cuda"
-    """"cuda" or "cpu", whose norms keep other things for the backward."""
+    """"cuda" or "cpu"; their norms save different tensors for backward."""
 
     own_positions: bool = False
     """True if samples have position ids of their own (--reset-position-ids)."""
@@ -30,7 +30,7 @@ class MicroBatch:
     """As in `PlannedGPU`."""
 
     deterministic: bool = False
-    """True if nothing is added in any order (--deterministic-mode)."""
+    """True if no sums are added in nondeterministic order (--deterministic-mode)."""
 
     @classmethod
     def of(cls, config: RunConfig) -> MicroBatch:
@@ -46,7 +46,7 @@ OF_PIPELINE = (
     *("microbatch_group_size_per_virtual_pipeline_stage", "distributed_backend", "use_tp_pp_dp_mapping"),
     *("data_parallel_size", "num_distributed_optimizer_instances"),
 )
-"""Settings that change nothing about a micro-batch in a layer."""
+"""Settings that do not affect a micro-batch in a layer."""
 
 
 def in_a_layer(batch: MicroBatch) -> MicroBatch:

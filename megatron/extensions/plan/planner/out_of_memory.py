@@ -1,4 +1,4 @@
-"""When a device runs out of memory: what it held beside the plan, by category, and the cheapest change that fits."""
+"""Out-of-memory report: held and planned memory by category, and the cheapest change that fits."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 def changes(config: RunConfig) -> Iterator[Change]:
-    """Changes that take less memory, those that cost least first: states before further communication, before updates
-    on the host, before offload and recomputation of whole layers, before another layout."""
+    """Yield changes that take less memory, cheapest first: states before further communication, before updates on the
+    host, before offload and recomputation of whole layers, before another layout."""
     bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     yield {"use_distributed_optimizer": True}
     yield {"use_precision_aware_optimizer": True, **bf16}
@@ -75,7 +75,7 @@ def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: Trainin
         lines.append(f"{name:<24}{byte_text(here):>12}{now:>12}")
     if size is not None:
         lines.append(f"the device has {byte_text(size)}")
-    # What is held beyond the plan, as by other programs and in fragments, is held after a change too.
+    # Memory held beyond the plan, such as other programs' and fragments, remains after a change too.
     limit = plan.total if size is None else size - max(0, held["total"] - plan.total)
     lines.append(_cheapest(config, world_size, pp_rank, limit, until, cache))
     return "\n".join(lines)
@@ -106,7 +106,7 @@ def with_change(config: RunConfig, change: Change, world_size: int) -> RunConfig
 
 
 def flags_of(change: Change) -> str:
-    """The change as it is typed."""
+    """The change as command-line flags."""
     table = field_table()
     return " ".join(
         f"--{name.replace('_', '-')}" if value is True else f"{table[name].name} {value}"
@@ -120,7 +120,7 @@ def planned_memory(config: RunConfig, world_size: int, pp_rank: int, cache: Plan
 
 
 def host_memory_of_a_rank() -> float:
-    """Bytes of host memory that are free here, for each rank of as many as there are devices; infinite if not known."""
+    """Free bytes of host memory here per rank, with one rank per device; infinite if not known."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -130,7 +130,7 @@ def host_memory_of_a_rank() -> float:
 
 
 def held_bytes(run: TrainingRun | None) -> dict[str, int]:
-    """Bytes that this rank has taken, as far as they are known."""
+    """Bytes that this rank holds, as far as they are known."""
     held: dict[str, int] = {}
     if run is not None:
         held["parameters"], held["gradients"], host = run.ddp.nbytes
@@ -148,6 +148,6 @@ def held_bytes(run: TrainingRun | None) -> dict[str, int]:
 
 
 def explain(error: BaseException, config: RunConfig, launch: Launch, run: TrainingRun | None) -> None:
-    """Adds `memory_report` to an error of a device that ran out of memory; tracebacks show it."""
+    """Add `memory_report` to a device's out-of-memory error; tracebacks show it."""
     pp_rank = ParallelDims.from_config(config.parallel, launch.world_size).coords(launch.rank)["pp"]
     error.add_note(memory_report(config, launch.world_size, pp_rank, run))

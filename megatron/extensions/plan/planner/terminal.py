@@ -1,4 +1,4 @@
-"""Progress output of long commands, and their end by Ctrl-C. This module does not import torch."""
+"""Progress output of long commands, and their handling of Ctrl-C. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When every action of a set of lists runs, how much of the time is idle, and what memory it takes."""
+"""Simulates lists of actions: the start and end of each action, idle time, and memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StageCosts:
     exchange: float = 0.0
 
     def time(self, action: Action) -> float:
-        """Time that a compute action computes; 0 of others, whose time is in `comm`."""
+        """Time that an action computes; 0 for communication, whose time is in `comm`."""
         if action.kind is Kind.F:
             return at_stage(self.forward, action.stage)
         time = 0.0
@@ -46,7 +46,7 @@ class StageCosts:
         return time
 
     def exchanges_of(self, action: Action) -> int:
-        """All-to-alls of an action."""
+        """Number of all-to-alls of an action."""
         return int(at_stage(self.exchanges, action.stage)) if action.kind in (Kind.F, *BACKWARDS) else 0
 
     def duration(self, actions: Sequence[Action]) -> tuple[float, float]:
@@ -91,7 +91,7 @@ class Simulation(Walk):
         self.exchanging = 0.0
         """Time of all all-to-alls of experts."""
         self.exposed = 0.0
-        """Part of it in which their rank computes nothing."""
+        """Part of the exchange time in which the rank computes nothing."""
         self.run()
 
     def time_of(self, actions: Sequence[Action]) -> float:
@@ -108,7 +108,7 @@ class Simulation(Walk):
 
     @property
     def spans(self) -> list[float]:
-        """From the first start to the last end of each rank."""
+        """Time from the first start to the last end, by rank."""
         return [timed[-1].stop - timed[0].start if timed else 0.0 for timed in self._compute]
 
     @property
@@ -118,7 +118,7 @@ class Simulation(Walk):
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end of all ranks."""
+        """Time from the first start to the last end over all ranks."""
         return max((timed.stop for timeline in self.timeline for timed in timeline), default=0.0)
 
     @property

@@ -1,6 +1,6 @@
 """Records the collectives of a rank as torch dispatches them, in a real world or a fake one.
 
-Whatever calls them is seen: this library, torch's own functions, a user's layer. Collectives of Python objects are
+Every caller is covered: this library, torch's own functions, and a user's layers. Collectives of Python objects are
 recorded as one call, as their sizes follow from values.
 """
 
@@ -37,7 +37,7 @@ OPS = (
 """Names in records. Those of operators begin alike, with other underscores: allreduce_coalesced_, _allgather_base_."""
 
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
-"""In torch's order of ReduceOp."""
+"""Names in the order of torch's ReduceOp."""
 
 SENT = ("tensors", "input_tensors", "input_tensor", "input", "inputs")
 RECEIVED = ("output_tensors", "output_tensor", "output", "outputs", "tensors", "out")
@@ -65,7 +65,7 @@ class CollectiveLog:
                 self.axes.setdefault(self.group(axis.group), name.partition("_lane")[0])
 
     def group(self, group: dist.ProcessGroup | str) -> Group:
-        """The identity of a group, or of the one that has this name."""
+        """The identity of a group, which is given as an object or by its name."""
         name = group if isinstance(group, str) else group.group_name
         if name not in self._groups:
             self._groups.clear()
@@ -77,7 +77,7 @@ class CollectiveLog:
         return self._groups[name]
 
     def add(self, made: Collective) -> None:
-        """Records a call made by what is on the stack now."""
+        """Record a call made by the code on the current stack."""
         phase, microbatch = self.phase()
         self.collectives.append(made._replace(site=call_site(), phase=phase, microbatch=microbatch))
 
@@ -96,7 +96,7 @@ class CollectiveLog:
         sizes = [sum(x.numel() for x in tensors) for tensors in (sent, received)]
         if func.namespace == "c10d":
             group = self.group(dist.ProcessGroup.unbox(given["process_group"]))
-        else:  # a functional one, which makes its result
+        else:  # a functional collective, which allocates its result
             group, received = self.group(given["group_name"]), []
             up, down = {"all_gather": (len(group.ranks), 1), "reduce_scatter": (1, len(group.ranks))}.get(op, (1, 1))
             sizes[1] = sizes[0] * up // down
@@ -118,7 +118,7 @@ class CollectiveLog:
         self.add(made)
 
     def objects(self) -> AbstractContextManager[None]:
-        """Records collectives of Python objects too, and answers them."""
+        """Record collectives of Python objects too, and return their results."""
 
         def recorded(name: str, real: Callable[..., object]) -> Callable[..., object]:
             def call(*args: object, **kwargs: object) -> None:

@@ -1,5 +1,6 @@
-"""`pretrain_gpt.py --rehearse`: rehearses ranks of a world that is not there, and reports what a run would meet: what
-ended ranks, where their collectives part, memory, and bytes sent."""
+"""`pretrain_gpt.py --rehearse`: rehearses ranks of a world that does not exist.
+
+It reports failed ranks, mismatched collectives, memory, and bytes sent."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def rehearse(asked: Prepared, ranks: str, device_memory: float | None) -> int:
     limit = None if device_memory is None else round(device_memory * 2**30)
     rehearsal = rehearsal_of(config, world_size, limit)
     chosen = chosen_ranks(ranks, rehearsal.dims)
-    planned, notes = _planned_or_told(rehearsal)  # it also warms the caches of fake tensors, which the ranks inherit
+    planned, notes = _planned_or_told(rehearsal)  # this also warms the caches of fake tensors, which the ranks inherit
     starts, problems = start_of_run(config)
     records, lost = _records(rehearsal, chosen)
     problems += problem_lines(records, world_size)
@@ -94,7 +95,7 @@ def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecor
                     records.append(found)
                 done = len(records) + len(lost)
                 say(f"{done} of {len(ranks)} ranks rehearsed, {time.monotonic() - began:.0f} s")
-        except OSError as error:  # no room for one process more
+        except OSError as error:  # no memory for another process
             ended = {each.rank for each in records} | {each.job for each in lost}
             lost += [Lost(rank, str(error)) for rank in ranks if rank not in ended]
     return sorted(records, key=lambda record: record.rank), sorted(lost)
@@ -145,7 +146,7 @@ SITES_SHOWN = 4
 
 @dataclass(frozen=True)
 class Report:
-    """Result of a rehearsal."""
+    """The result of a rehearsal."""
 
     config: RunConfig
     """Configuration of the rehearsed run."""
@@ -160,7 +161,7 @@ class Report:
 
     notes: Sequence[str]
     problems: Sequence[str]
-    """Everything that a run would fail of."""
+    """Every problem that would fail a run."""
 
     def lines(self) -> Iterator[str]:
         """Yields the lines of the report: the rehearsed ranks, memory by rank, and traffic by axis."""
@@ -217,7 +218,7 @@ class Report:
         return {axis: (calls[axis], sizes[axis]) for axis in calls}
 
     def _compared_line(self) -> str:
-        """How many collectives were compared, or why none could be."""
+        """A line with the number of compared collectives, or the reason why none could be compared."""
         groups, calls = compared(self.records)
         if not groups:
             alone = "no two of the rehearsed ranks call any together; --ranks all-distinct compares them"
@@ -260,7 +261,7 @@ class Report:
             yield "No rank fails, and their collectives agree." if agree else "No rank fails; nothing was compared."
 
     def as_object(self) -> dict[str, object]:
-        """The report for --json."""
+        """The report as an object for --json."""
         rehearsal, records = self.rehearsal, self.records
         groups, calls = compared(records)
         return {
@@ -309,7 +310,7 @@ def _lost_lines(lost: Sequence[Lost]) -> Iterator[str]:
 
 
 def problem_lines(records: Sequence[RankRecord], world_size: int) -> list[str]:
-    """Everything that a run would fail of; empty if nothing was found."""
+    """Every problem that would fail a run; empty if none was found."""
     lines: list[str] = []
     failed: dict[tuple[str, str, tuple[str, ...]], list[RankRecord]] = defaultdict(list)
     for record in records:

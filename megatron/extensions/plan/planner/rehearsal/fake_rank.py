@@ -1,4 +1,4 @@
-"""Runs the training program as one rank of a world that is not there: fake process groups and fake tensors.
+"""Runs the training program as one rank of a world that does not exist: fake process groups and fake tensors.
 
 Groups, model, gradient buffers, optimizer, schedule and one training step are those of a run, by the same functions.
 Tensors have shapes and no values, so a rank takes no memory and no GPU. Numbers that the program reads from tensors are
@@ -53,7 +53,7 @@ from megatron.training.setup import build_run
 from megatron.training.train_step import train_step
 
 NAMED_BYTES = 2**20
-"""Smaller tensors are not counted among the holders of memory."""
+"""Bytes below which a tensor is not listed among the holders of memory."""
 
 HOLDERS = 8
 
@@ -88,7 +88,7 @@ class RankMode(LiveMemory):
             raise torch.OutOfMemoryError(f"{self.now:,} bytes are needed, and the device has {self.limit:,}")
 
     def holders(self) -> tuple[Holder, ...]:
-        """The places that hold most now."""
+        """The places that hold the most memory now."""
         found: dict[str, list[int]] = {}
         for key, size in self.sizes.items():
             if size >= NAMED_BYTES:
@@ -104,7 +104,7 @@ class RankMode(LiveMemory):
 
 
 class EveryRank(Axis):
-    """The world of a rank that has no others: it does by itself what the first rank does for all."""
+    """The world of a rank without peers: the rank itself does the work that the first rank does for all."""
 
     @property
     def first(self) -> bool:
@@ -169,7 +169,7 @@ def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(parent)
-    gc.freeze()  # looking through what came with the fork would copy its pages
+    gc.freeze()  # scanning the inherited objects would copy their pages
     sender.send(job())
     sender.close()
 
@@ -192,7 +192,7 @@ class Rehearsal:
     """Number of micro-batches in a step of the real run."""
 
     rehearsed: int
-    """Micro-batches that are rehearsed."""
+    """Number of rehearsed micro-batches."""
 
     device_memory: int | None = None
     """Bytes at which a rank runs out of memory."""
@@ -246,7 +246,7 @@ def enough_microbatches(config: RunConfig, microbatches: int) -> int:
     def held(number: int) -> list[dict[int, int]]:
         try:
             return [held_at_peak(actions, StageCosts())[1] for actions in schedule.lists(number, messages=True)]
-        except ValueError:  # the schedule does not take so few
+        except ValueError:  # the schedule does not accept so few micro-batches
             return []
 
     most = held(microbatches)

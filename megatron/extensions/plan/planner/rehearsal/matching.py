@@ -45,13 +45,13 @@ class Collective(NamedTuple):
     group: Group
     dtype: str
     sent: int
-    """Elements handed in."""
+    """Number of input elements."""
 
     received: int
-    """Elements of the result."""
+    """Number of result elements."""
 
     reduce: str = ""
-    """ "sum", "max", ... of a reduction."""
+    """Reduction: "sum", "max", ..."""
 
     peer: int = -1
     """Rank in the world of the root, of the receiver of a send, or of the sender of a receive."""
@@ -68,12 +68,12 @@ class Collective(NamedTuple):
     """Number of the micro-batch; -1 outside of forward and backward passes."""
 
     itemsize: int = 0
-    """Bytes of an element."""
+    """Bytes per element."""
 
     @property
     def agreed(self) -> tuple[object, ...]:
         """Properties on which all ranks of the group must agree."""
-        if self.op in ("gather", "scatter"):  # the root has the whole
+        if self.op in ("gather", "scatter"):  # the root holds the whole tensor
             return self.op, self.dtype, min(self.sent or self.received, self.received or self.sent), self.peer
         sizes = () if self.op == "all_to_all" else (self.sent, self.received)
         return self.op, self.dtype, self.reduce, self.peer, *sizes
@@ -151,7 +151,7 @@ class RankRecord:
     peak: int = 0
     peak_phase: str = ""
     host: int = 0
-    """Bytes of the host's buffers for what is offloaded."""
+    """Bytes of the host buffers for offloaded tensors."""
 
     boxes: list[Box] = field(default_factory=list)
     """Boxes of a checkpoint that the rank writes."""
@@ -336,7 +336,7 @@ PROBLEMS_SHOWN = 4
 
 
 def written_bytes(boxes: Sequence[Box]) -> int:
-    """Bytes of the boxes of a rank."""
+    """Number of bytes in the boxes of a rank."""
     return sum(prod(box.shape) * box.itemsize for box in boxes)
 
 

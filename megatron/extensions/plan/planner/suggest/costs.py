@@ -61,7 +61,7 @@ lists_of = lru_cache(maxsize=4096)(build_schedule)
 
 
 class LayoutCosts:
-    """Prices layouts. What layouts share is measured once."""
+    """Prices layouts. Results that layouts share are measured once."""
 
     def __init__(self, run: SearchedRun, device: DeviceFile, gpus_per_node: int) -> None:
         self.run = run
@@ -79,7 +79,7 @@ class LayoutCosts:
         return predict_step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache)
 
     def memory(self, config: RunConfig) -> list[RankMemory]:
-        """By pipeline rank."""
+        """Memory by pipeline rank."""
         return memory_of_ranks(config, self.run.world_size, self.cache)
 
     def chunked(self, config: RunConfig, step: StepTime, memory: Sequence[RankMemory]) -> ChunkChoice | None:
@@ -109,7 +109,7 @@ class LayoutCosts:
 
     @property
     def _fixed(self) -> float:
-        """Seconds of a step that depend on no layout."""
+        """Seconds of a step that do not depend on the layout."""
         return self.device.fixed_ms(self.run.world_size) / 1e3
 
     def _mean_work(self, family: Family) -> float:
@@ -120,7 +120,7 @@ class LayoutCosts:
     def untimed_bound(self, layout: Layout, seconds: float) -> float:
         """Seconds below which a layout's step cannot go, before its layers are timed: by what its replicas exchange,
         beside passes whose bound on a step is `seconds`."""
-        if named_value(self.run.given, "freeze"):  # nothing is said of frozen parameters
+        if named_value(self.run.given, "freeze"):  # frozen parameters have no bound
             return seconds
         each, microbatches = self._elements_of_ranks(layout), self.microbatches(layout)
         fewest = {expert: min(elements[expert] for elements in each) for expert in (False, True)}
@@ -204,7 +204,7 @@ class LayoutCosts:
 
     def _exchanged(self, layout: Layout, stages: np.ndarray) -> list[float]:
         """Seconds by pipeline rank that gradients and parameters add at least to the passes of its `stages`."""
-        if named_value(self.run.given, "freeze"):  # nothing is said of frozen parameters
+        if named_value(self.run.given, "freeze"):  # frozen parameters have no bound
             return [0.0] * layout.pipeline.ranks
         step = self._replicas(layout)
         passes = (stages[list(layout.place.stages_of(rank))].sum(0) for rank in range(layout.pipeline.ranks))
@@ -314,7 +314,7 @@ class LayoutCosts:
         config = self.run.with_layout(Layout(saving=saving))
         found = [meta for meta in stage_metas(self.run.own.model) if meta.expert is expert and meta.matrix]
         if not found or any(config.optimizer.freezes(meta) for meta in found):
-            return 0.0  # nothing is said of frozen parameters
+            return 0.0  # frozen parameters have no bound
         return _state_bytes(found[0], shards, config) / (shards * ELEMENTS)
 
 
@@ -335,7 +335,7 @@ def _state_bytes(meta: ParamMeta, shards: int, config: RunConfig) -> int:
         dims = ParallelDims(dp=shards)
         of_chain = chain_bytes(buffers, optimizer, dims, 0, DTYPE_BYTES[parallel.main_dtype])[0][0]
     found = buffer_bytes(buffers, *dtypes, optimizer, ddp.drops_parameters(parallel), (of_chain, 0))
-    if optimizer.whole_roles:  # states lie where the matrix is updated
+    if optimizer.whole_roles:  # states lie on the rank that updates the matrix
         return found.parameters + found.gradients
     return found.total
 

@@ -29,7 +29,7 @@ ZERO = {
 
 
 def crossing(each: Found) -> list[str]:
-    """Parallel sizes whose groups cross nodes though their messages are in the way of every layer."""
+    """Parallel sizes whose groups cross nodes even though every layer waits for their messages."""
     dims = ParallelDims.from_config(each.config.parallel, each.step.world_size)
     return [
         f"{name} {dims.size(axis)}"
@@ -39,11 +39,11 @@ def crossing(each: Found) -> list[str]:
 
 
 UNITS = (("seconds", 1, 60), ("minutes", 60, 60), ("hours", 3600, 48), ("days", 86400, 730))
-"""(name, seconds, number from which on the next unit is used) of units of time."""
+"""(name, seconds, number from which the next unit is used) of each time unit."""
 
 
 def duration(seconds: float) -> str:
-    """In the unit that suits it, to three digits: `5.82 seconds`, `36.5 hours`, `1,230 years`."""
+    """A duration in the most readable unit, to three digits: `5.82 seconds`, `36.5 hours`, `1,230 years`."""
     for name, unit, most in UNITS:
         if seconds / unit < most:
             number = f"{seconds / unit:.3g}"
@@ -77,7 +77,7 @@ def verdict_lines(each: Found, limit: int) -> Iterator[str]:
 
 
 def verdict_record(each: Found, limit: int) -> dict[str, object]:
-    """The same as JSON."""
+    """The verdict as JSON."""
     steps = iterations_of(each.config)
     return {
         "legal": True,

@@ -18,7 +18,7 @@ from megatron.extensions.plan.planner.time.step_time import StepTime
 from megatron.training.config.run_config import RunConfig
 
 NEAREST_MEASURED = 3
-"""Layouts that are measured to name the nearest one if nothing fits: those with the lowest bounds on memory."""
+"""Number of layouts that are measured to name the nearest one if nothing fits: those with the lowest memory bounds."""
 
 MOST_PREDICTED = 150
 """Predictions after which a search that may leave layouts out predicts only what saves memory in those that it has."""
@@ -74,16 +74,16 @@ class Found:
     step: StepTime
     memory: tuple[RankMemory, ...] = ()
     given: bool = False
-    """True if it is the run's own."""
+    """True for the run's own layout."""
 
     @property
     def host(self) -> int:
-        """Bytes of host memory of the rank that takes most."""
+        """Bytes of host memory on the rank that takes the most."""
         return max(rank.host for rank in self.memory)
 
     @property
     def fullest(self) -> RankMemory:
-        """The rank that holds most."""
+        """The rank with the most memory."""
         return fullest(self.memory)
 
 
@@ -103,7 +103,7 @@ class Effort:
 
     families: int = 0
     traced: int = 0
-    """Families whose layers were timed."""
+    """Number of families whose layers were timed."""
 
     layouts: int = 0
     """Layouts of those, and their ways of saving memory, whose memory was bounded."""
@@ -118,7 +118,7 @@ class Effort:
     """Where layouts were left out: a lower bound on the step time of each of them."""
 
     interrupted: bool = False
-    """True if it was asked to end."""
+    """True if the search was asked to end."""
 
 
 @dataclass
@@ -127,14 +127,14 @@ class LayoutSearch:
 
     costs: LayoutCosts
     limit: int
-    """Bytes of a device."""
+    """Device memory in bytes."""
 
     most_timed: int | None = None
     """Number of families whose layers are timed, those with the lowest bounds; others are left out, and all but
     `MOST_OF_A_SHAPE` layouts of a shape. With None nothing is left out."""
 
     progress: Callable[[Effort], None] = lambda effort: None
-    """Is called at every step of the search."""
+    """Called at every step of the search."""
 
     effort: Effort = field(default_factory=Effort)
     _of_shape: Counter[tuple[object, ...]] = field(default_factory=Counter)

@@ -29,7 +29,7 @@ OFFLOADING = ("none", "states", "activations")
 """Kinds of offloading: nothing, optimizer states, or the activations of all layers of a stage except one."""
 
 CHUNKS = (2, 3, 4, 5, 6, 8, 12, 16)
-"""Stages of a rank in schedules that take any number."""
+"""Numbers of stages per rank, for schedules that accept any number."""
 
 SCHEDULES = tuple(name for name in ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v") if name in PIPELINE_SCHEDULES)
 """Schedules that are searched, and a run's own. gpipe takes as long as 1f1b, and more memory."""
@@ -45,7 +45,7 @@ class Family(NamedTuple):
     micro_batch: int = 1
     recompute: str = RECOMPUTATION[0]
     split: bool = False
-    """True if weight gradients are computed apart, as zero-bubble schedules do."""
+    """True if weight gradients are computed separately, as in zero-bubble schedules."""
 
 
 class Pipeline(NamedTuple):
@@ -97,12 +97,12 @@ class Layout(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """Ranks that share the states of dense parameters."""
+        """Number of ranks that share the states of dense parameters."""
         return self.dp * self.family.cp
 
     @property
     def place(self) -> PipelineLayout:
-        """Where the stages lie."""
+        """Placement of the stages."""
         return PipelineLayout(self.pipeline.ranks, self.pipeline.chunks, self.pipeline.v_shaped)
 
 
@@ -138,7 +138,7 @@ class Space:
         return list(divisors(self.global_batch_size, self.most_samples))
 
     def families(self) -> Iterator[Family]:
-        """Every family that has a layout."""
+        """Yield every family that has a layout."""
         splits = sorted({False, *map(splits_backward, self.schedules)})
         for tp in self.tp_sizes:
             for cp in self._context_sizes(self.world_size // tp):
@@ -190,7 +190,7 @@ class Space:
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
-    """The divisors of a number, ascending, at most `most`; 1 is always one of them."""
+    """The divisors of a number in ascending order, up to `most`; always includes 1."""
     most = number if most is None else max(1, min(most, number))
     return [size for size in range(1, most + 1) if number % size == 0]
 
@@ -351,7 +351,7 @@ def _recomputation(run: RunConfig, rung: str) -> dict[str, object]:
 IN_TURNS = "overlap_moe_expert_parallel_comm"
 
 ALWAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "micro_batch_size")
-"""Fields that are shown at their defaults too."""
+"""Fields that are shown even at their defaults."""
 
 
 def _words(flag: Flag, value: object) -> list[str]:

@@ -16,23 +16,23 @@ class Product:
     """`batches` matrix products [m, k] x [k, n]."""
 
     precision: str
-    """bf16 (fp16 too), fp8, fp32 or fp64: of the operands."""
+    """Precision of the operands: bf16 (fp16 too), fp8, fp32 or fp64."""
 
     m: int
     n: int
     k: int
     batches: int = 1
     moved: int = 0
-    """Bytes of operands and result."""
+    """Bytes of the operands and the result."""
 
     sums: int = 0
     """Bytes of fp32 sums that the product is added to, read and written."""
 
     expert: bool = False
-    """True if the rows are tokens that a router has sent here."""
+    """True if the rows are tokens that a router sent to this rank."""
 
     again: bool = False
-    """True if it is computed a second time, for the backward."""
+    """True if the product is recomputed for the backward."""
 
     at_one_time: int = 1
     """Number of such products, this one included, of which the device may compute several at a time."""
@@ -47,13 +47,13 @@ class Attention:
     fp8_flash3, fp8_triton, or fp8: the fastest of these."""
 
     width: int
-    """Channels of a head."""
+    """Channels per head."""
 
     flops: float
     """FLOPs that the kernel does: hidden pairs not counted, recomputed scores in the backward counted."""
 
     length: int
-    """Keys of the launch."""
+    """Number of keys of the launch."""
 
     backward: bool
 
@@ -66,7 +66,7 @@ class Gathered:
     """One launch of a kernel that multiplies rows which it gathers, each for a few queries."""
 
     flops: float
-    """FLOPs that the kernel does, those that it does again counted."""
+    """FLOPs of the kernel, including recomputed ones."""
 
     read: float
     """Bytes of rows that it gathers, from the cache."""
@@ -98,7 +98,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The computation needs the result of a collective."""
+    """A point where the computation needs the result of a collective."""
 
     number: int
 
@@ -129,19 +129,19 @@ class StageMemory:
     """From the forward pass to the backward: saved activations, and the input that the executor holds."""
 
     for_weights: int = 0
-    """Between I and W, where the schedule has these."""
+    """Bytes held between I and W, if the schedule has these."""
 
     forward: int = 0
-    """The most there is at once during F."""
+    """Peak bytes during F."""
 
     backward: int = 0
-    """During B, or I: what is kept included."""
+    """Peak bytes during B or I, including the saved activations."""
 
     weight: int = 0
-    """During W: what was left for it included."""
+    """Peak bytes during W, including the tensors left for it."""
 
     weight_copies: int = 0
-    """fp8 copies of weights, made once a step for all micro-batches."""
+    """Bytes of fp8 copies of weights, made once per step for all micro-batches."""
 
     offloaded: int = 0
     """On the host from the forward pass to the backward, and not in `kept`."""
@@ -168,14 +168,14 @@ class PassEvents:
     """The gradient of the input, and of weights where the schedule does not defer them."""
 
     weight: tuple[Event, ...] = ()
-    """Deferred gradients of weights (W of zero-bubble schedules)."""
+    """Events of deferred weight gradients (W of zero-bubble schedules)."""
 
     once: tuple[Event, ...] = ()
-    """In the first micro-batch of a step alone: casts of weights to fp8."""
+    """Events of the first micro-batch of a step alone: casts of weights to fp8."""
 
     memory: StageMemory = StageMemory()
 
     @property
     def every(self) -> tuple[Event, ...]:
-        """What each micro-batch does."""
+        """Events of every micro-batch."""
         return self.forward + self.backward + self.weight

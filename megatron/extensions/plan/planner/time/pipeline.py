@@ -1,8 +1,7 @@
-"""How long a pipeline takes: the schedule's own lists, simulated with the times of each stage. This module does not
-import torch.
+"""Pipeline time: simulates the schedule's own lists with the times of each stage. This module does not import torch.
 
-After its warm-up a schedule repeats itself every p micro-batches. So long steps are not simulated whole: what a further
-round of micro-batches adds is measured between two short ones.
+After its warm-up a schedule repeats itself every p micro-batches. Long steps are therefore extrapolated: the time of a
+further round of micro-batches is measured between two short steps.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.step_parts import late_update, runs_passes_in_turns
 
 ROUNDS = 3
-"""Steps of more rounds of p micro-batches than this are extrapolated."""
+"""Number of rounds of p micro-batches above which steps are extrapolated."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule by name, as `build_schedule` takes it."""
+    """A schedule by name, as `build_schedule` accepts it."""
 
     name: str
     layout: PipelineLayout
@@ -43,7 +42,7 @@ class Schedule:
 
     @classmethod
     def of(cls, parallel: ModelParallelConfig, layout: PipelineLayout) -> Schedule:
-        """That of a configuration, of a step alone."""
+        """Create it from a configuration, for an isolated step."""
         group = parallel.microbatch_group_size_per_virtual_pipeline_stage
         return cls(parallel.schedule, layout, group, runs_passes_in_turns(parallel))
 
@@ -100,7 +99,7 @@ class Schedule:
         return post_validated(self.lists(microbatches), costs) if self.validates else None
 
     def bubble(self, costs: StageCosts, microbatches: int) -> float:
-        """Idle share of a step."""
+        """Bubble: idle share of a step."""
         steady = self._steady(costs, microbatches)
         return simulate(self.lists(microbatches), costs).bubble if steady is None else steady[1]
 

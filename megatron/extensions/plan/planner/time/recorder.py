@@ -35,7 +35,7 @@ FREE = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh _local_scalar_dense set_ "
     "resize_ resize_storage_bytes_ record_stream is_same_size device".split()
 )
-"""Operations without a kernel."""
+"""Operations that launch no kernel."""
 
 INDEXED = frozenset("embedding gather index index_select index_put_ index_add_ scatter_ take_along_dim".split())
 """Operations that touch only some elements of their first tensor."""
@@ -90,7 +90,7 @@ class Recorder(LiveMemory):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and to make sure of it takes long at every operation
+        return False  # nothing is compiled here, and checking for it takes long at every operation
 
     def __init__(self, fp32_sums: bool, backend: str, any_order: bool = True) -> None:
         """`fp32_sums`: gradients of 16-bit weights are summed in fp32. `backend`: of fused attention. `any_order`: as
@@ -114,14 +114,14 @@ class Recorder(LiveMemory):
         """Numbers of autograd's nodes that compiled regions have made: the backward of each is one kernel."""
 
     def begin(self) -> None:
-        """Forgets what there was."""
+        """Clear the recording."""
         self.sizes.clear()
         self._nodes.clear()
         self.now = self.peak = 0
         self.take()
 
     def take(self) -> tuple[Event, ...]:
-        """The events so far, which are forgotten."""
+        """Return the events so far and clear them."""
         events, self.events = tuple(self.events), []
         return events
 
@@ -297,7 +297,7 @@ class Recorder(LiveMemory):
         written = [x for x in given if storage_id(x) in changed]
         self._moves[function, read] = move = Move(read + total_size(made) + total_size(written))
         self.add(move)
-        read += total_size([x for x in made if x.is_floating_point()])  # their gradients
+        read += total_size([x for x in made if x.is_floating_point()])  # the gradients of the inputs
         return out
 
 

@@ -29,19 +29,19 @@ from megatron.extensions.plan.planner.time.events import (
 )
 
 ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
-"""How often a ring moves its operand."""
+"""Number of times that a ring moves its operand."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of a group lie."""
+    """Placement of the ranks of a group."""
 
     size: int
     in_node: int
-    """Ranks of the group in a node that has most of them."""
+    """Largest number of ranks of the group in one node."""
 
     stride: int = 1
-    """Distance of neighbours in the order of ranks."""
+    """Distance of neighbouring ranks in the global order of ranks."""
 
     @property
     def crosses(self) -> bool:
@@ -142,7 +142,7 @@ balanced by a loss or a bias are within 10 % of even over the experts of a rank.
 
 
 class Times(dict[str, float]):
-    """Seconds by subject."""
+    """Seconds by category."""
 
     def spend(self, subject: str, seconds: float) -> None:
         self[subject] = self.get(subject, 0.0) + seconds
@@ -164,7 +164,7 @@ class Replay:
     device: DeviceFile
     network: Network
     groups: Mapping[str, Placement]
-    """By axis."""
+    """Placement by axis."""
 
     host_us: float
     """Time of the host for each launch; 0 where a CUDA graph is replayed."""

@@ -78,12 +78,12 @@ class StepTime:
 
     @property
     def bound_by(self) -> str:
-        """The subject that takes longest."""
+        """The category that takes longest."""
         return max(self.parts, key=self.parts.__getitem__)
 
     @property
     def record(self) -> dict[str, object]:
-        """As JSON: seconds and shares."""
+        """The step as JSON: seconds and shares."""
         found = {name: value for name, value in vars(self).items() if name != "world_size"}
         of_device = self.tokens_per_second / self.world_size
         own = {"device": self.device.name, "tokens_per_second_per_device": of_device, "bound_by": self.bound_by}
@@ -119,7 +119,7 @@ class StageTimes:
     """All-to-alls of experts in the forward, and as many in the backward."""
 
     exchange: float = 0.0
-    """Time of one of them."""
+    """Time of one all-to-all."""
 
     @property
     def every(self) -> Times:
@@ -127,7 +127,7 @@ class StageTimes:
 
 
 class Exposed(NamedTuple):
-    """Seconds of a step on one rank."""
+    """Exposed seconds of a step on one rank."""
 
     grad_reduce: float
     param_gather: float

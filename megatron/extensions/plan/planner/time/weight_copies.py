@@ -1,10 +1,10 @@
-"""Time of copies of weights and gradients in host memory that no computation hides.
+"""Exposed time of copies of weights and gradients in host memory.
 
 Both directions of the link copy at the same time, beside the passes. While one pass computes, the parameters of the
 next one arrive, and from the second micro-batch on the sum of gradients to which its backward adds; the gradients of
 the pass before leave. A pass of C seconds that `coming` and `leaving` bytes pass beside takes
 
-    max(C, coming / rate, leaving / rate)
+max(C, coming / rate, leaving / rate)
 
 at the rate of one direction, `host_gb_per_second` of the device file. What that is more than C is exposed.
 """
@@ -28,10 +28,10 @@ class UnitPass(NamedTuple):
 
     seconds: float
     needed: float
-    """Bytes that must be on the device before it."""
+    """Bytes that must be on the device before the pass."""
 
     left: float = 0.0
-    """Bytes that leave the device after it."""
+    """Bytes that leave the device after the pass."""
 
 
 def exposed(passes: Sequence[UnitPass], gb_per_second: float) -> list[float]:
@@ -52,7 +52,7 @@ def streamed_elements(config: RunConfig, dims: ParallelDims, stage: Stage) -> li
             found[unit_of(meta.name)] = found.get(unit_of(meta.name), 0.0) + kept
     layers = [found.pop(f"decoder.layers.{number}", 0.0) for number in stage.layers]
     embedding = found.pop(EMBEDDING, 0.0)
-    head = sum(found.values()) or embedding  # which is tied
+    head = sum(found.values()) or embedding  # whose embedding is tied
     return [*([embedding] if stage.first else []), *layers, *([head] if stage.last else [])]
 
 
