@@ -82,6 +82,17 @@ def test_files(storage: AttemptStorage) -> None:
     assert not storage.exists(ROOT)
 
 
+def test_a_name_is_not_a_pattern_of_what_to_remove(storage: AttemptStorage) -> None:
+    other, own = (ROOT / name / "iter_0000001" for name in ("lr1", "lr[12]"))
+    for final in (other, own):
+        write_folder(storage, final, b"x")
+    storage.withdraw(own)
+    assert not storage.exists(own)
+    with pytest.raises(FileNotFoundError):
+        storage.remove(ROOT / "lr*" / "iter_0000001")
+    assert AttemptStorage("s3").finished(other) and AttemptStorage("s3").read(other / "a") == b"x"
+
+
 def test_a_large_object_is_uploaded_in_parts_of_bounded_memory(
     storage: AttemptStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,12 +155,24 @@ class FsspecStorage(Storage):
 
         def removed(attempt: int) -> None:
             try:
-                self._fs.rm(place, recursive=True)
+                self._remove_all(place)
             except FileNotFoundError:
                 if not attempt:  # otherwise an earlier attempt has removed it
                     raise
 
         LIMITS.tried(path, removed)
+
+    def _remove_all(self, place: str) -> None:
+        """Remove an object or a folder. fsspec's `rm` would read `[`, `*` and `?` in `place` as a pattern, and remove
+        other runs' objects that match it."""
+        if not set(place) & set("*?["):
+            self._fs.rm(place, recursive=True)
+            return
+        found = self._fs.find(place)
+        if not found:
+            raise FileNotFoundError(f"there is no {place}")
+        for name in found:
+            self._fs.rm_file(name)
 
     def create(self, path: PurePath) -> IO[bytes]:
         if self._s3 is not None:
