@@ -24,7 +24,7 @@ from megatron.extensions.operate.peer_copies.client import (
     leased,
     open_holder,
 )
-from megatron.extensions.operate.peer_copies.holder import WORLD, header_of, headers_in, read_header, sealed
+from megatron.extensions.operate.peer_copies.holder import WORLD, header_of, headers_in, make_room, read_header, sealed
 from megatron.extensions.operate.peer_copies.sets import (
     Copy,
     Inventory,
@@ -91,6 +91,21 @@ def test_requests_that_are_refused(holder: Address, change: dict[str, str]) -> N
     link._ask(**request | change)
     with pytest.raises(HolderError):
         link._answer()
+
+
+def test_a_sender_learns_why_its_part_is_not_stored(holder: Address, tmp_path: Path) -> None:
+    (tmp_path / "host" / GENERATION / "0-own.1").mkdir()  # fails where a full file system does
+    data, link = bytes(8_000_000), Link(holder)
+    with pytest.raises(HolderError, match="IsADirectoryError"):
+        link.put(GENERATION, "0-own.1", header(data), memoryview(data), Pace(None))
+    link.close()
+
+
+def test_a_file_without_room_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    make_room(tmp_path / "part", 8)
+    assert (tmp_path / "part").stat().st_size == 8
+    with pytest.raises(OSError, match="Errno"):
+        make_room(tmp_path / "part", 1 << 62)
 
 
 def test_a_holder_stays_while_a_rank_is_connected(tmp_path: Path) -> None:

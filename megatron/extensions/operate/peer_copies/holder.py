@@ -62,6 +62,15 @@ def write_whole(path: Path, text: str | bytes) -> None:
     os.replace(beside, path)
 
 
+def make_room(path: Path, nbytes: int) -> None:
+    """Create a file of this size, or change its size. Raises OSError if its folder has been deleted, or if the file
+    system has no room for the bytes, in which case a write could store fewer of them without an error."""
+    with open(path, "r+b" if path.exists() else "w+b") as file:
+        os.ftruncate(file.fileno(), nbytes)
+        if nbytes:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+
+
 def sealed(header: bytes) -> bytes:
     """Content of a header file: its checksum, and the header."""
     return b"%08x\n" % zlib.crc32(header) + header
@@ -144,7 +153,7 @@ class Connection(socketserver.StreamRequestHandler):
                     if not hmac.compare_digest(str(request["token"]), self.server.token):
                         raise ValueError("the token is another one")
                     answer = getattr(self, f"do_{request['op']}")(request)
-                except (AttributeError, KeyError, TypeError, ValueError, FileNotFoundError) as error:
+                except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
                     self._answer(error=f"{type(error).__name__}: {error}")
                     return
                 self._answer(**answer or {})
@@ -154,16 +163,16 @@ class Connection(socketserver.StreamRequestHandler):
         path = self.server.path(request)
         header_of(path).unlink(missing_ok=True)
         self.connection.settimeout(STALLED)
-        header = self.rfile.read(int(request["header"]))
-        # fails if the generation has been deleted
-        with open(path, "r+b" if path.exists() else "w+b", buffering=0) as file:
-            os.ftruncate(file.fileno(), int(request["nbytes"]))
-            left = int(request["nbytes"])
-            while left:
-                if not (data := self.rfile.read1(min(left, CHUNK))):
-                    raise ValueError("the sender has ended")
+        header, nbytes = self.rfile.read(int(request["header"])), int(request["nbytes"])
+        try:
+            make_room(path, nbytes)
+        except OSError:
+            for _ in self._received(nbytes):  # the sender reads the answer after its last byte
+                pass
+            raise
+        with open(path, "r+b", buffering=0) as file:
+            for data in self._received(nbytes):
                 file.write(data)
-                left -= len(data)
         self.connection.settimeout(None)
         write_whole(header_of(path), header)
 
@@ -193,6 +202,14 @@ class Connection(socketserver.StreamRequestHandler):
     def do_end(self, request: Mapping[str, Any]) -> None:
         """End the holder, with all copies."""
         self.server.ended = True
+
+    def _received(self, nbytes: int) -> Iterator[bytes]:
+        """Bytes that the sender sends next. Raises ValueError if it ends earlier."""
+        while nbytes:
+            if not (data := self.rfile.read1(min(nbytes, CHUNK))):
+                raise ValueError("the sender has ended")
+            nbytes -= len(data)
+            yield data
 
     def _answer(self, **values: object) -> None:
         self.wfile.write(json.dumps(values).encode() + b"\n")
