@@ -14,6 +14,7 @@ from tests.forked import ROOT
 pytest.importorskip("megatron.extensions.plan.planner")
 
 from megatron.extensions.plan.planner.device_file import read_device
+from megatron.extensions.plan.planner.dry_run import host_lines
 from megatron.extensions.plan.planner.fake_stage import PlannerCache
 from megatron.extensions.plan.planner.memory import GIB, RankMemory, memory_of_ranks
 from megatron.extensions.plan.planner.time.step_time import predict_step
@@ -53,6 +54,16 @@ def test_llama_8b_trains_on_a_card_of_24_gb() -> None:
     assert memory.host_states == 12 * (MATRICES + norms)
     assert rank.total < 10 * GIB < read_device("rtx4090").memory_gib * GIB
     assert rank.host < 135 * GIB
+
+
+def test_a_plan_says_what_a_host_lacks() -> None:
+    memory, device = [planned(LLAMA_8B)], read_device("rtx4090")
+    assert list(host_lines(memory, replace(device, host_memory_gib=64.0))) == [
+        "does not fit the host: pp 0 keeps most there, 134.6 of 64 GiB (host_memory_gib of the device file), 70.6 too "
+        "much"
+    ]
+    for enough in (replace(device, host_memory_gib=192.0), replace(device, host_memory_gib=None), None):
+        assert not list(host_lines(memory, enough))
 
 
 def test_files_take_what_host_memory_does_not() -> None:

@@ -20,7 +20,7 @@ from megatron.extensions.plan.planner.failures.expected import AskedFailures
 from megatron.extensions.plan.planner.failures.of_run import RunOnFailing
 from megatron.extensions.plan.planner.flags import PlannedRun, PlansSection, Section
 from megatron.extensions.plan.planner.loss_chunks import chosen_chunk
-from megatron.extensions.plan.planner.memory import GIB, Fit, fullest, memory_of_ranks
+from megatron.extensions.plan.planner.memory import GIB, Fit, RankMemory, fullest, gib, memory_of_ranks
 from megatron.extensions.plan.planner.memory_lines import RANKS_SHOWN, memory_lines
 from megatron.extensions.plan.planner.time.pipeline import Schedule
 from megatron.extensions.plan.simulator.simulator import StageCosts
@@ -96,7 +96,7 @@ def print_plan(
     memory = memory_of_ranks(largest, world_size, cache)
     size = device_memory or (step.device.memory_gib if step is not None else None)
     fit = None if size is None else Fit(fullest(memory), int(size * GIB))
-    fits = [] if fit is None else [fit.line]
+    fits = [] if fit is None else [fit.line, *host_lines(memory, speeds)]
     if step is not None and speeds is not None:
         time_of = partial(predict_step, world_size=world_size, device=speeds, gpus_per_node=gpus_per_node, cache=cache)
         memory_of = partial(memory_of_ranks, world_size=world_size, cache=cache)
@@ -124,6 +124,16 @@ def print_plan(
         parts |= {} if failing is None else {"failures": failing.record}
         parts |= {"problems": [each.record for each in problems]} if problems else {}
         write_json(parts, asked.json_file)
+
+
+def host_lines(memory: Sequence[RankMemory], device: DeviceFile | None) -> Iterator[str]:
+    """Yields a line if offloaded data exceed the host memory that the device file states."""
+    if device is None or device.host_memory_gib is None:
+        return
+    most = max(memory, key=lambda rank: rank.host)
+    if (over := most.host - device.host_memory_gib * GIB) > 0:
+        where = f"pp {most.plan.pp_rank} keeps most there, {gib(most.host)} of {device.host_memory_gib:g} GiB"
+        yield f"does not fit the host: {where} (host_memory_gib of the device file), {gib(over)} too much"
 
 
 def _chosen_chunks(config: RunConfig) -> Iterator[str]:
