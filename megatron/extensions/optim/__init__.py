@@ -1,1 +1,1 @@
-"""Optimizers beside Adam and SGD, and averaged weights."""
+"""Optimizers other than Adam and SGD, schedules, muP, and averaged weights."""

@@ -21,11 +21,11 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, RunView
 
 AT_ONCE = 2**22
-"""Elements of an average in bf16 that are moved at a time: bounds the memory of temporary tensors."""
+"""Number of elements of a bf16 average that are updated at a time. It bounds the memory of temporary tensors."""
 
 
 SALT = 0x3C6EF372
-"""Tells the random bits of averages from others."""
+"""Salt that separates the random bits of averages from other random bits."""
 
 
 class MovingAverages(Callback):
@@ -38,13 +38,13 @@ class MovingAverages(Callback):
         flags = config.options(AveragedWeightsFlags)
         self.evaluates, self.interval = flags.eval_weights == "ema", flags.ema_interval
         self.steps: dict[str, int] = {}
-        """Updates of each average, by name. With none it is not begun."""
+        """Number of updates of each average, by name. An average with none has not begun."""
 
         self.updated: tuple[int, int] | None = None
         """Iterations and samples of the run at the last update."""
 
         self.said = False
-        """True if the notice that no average has begun was given."""
+        """True once the notice that no average has begun was logged."""
 
     def on_start(self, run: RunView) -> None:
         if self.config.training.skip_train and self.evaluates and not self.steps.get(self.averages[0].name):
@@ -81,7 +81,7 @@ class MovingAverages(Callback):
         return None
 
     def _why_none(self) -> str:
-        """Why an evaluation of a checkpoint has no average to use."""
+        """Reason why the evaluation of a checkpoint has no average to use."""
         wanted, options = self.averages[0].name, self.config.checkpoint
         there = ", ".join(name for name, count in sorted(self.steps.items()) if count)
         if options.load is None:
@@ -111,7 +111,7 @@ class MovingAverages(Callback):
 
 
 def _move_(averages: list[Tensor], weights: list[Tensor], share: float, iteration: int) -> None:
-    """Moves averages by a share of the way to the weights."""
+    """Move averages by a share of the distance to the weights, in place."""
     if averages[0].dtype != torch.bfloat16:
         foreach_lerp_(averages, [weight.to(averages[0].dtype) for weight in weights], share)
         return

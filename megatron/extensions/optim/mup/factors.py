@@ -27,10 +27,10 @@ OF_CHOICES = ("output_layer.bias", "router.bias", "expert_bias")
 
 @dataclass(frozen=True)
 class Widths:
-    """How a parameter's ends widen: sizes over those in the base model."""
+    """Growth of a parameter's ends: their sizes divided by the sizes in the base model."""
 
     inputs: float
-    """Terms that are summed to one output."""
+    """Growth of the number of terms that are summed to one output."""
 
     outputs: float
 
@@ -43,7 +43,7 @@ class Factors:
     """Factor of the standard deviation of initial values."""
 
     change: float
-    """Factor of the elements of an update."""
+    """Factor of the elements of an optimizer update."""
 
     gradient: float
     """Factor of the elements of the gradient that the backward pass computes."""
@@ -63,7 +63,7 @@ def factors(meta: ParamMeta, width: float, depth: float, own: Widths | None = No
 
 
 def usual_widths(meta: ParamMeta, width: float) -> Widths:
-    """The ratios of a parameter's role where all widths have the ratio `width`."""
+    """The ratios of a parameter's role if all widths grow by the ratio `width`."""
     if meta.width_kind == "hidden":
         return Widths(width, width)
     if meta.role in ("router", "gate"):
@@ -72,7 +72,7 @@ def usual_widths(meta: ParamMeta, width: float) -> Widths:
 
 
 def _of_widths(meta: ParamMeta, widths: Widths) -> tuple[float, float, float]:
-    """`std`, `change` and `gradient` by width alone."""
+    """`std`, `change` and `gradient` that follow from the width alone."""
     inputs, outputs = widths.inputs, widths.outputs
     if meta.width_kind == "hidden":
         return inputs**-0.5, 1 / inputs, 1 / outputs

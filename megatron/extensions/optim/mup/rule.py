@@ -35,7 +35,7 @@ class MupRule(ParameterRule):
         found = self.factors(meta)
         whole = meta.role in self.optimizer.whole_roles
         by = self.optimizer.optimizer if whole else self.optimizer.elementwise
-        eps = 1.0 if by in ("muon", "sgd") else found.gradient  # those two have none
+        eps = 1.0 if by in ("muon", "sgd") else found.gradient  # muon and sgd have no epsilon
         lr = 1.0 if group.decoupled else rate(found, by, self.scale if by == "muon" else None)
         return replace(
             group,
@@ -53,7 +53,7 @@ class MupRule(ParameterRule):
         return replace(init, std=init.std * std)
 
     def lines(self, metas: Collection[ParamMeta]) -> Iterator[str]:
-        """The multipliers, and the table: a line for each role, or several where its parameters differ."""
+        """Lines with the multipliers and the table: one line for each role, or several if its parameters differ."""
         own = self.options
         logits = own.mup_output_mult if own.mup_output_mult != 1 else 1 / own.mup_width_mult
         base = "" if own.mup_base_head_dim is None else f"sqrt({own.mup_base_head_dim:g}) "
@@ -71,7 +71,7 @@ class MupRule(ParameterRule):
             yield f"muP, {role}: {row}; {len(members)} parameters, {elements:,} elements"
 
     def _row(self, meta: ParamMeta) -> str:
-        """The factors of a parameter beside those of no muP."""
+        """The factors of a parameter relative to training without muP."""
         group = self.group(ParamGroup(wd_mult=1.0), meta)
         std = self.factors(meta).std if meta.init is None or meta.init.std else 1.0
         return (

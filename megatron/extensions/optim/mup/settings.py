@@ -14,11 +14,11 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
 RATED = ("adam", "sgd", "muon")
-"""Optimizers whose rules are known."""
+"""Optimizers whose scaling rules are known."""
 
 
 def multipliers(model: TransformerConfig) -> dict[str, float]:
-    """Field of the model -> the value that it has under --use-mup."""
+    """Model field -> its value under --use-mup."""
     own = model.options(MupFlags)
     width, depth = ratios(model)
     return {
@@ -29,14 +29,14 @@ def multipliers(model: TransformerConfig) -> dict[str, float]:
 
 
 def ratios(model: TransformerConfig) -> tuple[float, float]:
-    """Width and depth over those of the base model."""
+    """Width and depth divided by those of the base model."""
     own = model.options(MupFlags)
     width = model.hidden_size / (own.mup_base_hidden_size or model.hidden_size)
     return width, model.num_layers / (own.mup_base_num_layers or model.num_layers)
 
 
 def with_multipliers(c: RunConfig) -> RunConfig:
-    """The configuration with the multipliers that are not given. A second time it changes nothing."""
+    """Fill in the multipliers that are not given. Applying it twice has no further effect."""
     m = c.model
     own = m.options(MupFlags)
     if not own.use_mup:
@@ -50,7 +50,7 @@ def with_multipliers(c: RunConfig) -> RunConfig:
         values["softmax_scale"] = score_factor(m)
         parameters = own_ratios(c) or None
     except (ArithmeticError, AssertionError, TypeError, ValueError):
-        return c  # sizes that other rules refuse
+        return c  # invalid sizes, which other rules refuse
     usual = MupFlags()
     options = replace(
         own,
@@ -62,12 +62,12 @@ def with_multipliers(c: RunConfig) -> RunConfig:
 
 
 def score_factor(model: TransformerConfig) -> float | None:
-    """The value of --softmax-scale. One that is given remains."""
+    """The value of --softmax-scale. A given value is kept."""
     own = model.options(MupFlags)
     if model.softmax_scale is not None or not any(layer.attends for layer in model.layers):
         return model.softmax_scale
     base = sqrt(own.mup_base_head_dim) if own.mup_base_head_dim is not None else 1.0
-    usual = 1 / sqrt(model.head_dim)  # a part of attention_scale, whose further factors remain
+    usual = 1 / sqrt(model.head_dim)  # one factor of attention_scale; its other factors remain
     return float(model.attention_scale / usual * base / model.head_dim**own.mup_attn_scale_power)
 
 

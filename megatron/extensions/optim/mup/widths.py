@@ -25,10 +25,10 @@ WIDTHS = (
     *("linear_num_key_heads", "linear_num_value_heads", "kda_num_heads", "rg_lru_width", "rg_lru_num_blocks"),
     *("mamba1_channels", "mamba1_step_rank", "window_num_attention_heads", "window_num_query_groups"),
 )
-"""Fields that grow with the hidden size, where they are given."""
+"""Width fields that grow with the hidden size, if they are given."""
 
 CHANNELS = ("kv_channels", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-"""Fields of widths within heads, which stay by default."""
+"""Width fields within heads, which keep their size by default."""
 
 
 def given_widths(options: MupFlags) -> dict[str, int]:
@@ -74,7 +74,7 @@ def own_ratios(c: RunConfig) -> tuple[str, ...]:
     """NAME=INPUTS,OUTPUTS for each parameter whose inputs or outputs, relative to the base model, differ from what its
     role has by default. NAME has no layer numbers. Raises ValueError as `base_sizes` does."""
     own = c.model.options(MupFlags)
-    latent = named_value(c, "q_lora_rank") is not None  # whose norm has the name of one within heads
+    latent = named_value(c, "q_lora_rank") is not None  # whose norm shares the name of a norm within heads
     if not (own.mup_base_widths or latent):
         return ()
     try:

@@ -1,7 +1,7 @@
-"""Muon: momentum, orthogonalized as a whole matrix, as the update of each matrix of the hidden layers.
+"""Muon: updates each matrix of the hidden layers with its momentum, orthogonalized as a whole matrix.
 
 K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); Moonlight (arXiv 2502.16982) for its scale
-and its use at size. All other parameters have an optimizer of their own, --muon-scalar-optimizer.
+and its use at size. All other parameters use --muon-scalar-optimizer.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from megatron.extensions.optim.optimizers.flags import MuonFlags, product_dtypes
 from megatron.extensions.optim.optimizers.newton_schulz import Coefficients, coefficients
 
 EPS = 1e-15
-"""Least norm that a matrix is divided by, as in Emerging-Optimizers from 0.4.0 on: gradients of any size give an update
-of the same size."""
+"""Smallest norm that a matrix is divided by, as in Emerging-Optimizers since 0.4.0: gradients of any size give an
+update of the same size."""
 
 
 def splits_of(options: MuonFlags) -> Callable[[str], bool]:
-    """Return whether weights that are fused under a name (`ParamMeta.fused`) are updated as matrices of their own."""
+    """Return whether the weights fused under a name (`ParamMeta.fused`) are updated as separate matrices."""
     return lambda fused: {"qkv": options.muon_split_qkv, "gate_up": options.muon_split_gate_up}.get(fused, True)
 
 
 def muon(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
-    """--optimizer muon, of the matrices of hidden layers."""
+    """Build --optimizer muon for the matrices of hidden layers."""
     return [Muon(config)]
 
 
@@ -76,7 +76,7 @@ class Muon(FusedTransform):
 
 
 class MuonKernel(ShardUpdate):
-    """Muon of all matrices of a stage, in flat shards."""
+    """Applies Muon to all matrices of a stage, in flat shards."""
 
     def __init__(self, options: MuonFlags, shards: Sequence[OptimizerShard], exchange: MatrixExchange) -> None:
         self.options = options
@@ -125,7 +125,7 @@ class MuonKernel(ShardUpdate):
 
 
 def _held(flat: Tensor, part: Part) -> Tensor:
-    """The part's values in a shard."""
+    """The values of the part that lie in a shard."""
     return flat[part.start : part.stop].view(part.held)[part.within]
 
 

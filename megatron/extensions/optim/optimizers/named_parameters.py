@@ -1,5 +1,7 @@
-"""Groups of parameters by name, with a learning rate or weight decay of their own (--param-group), and parameters that
-are not trained (--freeze). This module does not import torch."""
+"""Parameter groups by name with their own learning rate or weight decay (--param-group), and frozen parameters
+(--freeze).
+
+This module does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ SETTINGS = ("lr_mult", "wd_mult", "weight_decay")
 
 
 class NamedParameters(ParameterRule):
-    """Groups and frozen parameters by their names in the whole model."""
+    """Parameter groups and frozen parameters, by their names in the whole model."""
 
     def __init__(self, optimizer: OptimizerConfig) -> None:
         options = optimizer.options(NamedParameterFlags)
@@ -39,7 +41,8 @@ class NamedParameters(ParameterRule):
         return any(re.search(pattern, meta.name) for pattern in self.frozen)
 
     def errors(self, metas: Collection[ParamMeta]) -> Iterator[str]:
-        """Expressions that match none of the parameters of the whole model; and if nothing is left to train, that."""
+        """Yield an error for each expression that matches no parameter of the whole model, and one if no parameter is
+        left to train."""
         names = [meta.name for meta in metas]
         texts = [("--freeze", pattern, pattern) for pattern in self.frozen]
         texts += [("--param-group", text, group_rule(text).pattern) for text in self.expressions]
@@ -54,7 +57,7 @@ class NamedParameters(ParameterRule):
 
 @dataclass(frozen=True)
 class GroupRule:
-    """One expression of --param-group: `settings` of the parameters in whose name `pattern` is found."""
+    """One expression of --param-group: `settings` apply to parameters whose name contains a match of `pattern`."""
 
     pattern: str
     settings: Mapping[str, float]
@@ -64,7 +67,7 @@ class GroupRule:
         if not re.search(self.pattern, name):
             return group
         group = replace(group, lr_mult=self.settings.get("lr_mult", group.lr_mult))
-        if (decay := self.settings.get("weight_decay")) is not None:  # none at all is one group, however it is written
+        if (decay := self.settings.get("weight_decay")) is not None:  # zero, however it is written, is one group
             group = replace(group, wd_mult=float(decay > 0), weight_decay=decay or None)
         elif (factor := self.settings.get("wd_mult")) is not None:
             group = replace(group, wd_mult=factor, weight_decay=None)
@@ -73,7 +76,7 @@ class GroupRule:
 
 @cache
 def group_rule(text: str) -> GroupRule:
-    """Reads 'REGEX key=value ...'. Raises ValueError, of the form `--param-group text: rule; remedy`."""
+    """Parse 'REGEX key=value ...'. Raises ValueError of the form `--param-group text: rule; remedy`."""
     where = f"--param-group {text}"
     example = "write for example --param-group 'norm lr_mult=0.1 weight_decay=0'"
     pattern, *assignments = text.split() or [""]
@@ -105,7 +108,7 @@ def group_rule(text: str) -> GroupRule:
 
 
 def unmatched(flag: str, value: str, pattern: str, names: Collection[str]) -> str | None:
-    """The error of a pattern that is found in none of `names`: it shows the nearest ones."""
+    """The error of a pattern that matches none of `names`; it shows the nearest names."""
     if any(re.search(pattern, name) for name in names):
         return None
     words = re.sub(r"\\.|[^\w.]", " ", pattern.replace("\\.", ".")).strip()
@@ -118,7 +121,7 @@ def unmatched(flag: str, value: str, pattern: str, names: Collection[str]) -> st
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Expressions that can be read."""
+    """The expressions that can be parsed."""
     options = c.options(NamedParameterFlags)
     for pattern in options.freeze or ():
         try:

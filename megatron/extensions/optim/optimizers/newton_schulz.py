@@ -1,13 +1,13 @@
 """Coefficients of the Newton-Schulz iteration that orthogonalizes a matrix. This module does not import torch.
 
-One step maps each singular value s to a*s + b*s**3 + c*s**5. No step need converge: a few of them bring all singular
-values of a matrix of norm 1 near 1.
+One step maps each singular value s to a*s + b*s**3 + c*s**5. The iteration need not converge: a few steps bring all
+singular values of a matrix of norm 1 near 1.
 """
 
 from __future__ import annotations
 
 Coefficients = tuple[float, float, float]
-"""(a, b, c)."""
+"""Coefficients (a, b, c) of one step."""
 
 COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
@@ -41,10 +41,10 @@ F. L. Cesista, optimized for five steps; "polar_express" of arXiv 2505.16932, al
 1.01; "cans" of arXiv 2506.10935."""
 
 CYCLES = ("simple", "quintic")
-"""They repeat after their last step; the others repeat the last step."""
+"""Sets of coefficients that repeat from the first step after the last; the other sets repeat their last step."""
 
 
 def coefficients(kind: str, steps: int) -> tuple[Coefficients, ...]:
-    """The coefficients of each of `steps` steps."""
+    """Return the coefficients of each of `steps` steps."""
     known = COEFFICIENTS[kind]
     return tuple(known[i % len(known) if kind in CYCLES else min(i, len(known) - 1)] for i in range(steps))

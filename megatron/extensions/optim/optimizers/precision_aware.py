@@ -34,7 +34,7 @@ from megatron.core.param_meta import ParamMeta
 from megatron.extensions.optim.optimizers.flags import SCALE_BLOCK, PrecisionAwareFlags
 
 SMALLEST = -126
-"""Exponent of the smallest scale; blocks of smaller numbers are zero to fp32 too."""
+"""Exponent of the smallest scale; blocks of smaller numbers are zero in fp32 as well."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class StateFormat:
 
     dtype: torch.dtype
     mantissa: int
-    """Bits of the mantissa that are stored."""
+    """Number of stored mantissa bits."""
 
     least: int = SMALLEST
     """Exponent of the smallest normal number."""
 
     largest: float | None = None
-    """Largest number, of formats with scales."""
+    """Largest number of the format, for formats with scales."""
 
     exported: torch.dtype | None = None
     """Dtype that holds every stored value exactly, where the stored one has scales. Checkpoints have it."""
@@ -94,11 +94,11 @@ class StoredState:
         return self.codes.nbytes + self.exponents.nbytes
 
     def tensors(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """(codes, exponents) of elements [start, stop), which are whole blocks: views."""
+        """Views of (codes, exponents) of elements [start, stop), which are whole blocks."""
         return self.codes[start:stop], self.exponents[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)]
 
     def read(self, codes: Tensor, exponents: Tensor) -> Tensor:
-        """Values of `tensors`, in fp32 or the main dtype."""
+        """Return the values of `tensors`, in fp32 or the main dtype."""
         if not self.rounds:
             return codes
         if not self.format.scaled:
@@ -128,7 +128,7 @@ class StoredState:
         return on_host(self.codes.numel(), self.format.exported, lambda *part: self.read(*self.tensors(*part)))
 
     def take_up(self, values: Tensor) -> None:
-        """Stores what a checkpoint held in the tensor of `exported`."""
+        """Load the contents of a checkpoint from the tensor of `exported`."""
         if not self.format.scaled:
             return
         for start, stop in chunks(self.codes.numel()):
@@ -140,12 +140,12 @@ class StoredState:
 
 
 def chunks(numel: int, size: int = 2**22) -> list[tuple[int, int]]:
-    """[start, stop) of parts of at most `size` elements, which bound the memory of temporary tensors."""
+    """Yield [start, stop) of parts of at most `size` elements, which bound the memory of temporary tensors."""
     return [(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
 def on_host(numel: int, dtype: torch.dtype | None, read: Callable[[int, int], Tensor]) -> Tensor:
-    """`read` of all elements, part by part, in host memory."""
+    """`read` all elements into host memory, part by part."""
     values = torch.empty(numel, dtype=dtype)
     for start, stop in chunks(numel):
         values[start:stop].copy_(read(start, stop))
@@ -153,7 +153,7 @@ def on_host(numel: int, dtype: torch.dtype | None, read: Callable[[int, int], Te
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """2^e in fp32, exactly, of integers from -126 to 127."""
+    """Compute 2^e exactly in fp32, for integers from -126 to 127."""
     return ((exponents.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
@@ -182,19 +182,19 @@ def round_scaled(x: Tensor, uniform: Tensor, number: StateFormat, squared: bool)
 
 
 def split_master(values: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 -> (the nearest bf16, ties away from zero, what is left as int16): 32 bits in all, nothing is lost."""
+    """Split fp32 into the nearest bf16 (ties away from zero) and an int16 remainder: 32 bits in all, without loss."""
     bits = values.view(torch.int32)
     upper = (bits + 0x8000) >> 16
     return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
 
 
 def join_master(params: Tensor, remainders: Tensor) -> Tensor:
-    """The fp32 numbers that `split_master` made two of."""
+    """Join the two parts of `split_master` into fp32 numbers."""
     return ((params.view(torch.int16).to(torch.int32) << 16) + remainders.to(torch.int32)).view(torch.float32)
 
 
 CHUNK = 2**18
-"""Elements of an update that is not compiled: its temporary tensors stay in the cache of a CPU."""
+"""Elements per chunk of an update that is not compiled, so that its temporary tensors stay in a CPU's cache."""
 
 EXP_AVG = 0x3C6EF372
 EXP_AVG_SQ = 0x1B873593
@@ -226,7 +226,7 @@ class PackedShard(Shard):
         self.take_up({MAIN_PARAM: params.to(self.device, main_dtype)})
 
     def write_params(self) -> None:
-        """Nothing: an update writes them with the main parameters."""
+        """Does nothing: an update writes the parameters with the main parameters."""
 
     def read_main(self, start: int, stop: int) -> Tensor:
         first, last = start // SCALE_BLOCK * SCALE_BLOCK, -(-stop // SCALE_BLOCK) * SCALE_BLOCK
@@ -337,7 +337,7 @@ def packed_adam(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]
 
 
 class PackedKernel(ShardUpdate):
-    """The update of packed shards."""
+    """Updates packed shards."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[PackedShard], compiled: bool) -> None:
         self.config = config
@@ -363,7 +363,7 @@ class PackedKernel(ShardUpdate):
 
 
 def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: OptimizerConfig) -> None:
-    """One update of a part, in place."""
+    """Update one part with Adam, in place."""
     kind, skipped = shard.kind, scalars.skip > 0
     before = read_main(kind, part, shard.main)
     lr, weight_decay, factor = (value.to(before.dtype) for value in scalars[:3])
@@ -411,6 +411,6 @@ def _store(
 
 
 def _keep_or_copy_(into: Tensor, values: Tensor, skipped: Tensor) -> None:
-    if into.dtype == torch.float8_e4m3fn:  # which torch.where does not know
+    if into.dtype == torch.float8_e4m3fn:  # torch.where does not support it
         into, values = into.view(torch.int8), values.view(torch.int8)
     into.copy_(torch.where(skipped, into, values))

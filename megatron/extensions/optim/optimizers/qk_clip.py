@@ -1,8 +1,8 @@
 """QK-clip (MuonClip): bounds attention logits by scaling the projections of queries and keys after an update.
 
-Kimi K2 (arXiv 2507.20534), section 2.1, algorithm 1. The largest logit of each head is that of all samples of a step:
-over micro-batches, data- and context-parallel ranks. A head whose largest logit S exceeds the threshold tau gets the
-factor tau / S, divided between its queries and its keys.
+Kimi K2 (arXiv 2507.20534), section 2.1, algorithm 1. The largest logit of each head is taken over all samples of a
+step, across micro-batches, data- and context-parallel ranks. A head whose largest logit S exceeds the threshold tau
+gets the factor tau / S, divided between its queries and its keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.training.run import TrainingRun
 
 
 class QKClip:
-    """The layers with attention of one rank, and what they own of the parameters to scale."""
+    """The attention layers of one rank, and the parameters that it owns of those to scale."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class QKClip:
         self.alpha = options.qk_clip_alpha
         self.shards = shards
         self.data = state.dp_cp
-        """The ranks that see other tokens of the same heads."""
+        """The ranks that process other tokens with the same heads."""
         every: dict[int, Any] = {id(layer): layer for module in modules for layer in module.modules()}
         self.layers: list[AttentionWithRows] = [
             layer for layer in every.values() if isinstance(getattr(layer, "core", None), CoreAttention)
@@ -48,7 +48,7 @@ class QKClip:
         self.logits = [LargestLogits(layer.core) for layer in self.layers]
 
     def largest(self) -> list[Tensor]:
-        """The largest logits [heads/tp] of each layer since the last call, of all samples. Collective over `data`."""
+        """The largest logits [heads/tp] of each layer over all samples since the last call. Collective over `data`."""
         if not self.logits:
             return []
         joined = all_reduce_(torch.cat([logits.values for logits in self.logits]), self.data, dist.ReduceOp.MAX)
@@ -57,7 +57,7 @@ class QKClip:
         return list(joined.split([len(logits.values) for logits in self.logits]))
 
     def after_update(self, skip: Tensor) -> None:
-        """Scales the main parameters that this rank owns; does nothing where `skip` is 1."""
+        """Scale the main parameters that this rank owns; no effect if `skip` is 1."""
         factors: dict[str, Tensor] = {}
         for layer, largest in zip(self.layers, self.largest(), strict=True):
             above = (largest > self.threshold) & (skip == 0)

@@ -94,7 +94,7 @@ def _blocks_cut(c: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         metas = stage_metas(m)
     except (ArithmeticError, AssertionError, ValueError):
-        return  # sizes that do not fit: other rules say which
+        return  # invalid sizes: other rules report them
     for meta in metas:
         for axis, dim in meta.sharded.items():
             run = meta.global_shape[dim] * prod(meta.global_shape[dim + 1 :])

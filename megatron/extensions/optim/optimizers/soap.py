@@ -34,12 +34,12 @@ SIDES = ("left", "right")
 
 
 def soap(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
-    """--optimizer soap, of the matrices of hidden layers."""
+    """Build --optimizer soap for the matrices of hidden layers."""
     return [Soap(config)]
 
 
 class Soap(Transform):
-    """The whole update, with learning rate and weight decay."""
+    """The complete update, including learning rate and weight decay."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.options = config.options(SoapFlags)
@@ -70,7 +70,7 @@ class Soap(Transform):
 
     def update(self, x: ParameterUpdate) -> Requests:
         done = int(x.step.item()) - 1
-        """Updates of this parameter so far that moved it: the first one does not."""
+        """Number of updates so far that moved this parameter; the first one does not."""
 
         def moved(matrix: Tensor, states: dict[str, Tensor]) -> Tensor:
             return self.direction(matrix, states, done, self.eps * x.eps_mult)

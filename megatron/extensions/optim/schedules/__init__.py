@@ -1,4 +1,4 @@
-"""Learning rates of several pieces, such as warm-up, hold and decay, and decayed branches of a run.
+"""Piecewise learning rate schedules, such as warm-up, hold and decay, and decayed branches of a run.
 
 Flags: --lr-schedule, --lr-schedule-file, --branch-from, --decay-tokens, --decay-shape. Read `pieces` first, then
 `branch`.

@@ -21,7 +21,7 @@ FIELDS = (
     *("train_samples", "train_iters", "train_tokens", "lr", "lr_schedule", "lr_decay_style", *OTHERS),
     *("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
 )
-"""Fields that make a run a branch."""
+"""Fields that turn a run into a branch."""
 
 
 def with_branch(config: RunConfig) -> RunConfig:
@@ -31,7 +31,7 @@ def with_branch(config: RunConfig) -> RunConfig:
     if options.branch_from is None:
         return config
     if options.decay_tokens is None or save is None or is_source(save, options.branch_from):
-        return _with_any_length(config, options)  # the rules say what is wrong
+        return _with_any_length(config, options)  # the rules report the problem
     try:
         own = _saved(save)
         load = options.branch_from if own is None else save
@@ -49,13 +49,13 @@ def _with_any_length(config: RunConfig, options: BranchFlags) -> RunConfig:
 
 
 def _saved(save: str) -> dict[str, Any] | None:
-    """Contents of the branch's latest checkpoint besides tensors."""
+    """Contents of the branch's latest checkpoint, tensors excluded."""
     root = located(save)
     return saved_metadata(root) if candidates(root).folders else None
 
 
 def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[str, object]:
-    """Length and schedule of a branch that has begun, with these flags."""
+    """Length and schedule of a branch that has already begun, with these flags."""
     sections = saved["config"] | {"model": saved["config"]["model"] | saved.get("model_of_run", {})}
     config = config_of_sections(sections)
     before = config.options(BranchFlags)
@@ -88,7 +88,7 @@ def _is_origin(origin: dict[str, Any], given: str) -> bool:
 
 
 def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
-    """Length and schedule of a branch that begins."""
+    """Length and schedule of a branch that is about to begin."""
     where = f"--branch-from {options.branch_from}"
     assert options.branch_from is not None and options.decay_tokens is not None
     metadata = saved_metadata(located(options.branch_from))
@@ -116,7 +116,7 @@ def _of_branch(config: RunConfig, train_samples: int, schedule: str | None) -> d
 
 
 def _rate(metadata: dict[str, Any]) -> float:
-    """The learning rate of the update that would have followed the checkpoint."""
+    """The learning rate of the next update after the checkpoint."""
     config, consumed = config_of_sections(metadata["config"]), int(metadata["consumed_samples"])
     plan = plan_of(config)
     phase = plan.at(consumed)
@@ -125,7 +125,7 @@ def _rate(metadata: dict[str, Any]) -> float:
 
 
 class BranchOrigin(Callback):
-    """Keeps in the branch's checkpoints which checkpoint it began from."""
+    """Records in the branch's checkpoints the checkpoint from which the branch began."""
 
     to_continue = "begin another branch with more --decay-tokens, in a --save of its own"
 
@@ -133,7 +133,7 @@ class BranchOrigin(Callback):
         super().__init__(config)
         self.origin: dict[str, object] = {}
         self.before: object = None
-        """The state in the checkpoint that was loaded."""
+        """The state in the loaded checkpoint."""
 
     def on_start(self, run: RunView) -> None:
         folder = located(run.progress.loaded_from or "")

@@ -1,5 +1,5 @@
-"""A schedule of learning rates as pieces, each a shape and a length: `warm-up 1%, hold rest, 1-sqrt 20%`. This module
-does not import torch.
+"""A piecewise learning rate schedule. Each piece has a shape and a length: `warm-up 1%, hold rest, 1-sqrt 20%`. This
+module does not import torch.
 
 Lengths are in samples, tokens or percent of the schedule, so that a schedule means the same under a batch-size ramp-up
 and at a resume. A rate is a factor of the peak, --lr.
@@ -42,19 +42,19 @@ class Length:
         return self.unit if self.unit == REST else f"{_text(self.amount)}{' ' if self.unit != '%' else ''}{self.unit}"
 
     def in_samples(self, total: float) -> float:
-        """Its samples in a schedule of `total` samples. Tokens are converted before a run (`without_tokens`)."""
+        """Length in samples, in a schedule of `total` samples. Tokens are converted before a run (`without_tokens`)."""
         assert self.unit in ("%", "samples"), self.unit
         return self.amount if self.unit == "samples" else self.amount / 100 * total
 
 
 def _text(value: float) -> str:
-    """The shortest text that reads back as the same number."""
+    """The shortest text that parses to the same number."""
     return str(int(value)) if value.is_integer() else repr(value)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One piece of a schedule."""
+    """One piece of a learning rate schedule."""
 
     shape: str
     length: Length
@@ -77,7 +77,7 @@ class Piece:
 
 @lru_cache(maxsize=64)
 def parse(text: str) -> tuple[Piece, ...]:
-    """The pieces of a text, divided by commas or line ends; `#` begins a comment. Raises ValueError."""
+    """Parse pieces that are separated by commas or line ends; `#` begins a comment. Raises ValueError."""
     lines = [line.partition("#")[0] for line in text.splitlines()]
     pieces = tuple(_piece(" ".join(each.split())) for line in lines for each in line.split(",") if each.strip())
     if not pieces:
@@ -165,11 +165,11 @@ class Rates:
     """Rates at the ends of pieces."""
 
     first: float
-    """At the start of the first piece."""
+    """Rate at the start of the first piece."""
 
     peak: float
     lowest: float
-    """At the end of a decay without `to`."""
+    """Rate at the end of a decay without `to`."""
 
 
 def rate_at(pieces: Sequence[Piece], samples: float, total: float, rates: Rates) -> float:

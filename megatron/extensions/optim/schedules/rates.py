@@ -1,4 +1,4 @@
-"""The schedule of pieces as the optimizer calls it. This module does not import torch."""
+"""The piecewise schedule as the optimizer calls it. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.extensions.optim.schedules.pieces import Rates, parse, rate_at
 
 
 def pieces(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """The pieces of --lr-schedule, over the decay length."""
+    """Build the pieces of --lr-schedule over the decay length."""
     text = config.options(ScheduleFlags).lr_schedule
     assert text is not None and config.lr is not None
     rates = Rates(config.lr_warmup_init, config.lr, config.min_lr)
