@@ -148,11 +148,14 @@ def _spelled(hf: Values, family: Family) -> Fields:
         elif key not in family.unwritten:
             name = family.spelling.get(key, key)
             found[name] = table(found, name) | value if isinstance(value, dict) else value
-    return {key: _as_class(value, family.class_defaults.get(key)) for key, value in found.items()}
+    return {key: _as_class(value, key, family) for key, value in found.items()}
 
 
-def _as_class(value: object, usual: object) -> object:
-    """A whole number as a float where the family's class has a float: newer classes refuse another type."""
+def _as_class(value: object, key: str, family: Family) -> object:
+    """Return a whole number as a float where the family's class has a float, as newer classes refuse another type."""
+    usual = family.class_defaults.get(key)
+    if usual is None:
+        usual = family.defaults.get(key)
     return float(value) if isinstance(value, int) and type(value) is int and type(usual) is float else value
 
 
