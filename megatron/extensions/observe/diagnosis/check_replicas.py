@@ -29,7 +29,7 @@ _CHUNK = 1 << 22
 
 
 class ReplicaError(RuntimeError):
-    """Ranks that should hold equal values do not."""
+    """Raised if ranks that should hold equal values differ."""
 
 
 class ReplicaCheck(Callback):
@@ -42,7 +42,7 @@ class ReplicaCheck(Callback):
 
 @dataclass(frozen=True)
 class Replica:
-    """A tensor of this rank and the axes along which others hold the same values."""
+    """A tensor of this rank, and the axes along which other ranks hold the same values."""
 
     label: str
     values: Tensor
@@ -110,7 +110,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _different(hashes: Tensor, axis: Axis) -> int | None:
-    """Index of the first hash that is not the same on all ranks of the axis."""
+    """Index of the first hash that differs between ranks of the axis."""
     low, high = (all_reduce_(hashes.clone(), axis, op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
     places = (low != high).nonzero()
     return int(places[0]) if len(places) else None

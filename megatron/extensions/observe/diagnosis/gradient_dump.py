@@ -1,4 +1,4 @@
-"""--dump-step: a step with everything that tools/referee.py needs to judge it.
+"""--dump-step: saves one step with everything that tools/referee.py needs to verify it.
 
 The folder is a checkpoint of the weights before the step, with the samples as a saved step has them, and in addition
 
@@ -34,7 +34,7 @@ SHAPES = "shapes"
 
 
 class GradientDump(Callback, Meter):
-    """Writes one step, and trains on."""
+    """Writes one step to disk; training continues afterwards."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.run, own = run, run.config.options(DiagnosisConfig)
@@ -55,7 +55,7 @@ class GradientDump(Callback, Meter):
         return iteration == self._iteration
 
     def gradients_ready(self, factor: Tensor) -> None:
-        """Before the update: the weights are those of the passes."""
+        """Called before the update, while the weights are still those of the passes."""
         if self._step is None:
             return
         run, step = self.run, self._step
@@ -72,7 +72,7 @@ class GradientDump(Callback, Meter):
         gather_objects(file.name, run.runtime.state.world)  # the dump is complete on return
 
     def _boxes(self, factor: Tensor) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-        """The parts of gradients that this rank is the first to hold, and the global shapes."""
+        """The parts of gradients of which this rank is the first holder, and the global shapes."""
         boxes: dict[str, Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         state = self.run.runtime.state
@@ -103,7 +103,7 @@ def read_box(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def assembled(shape: Sequence[int], boxes: Sequence[tuple[tuple[int, ...], Tensor]]) -> Tensor:
-    """A whole gradient in fp64 from its boxes. Raises ValueError if they do not cover it."""
+    """Assemble a whole gradient in fp64 from its boxes. Raises ValueError if they do not cover it."""
     whole = torch.full(tuple(shape), torch.nan, dtype=torch.float64)
     covered = 0
     for offset, values in boxes:

@@ -24,7 +24,7 @@ KEPT = 2000
 """Collectives that the recorder keeps on each rank."""
 
 MALFORMED = (KeyError, OverflowError, TypeError, ValueError)
-"""Errors of reading a value of other types than expected."""
+"""Errors raised when a value has an unexpected type."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Entered:
     """How many the rank has entered in this group: equal on all its ranks for the same collective."""
 
     what: str
-    """Such as `all_reduce [4, 8] Float`."""
+    """Description such as `all_reduce [4, 8] Float`."""
 
     pending: bool
 
@@ -58,7 +58,7 @@ Group = tuple[str, tuple[int, ...]]
 
 
 def groups_of(state: ParallelState) -> dict[str, Group]:
-    """torch's name of each group of this rank -> the group."""
+    """torch's name of each group of this rank -> the group's identity."""
     axes = {"all ranks": state.world, **state.axes}
     found: dict[str, Group] = {}
     for name, axis in axes.items():
@@ -101,7 +101,7 @@ def last_entered(recorded: list[FlightTrace], groups: Mapping[str, Group], last_
             over = entry["state"] == "completed" or entry["retired"]
             pending = not over or (last_pending and place == 0)
             if name in found and found[name].pending and pending:
-                continue  # the first of those under way
+                continue  # the first of the collectives in flight
             found[name] = Entered(*groups[name], entry["collective_seq_id"], _describe(entry), pending)
     return list(found.values())
 
@@ -118,14 +118,14 @@ ANY_SIZES = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
 
 @dataclass(frozen=True)
 class Waiting:
-    """Waits of a rank when the run fails."""
+    """What a rank waits for when the run fails."""
 
     place: str
-    """Line of code."""
+    """Line of code that waits."""
 
     entered: tuple[Entered, ...] = ()
     message_from: int | None = None
-    """The rank whose message it waits for."""
+    """The rank whose message this rank waits for."""
 
     @classmethod
     def of(cls, standing: Standing) -> Waiting:
@@ -143,7 +143,7 @@ class Waiting:
         return next((each for each in self.entered if each.pending), None)
 
     def in_group(self, of: Entered) -> Entered | None:
-        """The last collective of the same group."""
+        """The last collective of this rank in the same group."""
         return next((each for each in self.entered if (each.axis, each.ranks) == (of.axis, of.ranks)), None)
 
 
@@ -171,13 +171,13 @@ class CollectivesAnalysis(HangAnalysis):
         return blame({rank: Waiting.of(standing) for rank, standing in standings.items()})
 
     def write(self, folder: Path, rank: int) -> None:
-        """Writes the last collectives."""
+        """Write the last collectives."""
         if recorded := [trace for trace in traces() if trace.get("entries")]:
             (folder / f"collectives-{rank:05d}.json").write_text(json.dumps(recorded))
 
 
 class LastCollectives(Callback):
-    """Has the ranks compare their last collectives when the run hangs."""
+    """Compares the last collectives of all ranks when the run hangs."""
 
     def hang_analysis(self, status: RankStatus) -> HangAnalysis:
         return CollectivesAnalysis(status)

@@ -35,7 +35,7 @@ BACKWARD = "backward"
 WEIGHT_GRADIENT = "weight gradient"
 PASSES = (FORWARD, BACKWARD, WEIGHT_GRADIENT)
 LOSS = "loss"
-"""How the cross entropy is named, which is no module."""
+"""Name under which the cross entropy is reported, since it is not a module."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Finding:
     """The first place at which a value was not finite."""
 
     where: str
-    """One of `PASSES`."""
+    """The pass: one of `PASSES`."""
 
     module: str
     """Name in the whole model; of a weight gradient the parameter's."""
@@ -58,17 +58,17 @@ class Finding:
     """True if all that the module was given was finite: then it made the value itself."""
 
     largest: float = 0.0
-    """Largest absolute value among what it was given."""
+    """Largest absolute value among the module's inputs."""
 
     place: int = 0
-    """In the order of this pass, within the stage."""
+    """Position in the order of this pass, within the stage."""
 
     weights: tuple[str, ...] = ()
     """Parameters that were not finite before the step."""
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The smallest is the first."""
+        """Sort key; the smallest finding came first."""
         stage = self.stage if self.where == FORWARD else -self.stage
         return PASSES.index(self.where), stage, self.place, min(self.samples, default=0), self.rank
 
@@ -131,7 +131,7 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
 
 
 class _Notes:
-    """Findings of this rank: the first of each stage and micro-batch."""
+    """Findings of this rank: the first finding of each stage and micro-batch."""
 
     def __init__(self, rank: int, executor: PipelineExecutor[GPTModel, Batch], batches: list[Batch]) -> None:
         self.rank = rank

@@ -43,7 +43,7 @@ class Profiler(Callback):
         self._turn(run)
 
     def on_end(self, run: RunView) -> None:
-        """Ends a profile that the run was too short for."""
+        """End a profile if the run stopped before --profile-step-end."""
         self._stop(run)
         self._write_memory()
 
@@ -63,7 +63,7 @@ class Profiler(Callback):
             self._ranges.__enter__()
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        # A pass that runs in turns with another one has a thread of its own.
+        # A pass that is interleaved with another one has its own thread.
         threads = profiler_options(all_threads=runs_passes_in_turns(self.config))
         self._profile = profile(
             activities=activities,

@@ -10,10 +10,10 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback
 
 WINDOW = 100
-"""Steps in the running means of loss and gradient norm."""
+"""Number of steps in the running means of loss and gradient norm."""
 
 WARM_UP = 10
-"""Steps in a mean before steps are compared with it."""
+"""Number of steps in a mean before steps are compared with it."""
 
 
 class StepJudge:
@@ -42,7 +42,7 @@ class StepJudge:
 
 
 class SpikeCheck(Callback):
-    """Looks for spikes where a flag asks for it."""
+    """Checks for spikes if a flag requests it."""
 
     def judge(self, device: torch.device, means: tuple[float, ...]) -> StepJudge:
         return StepJudge(self.config, device, means)

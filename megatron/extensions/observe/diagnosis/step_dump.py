@@ -78,7 +78,7 @@ class SavedStep:
 
 
 class FirstNonFinite(Callback):
-    """Says where the first value that is not finite was computed."""
+    """Reports where the first value that is not finite was computed."""
 
     run: TrainingRun
 

@@ -59,7 +59,7 @@ def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
     config = replace(
         config,
         parallel=ModelParallelConfig(**kept),
-        data=DatasetConfig(mock_data=True, num_workers=0),  # in whose place the saved samples come
+        data=DatasetConfig(mock_data=True, num_workers=0),  # the saved samples replace these
         tokenizer=TokenizerConfig(),
         training=replace(config.training, eval_iters=0, num_microbatches=None),
         checks=ChecksConfig(),
@@ -73,7 +73,8 @@ def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
 
 
 def without_data_flags(config: RunConfig) -> RunConfig:
-    """The configuration without the flags of extensions that make, change or deal samples: those saved are used."""
+    """The configuration without the flags of extensions that make, change or deal samples, since the saved samples are
+    used."""
     for options in config.extension_options:
         if isinstance(options, DividesDocuments | DealsSamples | WrapsDatasets):
             config = config.with_options(type(options)())

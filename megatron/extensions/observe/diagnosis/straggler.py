@@ -40,7 +40,7 @@ class Waits:
     @classmethod
     @functools.cache
     def install(cls) -> None:
-        """Times every wait of this thread from now on; without effect the second time."""
+        """Time every wait of this thread from now on. A second call has no effect."""
         wait, thread = dist.Work.wait, threading.get_ident()
 
         @functools.wraps(wait)
@@ -49,7 +49,7 @@ class Waits:
             try:
                 return wait(*args, **kwargs)
             finally:
-                if threading.get_ident() == thread:  # and not the one that writes checkpoints
+                if threading.get_ident() == thread:  # but not the thread that writes checkpoints
                     cls.seconds += time.perf_counter() - start
 
         dist.Work.wait = timed  # type: ignore[method-assign]

@@ -1,1 +1,1 @@
-"""Statistics of each layer (--log-layer-stats): collection, reduction, and rules for what is out of line."""
+"""Statistics of each layer (--log-layer-stats): collection, reduction, and rules that detect outliers."""

@@ -1,4 +1,4 @@
-"""Hooks on the layers of a model that measure what they put out, their attention logits and their routers.
+"""Hooks that measure the outputs, attention logits and routers of a model's layers.
 
 Nothing here knows the layout. A mean of squares is a sum of squares and a number of elements, each summed over the
 world: ranks that hold other tokens, other features or a replica all add theirs, and the ratio is that of one process.
@@ -51,7 +51,7 @@ class ActivationTaps:
         self.counts: dict[Key, float] = {}
         self.maxima: dict[Key, Tensor] = {}
         self.logits: dict[int, LargestLogits] = {}
-        """Layers whose attention kernel shows its logits."""
+        """Layers whose attention kernel exposes its logits."""
         self.balances: dict[int, Balance] = {}
         self._measure = region(sum_of_squares_of_rows, compiled)
         for model in stages.values():
@@ -87,7 +87,7 @@ class ActivationTaps:
         return statistic, number
 
     def begin(self, active: bool) -> None:
-        """Forgets everything. Until the next call, passes are measured if `active`."""
+        """Clear all measurements. Until the next call, passes are measured if `active`."""
         self.active = active
         if not active:
             return

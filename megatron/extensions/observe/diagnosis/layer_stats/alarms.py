@@ -43,7 +43,7 @@ class Parameter(NamedTuple):
     """True if tensor-parallel ranks hold parts of it; otherwise copies."""
 
     init: str
-    """How its values begin: the `kind` of `Init`."""
+    """Initialization of its values: the `kind` of `Init`."""
 
     @property
     def random(self) -> bool:
@@ -64,7 +64,7 @@ class LayerRecord:
     parameters: dict[str, dict[str, float]] = field(default_factory=dict)
     shards: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     facts: dict[str, Parameter] = field(default_factory=dict)
-    """Facts about the parameters, which are not logged."""
+    """Facts about the parameters; they are not logged."""
 
     def add_layer(self, statistic: str, number: int, value: float | list[float]) -> None:
         self.layers.setdefault(statistic, {})[number] = value
@@ -123,7 +123,7 @@ class _Track:
     values: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     slopes: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW + HISTORY))
     above: int = 0
-    """Records in a row that were out of line."""
+    """Number of consecutive records in which the member was out of line."""
 
     told: bool = False
     """True if that was said, and the line still rises by more than the threshold."""
@@ -205,14 +205,14 @@ class LayerAlarms:
     """Judges the records of a run, one after another. After a resumption it starts from empty."""
 
     def __init__(self, threshold: float) -> None:
-        """`threshold`: --layer-growth-threshold; 0 for no alarms."""
+        """`threshold` is --layer-growth-threshold; 0 disables alarms."""
         self.threshold = threshold
         self._layers: dict[str, GrowthRule[int]] = {}
         self._ranks: dict[str, GrowthRule[tuple[str, int]]] = {}
         self._told: set[str] = set()
 
     def judge(self, record: LayerRecord) -> list[str]:
-        """A line for each layer and parameter that is out of line since this record."""
+        """Return a line for each layer and parameter that is out of line since this record."""
         if not self.threshold:
             return []
         lines = [*self._of_layers(record), *self._of_parts(record), *self._of_ranks(record)]
@@ -286,7 +286,7 @@ def _by_layer(record: LayerRecord) -> dict[str, dict[int, float]]:
     }
     for name, norms in record.parameters.items():
         layer = record.facts[name].layer
-        if layer is not None and record.facts[name].init != "zeros":  # from 0 on any growth is large
+        if layer is not None and record.facts[name].init != "zeros":  # growth from 0 is always large
             kind = re.sub(r"^.*?\.\d+\.", "", name)
             found.setdefault(f"weight_norm of {kind}", {})[layer] = norms["weight_norm"]
     return found

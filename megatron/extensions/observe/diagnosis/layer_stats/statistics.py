@@ -52,7 +52,7 @@ class _Rows:
 
     @classmethod
     def of(cls, taps: ActivationTaps, stages: Mapping[int, GPTModel], state: ParallelState) -> _Rows:
-        """Collective over the world."""
+        """Build the rows. Collective over the world."""
         own = _parameters(stages), set(taps.sums), set(taps.maxima), set(taps.balances)
         of_ranks: list[tuple[dict[str, Parameter], set[Key], set[Key], set[int]]] = gather_objects(own, state.world)
         parameters = {name: parameter for found, *_ in of_ranks for name, parameter in found.items()}
@@ -136,7 +136,7 @@ class LayerStatistics(Callback, Meter):
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=self.device), *(s for _, s, _ in self._measured)])
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
-        """Nothing: each measured step has a record of its own, which `write` writes. Collective."""
+        """Returns nothing: `write` writes a separate record for each measured step. Collective."""
         self.found = self.records(summed)
         return {}
 
@@ -218,5 +218,5 @@ def _parameters(stages: Mapping[int, GPTModel]) -> dict[str, Parameter]:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Key that sorts `layers.10` behind `layers.9`."""
+    """Key that sorts `layers.10` after `layers.9`."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

@@ -84,7 +84,7 @@ def measured_steps(trace: Trace) -> list[MeasuredStep]:
         iteration, rank = event["args"]["iteration"], event["pid"]
         if action.kind in COMPUTE:
             timed = Timed(action, began, event["ts"] + event["dur"])
-            found[iteration, of_rank[rank]][rank][action] = timed  # a step that was run again: the last one
+            found[iteration, of_rank[rank]][rank][action] = timed  # if a step was run again, the last run counts
     steps = []
     for (iteration, number), by_rank in sorted(found.items()):
         ranks = tuple(pipelines[number])
@@ -130,7 +130,8 @@ def actions_of(trace: Trace) -> list[tuple[Event, Action, float]]:
 
 
 def median_costs(steps: Sequence[MeasuredStep], waited: Sequence[float] = ()) -> StageCosts:
-    """The median time of each kind of action on each stage, and of the messages `waited` for, in microseconds."""
+    """The median time of each kind of action on each stage, and of the messages that ranks `waited` for, in
+    microseconds."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for step in steps:
         for timeline in step.timeline:
