@@ -159,7 +159,7 @@ def forget(run: TrainingRun) -> None:
 
 
 def _same(fragment: Fragment, truth: Snapshot, rounded: Mapping[str, float]) -> bool:
-    """Whether a fragment is bit-equal to what was saved, or of a kind that may be `rounded`, within its bound."""
+    """Return whether a fragment is bit-equal to the saved one, or within the bound of a kind that may be `rounded`."""
     if fragment.key not in truth.tensors:
         return False
     saved, kind = part_of(truth, fragment), fragment.key.split()[1]

@@ -278,7 +278,7 @@ def _of_callbacks(run: TrainingRun, label: Label) -> Iterator[Fragment]:
 
 
 def _callback_kind(name: str) -> str:
-    """What the kinds of a callback's states begin with. Kinds have no spaces."""
+    """Prefix of the kinds of a callback's states. Kinds contain no spaces."""
     return callback_prefix(name).replace(" ", "_")
 
 

@@ -229,8 +229,8 @@ def splits_backward(schedule: str) -> bool:
 
 
 def runs_in_turns(schedule: str, p: int, v: int) -> bool:
-    """Whether a schedule of v stages on each of p ranks has a form in which a forward and a backward run in turns: what
-    each needs from other ranks must not wait for the other one."""
+    """Return whether a schedule of v stages on each of p ranks can interleave a forward and a backward. Neither may
+    need from other ranks a result that waits for the other pass."""
     facts = PIPELINE_SCHEDULES.facts(schedule)
     return facts.in_turns is not None and (p == 1 or v > 1 or facts.splits_backward)
 

@@ -32,7 +32,7 @@ class Verdict:
 
     allowed: float
     cause: str | None = None
-    """What a difference beyond `allowed` looks like; None if there is none."""
+    """Explanation of a difference beyond `allowed`; None if there is no difference."""
 
     explained: bool = True
     """False if the cause only describes the difference."""

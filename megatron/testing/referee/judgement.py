@@ -25,7 +25,7 @@ PARTS = (2, 4, 8)
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a dump is found to be."""
+    """Verdict on a dump."""
 
     loss: float
     found_loss: float | None
@@ -52,7 +52,7 @@ class Judgement:
         return self.first is None and not self.loss_differs
 
     def summary(self) -> Iterator[str]:
-        """What differs first, and what all differences share."""
+        """Summary: the first difference, and properties common to all differences."""
         if self.found_loss is not None:
             word = "differs from" if self.loss_differs else "equals"
             yield f"loss {self.found_loss:.9g} {word} {self.loss:.9g}, of which {self.allowed_loss:.1e} is allowed"

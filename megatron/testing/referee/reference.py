@@ -98,7 +98,7 @@ def _shifted(ids: NDArray[np.int64], labels: NDArray[np.int64] | None) -> dict[s
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a model computed from a batch."""
+    """Loss and gradients that a model computed from a batch."""
 
     loss: float | None
     """Mean over the tokens that count, in nats; None if it is not known."""
@@ -146,7 +146,7 @@ class Model:
     """fp64, fp32, bf16 or fp16."""
 
     flags: tuple[str, ...] = ()
-    """Of pretrain_gpt.py, for what the configuration of the model leaves open, such as coefficients of losses."""
+    """Flags of pretrain_gpt.py for settings that the model's configuration leaves open, such as loss coefficients."""
 
     def gradients(self, batch: Batch, watched: Watched | None = None) -> Gradients:
         """Loss and gradients, computed in one process. With `watched`, only the gradient of its parameter means

@@ -126,7 +126,7 @@ class Input:
 
     format: str
     paths: tuple[PurePath, ...]
-    """Where its weights are read."""
+    """The place from which its weights are read."""
 
     open: Callable[[Options], Source]
 

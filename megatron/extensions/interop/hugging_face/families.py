@@ -160,7 +160,7 @@ class Family:
     meaning, we write the first one."""
 
     file: str = "an extension"
-    """Where it is stated, for messages."""
+    """The place where it is stated, for messages."""
 
 
 FAMILIES = Registry("model_type", NoFacts, protocol=Family)

@@ -221,8 +221,9 @@ def _whole(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rules(weights: Texts, our_layer: str, their_layer: str) -> Iterator[Rule]:
-    """Rules of a table of weights, ours -> theirs. Theirs are separated by spaces, behind the name of a layout and a
-    colon if that is not "Same". A name that begins with a dot is one in a layer; `*` is both weight and bias."""
+    """Rules of a table of weights, ours -> theirs. Theirs are separated by spaces, and follow the name of a layout and
+    a colon unless the layout is "Same". A name that begins with a dot is one in a layer; `*` is both weight and
+    bias."""
 
     def whole(name: str, layer: str, kind: str) -> str:
         return (layer + name if name.startswith(".") else name).replace("*", kind)

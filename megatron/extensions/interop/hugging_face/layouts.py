@@ -54,7 +54,7 @@ class Pieces(Layout):
     """Sizes of the pieces along it; None for 1 each."""
 
     section: int | None = None
-    """The dim of their single tensor along which pieces lie one behind the other, each in proportion to its count."""
+    """Dim of the single tensor along which the pieces are concatenated, each in proportion to its count."""
 
     sections: int | None = None
     """Pieces that lie so in the first of several tensors, where each of the others is a piece."""

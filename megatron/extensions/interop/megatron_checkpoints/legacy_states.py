@@ -79,7 +79,7 @@ def _of_groups(chunks: Sequence[Held], state: Any, apart: bool) -> Iterator[tupl
 
 
 def _decoupled(group: Mapping[str, object]) -> bool:
-    """Whether a group has a learning rate of its own: --decoupled-lr, which is that of embedding and output layer."""
+    """Return whether a group has its own learning rate: --decoupled-lr, used for the embedding and the output layer."""
     return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
 
 

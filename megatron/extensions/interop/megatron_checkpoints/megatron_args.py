@@ -63,7 +63,7 @@ YARN = (
     *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
     *("mscale_all_dim", "correction_range_round_to_int"),
 )
-"""Arguments of YaRN of a GPTModel without latent attention, behind `yarn_`."""
+"""YaRN arguments of a GPTModel without latent attention; each name has the prefix `yarn_`."""
 
 
 def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:

@@ -85,7 +85,7 @@ class ForeignFlags:
     """Prefix of flags that no field and no entry has -> the feature that they ask for."""
 
     same_values: dict[str, dict[str, str]]
-    """Flag -> its value -> the value that it is read as, with a reason behind a colon."""
+    """Flag -> its value -> the value that it is read as, followed by a colon and the reason."""
 
     values_not_built: dict[str, dict[str, str]]
     """Flag -> its value -> the feature that it asks for."""

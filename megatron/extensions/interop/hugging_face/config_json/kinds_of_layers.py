@@ -45,7 +45,8 @@ class RotaryOfKinds(Adapter):
 
 
 def _rotates(layers: list[tuple[bool, bool]], local: bool) -> set[bool]:
-    """Whether layers with a window, or those without, have a rotary embedding: both values if they differ."""
+    """Return whether layers with a window, or layers without one, have a rotary embedding: both values if they
+    differ."""
     return {rotated for window, rotated in layers if window == local}
 
 

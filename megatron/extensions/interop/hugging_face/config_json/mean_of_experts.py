@@ -20,8 +20,8 @@ MODULE = "mean_of_experts"
 
 
 class MeanOfExperts(Adapter):
-    """Sum or mean of a shared expert and others; either norm; and windows whose period begins again behind the first
-    layers, which have no experts and may have a rotary embedding without a window."""
+    """Sum or mean of a shared expert and others; either norm; and windows whose period restarts after the first layers,
+    which have no experts and may have a rotary embedding without a window."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         layers = whole(hf, "num_hidden_layers")
@@ -79,8 +79,8 @@ def _first(hf: Values) -> int:
 
 
 def _usual_windows(hf: Values, layers: int) -> Iterator[bool]:
-    """Whether each layer has a window where no list says so: all but each N-th of the first layers, then all but each
-    M-th of the others."""
+    """Return whether each layer has a window if no list states it: all but each N-th of the first layers, then all but
+    each M-th of the others."""
     counts: Sequence[int] = _first(hf), layers - _first(hf)
     for key, number in zip(("prefix_dense_sliding_window_pattern", "sliding_window_pattern"), counts, strict=True):
         for layer in range(number):

@@ -114,7 +114,8 @@ def window_from_hf(hf: Values, family: Family) -> Fields:
 
 
 def windows(hf: Values, family: Family) -> list[bool]:
-    """Whether each layer of a model with a sliding window has it: by layer_types, or as follows from a period."""
+    """Return whether each layer of a model with a sliding window uses it: by layer_types, or as follows from a
+    period."""
     has_first = "max_window_layers" in hf and hf.keys() & {"use_sliding_window", "sliding_window_pattern"}
     first = number(hf, "max_window_layers") if has_first else 0
     period = number(hf, "sliding_window_pattern") if hf.get("sliding_window_pattern") else 0
@@ -151,7 +152,8 @@ def _repeated(groups: Iterable[object]) -> Iterator[object]:
 def listed_layers(
     hf: Values, key: str, kinds: tuple[object, object], usual: Callable[[int], object] = lambda layer: True
 ) -> list[bool]:
-    """Whether each layer is of the second of two kinds: by a list of all layers, else by its number as `usual` says."""
+    """Return whether each layer is of the second of two kinds: by a list of all layers, else by its number as `usual`
+    says."""
     layers = whole(hf, "num_hidden_layers") if "num_hidden_layers" in hf else 0
     found = entries(hf, key) or [kinds[bool(usual(layer))] for layer in range(layers)]
     if unknown := set(found) - {*kinds}:

@@ -111,8 +111,8 @@ def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
 
 
 def _is_free(config: RunConfig, model: TransformerConfig, field: str, value: object) -> bool:
-    """Whether continued training may change a field of the folder's model. A larger vocabulary adds tokens; it is known
-    later only if the tokenizer adds to --vocab-size."""
+    """Return whether continued training may change a field of the folder's model. A larger vocabulary adds tokens; it
+    is known later only if the tokenizer adds to --vocab-size."""
     if field == "vocab_size":
         return config.tokenizer.tokenizer_type == "NullTokenizer" or (
             isinstance(value, int) and value > (model.vocab_size or 0)
