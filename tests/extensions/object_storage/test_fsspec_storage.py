@@ -16,8 +16,9 @@ import pytest
 from megatron.core.dist_checkpointing.file_storage import UNFINISHED, located
 from megatron.extensions.operate.object_storage.attempts import ATTEMPT, PUBLISHED, AttemptStorage
 from megatron.extensions.operate.object_storage.fsspec_storage import FsspecStorage
-from megatron.extensions.operate.object_storage.limits import LIMITS, Limits, Traffic
+from megatron.extensions.operate.object_storage.limits import LIMITS, Limits, Traffic, is_final
 from megatron.extensions.operate.object_storage.s3_requests import is_precondition
+from megatron.extensions.operate.object_storage.two_tiers import local_root
 from megatron.extensions.operate.object_storage.versioned_writes import replace_seen
 from tests.extensions.object_storage.server import (
     BUCKET,
@@ -232,6 +233,16 @@ def test_retries_end_clearly_and_tell_no_secret(monkeypatch: pytest.MonkeyPatch)
     with environment(given), pytest.raises(OSError, match=r"s3://bucket/run/a: .*\(\d+ attempts in \d+ s\)") as error:
         FsspecStorage("s3").write(ROOT / "a", b"1")
     assert given["AWS_SECRET_ACCESS_KEY"] not in str(error.value)
+
+
+def test_a_name_that_no_bucket_can_have_is_refused_at_once() -> None:
+    error = pytest.importorskip("botocore.exceptions").ParamValidationError(report="Invalid bucket name")
+    assert is_final(error) and not is_final(ConnectionError())
+
+
+def test_a_slash_at_the_end_leaves_the_local_folder_as_it_is() -> None:
+    assert local_root("/fast", "s3://bucket/run/") == local_root("/fast", "s3://bucket/run")
+    assert local_root("/fast", "s3://bucket/run") != local_root("/fast", "s3://other/run")
 
 
 def test_an_error_that_stays_is_raised_at_once() -> None:

@@ -28,7 +28,13 @@ FINAL = (
 )
 """Errors that another attempt would not avoid."""
 
-FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "InvalidRegionError")
+FINAL_NAMES = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "InvalidRegionError",
+    "ParamValidationError",  # a name that no bucket can have
+)
 """Names of such errors in botocore."""
 
 FINAL_STATUS = (401, 403, 404, 405, 411, 412, 416, 501)

@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 
 from megatron.core.collectives import gather_objects
 from megatron.core.dist_checkpointing.checkpoint_writer import CheckpointWriter
-from megatron.core.dist_checkpointing.file_storage import LOCAL
+from megatron.core.dist_checkpointing.file_storage import LOCAL, located
 from megatron.core.dist_checkpointing.path_kind import (
     checkpoint_folder,
     latest_text,
@@ -46,8 +46,10 @@ ATTEMPTS, PAUSE = 3, 2.0
 
 
 def local_root(folder: str, save: str) -> Path:
-    """Folder for the local checkpoints of a run: several runs may use the same --save-local."""
-    return Path(folder) / f"{PurePath(save).name}-{blake2b(save.encode(), digest_size=6).hexdigest()}"
+    """Folder for the local checkpoints of a run, whose `--save` may end in a slash: several runs may use the same
+    --save-local."""
+    place = str(located(save))
+    return Path(folder) / f"{PurePath(place).name}-{blake2b(place.encode(), digest_size=6).hexdigest()}"
 
 
 class Uploads:

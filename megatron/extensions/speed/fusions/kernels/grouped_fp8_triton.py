@@ -150,7 +150,7 @@ def add_grouped_fp8_kernel(
         of_x = tl.load(x + i[None, :].to(tl.int64) * tokens + n[:, None], mask=in_i[None, :], other=0.0)
         by_dy = tl.load(dy_scale + step.to(tl.int64) * outputs + o, mask=in_o, other=0.0)
         by_x = tl.load(x_scale + step.to(tl.int64) * inputs + i, mask=in_i, other=0.0)
-        total += tl.dot(of_dy, of_x) * (by_dy[:, None] * by_x[None, :])
+        total += tl.dot(of_dy, of_x) * by_dy[:, None] * by_x[None, :]
         if step + BLOCK_N >= end:
             # As in `add_grouped_kernel`: nothing of this may go from step to step.
             rank, _tile, part, _step, _end = list_item(schedule, item, experts, tiles, BLOCK_N)
