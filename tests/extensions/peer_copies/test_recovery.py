@@ -53,8 +53,10 @@ def test_a_lost_host_and_damaged_memory(begin: Callable[..., Run], undisturbed: 
     run.start(Planned("error", 0, 3))
     run.lose(1)
     damage(run.held_by(0), iteration=3, part="1-own")
+    damage(run.held_by(0), iteration=2, part="0-own")
     said = run.start(Planned("copied", 0, 1))
-    assert "copies in memory are not used: " in said and "part 1-own at iteration 3 are damaged" in said
+    assert "part 1-own at iteration 3 are damaged: an older step is tried" in said
+    assert "copies in memory are not used: all copies of part 0-own at iteration 2 are damaged" in said
     assert "loaded checkpoint" not in said
     said = run.start(Planned("copied", 1, 2))
     assert "loaded checkpoint of iteration 1 from copies" in said
@@ -62,6 +64,19 @@ def test_a_lost_host_and_damaged_memory(begin: Callable[..., Run], undisturbed: 
     run.lose(1)
     said = run.start()
     assert "copies in memory are not used: all copies of part 0-own" in said
+    run.assert_equal(undisturbed)
+
+
+def test_the_step_before_a_damaged_one_is_loaded(begin: Callable[..., Run], undisturbed: Run) -> None:
+    run = begin(*SHARDED)
+    run.start(Planned("error", 0, 3))
+    for host in (0, 1):
+        damage(run.held_by(host), iteration=3, part="1-own")
+    said = run.start()
+    assert "part 1-own at iteration 3 are damaged: an older step is tried" in said
+    assert "loaded checkpoint of iteration 2 from copies in the memory of 2 hosts" in said
+    (event,) = run.events("recovery")
+    assert event["steps_lost"] == 1 and event["source"] == "copies in memory"
     run.assert_equal(undisturbed)
 
 

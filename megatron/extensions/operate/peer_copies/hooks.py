@@ -149,19 +149,22 @@ class PeerCopies(Callback):
     def _resume(
         self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None], world: Axis
     ) -> tuple[CompleteSet | None, Progress | None, str]:
-        """Set that was loaded, the position from it, and the reason why none was loaded."""
+        """Set that was loaded, the position from it, and the reason why none was loaded. The newest set comes first; a
+        set with a part whose copies are all damaged is passed over for the step before it."""
         root = begun.config.checkpoint.load_root
         assert root is not None
         on_disk = on_first_rank(lambda: read_latest(root), world) or 0
         sets, why = complete_sets(self._held), why_none(self._held)
-        if sets:
-            found = self._verified(sets[0], world)
+        for complete in sets:
+            found = self._verified(complete, world)
             if found.iteration < on_disk:
                 why = f"the checkpoint on disk is newer than iteration {found.iteration}"
-            elif found.lost:
-                why = f"all copies of part {found.lost} at iteration {found.iteration} are damaged"
-            else:
+                break
+            if not found.lost:
                 return self._load(found, begun, say, data, on_disk)
+            why = f"all copies of part {found.lost} at iteration {found.iteration} are damaged"
+            if complete is not sets[-1]:
+                say(f" {why}: an older step is tried")
         if why:
             say(f" copies in memory are not used: {why}")
         return None, None, why
