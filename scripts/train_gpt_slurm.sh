@@ -170,8 +170,10 @@ if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then
     export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 fi
 
-# Each restart inside the job gets a store of its own, as nodes may count restarts differently.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}"
+# With restarts inside the job, each start of the ranks gets a store of its own, as nodes may count restarts differently.
+# torchrun then chooses a port that rank 0 opens seconds later, when another process may have taken it. Without them, the
+# ranks use the store that torchrun opens itself.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-$((${MAX_RESTARTS:-0} > 0))}"
 # SLURM signals every process of a step. The ranks are to act on it, not the launcher around them, and one that comes
 # before there are ranks is left for them in a file.
 export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT # an option of torchrun: it leaves SIGTERM to the ranks

@@ -67,12 +67,15 @@ def test_another_program_at_the_port_is_told_in_time(tmp_path: Path) -> None:
 
         def prepare(rank: int) -> None:
             os.environ["MASTER_PORT"] = str(other.getsockname()[1])
+            os.environ["OUTCOME_FILE"] = str(tmp_path / "outcome")
 
         flags = [*MODEL, "--pp", "1", "--startup-timeout-minutes", "30"]
         with forked_ranks(2, flags, tmp_path / "screen", prepare) as ranks:
             assert join(ranks) == [1, 1]
     text = (tmp_path / "screen").read_text()
     assert "rank 0 cannot open the store of the ranks at 127.0.0.1:" in text
+    outcome = (tmp_path / "outcome").read_text()
+    assert outcome.startswith("name=FAILED\nwhy=rank 0 of 2 on ") and "EADDRINUSE" in outcome
     found = re.search(r"rank 1 did not find the store of the ranks at 127.0.0.1:\d+: rank 0 cannot open it: (.*)", text)
     assert found is not None and "EADDRINUSE" in found[1], text
     assert "Traceback" not in text and "frame #" not in text

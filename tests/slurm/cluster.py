@@ -72,12 +72,17 @@ class Job:
         wait_until(lambda: self.fields()["JobState"] in ENDED, self)
         return self.fields()
 
+    @property
+    def all_logs(self) -> str:
+        """Logs of the script and of all ranks, for the message of a failed assertion."""
+        logs = [path for path in (self.folder / "log", *self.folder.glob("logs/node-*.log")) if path.exists()]
+        return "\n".join(f"{path}:\n{path.read_text()}" for path in logs)
+
 
 def wait_until(condition: Callable[[], bool], job: Job, seconds: float = HANG) -> None:
     limit = time.monotonic() + seconds
     while not condition():
-        logs = [path for path in (job.folder / "log", *job.folder.glob("logs/node-*.log")) if path.exists()]
-        assert time.monotonic() < limit, "\n".join([str(job.fields()), *(path.read_text() for path in logs)])
+        assert time.monotonic() < limit, f"{job.fields()}\n{job.all_logs}"
         time.sleep(0.2)
 
 

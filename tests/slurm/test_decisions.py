@@ -32,6 +32,7 @@ STANDINS = {
         if [[ -e "$FOLDER/left" ]]; then ENDS="$THEN"; fi
         if [[ -n "$LEFT" ]]; then echo "$LEFT" >"$FOLDER/left"; fi
         echo "$SLURM_JOB_START_TIME $SLURM_JOB_END_TIME $SRUN_CPUS_PER_TASK" >"$FOLDER/environment"
+        echo "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" >"$FOLDER/own_store"
         mkdir -p "$FOLDER/save"
         if [[ -n "$SAVES" ]]; then echo "$SAVES" >"$FOLDER/save/latest_checkpointed_iteration.txt"; fi
         if [[ -n "$ENDS" ]]; then
@@ -174,6 +175,15 @@ def test_a_script_runs_under_the_launcher_of_each_node(batch: Batch) -> None:
     command, _, launcher = said.partition(" under ")
     assert command.endswith(" bash scripts/recipes/llama3.sh --flag")
     assert "--nproc-per-node 8 " in launcher and "--rdzv-backend c10d --rdzv-endpoint node1:20007" in launcher
+
+
+@pytest.mark.parametrize(("restarts", "own"), [({}, "0"), ({"MAX_RESTARTS": "1"}, "1")])
+def test_ranks_use_the_store_of_the_launcher_unless_it_restarts_them(
+    batch: Batch, restarts: dict[str, str], own: str
+) -> None:
+    """The launcher keeps the port of its own store; one that rank 0 is to open may be taken before it does."""
+    batch.start("DONE", **restarts)
+    assert (batch.folder / "own_store").read_text() == f"{own}\n"
 
 
 def test_a_task_of_an_array_puts_back_itself_alone(batch: Batch) -> None:

@@ -52,7 +52,7 @@ def test_a_signal_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job], undi
     job.paused()
     command("scancel", "--signal=USR1", job.id)
     fields = job.ended()
-    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), job.log
+    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), job.all_logs
     assert "start 1: ended to be resumed: SIGUSR1 on rank " in job.log
     assert "start 1: requeues the job, to resume from iteration 4" in job.log
     assert job.log.rstrip().endswith("start 2: done")
@@ -67,7 +67,7 @@ def test_the_time_limit_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job]
     job.requeued()
     job.limit(20)
     fields = job.ended()
-    assert fields["JobState"] == "COMPLETED" and int(fields["Restarts"]) >= 1, job.log
+    assert fields["JobState"] == "COMPLETED" and int(fields["Restarts"]) >= 1, job.all_logs
     assert "requeues the job, to resume from iteration 4" in job.log and "SIGUSR1" in job.log
     assert_same_end(job, undisturbed)
 
@@ -76,7 +76,7 @@ def test_a_duration_of_the_run_is_no_end_of_the_job(jobs: dict[str, Job], undist
     """--exit-duration-in-mins, by which Megatron-LM's scripts stay below the limit of a queue."""
     job = jobs["duration"]
     fields = job.ended()
-    assert fields["JobState"] == "COMPLETED" and int(fields["Restarts"]) >= 1, job.log
+    assert fields["JobState"] == "COMPLETED" and int(fields["Restarts"]) >= 1, job.all_logs
     assert "start 1: ended to be resumed: --exit-duration-in-mins 0.15" in job.log
     assert job.log.rstrip().endswith(f"start {int(fields['Restarts']) + 1}: done")
     assert_same_end(job, undisturbed)
@@ -85,7 +85,7 @@ def test_a_duration_of_the_run_is_no_end_of_the_job(jobs: dict[str, Job], undist
 def test_a_crash_loop_ends(jobs: dict[str, Job]) -> None:
     job = jobs["crashes"]
     fields = job.ended()
-    assert (fields["JobState"], fields["Restarts"]) == ("FAILED", "1"), job.log
+    assert (fields["JobState"], fields["Restarts"]) == ("FAILED", "1"), job.all_logs
     assert job.log.count("crashed: rank 1 of 2 on ") == 2 and "injected: this rank's own error" in job.log
     assert "start 2: gives up: 2 crashes and no checkpoint newer than iteration 0 (MAX_CRASHES)" in job.log
 
@@ -93,7 +93,7 @@ def test_a_crash_loop_ends(jobs: dict[str, Job]) -> None:
 def test_a_wrong_configuration_does_not_come_back(jobs: dict[str, Job]) -> None:
     job = jobs["wrong"]
     fields = job.ended()
-    assert (fields["JobState"], fields["Restarts"], fields["ExitCode"]) == ("FAILED", "0", "2:0"), job.log
+    assert (fields["JobState"], fields["Restarts"], fields["ExitCode"]) == ("FAILED", "0", "2:0"), job.all_logs
     assert "start 1: the configuration cannot run" in job.log
     assert "--num-layers 0" in (job.folder / "logs/node-0.log").read_text()
 
@@ -119,7 +119,7 @@ def test_a_cancelled_job_stays_cancelled(more_jobs: dict[str, Job]) -> None:
     job.paused()
     command("scancel", job.id)
     fields = job.ended()
-    assert (fields["JobState"], fields["Restarts"]) == ("CANCELLED", "0"), job.log
+    assert (fields["JobState"], fields["Restarts"]) == ("CANCELLED", "0"), job.all_logs
     assert "not requeued: the job is COMPLETING/None" in job.log
 
 
@@ -127,7 +127,7 @@ def test_a_signal_to_the_batch_script_reaches_the_ranks(more_jobs: dict[str, Job
     job = more_jobs["batch"]
     job.paused()
     command("scancel", "--batch", "--signal=USR2", job.id)
-    assert (job.ended()["JobState"], job.fields()["Restarts"]) == ("COMPLETED", "1"), job.log
+    assert (job.ended()["JobState"], job.fields()["Restarts"]) == ("COMPLETED", "1"), job.all_logs
     assert "start 1: got a signal, passes it on to the ranks" in job.log
     assert_same_end(job, undisturbed)
 
@@ -146,6 +146,6 @@ def test_other_ends_of_a_start(
 ) -> None:
     job = more_jobs[name]
     fields = job.ended()
-    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", str(restarts)), job.log
+    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", str(restarts)), job.all_logs
     assert said in job.log
     assert_same_end(job, undisturbed)

@@ -100,6 +100,9 @@ class FailureHandler:
         if isinstance(error, NoStoreError):
             what = f"{error}\nwaited for {status.limit}" if error.waited else str(error)
             alone = Failure(rank, self._launch.name(here), status.phase, "no store", what, ADVICE["no store"])
+            if self._launch.local_rank == 0:
+                self._outcome.recorded = False  # another run may have --save: the ranks have not met to look
+                self._outcome.end(alone.code, f"{alone.who}: {error}")
             tell_last(alone.text())
             self._exit(alone.code)
         if self._store is None:
