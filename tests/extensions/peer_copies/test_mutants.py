@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extensions.peer_copies import test_holder, test_memory_checkpoint, test_placement
+from tests.extensions.peer_copies import test_holder, test_identity, test_memory_checkpoint, test_placement
 from tests.extensions.peer_copies.runs import Planned, Run
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants import Mutant, planted
@@ -51,6 +51,12 @@ MUTANTS: dict[str, tuple[str, str, str, Check]] = {
         "if there.keys() >= set(",
         "if there.keys() or set(",
         lambda folder: test_holder.test_a_set_is_of_one_step_of_one_start(),
+    ),
+    "identity ignored": (
+        "sets.Inventory.of_folder",
+        "if each == identity",
+        "if each or identity",
+        lambda folder: test_identity.test_copies_of_another_identity_do_not_count(),
     ),
     "two copies on one host": (
         "placement.partners",

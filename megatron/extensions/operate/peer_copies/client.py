@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
+from megatron.core.dist_checkpointing.file_storage import located, resolved
 from megatron.extensions.operate.peer_copies.holder import ABOUT, CHUNK, read_exactly
 
 PROGRAM = Path(__file__).with_name("holder.py")
@@ -43,9 +44,9 @@ def host_name() -> str:
     return os.environ.get(HOST) or socket.gethostname()
 
 
-def folder_of(memory: str, run: str) -> Path:
-    """Folder for a run's copies on this host, in the file system `memory`."""
-    digest = hashlib.sha256(f"{os.path.realpath(run)}\n{host_name()}".encode()).hexdigest()[:16]
+def folder_of(memory: str, save: str | PurePath) -> Path:
+    """Folder for the copies of a run with this --save on this host, in the file system `memory`."""
+    digest = hashlib.sha256(f"{resolved(located(save))}\n{host_name()}".encode()).hexdigest()[:16]
     return Path(memory) / f"megatron-copies-{os.getuid()}-{digest}"
 
 

@@ -43,6 +43,7 @@ from megatron.extensions.operate.peer_copies.faults import (
 )
 from megatron.extensions.operate.peer_copies.flags import PeerCopyConfig
 from megatron.extensions.operate.peer_copies.holder import WORLD, write_whole
+from megatron.extensions.operate.peer_copies.identity import keep_identity, new_identity, read_identity
 from megatron.extensions.operate.peer_copies.idle_hosts import IdleHost, read_note
 from megatron.extensions.operate.peer_copies.memory_checkpoint import CopyError, MemoryCheckpoint, Readers, damaged
 from megatron.extensions.operate.peer_copies.placement import duties, place, stored_bytes
@@ -87,13 +88,23 @@ class PeerCopies(Callback):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._options = config.options(PeerCopyConfig)
-        assert config.checkpoint.save is not None
-        self._folder = folder_of(self._options.peer_copy_path, config.checkpoint.save)
+        assert config.checkpoint.save_root is not None
+        self._save = config.checkpoint.save_root
+        self._folder = folder_of(self._options.peer_copy_path, self._save)
+        self._identity: str | None = None
+        """Identity of the content of --save, from the start of the run on."""
+
+        self._on_disk: int | None = None
+        """Newest checkpoint in --save when this start resumed."""
+
         self._run: TrainingRun | None = None
         self._copies: Copies | None = None
         self._told = ""
         self._recovery: Recovery | None = None
         self._resumed = False
+        self._saved: int | None = None
+        """Last iteration that this start has saved, as of the last copy."""
+
         self._leases = list[Link]()
         """Kept open, because a holder ends without connections."""
 
@@ -135,8 +146,12 @@ class PeerCopies(Callback):
         found: CompleteSet | None = None
         progress, why = None, ""
         if not options.anew and options.load_optim:
-            found, progress, why = self._resume(begun, say, data, world)
+            why = self._drop_foreign(say, world)
+            found, progress, unused = self._resume(begun, say, data, world)
+            why = unused or why
         self._resumed = progress is not None
+        if progress is None:
+            self._renew_identity(say, world)
         if self._leads:
             kept = [copy for copies in found.copies.values() for copy in copies] if found and progress else []
             drop_others(self._folder, kept)
@@ -146,6 +161,27 @@ class PeerCopies(Callback):
             self._recovery = Recovery(self._fault, rung, source, why)
         return progress
 
+    def _drop_foreign(self, say: Callable[[str], None], world: Axis) -> str:
+        """Forget copies that do not belong to the content of --save. Returns the reason why none are left, or an empty
+        text. Collective."""
+        save = self._save
+        self._identity = on_first_rank(lambda: read_identity(save), world)
+        mine = [held.of_folder(self._identity) for held in self._held]
+        why, before = "", sum(len(held.copies) for held in self._held)
+        self._held, left = mine, sum(len(held.copies) for held in mine)
+        if left < before:
+            why = f"they do not belong to what is in --save {save} now"
+            what = "copies in memory" if not left else "some copies in memory"
+            say(f" {what} are not used, and are deleted: {why}, which was deleted, replaced or resumed without them")
+        return "" if left else why
+
+    def _renew_identity(self, say: Callable[[str], None], world: Axis) -> None:
+        """Give --save a new identity, because this start does not continue from copies. Collective."""
+        self._identity, problem = on_first_rank(lambda: new_identity(self._save), world)
+        if problem:
+            why = f"--save {self._save} cannot be written ({problem})"
+            say(f" no restart can use the copies in memory that this start makes: {why}")
+
     def _resume(
         self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None], world: Axis
     ) -> tuple[CompleteSet | None, Progress | None, str]:
@@ -153,7 +189,8 @@ class PeerCopies(Callback):
         set with a part whose copies are all damaged is passed over for the step before it."""
         root = begun.config.checkpoint.load_root
         assert root is not None
-        on_disk = on_first_rank(lambda: read_latest(root), world) or 0
+        self._on_disk = on_first_rank(lambda: read_latest(root), world)
+        on_disk = self._on_disk or 0
         sets, why = complete_sets(self._held), why_none(self._held)
         for complete in sets:
             found = self._verified(complete, world)
@@ -229,9 +266,11 @@ class PeerCopies(Callback):
         own.sort(key=lambda duty: duty.stored.part.writer != rank or len(duty.stored.part.replicas) > 1)
         self._check_room(stored_bytes([every[name] for name in names], placed)[host_name()], state.world)
         folder = self._folder / self._generation
+        if self._identity is None:  # another callback has loaded the state of this start
+            self._renew_identity(run.say, state.world)
         if self._leads:
             folder.mkdir()
-            write_whole(folder / WORLD, json.dumps({"parts": names}))
+            write_whole(folder / WORLD, json.dumps({"parts": names, "identity": self._identity}))
         gather_objects(None, state.world)  # every host has its folder
         rate = self._options.peer_copy_bandwidth
         share = None if rate is None else 1e6 * rate / self._host_of.count(host_name())
@@ -288,8 +327,18 @@ class PeerCopies(Callback):
         self._told = copies.failure
         tensors, payload = self._contents(run)
         first = run.runtime.launch.rank == 0
-        payload |= {"saved_iteration": run.runtime.watchdog.failures.saved}
+        saved = run.runtime.watchdog.failures.saved
+        if first and saved != self._saved:
+            self._saved = saved
+            self._keep_identity()
+        payload |= {"saved_iteration": self._on_disk if saved is None else saved}
         copies.copy(run.progress.iteration, tensors, payload if first else None)
+
+    def _keep_identity(self) -> None:
+        """After a save: the folder may have been deleted before it."""
+        assert self._identity is not None
+        with suppress(OSError):  # the next save reports it
+            keep_identity(self._save, self._identity)
 
     def _await_copies(self) -> None:
         """Waits for the copies in progress. Raises LateRanksError if they take longer than a collective may."""

@@ -39,9 +39,10 @@ class IdleHost:
 
 def memory_of(config: RunConfig) -> Path | None:
     """Folder of a run's copies on this host; None if the run has no copies."""
-    if not keeps_copies(config) or config.checkpoint.save is None:
+    root = config.checkpoint.save_root
+    if not keeps_copies(config) or root is None:
         return None
-    return folder_of(config.options(PeerCopyConfig).peer_copy_path, config.checkpoint.save)
+    return folder_of(config.options(PeerCopyConfig).peer_copy_path, root)
 
 
 def offered(config: RunConfig) -> tuple[str, Link | None]:

@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,20 @@ class Inventory:
     parts: Mapping[str, tuple[str, ...]] | None = None
     """Generation -> the parts of a complete set."""
 
+    identities: Mapping[str, str] = field(default_factory=dict)
+    """Generation -> the identity of the --save folder to which its copies belong."""
+
+    def of_folder(self, identity: str | None) -> Inventory:
+        """Only the copies that belong to the --save folder with this identity; None: the folder has no identity."""
+        mine = {name for name, each in self.identities.items() if each == identity}
+        parts = {name: each for name, each in (self.parts or {}).items() if name in mine}
+        return replace(self, copies=tuple(copy for copy in self.copies if copy.generation in mine), parts=parts)
+
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Inventory:
         """Convert JSON types to an inventory."""
         parts = {name: tuple(each) for name, each in (record["parts"] or {}).items()}
-        return cls(tuple(Copy(**copy) for copy in record["copies"]), parts)
+        return cls(tuple(Copy(**copy) for copy in record["copies"]), parts, dict(record["identities"]))
 
 
 @dataclass(frozen=True)
@@ -66,15 +75,17 @@ class CompleteSet:
 
 def inventory(folder: Path, host: str) -> Inventory:
     """Read what a host holds in its folder."""
-    copies, parts = list[Copy](), dict[str, tuple[str, ...]]()
+    copies = list[Copy]()
+    parts, identities = dict[str, tuple[str, ...]](), dict[str, str]()
     for generation in sorted(folder.glob("g*")):
         if not number_of(generation.name):
             continue
         with suppress(OSError, ValueError):
-            parts[generation.name] = tuple(json.loads((generation / WORLD).read_bytes())["parts"])
+            world = json.loads((generation / WORLD).read_bytes())
+            parts[generation.name], identities[generation.name] = tuple(world["parts"]), world.get("identity", "")
             for data, header in headers_in(generation):
                 copies.append(Copy(host, generation.name, int(header["iteration"]), str(header["part"]), data.name))
-    return Inventory(tuple(copies), parts)
+    return Inventory(tuple(copies), parts, identities)
 
 
 def complete_sets(held: Iterable[Inventory]) -> list[CompleteSet]:
