@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.fsync import NO_ROOM
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.extensions import place_in_extension
+from megatron.training.reliability.launch import restarts_left
 from megatron.training.reliability.run_status import ExitCode
 from megatron.training.reliability.visible_text import visible
 
@@ -117,7 +118,8 @@ class Failure:
         lines += [f"{ranks}: {place}" for place, ranks in _grouped(others or {}).items()]
         if stacks is not None:
             lines.append(f"stacks of all ranks: {stacks}")
-        return visible("\n".join([*lines, f"what to do: {self.advice}", RULE]))
+        unless = " if the ranks are not started again automatically" if restarts_left() else ""
+        return visible("\n".join([*lines, f"what to do{unless}: {self.advice}", RULE]))
 
     def line(self) -> str:
         """One line, for ranks that end because of it."""

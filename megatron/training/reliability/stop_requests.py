@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-from megatron.training.reliability.launch import SIGNALS
+from megatron.training.reliability.launch import SIGNALS, START
 from megatron.training.reliability.rank_store import Board, Request
 
 UNANSWERED = 5.0
@@ -32,6 +32,10 @@ class StopRequests:
     def __init__(self) -> None:
         self.request: Request | None = None
         """The request to carry out now: it is agreed, and all ticks before it are made."""
+
+        self.undecided = False
+        """True on all ranks of a run that may begin with a state which is on no disk, until they know: they answer no
+        request before that. Set it before the watchdog starts."""
 
         self._ticks, self._number = 0, 0
         self._asked: Request | None = None
@@ -72,6 +76,13 @@ class StopRequests:
             self._ticks += 1
             return True
 
+    def decide(self, unsaved: bool) -> None:
+        """Ends `undecided`, alike on all ranks. To load a state that is on no disk is a tick, so that a request to stop
+        that comes before the first step is carried out after it: by a save."""
+        with self._change:
+            self._ticks += unsaved
+            self.undecided = False
+
     def done(self) -> None:
         """Ends the current request, so that the next one can be made."""
         with self._change:
@@ -97,7 +108,7 @@ class StopRequests:
                     self._wishes.remove(request)
                 with self._change:
                     self._asked = request
-        if self._asked is not None and self._after is None:
+        if self._asked is not None and self._after is None and not self.undecided:
             board.say(f"at/{self._number}", str(self._ticks))  # no tick begins until all ranks know each other's
             after = board.agreed(self._number)
             if after == 0 and self._asked.kind == "resume":
@@ -105,9 +116,13 @@ class StopRequests:
             with self._change:
                 self._after = after
                 self._change.notify_all()
-            if after is None and self._ticks == 0 and signal_at and time.monotonic() - signal_at > UNANSWERED:
-                return "ending though not all ranks have come up"
-        return None
+        unanswered = self._asked is not None and self._after is None and self._ticks == 0
+        late = bool(signal_at) and time.monotonic() - (signal_at or 0.0) > UNANSWERED
+        return "ending though not all ranks have come up" if unanswered and late and not self._waits(board) else None
+
+    def _waits(self, board: Board) -> bool:
+        """Return True if this rank may have to save a state, with all ranks: they have come up, or they do soon."""
+        return self.undecided and (int(os.environ.get(START, "0")) > 0 or board.complete("peer"))
 
 
 REPEATED = 1.0

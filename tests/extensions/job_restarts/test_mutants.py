@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.extensions.job_restarts import test_parents, test_roster
+from tests.extensions.job_restarts import test_parents, test_restarts, test_roster
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants import Mutant, planted
+from tests.pure import test_stop_requests
 
 MUTANTS: dict[str, tuple[str, str, str, Callable[[], object]]] = {
     "a parent that is gone gets a rank": (
@@ -41,6 +42,24 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[], object]]] = {
         "return False",
         test_parents.test_who_does_not_come_because_it_is_gone_is_left_out,
     ),
+    "a signal between two starts is forgotten": (
+        "signals.ParentSignals.hand_to",
+        "if self.first is not None:",
+        "if False:",
+        test_restarts.test_a_signal_between_two_starts_is_handed_to_the_next,
+    ),
+    "a rank that leaves early has done its work": (
+        "restarts.Parent._one_start",
+        "if not (_progress[IN_ORDER] or is_failure(code) or code in ENDS):",
+        "if False:",
+        lambda: test_restarts.test_a_rank_that_leaves_early_is_started_again(3),
+    ),
+    "a start that is asked to stop drops the state in memory": (
+        "training.reliability.stop_requests.StopRequests.decide",
+        "self._ticks += unsaved",
+        "self._ticks += 0",
+        test_stop_requests.test_a_state_on_no_disk_is_saved_before_the_end,
+    ),
 }
 
 
@@ -49,6 +68,7 @@ def test_a_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, old, new, check = MUTANTS[name]
     monkeypatch.setattr(test_parents.parents, "ROLL", 4.0)
     check()
-    mutant = Mutant({f"extensions.operate.job_restarts.{place}": [(old, new)]}, Combination.of())
+    where = place if place.startswith("training.") else f"extensions.operate.job_restarts.{place}"
+    mutant = Mutant({where: [(old, new)]}, Combination.of())
     with planted(mutant), pytest.raises((AssertionError, ExceptionGroup, KeyError, IndexError)):
         check()

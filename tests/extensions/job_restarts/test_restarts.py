@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.extensions.operate.job_restarts import parents, restarts
+from megatron.extensions.operate.job_restarts import parents, restarts, signals
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import START, Launch
@@ -20,6 +21,8 @@ from tests.extensions.peer_copies.runs import Planned, Run
 from tests.forked import PORTS, join
 from tests.limits import HANG, wait_for
 from tests.tiny import TINY
+
+SHARDED = ["--bf16", "--data-parallel-sharding-strategy", "optim"]
 
 Attempt = Callable[[int, int], int]
 """(rank, number of the start) -> exit code."""
@@ -53,6 +56,52 @@ def advance() -> None:
 @pytest.mark.parametrize("code", [0, 2, 3, 75, 128 + signal.SIGTERM])
 def test_an_end_that_is_no_failure_is_the_last(code: int) -> None:
     assert codes_of(1, lambda rank, number: code if number == 0 else 9) == [code]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_that_leaves_early_is_started_again(code: int) -> None:
+    def attempt(rank: int, number: int) -> int:
+        if number == 0:
+            os._exit(code)
+        return 75
+
+    assert codes_of(1, attempt) == [75]
+
+
+def test_a_second_signal_ends_a_rank_that_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "GRACE", 0.2)
+    monkeypatch.setattr(signals, "REPEATED", -1.0)
+
+    def attempt(rank: int, number: int) -> int:
+        for _ in range(2):
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(0.5)
+        time.sleep(HANG)
+        return 0
+
+    assert codes_of(1, attempt) == [128 + signal.SIGTERM]
+
+
+def test_a_signal_between_two_starts_is_handed_to_the_next() -> None:
+    held = signals.ParentSignals()
+    with held.taken(), subprocess.Popen(["sleep", str(HANG)]) as child:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        held.hand_to(child.pid)
+        child.terminate()
+    assert child.returncode == -signal.SIGUSR1
+
+
+def test_a_second_signal_between_two_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = signal.SIGUSR1
+    held = signals.ParentSignals()
+    with held.taken():
+        os.kill(os.getpid(), number)
+        assert (held.first, held.second) == (number, None)
+        monkeypatch.setattr(signals, "REPEATED", -1.0)
+        with pytest.raises(signals.SecondSignalError), held.between_starts():
+            os.kill(os.getpid(), number)
+        with pytest.raises(signals.SecondSignalError), held.between_starts():
+            pass
 
 
 def test_starts_without_progress_end_at_the_limit(tmp_path: Path) -> None:
@@ -122,6 +171,7 @@ def test_without_all_parents_the_launcher_decides(
 def test_signals_reach_the_rank(tmp_path: Path) -> None:
     def attempt(rank: int, number: int) -> int:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # as a rank does that listens
         (tmp_path / "ready").touch()
         time.sleep(HANG)
         return 1
@@ -134,18 +184,46 @@ def test_signals_reach_the_rank(tmp_path: Path) -> None:
     assert join([process]) == [75]
 
 
-def test_a_run_recovers_in_the_job_bitwise(tmp_path: Path) -> None:
-    flags = ["--bf16", "--data-parallel-sharding-strategy", "optim"]
-    whole, run = Run(tmp_path / "whole", 2, flags), Run(tmp_path / "run", 2, [*flags, "--restarts-in-job", "2"])
-    whole.start()
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("whole"), 2, SHARDED)
+    run.start()
+    return run
+
+
+def test_a_run_recovers_in_the_job_bitwise(tmp_path: Path, undisturbed: Run) -> None:
+    run = Run(tmp_path, 2, [*SHARDED, "--restarts-in-job", "2"])
     said = run.start(Planned("kill", 1, 2), Planned("start", 0, 0, start=1))
     assert "recovered by restart in the job from copies in memory" in said
-    run.assert_equal(whole)
+    run.assert_equal(undisturbed)
     (event,) = run.events("recovery")
     assert (event["rung"], event["source"]) == ("restart in the job", "copies in memory")
     assert event["what"] == "process is gone" and 0 <= event["detected_after"] <= event["recovered_after"]
     assert event["steps_lost"] <= 1
     assert not list(run.memory.iterdir())
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [(Planned("term kill", 1, 2),), (Planned("kill", 1, 2), Planned("start term", 0, 0, start=1))],
+    ids=["before", "during"],
+)
+def test_a_signal_around_a_start_saves_what_copies_hold(
+    faults: tuple[Planned, ...], tmp_path: Path, undisturbed: Run
+) -> None:
+    run = Run(tmp_path, 2, [*SHARDED, "--restarts-in-job", "2"])
+    said = run.start(*faults, code=75)
+    assert "saved checkpoint at iteration 2" in said and "SIGTERM on rank" in said
+    assert "what to do: " not in said and "if the ranks are not started again automatically" in said
+    run.start()
+    run.assert_equal(undisturbed)
+
+
+def test_a_rank_that_leaves_with_a_code_of_its_own_is_a_failure(tmp_path: Path, undisturbed: Run) -> None:
+    run = Run(tmp_path, 2, [*SHARDED, "--restarts-in-job", "2"])
+    said = run.start(Planned("exit", 1, 2))
+    assert "rank 1 has ended with code 3 before the end of the run" in said
+    run.assert_equal(undisturbed)
 
 
 def test_a_start_in_which_all_ranks_died_at_once_is_reported(tmp_path: Path) -> None:

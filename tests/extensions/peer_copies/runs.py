@@ -50,7 +50,7 @@ class Planned:
     @property
     def strikes_in_step(self) -> bool:
         """Whether it strikes at the beginning of a step."""
-        return self.kind.partition(" ")[0] in ("error", "kill", "stop", "copied", "workers", "host")
+        return self.kind.partition(" ")[0] in ("error", "kill", "stop", "copied", "workers", "host", "term", "exit")
 
 
 class InjectedError(RuntimeError):
@@ -69,7 +69,8 @@ def faulty_main(faults: Sequence[Planned], breaks: Callable[[str], None]) -> Cal
     step are complete); copy (killed while its copies are sent); agreed (killed once its own copies are stored); save
     (killed in a save, after so many steps or more); end (killed before the last save, with its copies complete); start
     (killed while it resumes); "workers 2 3" (these processes of the launcher are killed); "host 1" (all of that host,
-    and its memory is gone). "start workers 2": these, while its rank resumes."""
+    and its memory is gone); exit (leaves with code 3); term (its parent gets SIGTERM), "term kill" (just before it is
+    killed). "start workers 2", "start term": these, while its rank resumes."""
 
     def main(argv: list[str]) -> int:
         rank, made = int(os.environ["RANK"]), training.train_step
@@ -157,11 +158,16 @@ class Run:
             self.lose(int(kind.split()[1]))
         for worker in lost_workers(kind, self.per_host):
             os.kill(int((self.folder / f"pid{worker}").read_text()), signal.SIGKILL)
-        if kind in ("kill", "stop", "copied"):
+        if kind.startswith("term"):
+            os.kill(os.getppid(), signal.SIGTERM)
+        if kind == "exit":
+            os._exit(3)
+        if kind in ("kill", "stop", "copied", "term kill"):
             os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
-    def start(self, *faults: Planned, ranks: int | None = None, flags: Sequence[str] = ()) -> str:
-        """Starts the ranks, and returns what they printed once they have ended: by the faults, if there are any."""
+    def start(self, *faults: Planned, ranks: int | None = None, flags: Sequence[str] = (), code: int = 0) -> str:
+        """Starts the ranks, and returns what they printed once they have ended: by the faults, if there are any, or
+        else with a code."""
         world = ranks or self.ranks
         main = faulty_main(faults, self._breaks)
         with forked_ranks(world, [*self.flags, *flags], self.screen, self._prepare, main) as processes:
@@ -170,7 +176,8 @@ class Run:
         lost = {worker for fault in faults for worker in lost_workers(fault.kind, self.per_host)}
         codes = [code for worker, code in enumerate(codes) if worker not in lost]
         again = "--restarts-in-job" in (*self.flags, *flags)
-        assert all(codes) if faults and not again else not any(codes), f"{codes}\n{text[-6000:]}"
+        ended = all(codes) if faults and not again else codes == [code] * len(codes)
+        assert ended, f"{codes}\n{text[-6000:]}"
         return text
 
     def held_by(self, host: int) -> Path:

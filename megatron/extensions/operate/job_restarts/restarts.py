@@ -17,14 +17,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from types import FrameType
 
 from megatron.extensions.operate.job_restarts.flags import RestartConfig
 from megatron.extensions.operate.job_restarts.layouts import (
@@ -37,16 +36,18 @@ from megatron.extensions.operate.job_restarts.layouts import (
 )
 from megatron.extensions.operate.job_restarts.parents import LOOK, Clock, LostStoreError, Parents, Start
 from megatron.extensions.operate.job_restarts.roster import fewer, replaced, spares_of
+from megatron.extensions.operate.job_restarts.signals import ParentSignals, SecondSignalError
 from megatron.extensions.operate.peer_copies.faults import FEWER_RANKS, RUNG, SAME_RANKS, SPARES, note_death
 from megatron.extensions.operate.peer_copies.idle_hosts import leave_note, memory_of, offered
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Log, Task
-from megatron.training.reliability.launch import SIGNALS, START, Launch, write_error_file
+from megatron.training.reliability.launch import START, Launch, write_error_file
 from megatron.training.reliability.lossy_output import flush_output
 from megatron.training.reliability.rank_store import NoStoreError
 from megatron.training.reliability.run_status import ExitCode
 from megatron.training.reliability.starts import Attempt
+from megatron.training.reliability.watchdog import Watch, Watchdog
 from megatron.training.run import TrainingRun
 
 ASK = 0.4
@@ -66,12 +67,25 @@ PR_SET_PDEATHSIG = 1
 IMPORTED_LATE = ("torch._dynamo", "megatron.training.training")
 """Modules that take seconds to import, which torch and this program would import on first use."""
 
+IN_ORDER = 8
+"""Byte of `_progress` that is 1 if the child ends by its own decision, for which its exit code gives the reason."""
+
 _progress: mmap.mmap | None = None
-"""Last complete iteration of the child, in memory that the parent shares."""
+"""Last complete iteration of the child, and whether it ends in order, in memory that the parent shares."""
+
+
+def end_in_order() -> None:
+    """Tell the parent that the exit code which follows is that of the run."""
+    if _progress is not None:
+        _progress[IN_ORDER] = 1
 
 
 class ReportsProgress(Callback):
-    """Callback that reports the progress of the rank to its parent."""
+    """Callback that reports the progress of the rank, and its end, to its parent."""
+
+    def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
+        watchdog.failures.at_exit.append(end_in_order)
+        return ()
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
         def report() -> None:
@@ -96,6 +110,7 @@ class Kept:
                     os._exit(1)
                 os.environ |= environ
                 code = attempt()
+                end_in_order()
             except SystemExit as ended:
                 code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
             except BaseException:
@@ -115,9 +130,14 @@ class Kept:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the child, which may have ended."""
-        os.kill(self.pid, number)
+    def kill(self) -> None:
+        """End the child, which may have ended by itself."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+ENDS = (ExitCode.BAD_CONFIGURATION, ExitCode.TO_BE_RESUMED)
+"""Exit codes that end the run even if the program of the user has exited with them by itself."""
 
 
 def is_failure(code: int) -> bool:
@@ -129,7 +149,7 @@ def start_again(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
     """Make the starts of this process of the launcher, as long as all agree on another start. Returns the exit code of
     the last start."""
     global _progress
-    _progress = mmap.mmap(-1, 8)
+    _progress = mmap.mmap(-1, IN_ORDER + 1)
     spares = config.options(RestartConfig).spare_ranks
     if spares >= launch.world_size:
         if launch.rank == 0:
@@ -157,9 +177,23 @@ class Parent:
         workers = tuple(range(launch.world_size))
         self._start = Start(workers[: launch.world_size - options.spare_ranks], workers)
         self._best, self._fruitless = -1, 0
+        self._signals = ParentSignals()
 
     def run(self) -> int:
         """Start and wait, until there is no further start. Returns the exit code of this process."""
+        if not self.config.training.exit_signal_handler:
+            return self._starts()
+        try:
+            with self._signals.taken():
+                return self._starts()
+        except SecondSignalError:
+            code = ExitCode.KILLED + (self._signals.second or 0)
+            print("a second signal between two starts: ending at once", file=sys.stderr, flush=True)
+            with suppress(LostStoreError):
+                self._parents.leave(code, ())
+            return code
+
+    def _starts(self) -> int:
         code, why = int(ExitCode.FAILED), ""
         before = self._start
         try:
@@ -168,7 +202,8 @@ class Parent:
                 if why or not is_failure(code):
                     self._parents.leave(code if code >= 0 else ExitCode.FAILED, self._start.living)
                     break
-                before, self._start = self._start, self._parents.gather(number + 1, self._start, self._decide)
+                with self._signals.between_starts():
+                    before, self._start = self._start, self._parents.gather(number + 1, self._start, self._decide)
                 self._tell(before)
                 if self.launch.rank in self._start.living[:1]:
                     self._parents.forget(number + 1)
@@ -203,12 +238,23 @@ class Parent:
         if rank == 0 and spares:
             leave_note(self.config, self._parents.offers(number, spares))
         began = time.time()
-        child = Kept(partial(self._attempt, config, launch), environ)
-        code = self._watch(child, number)
         assert _progress is not None
+        _progress[IN_ORDER] = 0
+        with self._signals.held():
+            child = Kept(partial(self._begin, config, launch), environ)
+            self._signals.hand_to(child.pid)
+        code = self._watch(child, number)
+        self._signals.child = None
+        if self._signals.second is not None and is_failure(code):
+            return ExitCode.KILLED + self._signals.second, ""
+        how = signal.Signals(-code).name if code < 0 else f"code {code}"
+        if not (_progress[IN_ORDER] or is_failure(code) or code in ENDS):
+            code = ExitCode.FAILED
+            print(f"rank {rank} has ended with {how} before the end of the run", file=sys.stderr, flush=True)
+        ended_itself = code == ExitCode.FAILED and _progress[IN_ORDER]
         made = int.from_bytes(_progress[:8], "little")
-        if code < 0 and (folder := memory_of(self.config)) is not None:
-            note_death(folder, launch.name(socket.gethostname(), rank), -code, made, began)
+        if is_failure(code) and not ended_itself and (folder := memory_of(self.config)) is not None:
+            note_death(folder, launch.name(socket.gethostname(), rank), how, made, began)
         self._fruitless = 1 if made > self._best else self._fruitless + 1
         self._best = max(self._best, made)
         if not is_failure(code):
@@ -218,12 +264,17 @@ class Parent:
         self._parents.ask(number + 1)
         return code, ""
 
+    def _begin(self, config: RunConfig, launch: Launch) -> int:
+        """Train as a rank, in a child."""
+        self._signals.give_back()
+        return self._attempt(config, launch)
+
     def _wait(self, number: int) -> tuple[int, str]:
         """Like `_one_start`, for a spare. Signals are meant for the ranks, which then save; a spare ends together with
         them."""
         offer, lease = offered(self.config)
         self._parents.offer(number, offer)
-        with handled(lambda received, frame: None), closing(lease) if lease is not None else nullcontext():
+        with closing(lease) if lease is not None else nullcontext():
             while not self._parents.asked(number + 1):
                 if (code := self._parents.over()) is not None:
                     self._parents.left()
@@ -238,35 +289,36 @@ class Parent:
         return ExitCode.FAILED, ""
 
     def _watch(self, child: Kept, number: int) -> int:
-        """Wait for the end of a child. Signals are passed on to it, and it is ended if another rank fails. Returns its
-        exit code."""
-        with handled(lambda received, frame: child.signal(received)):
-            clock = Clock()
-            ask_at = ran_at = 0.0
-            end_at = lost_at = stuck_at = float("inf")
-            while (code := child.ended()) is None:
-                now = clock.seconds()
-                ran_at = ran_at if child.is_stopped() else now
-                if now > min(end_at, ran_at + STOPPED):
-                    child.signal(signal.SIGKILL)
-                    end_at = ran_at = float("inf")
-                    stuck_at = min(stuck_at, now + STUCK)
-                if now > stuck_at:
-                    print(f"process {child.pid} has not ended {STUCK:g} s after SIGKILL: a driver or a disk holds it")
-                    return -signal.SIGKILL
-                if now > ask_at:
-                    ask_at = now + ASK
-                    try:
-                        self._parents.beat()
-                        self._parents.tidy()
-                        lost_at = min(lost_at, now) if self._parents.lost([self._next_worker()]) else float("inf")
-                        if now > lost_at + GRACE:  # no rank has noticed, as before they have met
-                            self._parents.ask(number + 1)
-                        end_at = now + GRACE if end_at == float("inf") and self._parents.asked(number + 1) else end_at
-                    except LostStoreError:
-                        ask_at = float("inf")  # the child notices by itself
-                time.sleep(LOOK)
-            return code
+        """Wait for the end of a child. It is ended if another rank fails, or after a second signal. Returns its exit
+        code."""
+        clock = Clock()
+        ask_at = ran_at = 0.0
+        end_at = lost_at = stuck_at = float("inf")
+        while (code := child.ended()) is None:
+            now = clock.seconds()
+            ran_at = ran_at if child.is_stopped() else now
+            if now > min(end_at, ran_at + STOPPED):
+                child.kill()
+                end_at = ran_at = float("inf")
+                stuck_at = min(stuck_at, now + STUCK)
+            if now > stuck_at:
+                print(f"process {child.pid} has not ended {STUCK:g} s after SIGKILL: a driver or a disk holds it")
+                return -signal.SIGKILL
+            if self._signals.second is not None and stuck_at == float("inf"):
+                end_at = min(end_at, now + GRACE)
+            if now > ask_at:
+                ask_at = now + ASK
+                try:
+                    self._parents.beat()
+                    self._parents.tidy()
+                    lost_at = min(lost_at, now) if self._parents.lost([self._next_worker()]) else float("inf")
+                    if now > lost_at + GRACE:  # no rank has noticed, as before they have met
+                        self._parents.ask(number + 1)
+                    end_at = now + GRACE if end_at == float("inf") and self._parents.asked(number + 1) else end_at
+                except LostStoreError:
+                    ask_at = float("inf")  # the child notices by itself
+            time.sleep(LOOK)
+        return code
 
     def _next_worker(self) -> int:
         """The worker of the next rank: each parent looks after one other."""
@@ -310,15 +362,3 @@ class Parent:
         for rank, worker in enumerate(start.roster):
             if start.rung == SPARES and worker != before.roster[rank]:
                 print(f" rank {rank} is now process {worker} of the launcher, a spare", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle the signals that end a run with `handler`, except those that the launcher has this process ignore."""
-    before = {each: signal.signal(each, handler) for each in SIGNALS if signal.getsignal(each) != signal.SIG_IGN}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        for each, former in before.items():
-            signal.signal(each, former)

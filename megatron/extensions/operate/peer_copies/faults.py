@@ -6,7 +6,6 @@ This module does not import torch.
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -46,8 +45,9 @@ def write_fault(folder: Path, fault: Fault) -> None:
     write_whole(folder / NOTE, json.dumps(asdict(fault)))
 
 
-def note_death(folder: Path, who: str, number: int, iteration: int, since: float) -> None:
-    """Notes that a signal has ended a rank, for its parent, unless a rank of this host has noted a failure since then.
+def note_death(folder: Path, who: str, how: str, iteration: int, since: float) -> None:
+    """Notes that a rank has ended without a report, for its parent, unless a rank of this host has noted a failure
+    since then.
 
     Ranks that survive note what they see. If the kernel kills all of them at once because the host is out of memory,
     only their parents can.
@@ -55,13 +55,13 @@ def note_death(folder: Path, who: str, number: int, iteration: int, since: float
     Args:
         folder: The copies of this host.
         who: The rank.
-        number: The signal.
+        how: Signal or exit code.
         iteration: The last step that was complete.
         since: When the rank was started, in seconds since 1970.
     """
     known, now = read_fault(folder), time.time()
     if folder.is_dir() and (known is None or known.noticed < since):
-        write_fault(folder, Fault(f"ended by {signal.Signals(number).name}", who, now, now, iteration))
+        write_fault(folder, Fault(f"ended by {how}", who, now, now, iteration))
 
 
 def read_fault(folder: Path) -> Fault | None:

@@ -111,6 +111,7 @@ class PeerCopies(Callback):
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         self._watchdog = watchdog
         watchdog.failures.at_exit.append(self._note_fault)
+        watchdog.requests.undecided = True
         return ()
 
     def on_setup(self, runtime: Runtime) -> None:
@@ -140,12 +141,20 @@ class PeerCopies(Callback):
         generations = [number_of(name) for held in self._held for name in held.parts or {}]
         token = gather_objects(secrets.token_hex(4), world)[0]
         self._generation = f"g{max(generations, default=0) + 1:06d}-{token}"
+        if not (self._loads and complete_sets(self._held)):
+            self._watchdog.requests.decide(unsaved=False)
+
+    @property
+    def _loads(self) -> bool:
+        """True if the run loads copies, if there are any."""
+        options = self.config.checkpoint
+        return not options.anew and options.load_optim
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
-        options, world = begun.config.checkpoint, begun.state.world
+        world = begun.state.world
         found: CompleteSet | None = None
         progress, why = None, ""
-        if not options.anew and options.load_optim:
+        if self._loads:
             why = self._drop_foreign(say, world)
             found, progress, unused = self._resume(begun, say, data, world)
             why = unused or why
@@ -308,6 +317,8 @@ class PeerCopies(Callback):
         if self._resumed:
             assert isinstance(run, TrainingRun)
             run.saver.last = None
+        if self._watchdog.requests.undecided:
+            self._watchdog.requests.decide(self._resumed)
 
     def _store(self) -> dist.Store:
         board = self._watchdog.board
