@@ -1,7 +1,7 @@
-"""Compare gradients with finite differences of the loss, parameter by parameter, on one process.
+"""Compares gradients with finite differences of the loss, parameter by parameter, in one process.
 
-Layouts that agree with one process prove nothing where one process is wrong. For each parameter p with gradient g and
-a random direction d of norm 1, (loss(p + e d) - loss(p - e d)) / 2e must equal <g, d>.
+Layouts that agree with one process prove nothing if one process is wrong. For each parameter p with gradient g and a
+random direction d of norm 1, (loss(p + e d) - loss(p - e d)) / 2e must equal <g, d>.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from megatron.training.progress import Step
 from megatron.training.run import TrainingRun
 
 STEP_SIZE = 1e-5
-"""e above: in fp64 the truncation error, of order e^2, and the rounding error, of order 1e-16 / e, are both far below
-the tolerance."""
+"""Step size e. In fp64, the truncation error, of order e^2, and the rounding error, of order 1e-16 / e, are both far
+below the tolerance."""
 
 TOLERANCE = 1e-4
-"""Relative difference that is still an error of the finite difference. The kink of a ReLU costs the most."""
+"""Largest relative difference that the error of finite differences explains. The kink of a ReLU causes the largest."""
 
 
 def gradient_differences(config: RunConfig, timeout: float) -> list[tuple[str, float]]:
-    """(parameter, relative difference between gradient and finite difference) in the order of the backward pass.
+    """Return (parameter, relative difference between gradient and finite difference) in the order of the backward pass.
 
-    `config` is one of a single process in fp64. Auxiliary losses are left out, as they add to gradients but not to the
-    loss that is reported."""
+    `config` must describe a single process in fp64. Auxiliary losses are disabled, because they add to gradients but
+    not to the reported loss.
+    """
     config = resolve(config, 1)
     batch = config.training.global_batch_size
     assert batch is not None and config.parallel.fp64
@@ -60,7 +61,7 @@ def _gradient_differences(rank: int, world_size: int, config: RunConfig) -> list
 
 
 def _loss(run: TrainingRun, step: Step, batches: list[Batch]) -> float:
-    """The loss sum of the step, with that of multi-token prediction. Leaves its gradients in `main_grad`."""
+    """Return the step's loss sum, multi-token prediction included. Leaves the gradients in `main_grad`."""
     sums = run.forward_backward(step, batches, run.optimizer.loss_scale)
     assert sums.seed == 1.0, "fp64 has no loss scale"
     further = next(meter for meter in run.meters if isinstance(meter, MultiTokenLosses))
@@ -82,6 +83,6 @@ def _difference(
         if offset:
             losses.append(_loss(run, step, batches))
     measured, expected = (losses[0] - losses[1]) / (2 * STEP_SIZE), torch.sum(gradient * direction).item()
-    # About the share of a gradient's norm that lies along a random direction.
+    # approximate share of a gradient's norm along a random direction
     share = max(gradient.norm().item(), floor) / param.numel() ** 0.5
     return abs(measured - expected) / max(abs(measured), abs(expected), share)

@@ -1,4 +1,4 @@
-"""Trains a model at a matrix of layouts and compares each with one process; see `megatron.testing.parity`."""
+"""Trains a model under a matrix of layouts and compares each with one process; see `megatron.testing.parity`."""
 
 from __future__ import annotations
 
@@ -22,20 +22,27 @@ from megatron.testing.reshard import Checkpoints, kinds
 from megatron.testing.snapshot import Snapshot, differences, moved_by_rounding, relative_difference, train_in_world
 
 TOLERANCE = 1e-9
-"""Relative difference that another order of the same sums in fp64 explains after two steps."""
+"""Largest relative difference after two steps that a different summation order in fp64 explains."""
 
 
 HEAD = f"{'layout':<32} {'ranks':>5}  {'verdict':<8} {'largest':>8} {'s':>6}  first difference, rule or error"
 
 
 class Parity(ParityPlan):
-    """One model and the rows of its table. A row trains nothing until it is asked for."""
+    """One model and the rows of its table. A row is trained when it is first requested."""
 
     def __init__(
         self, flags: Sequence[str], root: Path, steps: int = 2, max_ranks: int = 8, timeout: float = 300.0
     ) -> None:
-        """As for `ParityPlan`. Checkpoints are written below `root`. A world that takes longer than `timeout` seconds
-        counts as hanging."""
+        """Prepare the rows as `ParityPlan` does.
+
+        Args:
+            flags: Command line of pretrain_gpt.py.
+            root: Folder for checkpoints.
+            steps: Training steps to compare.
+            max_ranks: Largest number of ranks of a layout.
+            timeout: Seconds after which a world counts as hanging.
+        """
         super().__init__(flags, steps, max_ranks)
         self.timeout = timeout
         self.checkpoints = Checkpoints(root)
@@ -43,13 +50,13 @@ class Parity(ParityPlan):
 
     @property
     def reference(self) -> Snapshot:
-        """Results of one process. Trained once."""
+        """Return the results of one process, trained once."""
         if self._reference is None:
             self._reference = train_in_world(1, self.model, self.steps, self.timeout)
         return self._reference
 
     def run(self, name: str) -> Row:
-        """Trains and compares. A crash is a verdict, not an exception."""
+        """Train a layout and compare it. A crash is reported as a verdict, not raised."""
         row, began = self.plan(name), time.perf_counter()
         if row.verdict == "refused":
             return row
@@ -82,7 +89,7 @@ class Parity(ParityPlan):
 
 
 def compared(row: Row, reference: Snapshot, snapshot: Snapshot) -> Row:
-    """The verdict on a layout's snapshot beside that of one process."""
+    """Compare a layout's snapshot with the one-process snapshot and return the verdict."""
     for one, other, where in ((reference, snapshot, "at this layout"), (snapshot, reference, "on one process")):
         if only := [key for key in one.tensors if key not in other.tensors]:
             return replace(row, verdict="differs", why=f"{only[0]}: missing {where}, as are {len(only) - 1} others")
@@ -90,8 +97,10 @@ def compared(row: Row, reference: Snapshot, snapshot: Snapshot) -> Row:
     apart = dict[str, int]()
 
     def exactly() -> Iterator[tuple[str, float]]:
-        """Infinite differences of replicas that differ, and of initial weights of which a bit does. Elements that only
-        rounding moves are left out where they differ."""
+        """Yield (key, difference), infinite if replicas differ or initial weights are not bit-equal.
+
+        Elements that differ only by rounding noise are excluded and counted in `apart`.
+        """
         for key, value in differences(reference, snapshot):
             bits = key.startswith("initial ") and not torch.equal(reference[key], snapshot[key])
             if bits or key in snapshot.differing_replicas:
@@ -115,7 +124,7 @@ def compared(row: Row, reference: Snapshot, snapshot: Snapshot) -> Row:
 
 
 def judged(row: Row, found: Iterator[tuple[str, float]], tolerance: float) -> Row:
-    """The row with the largest difference, and the first that is above `tolerance`."""
+    """Return `row` with its largest difference and the first tensor above `tolerance`."""
     pairs = list(found)
     row = replace(row, difference=max((value for _, value in pairs), default=0.0))
     wrong = [(key, value) for key, value in pairs if not value <= tolerance]
@@ -126,7 +135,7 @@ def judged(row: Row, found: Iterator[tuple[str, float]], tolerance: float) -> Ro
 
 
 def weights_hash(snapshot: Snapshot) -> str:
-    """SHA-256 of the initial weights of the whole model."""
+    """Return the SHA-256 of the initial weights of the whole model."""
     digest = hashlib.sha256()
     for key in sorted(key for key in snapshot.tensors if key.startswith("initial weight")):
         digest.update(key.encode() + snapshot[key].numpy().tobytes())
@@ -134,7 +143,7 @@ def weights_hash(snapshot: Snapshot) -> str:
 
 
 def error_line(text: str) -> str:
-    """The error of the first rank that failed, in one line, and the last line of code outside of packages."""
+    """Return the error of the first failed rank in one line, with the last line of code outside of packages."""
     first = re.split(r"\nrank \d+ of \d+:\n", text)[0]
     frames = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', first)
     own = [frame for frame in frames if "site-packages" not in frame[0]] or frames
@@ -145,7 +154,7 @@ def error_line(text: str) -> str:
 
 
 def run_rows(args: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Runs the rows that a command line asks for, and returns the exit code."""
+    """Run the rows that a command line requests, and return the exit code."""
     with tempfile.TemporaryDirectory(prefix="parity-") as root:
         try:
             parity = Parity(flags, Path(root), args.steps, args.max_ranks, args.timeout)
@@ -160,7 +169,7 @@ def run_rows(args: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def report(parity: Parity, names: Sequence[str], path: Path | None) -> int:
-    """Runs the rows, prints each when it is done, and returns the exit code."""
+    """Run the rows, print each when it is done, and return the exit code."""
     print(HEAD)
     rows, began = list[Row](), time.perf_counter()
     for name in [ONE_PROCESS, *names]:

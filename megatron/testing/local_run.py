@@ -1,7 +1,7 @@
-"""Build one rank's training run on the CPU, in a world that `run_world` has started.
+"""Builds one rank's training run on the CPU, in a world started by `run_world`.
 
-Parts are imported on first use. Ranks are forked from the process that imports this module, so it imports the parts of
-models here, once for all of them.
+Components are imported on first use. Ranks are forked from the process that imports this module, so it imports the
+model components here, once for all ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ for _kind in (LAYERS, MIXERS, NORMALIZATIONS, ACTIVATIONS, LOSSES):
 
 @contextmanager
 def local_run(config: RunConfig, rank: int, world_size: int) -> Iterator[TrainingRun]:
-    """Process groups, model, optimizer and data of this rank; closes the data at the end. `config` is resolved for
-    `world_size`. Collective over the world."""
+    """Build process groups, model, optimizer and data of this rank; closes the data at the end.
+
+    `config` is resolved for `world_size`. Collective over the world.
+    """
     set_determinism(config)
     run = build_run(config, local_runtime(config, rank, world_size))
     with closing(run.data):

@@ -1,11 +1,11 @@
-"""Worlds of processes on this machine: a function run by 1 to 8 forked ranks, every rank's result handed back.
+"""Local worlds: runs a function on 1 to 8 forked ranks and returns every rank's result.
 
     results = run_world(4, train_two_steps, config)     # train_two_steps(rank, world_size, config) on each rank
 
-A world starts in about a tenth of a second, as it forks instead of importing torch again. The rendezvous is a file,
-so worlds that run side by side need no free port. An exception on any rank raises here with that rank's traceback,
-and a world that hangs is ended after `timeout` seconds with the stack of every rank. Tests and the tools that
-compare layouts are built on it. The backend is gloo, or nccl for ranks that share the first GPU (`share_a_gpu`).
+A world starts in about 0.1 s, because it forks instead of importing torch again. The rendezvous is a file, so
+concurrent worlds need no free port. An exception on any rank is raised here with that rank's traceback. A world that
+hangs is killed after `timeout` seconds, and the error contains the stack of every rank. Tests and the tools that
+compare layouts use this module. The backend is gloo, or nccl for ranks that share the first GPU (`share_a_gpu`).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class World:
 
     size: int
     folder: Path
-    """Holds its rendezvous, results, errors and stacks."""
+    """Folder of the rendezvous, results, errors and stacks."""
 
     timeout: float
-    """Seconds."""
+    """Timeout in seconds."""
 
     backend: str
 
@@ -53,9 +53,19 @@ class World:
 def run_world(
     world_size: int, fn: Callable[..., R], *args: object, timeout: float = 600.0, backend: str = "gloo"
 ) -> list[R]:
-    """Returns [fn(rank, world_size, *args) for each rank]. Raises RuntimeError with the first failing rank's
-    traceback, or TimeoutError with all stacks. Results must pickle. `backend`: "gloo", or "nccl" for ranks that share
-    the first GPU."""
+    """Return [fn(rank, world_size, *args) for each rank].
+
+    Args:
+        world_size: Number of ranks.
+        fn: Function to run on each rank; its results must be picklable.
+        args: Further arguments of `fn`.
+        timeout: Seconds after which the world counts as hanging.
+        backend: "gloo", or "nccl" for ranks that share the first GPU.
+
+    Raises:
+        RuntimeError: A rank failed; contains the first failing rank's traceback.
+        TimeoutError: The world hangs; contains all stacks.
+    """
     assert not torch.cuda.is_initialized(), "a process that has touched CUDA cannot fork"
     preload_compiler()
     context = mp.get_context("fork")
@@ -81,7 +91,7 @@ def _wait(ranks: Sequence[BaseProcess], folder: Path, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while any(process.is_alive() for process in ranks):
         if any(process.exitcode not in (None, 0) for process in ranks):
-            time.sleep(0.2)  # the others may be about to say why
+            time.sleep(0.2)  # the other ranks may be about to report the reason
             break
         if time.monotonic() > deadline:
             for process in ranks:
@@ -105,21 +115,23 @@ def _wait(ranks: Sequence[BaseProcess], folder: Path, timeout: float) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has Linux kill this forked process when its parent, the process `parent`, ends, however that ends; elsewhere
-    timeouts of the parent do it."""
+    """Make Linux kill this forked process when its parent, the process `parent`, ends for any reason.
+
+    On other systems only the parent's timeouts end it.
+    """
     set_death_signal = 1  # PR_SET_PDEATHSIG
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(set_death_signal, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it ended before
+        os._exit(1)  # the parent ended before
 
 
 def share_a_gpu(rank: int, environ: MutableMapping[str, str]) -> None:
-    """Lets several processes of a host use its first GPU over NCCL. Call it before NCCL starts.
+    """Let several processes of a host use its first GPU over NCCL. Call it before NCCL starts.
 
-    NCCL refuses two ranks on a GPU of one host. It takes hosts for different ones by NCCL_HOSTID, and then sends by
-    sockets (`scripts/rank_as_host.sh` does the same for a launcher).
+    NCCL refuses two ranks on one GPU of a host. With different values of NCCL_HOSTID it treats the ranks as separate
+    hosts and sends over sockets (`scripts/rank_as_host.sh` does the same for a launcher).
     """
     environ["NCCL_HOSTID"] = f"rank-{rank}"
     environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -129,7 +141,7 @@ def share_a_gpu(rank: int, environ: MutableMapping[str, str]) -> None:
 
 def _rank_main(rank: int, world: World, parent: int, job: Callable[[], object]) -> None:
     die_with_parent(parent)
-    gc.freeze()  # looking through what came with the fork would copy its pages
+    gc.freeze()  # a garbage collection would copy the pages inherited by the fork
     stack_file = open(world.folder / f"stack-{rank}", "w")  # noqa: SIM115 (stays open for the signal handler)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     torch.set_num_threads(1)

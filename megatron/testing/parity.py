@@ -1,22 +1,23 @@
-"""Train a model at a matrix of layouts and compare every layout with one process: weights, loss, gradients, moments.
+"""Trains a model under a matrix of layouts and compares each with one process: weights, loss, gradients, moments.
 
     python -m megatron.testing.parity --extension my_activation.py -- --activation-func my_activation --num-layers 8
 
-Flags after `--` describe the model as for pretrain_gpt.py, parts of extensions included. Defaults for the rest are
-tiny: 4 layers of hidden size 32, synthetic data and two steps. All runs are in fp64 on gloo ranks of this machine. Rows
-of the table:
+Flags after `--` describe the model as for pretrain_gpt.py, components of extensions included. Other flags get tiny
+defaults: 4 layers of hidden size 32, synthetic data and two steps. All runs are in fp64 on gloo ranks of this machine.
+Rows of the table:
 
 - `one-process`: the reference; shows the SHA-256 of the initial weights.
-- `finite-differences`: on one process, each gradient against finite differences of the loss.
-- a layout, such as `tp2-sp` or `pp2-zb-v`: initial weights bit-identical to one process; loss, gradient norm, each
-  gradient and weight, and each state of the optimizer and of callbacks, of each step within 1e-9. `given` is the layout
-  of the flags themselves. Where an optimizer, such as one of signs, makes steps of a gradient that is zero but for
-  rounding, as of a bias of keys, these elements of weights and states may differ; the row counts them.
-- `A-to-B`: a checkpoint saved at layout A and loaded at layout B: the same bits of weights and states.
+- `finite-differences`: compares each gradient with finite differences of the loss, in one process.
+- a layout, such as `tp2-sp` or `pp2-zb-v`: initial weights must be bit-identical to one process. Loss, gradient norm,
+  gradients, weights, and optimizer and callback states of each step must agree within 1e-9. `given` is the layout of
+  the flags themselves. Some gradients, such as those of key biases, are zero except for rounding. If the optimizer
+  amplifies them, as sign-based ones do, the affected elements of weights and states may differ; the row counts them.
+- `A-to-B`: a checkpoint saved under layout A and loaded under layout B must have bit-equal weights and states.
 
-Callbacks that keep states in checkpoints are called at the start and after each step, by `on_start` and `on_step_end`.
+Callbacks that store state in checkpoints are called at the start (`on_start`) and after each step (`on_step_end`).
 
-Exit code 0: no row differs or crashed; 1: some row did; 2: the flags are wrong, or validation refuses every row.
+Exit code 0: no row differs or crashed; 1: at least one row did; 2: the flags are wrong, or validation refuses every
+row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows of `megatron.testing.parity` before they run: their flags, ranks, and what validation refuses. No torch."""
+"""Rows of `megatron.testing.parity` before they run: flags, ranks and validation. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Row:
     ranks: int
     flags: str = ""
     verdict: str = "equal"
-    """equal, differs, crashed or refused; of one process: trained."""
+    """equal, differs, crashed or refused; the one-process row is trained."""
 
     difference: float | None = None
-    """The largest relative difference; None where nothing is compared in numbers."""
+    """The largest relative difference; None if the row compares no numbers."""
 
     why: str = ""
     """The first tensor that differs, the rule that refuses the layout, or the error and the line that raised it."""
@@ -62,12 +62,13 @@ class Row:
 
 
 class ParityPlan:
-    """One model and the rows of its table, none of which is trained."""
+    """One model and the untrained rows of its table."""
 
     def __init__(self, flags: Sequence[str], steps: int = 2, max_ranks: int = 8) -> None:
-        """`flags`: a command line of pretrain_gpt.py.
+        """Read `flags`, a command line of pretrain_gpt.py.
 
-        Raises ValueError with every problem of the flags, one a line."""
+        Raises ValueError with every problem of the flags, one per line.
+        """
         self.steps, self.max_ranks = steps, max_ranks
         read = read_flags(flags, steps)
         self.given = in_fp64(read)
@@ -77,7 +78,7 @@ class ParityPlan:
 
     @property
     def layouts(self) -> dict[str, str]:
-        """Name -> flags of every layout, a schedule of an extension included."""
+        """Return the flags of every layout by name, schedules of extensions included."""
         layouts = {GIVEN: "as given"} if self.given != self.model else {}
         layouts |= LAYOUTS | (EXPERT_LAYOUTS if self.model.model.num_experts else {})
         schedule = self.given.parallel.pipeline_schedule
@@ -87,7 +88,7 @@ class ParityPlan:
 
     @property
     def names(self) -> list[str]:
-        """Every row that can be asked for, in order; `one-process` is always included."""
+        """Names of all available rows, in order; `one-process` is always included."""
         checkpoints = EXPERT_CHECKPOINTS if self.model.model.num_experts else CHECKPOINTS
         return [FINITE_DIFFERENCES, *self.layouts, *checkpoints]
 
@@ -97,7 +98,7 @@ class ParityPlan:
         return self.given if layout == GIVEN else with_flags(self.model, self.layouts[layout].split())
 
     def plan(self, name: str) -> Row:
-        """The row before it has run: refused where validation does not allow a layout that it needs."""
+        """Return the row before it has run. It is marked refused if validation rejects a layout that it needs."""
         parts = name.split("-to-")
         configs = [self.config(part) for part in parts]
         ranks = max(config.parallel.smallest_world_size for config in configs)
@@ -112,7 +113,7 @@ class ParityPlan:
 
 
 def read_flags(flags: Sequence[str], steps: int) -> RunConfig:
-    """The configuration of the flags, tiny where they leave it open. Raises ValueError with every problem."""
+    """Return the configuration of the flags; unset sizes get tiny defaults. Raises ValueError with every problem."""
     config = parse_args(["--config", str(DEFAULTS), *flags])
     data = config.data
     model = config.model
@@ -131,7 +132,7 @@ def read_flags(flags: Sequence[str], steps: int) -> RunConfig:
 
 
 def in_fp64(config: RunConfig) -> RunConfig:
-    """The configuration in fp64 on CPU ranks of this machine, without evaluation, files and reports."""
+    """Return the configuration in fp64 on CPU ranks of this machine, without evaluation, files and reports."""
     parallel = ModelParallelConfig()
     for_gpus = ("compile", "distributed_backend", *(field.name for field in fields(PrecisionConfig)))
     plain = {name: getattr(parallel, name) for name in for_gpus}
@@ -148,7 +149,7 @@ def in_fp64(config: RunConfig) -> RunConfig:
 
 
 def on_one_process(config: RunConfig) -> RunConfig:
-    """The same model and batch without any parallelism or recomputation."""
+    """Return the configuration of the same model and batch without parallelism or recomputation."""
     model = config.model
     change: Callable[..., TransformerConfig] = replace
     recompute = {f.name: f.default for f in fields(model) if f.name.startswith("recompute_")}
@@ -163,20 +164,20 @@ def on_one_process(config: RunConfig) -> RunConfig:
 
 
 def changed_flags(a: RunConfig, b: RunConfig) -> list[str]:
-    """Flags of `a`, given and not the default, that `b` has another value of."""
+    """Return the explicitly set, non-default flags of `a` whose value differs in `b`."""
     mine, other = flat_values(a), flat_values(b)
     return [f.name for f in all_flags() if mine[f.field] not in (other[f.field], f.default)]
 
 
 def print_head(flags: Sequence[str], plan: ParityPlan) -> None:
-    """Prints the flags, and those without a meaning here."""
+    """Print the flags, and the flags without effect here."""
     print(f"flags: {shlex.join(flags)}")
     if plan.unused:
         print(f"not used here: {', '.join(plan.unused)}")
 
 
 def list_rows(flags: Sequence[str], wanted: Sequence[str] | None, steps: int, max_ranks: int) -> int:
-    """Prints the rows with their ranks and flags, and returns the exit code."""
+    """Print the rows with their ranks and flags, and return the exit code."""
     try:
         plan = ParityPlan(flags, steps, max_ranks)
         names = chosen(wanted, plan.names)

@@ -1,4 +1,4 @@
-"""Names of the rows of `megatron.testing.parity`, judged without torch, so that a wrong name is refused at once."""
+"""Row names of `megatron.testing.parity`, checked without torch so that a wrong name is refused immediately."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 
 
 def _schedule_of(flags: str) -> str | None:
-    """The pipeline schedule that flags name."""
+    """Return the pipeline schedule that flags name."""
     return next(iter(re.findall(r"--pipeline-schedule (\S+)", flags)), None)
 
 
@@ -30,7 +30,7 @@ GIVEN = "given"
 
 
 def of_schedule(schedule: str) -> dict[str, str]:
-    """Name -> flags of the layouts of a pipeline schedule that no other row has."""
+    """Return flags by name for the layouts of a pipeline schedule that no other row covers."""
     return {
         f"pp2-{schedule}": f"--pp 2 --pipeline-schedule {schedule}",
         f"tp2-sp-pp2-dp2-{schedule}": f"--tp 2 --sequence-parallel --pp 2 --dp 2 --pipeline-schedule {schedule}",
@@ -38,8 +38,10 @@ def of_schedule(schedule: str) -> dict[str, str]:
 
 
 def possible_names(flags: Sequence[str]) -> list[str] | None:
-    """Every row that some model of these flags may have, before the flags are read. None if a file of flags may name a
-    schedule that has rows of its own."""
+    """Return every row that a model with these flags may have, before the flags are read.
+
+    Returns None if a file of flags may name a schedule with additional rows.
+    """
     if any(flag.partition("=")[0] in ("--config", "--yaml-cfg") for flag in flags):
         return None
     schedule = _schedule_of(" ".join(flags).replace("=", " "))
@@ -48,7 +50,7 @@ def possible_names(flags: Sequence[str]) -> list[str] | None:
 
 
 def chosen(wanted: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """The rows to run. Raises ValueError for a name that is none."""
+    """Return the rows to run. Raises ValueError for an unknown name."""
     problems = []
     for name in wanted or ():
         if name not in known:
@@ -62,6 +64,6 @@ def chosen(wanted: Sequence[str] | None, known: Sequence[str]) -> list[str]:
 
 
 def print_errors(error: ValueError) -> None:
-    """Prints each line of an error."""
+    """Print each line of an error."""
     for line in str(error).split("\n"):
         print(f"error: {line}", file=sys.stderr)

@@ -1,8 +1,9 @@
-"""Save a checkpoint at one layout, load it at another, and compare memory with memory bit by bit.
+"""Saves a checkpoint under one layout, loads it under another, and compares the ranks' memory bit by bit.
 
-The expected contents of a checkpoint are read from the memory of the ranks that saved it: weights, states without a
-gradient, and every state of the optimizer and of callbacks. Before a load, all of that is filled with NaN. Neither side
-of the comparison is read through the code of checkpoints."""
+The expected contents of a checkpoint are read from the memory of the ranks that saved it: weights, states without
+gradients, and all optimizer and callback states. Before a load, all of them are filled with NaN. Neither side of the
+comparison uses the checkpoint code.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +33,15 @@ from megatron.training.run import TrainingRun
 NOW = Label(0)
 NOTHING: Mapping[str, Mapping[str, float]] = {}
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""(key, offset, shape) of what a rank holds."""
+"""(key, offset, shape) of a box on a rank."""
 
 Counters = tuple[int, int, int]
-"""Iteration, consumed samples, steps of the optimizer."""
+"""Iteration, consumed samples and optimizer steps."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, and what lay in the memory of the ranks that saved it."""
+    """A checkpoint, and the memory contents of the ranks that saved it."""
 
     folder: Path
     truth: Snapshot
@@ -49,25 +50,25 @@ class Saved:
 
 @dataclass
 class Visit:
-    """Findings of one rank at one layout."""
+    """Results of one rank under one layout."""
 
     trained: list[Fragment] = field(default_factory=list)
-    """Its part of what was saved."""
+    """This rank's part of the saved contents."""
 
     counters: Counters = (0, 0, 0)
 
     wrong: dict[str, list[str]] = field(default_factory=dict)
-    """Source -> keys that are not as they were saved, or why it was refused."""
+    """Maps a source to the keys that differ from the saved ones, or to the reason for refusing it."""
 
     refused: set[str] = field(default_factory=set)
     """Sources that the run refused."""
 
     boxes: list[Box] = field(default_factory=list)
-    """The boxes that this rank compared, of every source."""
+    """Boxes of every source that this rank compared."""
 
 
 class Checkpoints:
-    """Checkpoints of one model below the folder `root`, each saved at a layout and known by that layout's name."""
+    """Checkpoints of one model below the folder `root`; each is named after the layout that saved it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -82,11 +83,22 @@ class Checkpoints:
         train: bool = False,
         rounded: Mapping[str, Mapping[str, float]] = NOTHING,
     ) -> dict[str, list[str]]:
-        """At one layout: with `train`, trains one step and saves it as `name`; then loads the checkpoints `sources`.
+        """Optionally train and save under one layout, then load checkpoints and compare.
 
-        Returns source -> what is not bit-equal after the load, or why the run refuses the checkpoint. Kinds of state
-        that a load has `rounded`, by source, may differ by that share of an element and of a thousandth of the largest.
-        Raises ValueError if the configuration is not legal.
+        Args:
+            name: Name of the layout and of its checkpoint.
+            world_size: Number of ranks.
+            config: Configuration under this layout.
+            sources: Names of the checkpoints to load.
+            train: Train one step and save it as `name` first.
+            rounded: Kinds of state that loading a source rounds, with the allowed relative error of an element (plus
+                that share of a thousandth of the largest element).
+
+        Returns:
+            For each source, the keys that are not bit-equal after the load, or the reason for refusing the checkpoint.
+
+        Raises:
+            ValueError: The configuration is not legal.
         """
         home = self.root / name
         if train:
@@ -142,7 +154,7 @@ def _visit(
 
 
 def forget(run: TrainingRun) -> None:
-    """Fills everything that a checkpoint holds with NaN."""
+    """Fill everything that a checkpoint contains with NaN."""
     run.ddp.gather_params_()
     with torch.no_grad():
         for stage in run.stages.values():
@@ -159,7 +171,7 @@ def forget(run: TrainingRun) -> None:
 
 
 def _same(fragment: Fragment, truth: Snapshot, rounded: Mapping[str, float]) -> bool:
-    """Return whether a fragment is bit-equal to the saved one, or within the bound of a kind that may be `rounded`."""
+    """Return whether a fragment is bit-equal to the saved one, or within the bound of a `rounded` kind."""
     if fragment.key not in truth.tensors:
         return False
     saved, kind = part_of(truth, fragment), fragment.key.split()[1]
@@ -171,13 +183,13 @@ def _same(fragment: Fragment, truth: Snapshot, rounded: Mapping[str, float]) -> 
 
 
 def part_of(truth: Snapshot, fragment: Fragment) -> torch.Tensor:
-    """The values that `fragment` should have."""
+    """Return the expected values of `fragment`."""
     place = tuple(slice(o, o + n) for o, n in zip(fragment.offset, fragment.values.shape, strict=True))
     return truth[fragment.key][place]
 
 
 def uncovered(truth: Snapshot, boxes: Sequence[Box]) -> list[str]:
-    """Tensors of which some element was on no rank."""
+    """Return the tensors with an element that no rank holds."""
     seen = {key: torch.zeros(value.shape, dtype=torch.bool) for key, value in truth.tensors.items()}
     for key, offset, shape in boxes:
         if key in seen:
@@ -186,5 +198,5 @@ def uncovered(truth: Snapshot, boxes: Sequence[Box]) -> list[str]:
 
 
 def kinds(truth: Snapshot) -> Counter[str]:
-    """How many tensors of each kind a snapshot of the state has: {"weight": 76, "exp_avg": 76, ...}."""
+    """Count the tensors of each kind in a state snapshot: {"weight": 76, "exp_avg": 76, ...}."""
     return Counter(key.split()[1] for key in truth.tensors)

@@ -1,8 +1,8 @@
-"""Everything that a layout computes in a few steps, as global tensors: what comparisons of layouts compare.
+"""Snapshots of everything that a layout computes in a few steps, as global tensors, for comparing layouts.
 
-Each rank reports fragments, boxes of global tensors, which it finds through `ParamMeta` and, for activations, through
-the samples and places that a micro-batch's context names; no layer has code here. `assemble` puts them together in the
-order in which they were computed, and insists that replicas agree and that nothing is missing.
+Each rank reports fragments, which are boxes of global tensors. Parameters are located through `ParamMeta`, activations
+through the samples and positions that the micro-batch context names; no layer needs code here. `assemble` combines the
+fragments in the order of computation and checks that replicas agree and that nothing is missing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PHASES = ("activation", "loss", "gradient", "grad_norm", "weight", "state", "mom
 
 @dataclass(frozen=True)
 class Label:
-    """A step, 0 for the state before the first, and its name in keys."""
+    """A step number, or 0 for the state before the first step, and its name in keys."""
 
     step: int
 
@@ -64,21 +64,21 @@ class Label:
         return f"step {self.step}" if self.step else "initial"
 
     def order(self, phase: str, *place: int) -> tuple[int, ...]:
-        """Place of a tensor among all: `place` is its place within the phase."""
+        """Return a tensor's sort key among all tensors; `place` is its position within the phase."""
         return (self.step, PHASES.index(phase), *place)
 
 
 @dataclass
 class Snapshot:
-    """Global tensors in the order in which they were computed."""
+    """Global tensors in the order of computation."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     differing_replicas: dict[str, str] = field(default_factory=dict)
-    """Tensors of which ranks that should hold equal values do not, and where."""
+    """Tensors whose replicas differ between ranks, and where."""
 
     @property
     def replica_errors(self) -> list[str]:
-        """`differing_replicas` in words."""
+        """Describe `differing_replicas` in words."""
         return list(self.differing_replicas.values())
 
     def __getitem__(self, key: str) -> Tensor:
@@ -93,16 +93,26 @@ def train_in_world(
     activations: bool = False,
     unseen: int = 0,
 ) -> Snapshot:
-    """Trains `steps` steps on `world_size` forked gloo ranks and returns the global tensors of each step.
+    """Train on forked gloo ranks and return the global tensors of each step.
 
-    `flags`: a command line, or a configuration, resolved or not. `unseen` steps are trained first and not recorded:
-    reading the parameters waits for their gather, so only unrecorded steps overlap with one another.
+    For step k = 1, 2, ..., keys are `step k loss`, `step k grad_norm`, `step k gradient NAME`, `step k weight NAME`,
+    `step k exp_avg NAME` and so on, and for callbacks `step k callbacks.CALLBACK.STATE NAME`. Initial weights are
+    `initial weight NAME`.
 
-    Keys, for step k = 1, 2, ...: `step k loss`, `step k grad_norm`, `step k gradient NAME`, `step k weight NAME`,
-    `step k exp_avg NAME`, ..., of callbacks `step k callbacks.CALLBACK.STATE NAME`, and `initial weight NAME`; with
-    `activations` also `step k activation MODULE`
-    [samples, s, h], the outputs of the embedding and of each layer. Raises ValueError for an illegal configuration,
-    RuntimeError with the traceback of a rank that fails, TimeoutError with all stacks.
+    Args:
+        world_size: Number of ranks.
+        flags: Command line, or a configuration, resolved or not.
+        steps: Number of recorded steps.
+        timeout: Seconds after which the world counts as hanging.
+        activations: Also record `step k activation MODULE` [samples, s, h], the outputs of the embedding and of each
+            layer.
+        unseen: Number of unrecorded steps before. Reading the parameters waits for their gather, so only unrecorded
+            steps overlap with each other.
+
+    Raises:
+        ValueError: The configuration is illegal.
+        RuntimeError: A rank failed; contains its traceback.
+        TimeoutError: The world hangs; contains all stacks.
     """
     config = resolve_legal(flags if isinstance(flags, RunConfig) else parse_args(flags), world_size)
     results = run_world(world_size, train_on_rank, config, steps, activations, unseen, timeout=timeout)
@@ -126,11 +136,11 @@ def train_on_rank(
 
 
 def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
-    """One training step, and the fragments of the loss, gradients, weights and states on this rank."""
+    """Train one step and return this rank's fragments of the loss, gradients, weights and states."""
     interval = run.interval = Interval()
     found: list[Fragment] = []
     for buffer in run.ddp.buffers:
-        buffer.grad_data.fill_(torch.nan)  # gradients of the step before count for nothing
+        buffer.grad_data.fill_(torch.nan)  # gradients of the previous step do not count
 
     seen = _GradientMeter(run, label)
     run.meters.append(seen)
@@ -146,30 +156,31 @@ def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
 
 
 def state_fragments(run: TrainingRun, label: Label) -> list[Fragment]:
-    """The weights, states that have no gradient, main parameters, moments and states of callbacks on this rank."""
+    """Return this rank's fragments of weights, states without gradients, main parameters, moments and callback
+    states."""
     return [*_weights(run, label), *_moments(run, label), *_of_callbacks(run, label)]
 
 
 def keepers(run: TrainingRun) -> list[Callback]:
-    """The callbacks that keep states in checkpoints."""
+    """Return the callbacks that store state in checkpoints."""
     return [each for each in run.callbacks if states_of(each) or type(each).state is not Callback.state]
 
 
 def start_callbacks(run: TrainingRun) -> None:
-    """Before the first `whole_step`: callbacks that keep states begin."""
+    """Start the callbacks that store state, before the first `whole_step`."""
     for callback in keepers(run):
         callback.on_start(run)
 
 
 def whole_step(run: TrainingRun) -> None:
-    """One training step, after which callbacks bring their states up to date."""
+    """Run one training step and let callbacks update their states."""
     train_step(run)
     for callback in keepers(run):
         callback.on_step_end(run)
 
 
 class _Activations:
-    """Fragments of what the embedding and the layers of this rank put out in the forward passes of one step."""
+    """Records the outputs of this rank's embedding and layers in one step's forward passes."""
 
     def __init__(self, run: TrainingRun, label: Label, hooks: ExitStack) -> None:
         self.label, self.found = label, list[Fragment]()
@@ -186,7 +197,8 @@ class _Activations:
                 hooks.callback(handle.remove)
 
     def record(self, name: str, place: int, module: nn.Module, args: tuple[object, ...], x: Tensor) -> None:
-        """x [n, b, h]: whatever rows of whatever samples the context says. Computing it again gives the same."""
+        """Record x [n, b, h]. The context identifies its rows and samples. A recomputation overwrites the same
+        values."""
         context = args[-1]
         assert isinstance(context, BatchContext)
         rows = context.places_of(x, self.tp_rank).tolist()
@@ -201,7 +213,7 @@ class _Activations:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Places in a list of the runs of consecutive numbers."""
+    """Return the positions of the runs of consecutive numbers in a list."""
     cuts = [i + 1 for i, (a, b) in enumerate(pairwise(numbers)) if b != a + 1]
     return (range(start, stop) for start, stop in pairwise([0, *cuts, len(numbers)]))
 
@@ -211,7 +223,8 @@ def _scalar(label: Label, name: str, value: float) -> Fragment:
 
 
 def _places(run: TrainingRun) -> dict[str, tuple[int, int]]:
-    """Parameter -> its stage and its place there, in the order of the forward pass; of shared ones the first."""
+    """Map each parameter to its stage and position there, in forward order. A shared parameter gets its first
+    position."""
     places: dict[str, tuple[int, int]] = {}
     for stage, model in run.stages.items():
         for i, (name, (_, meta)) in enumerate(model.named_metas().items()):
@@ -220,7 +233,7 @@ def _places(run: TrainingRun) -> dict[str, tuple[int, int]]:
 
 
 def _shard(run: TrainingRun, label: Label, phase: str, meta: ParamMeta, values: Tensor, *place: int) -> Fragment:
-    """`values` of this rank's part of a parameter, such as its gradient."""
+    """Record `values` of this rank's part of a parameter, such as its gradient."""
     offset, shape = meta.box(run.runtime.state.coords)
     assert tuple(values.shape) == shape
     order = label.order(phase, *place)
@@ -235,12 +248,12 @@ def _weights(run: TrainingRun, label: Label) -> Iterator[Fragment]:
         yield _shard(run, label, "weight", param.meta, param.detach(), *places[param.meta.name])
     for model in run.stages.values():
         for param, meta in model.named_metas().values():
-            if not param.requires_grad:  # frozen, or updated by other rules than the optimizer's
+            if not param.requires_grad:  # frozen, or not updated by the optimizer
                 yield _shard(run, label, "state", meta, param.detach())
 
 
 class _GradientMeter(Meter):
-    """Fragments of the gradient of a step, before clipping scales it."""
+    """Records a step's gradient before clipping scales it."""
 
     def __init__(self, run: TrainingRun, label: Label) -> None:
         self.run, self.label = run, label
@@ -258,7 +271,7 @@ def _gradients(run: TrainingRun, label: Label, factor: torch.Tensor) -> Iterator
     params: list[Any] = run.ddp.params
     places = _places(run)
     for param in params:
-        stage, i = places[param.meta.name]  # the backward goes from the end
+        stage, i = places[param.meta.name]  # the backward runs from the last parameter to the first
         yield _shard(run, label, "gradient", param.meta, param.main_grad * factor, -stage, -i)
 
 
@@ -267,7 +280,7 @@ def _moments(run: TrainingRun, label: Label) -> Iterator[Fragment]:
 
 
 def _of_callbacks(run: TrainingRun, label: Label) -> Iterator[Fragment]:
-    """Tensors that callbacks keep, and the numbers and words of what their `state()` returns."""
+    """Record callback tensors, and the numbers and words in the results of `state()`."""
     for callback in keepers(run):
         yield from _pieces(run, callback.states, label, "callback", _callback_kind(callback.name))
     for name, state in callback_states(run.callbacks).items():
@@ -278,13 +291,13 @@ def _of_callbacks(run: TrainingRun, label: Label) -> Iterator[Fragment]:
 
 
 def _callback_kind(name: str) -> str:
-    """Prefix of the kinds of a callback's states. Kinds contain no spaces."""
+    """Return the prefix of a callback's state kinds. Kinds contain no spaces."""
     return callback_prefix(name).replace(" ", "_")
 
 
 def _leaves(state: object, path: str) -> Iterator[tuple[str, float]]:
-    """(path, value) of all in a state of JSON's types: a finite number, the checksum of anything else, or the length of
-    a list or mapping, so that a missing entry is a difference too."""
+    """Yield (path, value) for every entry of a JSON state: a finite number, the checksum of any other leaf, or the
+    length of a list or mapping, so that a missing entry also counts as a difference."""
     if isinstance(state, (list, Mapping)):
         yield f"{path}.length", len(state)
         for name, value in state.items() if isinstance(state, Mapping) else enumerate(state):
@@ -304,9 +317,10 @@ def _pieces(
 
 
 def assemble(fragments: Iterable[Fragment]) -> Snapshot:
-    """Global tensors from the fragments of all ranks, in order. Replicas that differ are noted, the first one stands.
+    """Assemble global tensors from the fragments of all ranks, in order.
 
-    Raises AssertionError if a tensor is not covered: a rank has not reported, or not what its metadata says.
+    If replicas differ, the first one is used and the difference is recorded. Raises AssertionError if a tensor is not
+    fully covered: a rank did not report, or its report contradicts its metadata.
     """
     snapshot = Snapshot()
     covered: dict[str, Tensor] = {}
@@ -331,19 +345,21 @@ def assemble(fragments: Iterable[Fragment]) -> Snapshot:
 
 
 FLOOR = 1e-3
-"""Share of the largest norm among tensors of one kind and step below which a tensor's own norm is no measure. Some
-gradients are zero but for rounding, as those of a bias of keys, which softmax takes no notice of: all of theirs
-differs."""
+"""Smallest norm used for relative differences, as a share of the largest norm among tensors of the same kind and step.
+
+Some gradients are zero except for rounding, such as the gradient of a key bias, which softmax ignores; their own norm
+is no useful scale.
+"""
 
 
 def kind_of(key: str) -> str:
-    """`step 1 gradient` of `step 1 gradient NAME`; of scalars the whole key."""
+    """Return `step 1 gradient` for `step 1 gradient NAME`; for scalars, the whole key."""
     kind, _, name = key.rpartition(" ")
     return key if name in PHASES else kind
 
 
 def floors_of(*snapshots: Snapshot) -> dict[str, float]:
-    """Norms below which tensors count as of that norm, by key."""
+    """Return the smallest norm to use for each key's relative difference."""
     largest: dict[str, float] = {}
     for snapshot in snapshots:
         for key, value in snapshot.tensors.items():
@@ -354,8 +370,10 @@ def floors_of(*snapshots: Snapshot) -> dict[str, float]:
 
 
 def relative_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
-    """Norm of the difference over the larger norm, or over `floor` if that is larger; 0 for two zeros, infinite if
-    either is not finite."""
+    """Return the norm of the difference over the larger norm, or over `floor` if that is larger.
+
+    The result is 0 for two zeros, and infinite if either tensor is not finite.
+    """
     difference = torch.linalg.vector_norm((a - b).double()).item()
     scale = max(floor, *(torch.linalg.vector_norm(x.double()).item() for x in (a, b)))
     if difference != difference or scale == float("inf"):
@@ -364,15 +382,18 @@ def relative_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
 
 
 def differences(a: Snapshot, b: Snapshot) -> Iterator[tuple[str, float]]:
-    """(key, relative difference) of every tensor of two snapshots, in the order in which they were computed."""
+    """Return (key, relative difference) of every tensor of two snapshots, in the order of computation."""
     assert a.tensors.keys() == b.tensors.keys(), sorted(a.tensors.keys() ^ b.tensors.keys())
     floors = floors_of(a, b)
     return ((key, relative_difference(value, b[key], floors[key])) for key, value in a.tensors.items())
 
 
 def moved_by_rounding(a: Snapshot, b: Snapshot, name: str, tolerance: float) -> Tensor | None:
-    """Which elements of a parameter have a gradient that is rounding alone: at no step above `tolerance` as a relative
-    difference, and at some step not exactly zero. None where the snapshots have no gradient of that name."""
+    """Return a mask of the parameter elements whose gradients are pure rounding noise.
+
+    Their relative difference is at no step above `tolerance`, and at some step not exactly zero. Returns None if the
+    snapshots have no gradient of that name.
+    """
     floors, largest = floors_of(a, b), None
     for key in (key for key in a.tensors if key.endswith(f" gradient {name}")):
         share = torch.maximum(a[key].abs(), b[key].abs()).double() / floors[key]
@@ -381,5 +402,6 @@ def moved_by_rounding(a: Snapshot, b: Snapshot, name: str, tolerance: float) -> 
 
 
 def first_difference(a: Snapshot, b: Snapshot, tolerance: float) -> tuple[str, float] | None:
-    """The first tensor, in order of computation, in which two snapshots differ by more than `tolerance` relative."""
+    """Return the first tensor, in order of computation, in which two snapshots differ by more than `tolerance`
+    (relative)."""
     return next((found for found in differences(a, b) if found[1] > tolerance), None)

@@ -143,7 +143,7 @@ def test_a_missing_file_is_named_with_what_is_there(tmp_path):
     with pytest.raises(ValueError, match=r"there is no file .*x\.idx; .* has other"):
         IndexedDataset(str(tmp_path / "x"))
     (tmp_path / "notes.md").write_text("# Notes")
-    with pytest.raises(ValueError, match=r"no indexed dataset; text is known by its ending, such as \.txt"):
+    with pytest.raises(ValueError, match=r"not an indexed dataset; text is recognized by a suffix such as \.txt"):
         IndexedDataset(str(tmp_path / "notes.md"))
 
 

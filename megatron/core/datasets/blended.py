@@ -1,4 +1,4 @@
-"""Blends of several datasets, by weight or by size until all samples are used, and views of a dataset."""
+"""Blends of several datasets, drawn by weight or in proportion to size, and renumbering views of a dataset."""
 
 from __future__ import annotations
 
@@ -33,6 +33,14 @@ class BlendedDataset(SampleOrder):
     def __init__(
         self, datasets: Sequence[TextDataset], weights: Sequence[float], size: int | None, cache: IndexCache
     ) -> None:
+        """Create a blend.
+
+        Args:
+            datasets: Datasets to draw from.
+            weights: One weight per dataset; ignored if `size` is None.
+            size: Number of samples, or None to use every sample once.
+            cache: Stores the order of the draws.
+        """
         assert len(datasets) == len(weights) and min(weights) > 0
         if len(datasets) > MAX_DATASETS:
             raise ValueError(f"a blend has {len(datasets)} datasets; the limit is {MAX_DATASETS}: merge some of them")
@@ -69,7 +77,7 @@ class BlendedDataset(SampleOrder):
 
 
 class _SameNumbers(SampleOrder):
-    """The samples of another data set, under the same numbers. A subclass changes some of what it says of them."""
+    """View of another dataset with the same sample numbers. Subclasses override some properties."""
 
     def __init__(self, inner: Dataset) -> None:
         self.inner, self.fingerprint = inner, inner.fingerprint
@@ -83,9 +91,10 @@ class _SameNumbers(SampleOrder):
 
 
 class Renumbered(_SameNumbers):
-    """Another data set, whose source k has the number `numbers[k]` in the run, and the name of that number in `names`.
+    """View of another dataset whose source k becomes source `numbers[k]` of the run, called `names[numbers[k]]`.
 
-    Samples beyond the data set, which fill a batch, count as the first source's."""
+    Samples that only fill a batch, beyond the dataset's end, count as the first source's.
+    """
 
     def __init__(self, inner: Dataset, numbers: Sequence[int], names: Sequence[str] | None = None) -> None:
         super().__init__(inner)
@@ -95,7 +104,7 @@ class Renumbered(_SameNumbers):
         return self.numbers[super().sources_of(samples)]
 
     def origin(self, index: int) -> str:
-        """Start of a sample: `source:document+token`. The name of a source is unique in the run."""
+        """Return the start of a sample as `source:document+token`. Source names are unique in the run."""
         inner = super().origin(index)
         if self.names is None:
             return inner
@@ -104,8 +113,7 @@ class Renumbered(_SameNumbers):
 
 
 class WholeBatches(_SameNumbers):
-    """The samples of another data set, and as many of no weight in the loss as make the last batch full: its first one
-    without a loss mask."""
+    """View of another dataset padded to whole batches. The padding repeats the first sample without a loss mask."""
 
     def __init__(self, inner: Dataset, batch_size: int) -> None:
         super().__init__(inner)

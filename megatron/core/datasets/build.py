@@ -24,7 +24,8 @@ from megatron.core.datasets.sample_format import SampleFormat
 from megatron.core.datasets.source_order import SourceOrder, split_tokens
 from megatron.core.dist_checkpointing.file_storage import located, storage_of
 
-# Datasets of a weighted blend get this much more than their share, because greedy draws may run ahead.
+# Extra samples, relative to its share, that each dataset of a weighted blend provides, because greedy draws may run
+# ahead.
 SURPLUS = 0.005
 SIZE_FLAGS = {"train": "--train-iters or --train-samples", "valid": "--eval-iters", "test": "--eval-iters"}
 
@@ -34,20 +35,20 @@ T = TypeVar("T")
 
 @dataclass
 class TrainingOrder:
-    """Data that a run has taken of each training source in its phases so far."""
+    """Consumed samples of each training source over the phases of a run so far."""
 
     planned: tuple[int | None, ...] = ()
-    """Samples that were planned for the current phase before its plan was extended."""
+    """Planned sample counts of the current phase before its plan was extended."""
 
     take_up: Callable[[SourceOrder, str, SampleFormat], None] = lambda *told: None
-    """Called with each source of the current phase, and its prefix, before it is used."""
+    """Called with each source of the current phase and its prefix before the source is used."""
 
     sources: dict[Hashable, SourceOrder] = field(default_factory=dict)
     present: list[SourceOrder] = field(default_factory=list)
-    """Sources of the current phase, in the order of its blend."""
+    """Sources of the current phase, in blend order."""
 
     def take(self, dataset: Dataset, samples: int) -> None:
-        """Reports that this many samples of the current phase's data set are consumed."""
+        """Record that this many samples of the current phase's dataset were consumed."""
         if isinstance(dataset, BlendedDataset):
             counts = np.bincount(dataset.index.dataset[:samples], minlength=len(self.present)).tolist()
         else:
@@ -58,21 +59,21 @@ class TrainingOrder:
 
 @dataclass(frozen=True)
 class Demands:
-    """Requirements of a run for its data sets, beyond their configuration."""
+    """A run's requirements on its datasets beyond their configuration."""
 
     order: TrainingOrder = field(default_factory=TrainingOrder)
     needed: tuple[bool, ...] | None = None
-    """Splits of which the run takes samples; default: those with a size."""
+    """Splits from which the run draws samples; by default, every split with a size."""
 
     longest: int = 0
-    """Largest sequence length of the run, if it has several."""
+    """Largest sequence length of the run, if it uses several."""
 
     say: Callable[[str], None] = lambda line: None
-    """Told of data sets that are not divided by documents."""
+    """Receives a message for each dataset that is not divided by documents."""
 
 
 class Blend(NamedTuple):
-    """Prefixes and their weights; None for weights that are not given."""
+    """Prefixes and their weights; the weights are None if not given."""
 
     prefixes: list[str]
     weights: list[float] | None
@@ -101,8 +102,10 @@ def parse_blend(flag: str, values: Sequence[str]) -> Blend:
 
 
 def split_share(prefix: str) -> tuple[str, tuple[float, float] | None]:
-    """`PREFIX@0:0.9` as PREFIX and the share (0, 0.9) of its documents; None for all. Raises ValueError if the share is
-    not within 0 and 1."""
+    """Split `PREFIX@0:0.9` into PREFIX and its document share (0, 0.9); the share is None without `@`.
+
+    Raises ValueError if the share is not within 0 and 1.
+    """
     found = re.fullmatch(r"(.+)@([0-9.]+):([0-9.]+)", prefix)
     if found is None:
         return prefix, None
@@ -122,11 +125,21 @@ def build_datasets(
     vocab_size: int | None = None,
     demands: Demands | None = None,
 ) -> Datasets:
-    """Builds the datasets of a run. `sizes` are the samples of train, valid and test; None means one epoch. `demands`
-    are of indexed datasets only.
+    """Build the datasets of a run.
 
-    All processes may call this at the same time, without a process group. Raises ValueError for user errors: flags,
-    files, splits without documents, token ids outside the vocabulary.
+    All processes may call this at the same time, without a process group.
+
+    Args:
+        config: Paths and options of the data.
+        seq_length: Tokens per sample.
+        seed: Seed of the sample order.
+        sizes: Number of samples of train, valid and test; None means one epoch.
+        eod: End-of-document token, if the tokenizer has one.
+        vocab_size: Limit of the token ids, for the check of the data.
+        demands: Further requirements; only indexed datasets use them.
+
+    Raises:
+        ValueError: A flag or file is wrong, a split has no documents, or a token id is outside the vocabulary.
     """
     format = SampleFormat(
         seq_length, eod, vocab_size, config.eod_mask_loss, config.reset_position_ids, config.reset_attention_mask
@@ -143,7 +156,7 @@ def build_gpt(
     sizes: Sequence[int | None],
     demands: Demands | None = None,
 ) -> Datasets:
-    """The splits of indexed datasets in Megatron's files."""
+    """Build the splits of indexed datasets in Megatron's file format."""
     demands = demands or Demands()
     needed = demands.needed or tuple(size != 0 for size in sizes)
     builder = _Builder(config, format, seed, replace(demands, needed=needed))
@@ -165,7 +178,7 @@ def build_gpt(
 
 
 def _all(calls: Iterable[Callable[[], T]]) -> list[T]:
-    """Results of all calls, or one ValueError with all their errors."""
+    """Return the results of all calls, or raise one ValueError with all their errors."""
     results, errors = [], []
     for call in calls:
         try:
@@ -178,7 +191,7 @@ def _all(calls: Iterable[Callable[[], T]]) -> list[T]:
 
 
 def build_mock(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
-    """The splits of made-up data."""
+    """Build the splits of synthetic data."""
     found: list[Dataset | None] = []
     for split, size in zip(SPLITS, sizes, strict=True):
         assert size is not None, "synthetic data has no epochs"
@@ -187,7 +200,7 @@ def build_mock(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Se
 
 
 class _Builder:
-    """Builds splits; opens each indexed dataset once for all of them."""
+    """Builds splits. All splits share one open file per indexed dataset."""
 
     def __init__(self, config: DatasetConfig, format: SampleFormat, seed: int, demands: Demands) -> None:
         self.config = config
@@ -199,7 +212,7 @@ class _Builder:
         self.make: SampleMaker = next((make for make in makers if make is not None), GPTDataset)
 
     def own_split(self, split: str, values: Sequence[str] | None, size: int | None) -> Dataset | None:
-        """Builds a split that has its own data paths. A single prefix is not a blend, even with a weight."""
+        """Build a split that has its own data paths. A single prefix is not a blend, even with a weight."""
         if not values:
             return None
         blend = parse_blend(f"--{split}-data-path", values)
@@ -208,7 +221,15 @@ class _Builder:
         return self.split(split, blend, (1.0,), 0, size)
 
     def split(self, split: str, blend: Blend, shares: Sequence[float], number: int, size: int | None) -> Dataset | None:
-        """Builds split `number` of the blend. `shares` divide the documents of each dataset into splits."""
+        """Build split `number` of a blend.
+
+        Args:
+            split: Name of the split.
+            blend: Prefixes and their weights.
+            shares: Shares that divide the documents of each dataset into splits.
+            number: Position of the split in `shares`.
+            size: Number of samples, or None for one epoch.
+        """
         if not shares[number]:
             return None
         if size is not None and size < 0:
@@ -278,7 +299,10 @@ class _Builder:
         return found
 
     def _documents(self, prefix: str, indexed: IndexedDataset, shares: Sequence[float]) -> Sequence[range | Pieces]:
-        """Documents of each split; parts of them, cut by tokens, if a split that is needed would have none."""
+        """Return the documents of each split.
+
+        If a required split would have no document, the documents are divided by tokens instead.
+        """
         found, needed = split_documents(shares, len(indexed)), self.demands.needed
         assert needed is not None
         wanted = [bool(share and need) for share, need in zip(shares, needed, strict=False)]
@@ -306,13 +330,15 @@ class _Builder:
 
 
 def dividers(config: DatasetConfig) -> list[DividesDocuments]:
-    """Flags of extensions that may divide documents into samples."""
+    """Return the extension flags that may divide documents into samples."""
     return [options for options in config.extension_options if isinstance(options, DividesDocuments)]
 
 
 def training_sources(config: DatasetConfig) -> list[tuple[str, float, float | None]]:
-    """(prefix, share of its documents that is for training, share of the samples) of each data set of the training
-    split; the last is None where several have no weights, as all of each is used."""
+    """Return (prefix, document share for training, sample share) of each dataset of the training split.
+
+    The sample share is None if several datasets have no weights, because all of each is used.
+    """
     flag = "--data-path"
     values = config.data_path
     share = 1.0
@@ -341,9 +367,15 @@ def source_lines(
     step: StepShape | None = None,
     other: Callable[[str], str | None] = lambda path: None,
 ) -> Iterator[str]:
-    """A line for each data set of the training split, of a run of `samples` samples; None: one epoch. Data that cannot
-    be opened are reported. `step` is a step of the run. `other` may return the line of a path that is no indexed
-    dataset."""
+    """Yield a line for each dataset of the training split; errors of unreadable data become lines too.
+
+    Args:
+        config: Paths and options of the data.
+        samples: Samples of the run; None means one epoch.
+        seq_length: Tokens per sample.
+        step: Shape of a step.
+        other: Returns the line of a path that is not an indexed dataset.
+    """
 
     def with_samples(line: str, lengths: NDArray | None) -> str:
         told = [options.line(lengths, seq_length, step) for options in dividers(config)]

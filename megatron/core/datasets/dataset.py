@@ -1,4 +1,4 @@
-"""Interface of data sets, and the registry of their builders. This module imports neither torch nor numpy.
+"""Dataset interface and the registry of dataset builders. This module imports neither torch nor numpy.
 
 @DATASETS.register("my_data")
 def my_data(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets: ...
@@ -38,24 +38,25 @@ class Dataset(Protocol):
 
 
 class StepShape(NamedTuple):
-    """Number of samples in a step, and the units to which they are assigned."""
+    """Number of samples in a step, and how they are divided among ranks."""
 
     samples: int
     replicas: int
     micro_batch_size: int
     context_ranks: int = 1
-    """Ranks that divide the queries of each sample."""
+    """Number of ranks that divide the queries of each sample."""
 
 
 class Dealer(Protocol):
-    """Assigns the samples of a step to the micro-batches of all replicas: a pure function, the same on every rank."""
+    """Assigns the samples of a step to the micro-batches of all replicas. Must be a pure function with the same result
+    on every rank."""
 
     def __call__(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
-        """[micro-batches, replicas, micro_batch_size]: the numbers of `samples`, each once."""
+        """Return [micro-batches, replicas, micro_batch_size], which contains each of `samples` once."""
 
 
 class Datasets(NamedTuple):
-    """One dataset per split; None if the split has no share or no samples are needed."""
+    """One dataset per split; None if the split has no share or the run needs no samples of it."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -63,10 +64,10 @@ class Datasets(NamedTuple):
 
 
 class BuildDatasets(Protocol):
-    """Builds the data sets of a run."""
+    """Builds a run's datasets."""
 
     def __call__(self, config: object, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
-        """Build the data sets. `megatron.extensions.data.datasets.generator_dataset.stream_splits` builds them from a
+        """Build the datasets. `megatron.extensions.data.datasets.generator_dataset.stream_splits` builds them from a
         stream.
 
         Args:
@@ -78,7 +79,7 @@ class BuildDatasets(Protocol):
 
 
 DATASETS = Registry("--dataset-type", NoFacts, protocol=BuildDatasets)
-"""Name -> `BuildDatasets`."""
+"""Registered `BuildDatasets` by name."""
 
 DATASETS.register("gpt", "megatron.core.datasets.build:build_gpt")
 DATASETS.register("mock", "megatron.core.datasets.build:build_mock")

@@ -1,4 +1,4 @@
-"""Samples of fixed length from the documents of one indexed dataset, in Megatron-LM's order."""
+"""Fixed-length samples from the documents of one indexed dataset, in Megatron-LM's order."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indices import GPTIndex, finds_starts, gpt_index_parts, plan_epochs
 from megatron.core.datasets.sample_format import Sample, SampleFormat
 
-# Token ids checked when a dataset is opened: this many evenly spread ranges of this length.
+# Number and length of the evenly spread ranges of token ids that are checked when a dataset is opened.
 PROBES, PROBE_LENGTH = 64, 4096
 
 
 class TextDataset(ABC):
-    """Numbered samples of `format`. A subclass says how many and which token ids each has."""
+    """Base class of datasets of token ids. Subclasses provide the number of samples and their tokens."""
 
     samples: int
     format: SampleFormat
@@ -35,7 +35,7 @@ class TextDataset(ABC):
         return self.format.sample(self.text(index))
 
     def text(self, index: int) -> NDArray[np.int64]:
-        """The seq_length + 1 token ids of a sample."""
+        """Return the seq_length + 1 token ids of a sample."""
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index} of {self.samples}")
         return self._text(index)
@@ -44,35 +44,36 @@ class TextDataset(ABC):
     def _text(self, index: int) -> NDArray[np.int64]: ...
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
-        """Number in the blend of the source of each sample, [samples]; 0 for what is no blend."""
+        """Return the source number in the blend of each sample, [samples]; 0 outside blends."""
         return np.zeros(len(samples), np.int64)
 
     @abstractmethod
     def origin(self, index: int) -> str:
-        """Start of a sample: `dataset:document+token`."""
+        """Return the start of a sample as `dataset:document+token`."""
 
     def documents_of(self, index: int) -> list[tuple[int, int, int]]:
-        """(document, first token in it, number of tokens) of each part of a sample's seq_length + 1 tokens, in order.
+        """Return (document, first token, number of tokens) of each part of a sample's seq_length + 1 tokens, in order.
 
-        Empty if a data set does not know them."""
+        Empty if the dataset does not know the parts.
+        """
         return []
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Parts of documents of an indexed dataset, in place of whole documents."""
+    """Parts of documents of an indexed dataset, used instead of whole documents."""
 
     documents: NDArray[np.int64]
-    """[n]: the document of each."""
+    """[n]: document of each piece."""
 
     starts: NDArray[np.int64]
-    """[n]: its first token in the document."""
+    """[n]: first token of each piece in its document."""
 
     lengths: NDArray[np.int64]
-    """[n]: its tokens."""
+    """[n]: number of tokens in each piece."""
 
     digest: str
-    """Hash of what determines the three."""
+    """Hash of the inputs that determine the three arrays."""
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -83,17 +84,27 @@ class Pieces:
 
 
 class DocumentSamples(TextDataset):
-    """Samples of some documents of an indexed dataset, or of pieces of them, `of_split`. A subclass divides them.
-
-    Raises ValueError if they hold fewer than `fewest` tokens.
-    """
+    """Base class of samples from whole documents or pieces of an indexed dataset. Subclasses divide the tokens into
+    samples."""
 
     padding: int | None = None
-    """Token that follows the documents of a sample that they do not fill; None if they fill all."""
+    """Token that pads samples which their documents do not fill; None if documents fill all samples."""
 
     def __init__(
         self, indexed: IndexedDataset, documents: range | Pieces, format: SampleFormat, of_split: str, fewest: int
     ) -> None:
+        """Create the dataset.
+
+        Args:
+            indexed: Dataset of the documents.
+            documents: Documents of the split, or pieces of documents.
+            format: Converts tokens to model inputs.
+            of_split: Name of the split, for messages.
+            fewest: Minimum number of tokens.
+
+        Raises:
+            ValueError: The documents hold fewer than `fewest` tokens.
+        """
         self.indexed = indexed
         self.format = format
         if indexed.dtype.kind not in "iu":
@@ -105,10 +116,10 @@ class DocumentSamples(TextDataset):
         self.pieces = None if isinstance(documents, range) else documents
         self.numbers = documents if isinstance(documents, range) else range(len(documents))
         self.lengths = indexed.lengths if self.pieces is None else self.pieces.lengths
-        """Tokens of each document of the indexed dataset, or of each piece."""
+        """Number of tokens of each document of the indexed dataset, or of each piece."""
 
         self.tokens = int(self.lengths[self.numbers.start : self.numbers.stop].sum(dtype=np.int64))
-        """Tokens of an epoch."""
+        """Number of tokens in an epoch."""
 
         if self.tokens < fewest:
             raise ValueError(
@@ -119,16 +130,16 @@ class DocumentSamples(TextDataset):
 
     @property
     def source(self) -> dict[str, object]:
-        """Identity of the document lengths, for cache keys."""
+        """Identifies the document lengths in cache keys."""
         named = [self.numbers.start, self.numbers.stop] if self.pieces is None else self.pieces.digest
         return {"lengths": self.indexed.lengths_digest, "documents": named}
 
     @abstractmethod
     def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
-        """(document, first token, tokens) of the pieces that are no inputs of the first `taken` samples."""
+        """Return (document, first token, tokens) of the pieces that the first `taken` samples do not use as input."""
 
     def _place(self, number: int, offset: int) -> tuple[int, int]:
-        """The document, and the place in it, of token `offset` of a document or piece."""
+        """Return the document and position in it of token `offset` of a document or piece."""
         if self.pieces is None:
             return number, offset
         return int(self.pieces.documents[number]), offset + int(self.pieces.starts[number])
@@ -148,15 +159,15 @@ class DocumentSamples(TextDataset):
 
     @abstractmethod
     def documents_of(self, index: int) -> list[tuple[int, int, int]]:
-        """As of any data set; padding, which follows the parts, is none of them."""
+        """Return the parts of a sample as `TextDataset.documents_of` does, without padding."""
 
     def origin(self, index: int) -> str:
-        """Start of a sample: `dataset:document+token`."""
+        """Return the start of a sample as `dataset:document+token`."""
         document, start, _ = self.documents_of(index)[0]
         return f"{Path(self.indexed.prefix).name}:{document}+{start}"
 
     def _probe(self) -> str:
-        """Hash of some tokens, which are checked against the vocabulary by the way."""
+        """Check some tokens against the vocabulary and return their hash."""
         length = min(PROBE_LENGTH, self.indexed.num_tokens)
         digest = blake2b(digest_size=16)
         for start in np.linspace(0, self.indexed.num_tokens - length, PROBES).astype(np.int64).tolist():
@@ -167,10 +178,7 @@ class DocumentSamples(TextDataset):
 
 
 class GPTDataset(DocumentSamples):
-    """`documents` of an indexed dataset, or pieces of them, for at least `samples` samples, or (None) one epoch.
-
-    Raises ValueError if they hold too few tokens, or token ids outside the vocabulary.
-    """
+    """Megatron-LM's GPT dataset: fixed-length samples of a shuffled token stream."""
 
     def __init__(
         self,
@@ -183,10 +191,25 @@ class GPTDataset(DocumentSamples):
         split: str = "train",
         cache: IndexCache,
     ) -> None:
+        """Create the dataset.
+
+        Args:
+            indexed: Dataset of the documents.
+            documents: Documents of the split, or pieces of documents.
+            samples: Minimum number of samples, or None for one epoch.
+            format: Converts tokens to model inputs.
+            seed: Seed of the sample order.
+            split: Name of the split, for messages.
+            cache: Stores the index files.
+
+        Raises:
+            ValueError: The documents hold too few tokens, or token ids outside the vocabulary.
+        """
         super().__init__(indexed, documents, format, split, 1 if samples is not None else format.seq_length + 1)
         self.plan = plan_epochs(self.tokens, samples, format.seq_length)
         self.samples = self.plan.samples
-        # The number of samples asked for acts through the plan alone, so runs of many lengths share an index.
+        # The requested number of samples affects the index only through the epoch plan, so runs of many lengths share
+        # an index.
         order = {
             **self.source,
             "epochs": self.plan.epochs,
@@ -218,13 +241,13 @@ class GPTDataset(DocumentSamples):
         return found
 
     def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
-        """As pieces in the order of the token stream."""
+        """Return the unused pieces in token-stream order."""
         length, index = self.format.seq_length, self.index
         ends = np.cumsum(self.lengths[index.document_index], dtype=np.int64)
         begins = np.append(0, ends[:-1])
         numbers = np.sort(index.shuffle_index[taken:]).astype(np.int64)
-        left = np.append(numbers, self.samples)  # the last: what is behind all samples
-        first = np.flatnonzero(np.diff(left, prepend=-2) != 1)  # of each run of neighbouring samples
+        left = np.append(numbers, self.samples)  # the last one: tokens after all samples
+        first = np.flatnonzero(np.diff(left, prepend=-2) != 1)  # of each run of consecutive samples
         runs, stops = left[first] * length, np.append((left[first[1:] - 1] + 1) * length, ends[-1])
         run = np.searchsorted(runs, begins, side="right") - 1
         inside = (run >= 0) & (begins < stops[run])
@@ -238,7 +261,7 @@ class GPTDataset(DocumentSamples):
 
 
 class SampleMaker(Protocol):
-    """Makes at least `samples` samples of documents, or (None) those of one epoch; such as `GPTDataset`."""
+    """Makes at least `samples` samples from documents, or (None) one epoch; `GPTDataset` is an example."""
 
     def __call__(
         self,
@@ -255,11 +278,13 @@ class SampleMaker(Protocol):
 
 @runtime_checkable
 class DividesDocuments(Protocol):
-    """Flags of an extension that may divide documents into samples in another way than Megatron-LM."""
+    """Flags of an extension that may divide documents into samples differently from Megatron-LM."""
 
     def sample_maker(self) -> SampleMaker | None:
-        """Returns an object that composes samples from documents, or None if no flag asks for one."""
+        """Return the class that composes samples from documents, or None if no flag asks for one."""
 
     def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
-        """Text about samples of documents of these lengths [documents], None if they are not known yet, and about
-        steps of these samples, for the log and plans; None as above."""
+        """Return a line for logs and plans about samples made from documents of these lengths, and about a run's steps.
+
+        `lengths` [documents] is None if they are not known yet. Returns None if no flag applies.
+        """

@@ -2,9 +2,9 @@
 
 The name contains a hash of everything that determines the content, so a stale file is never read. A file is written
 under a temporary name, synced and renamed, so an existing file is complete. It ends with a checksum of its array, which
-each process verifies; a file that was changed or damaged since is built again. Each process checks for itself whether
-the files exist; this works with one disk per node and with a shared disk. A lock on the folder lets one process build
-while the others wait. Without locks, as on some network disks, processes build equal files concurrently.
+each process verifies. A changed or damaged file is built again. Each process checks by itself whether the files exist,
+which works with one disk per node and with a shared disk. A lock on the folder lets one process build while the others
+wait. Without locks, as on some network disks, processes build equal files concurrently.
 """
 
 from __future__ import annotations
@@ -32,31 +32,33 @@ logger = logging.getLogger(__name__)
 # Increased whenever the same inputs give a different index.
 FORMAT = 1
 DIGEST_BLOCK = 1 << 18
-# Follows the array in a file, before its checksum. numpy reads files with such an end.
+# Marks the checksum, which follows the array in a file. numpy ignores bytes after the array.
 CHECKSUM = b"\nCRC32 "
 # Seconds after which an unmodified temporary file counts as abandoned.
 ABANDONED = 24 * 3600
 
 
 def content_hash(description: Mapping[str, object]) -> str:
-    """Hash of a description: a JSON object."""
+    """Return the hash of a description, which is a JSON object."""
     text = json.dumps({"format": FORMAT, **description}, sort_keys=True)
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def array_digest(array: NDArray) -> str:
-    """Hash of an array's bytes, computed by block in threads: about a second per gigabyte on one core."""
+    """Return the hash of an array's bytes, computed by blocks in threads: about 1 s per GB on one core."""
     return blake2b(_of_blocks(lambda block: blake2b(block, digest_size=16).digest(), array), digest_size=16).hexdigest()
 
 
 def array_checksum(array: NDArray) -> int:
-    """CRC-32 of the CRC-32s of an array's blocks, computed in threads: about a third of a second per gigabyte on one
-    core. It finds damage, not forgery."""
+    """Return the CRC-32 of the CRC-32s of an array's blocks, computed in threads: about 0.3 s per GB on one core.
+
+    It detects damage, not tampering.
+    """
     return zlib.crc32(_of_blocks(lambda block: zlib.crc32(block).to_bytes(4, "little"), array))
 
 
 def _of_blocks(function: Callable[[memoryview], bytes], array: NDArray) -> bytes:
-    """Results for an array's blocks, one after another."""
+    """Yield `fn`'s result for each block of an array."""
 
     def of_block(start: int) -> bytes:
         return function(np.ascontiguousarray(array[start : start + DIGEST_BLOCK]).data.cast("B"))
@@ -68,8 +70,8 @@ def _of_blocks(function: Callable[[memoryview], bytes], array: NDArray) -> bytes
 class IndexCache:
     """A folder of index files.
 
-    If `folder` is None, the cache uses `default`, a folder beside the data. If that cannot be written, indices stay in
-    memory, with a warning. A given `folder` that cannot be written is an error.
+    If `folder` is None, the cache uses `default`, a folder beside the data. If that folder is not writable, indices
+    stay in memory, with a warning. It is an error if a given `folder` is not writable.
     """
 
     def __init__(self, folder: str | None, default: str) -> None:
@@ -84,10 +86,14 @@ class IndexCache:
         build: Callable[[], Iterable[NDArray]],
         made_from: Sequence[str] = (),
     ) -> list[NDArray]:
-        """Maps the arrays from their files, or builds and writes them. An array is written while the next is built.
+        """Map arrays from their files, or build and write them. Each array is written while the next one is built.
 
-        `build` yields them in the order of `names`. The text file beside the arrays has the description, and the paths
-        `made_from`, which identify nothing.
+        Args:
+            names: Names of the arrays, in the order in which `build` yields them.
+            label: Readable part of the file names.
+            description: Everything that determines the content; its hash is part of the file names.
+            build: Yields the arrays.
+            made_from: Source paths, recorded beside the arrays for people; they are not part of the hash.
         """
         stem = f"{content_hash(description)}-{label}"
         found = self._load(stem, names)
@@ -99,7 +105,7 @@ class IndexCache:
             if not os.access(self.folder, os.W_OK):
                 raise PermissionError("the folder is not writable")
             with folder_lock(self.folder):
-                found = self._load(stem, names)  # another process may have built them meanwhile
+                found = self._load(stem, names)  # another process may have built them in the meantime
                 if found is None:
                     _sweep(self.folder)
                     told = {**description, "made_from": list(made_from)}
@@ -148,7 +154,7 @@ class IndexCache:
 
 
 def _keeping(arrays: Iterable[NDArray], kept: list[NDArray]) -> Iterator[NDArray]:
-    """Yields the arrays and appends each to `kept`."""
+    """Yield the arrays and append each to `kept`."""
     for array in arrays:
         kept.append(array)
         yield array
@@ -170,7 +176,8 @@ def _warn_damaged(path: Path, why: str) -> None:
 
 
 def _save(array: NDArray, path: Path) -> None:
-    """Writes numpy's format with Python's writes, as `np.save` misses a disk that is full at the last block."""
+    """Write numpy's file format with Python's file I/O, because `np.save` does not notice a disk that is full at the
+    last block."""
     array = np.ascontiguousarray(array)
     with open(path, "wb") as stream:
         np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(array))
@@ -183,7 +190,7 @@ def _checksum_line(array: NDArray) -> bytes:
 
 
 def _load_whole(path: Path) -> NDArray:
-    """Maps an array. Raises ValueError if the file does not end with the checksum of its content."""
+    """Map an array. Raises ValueError unless the file ends with the checksum of its content."""
     array: NDArray = np.load(path, mmap_mode="r").view(np.ndarray)
     expected = _checksum_line(array)
     with open(path, "rb") as stream:
@@ -201,7 +208,7 @@ def _save_whole(array: NDArray, path: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Deletes partial files of killed builders that are too old to be in progress."""
+    """Delete partial files of killed builders that are too old to be in progress."""
     for path in folder.glob(".*.tmp"):
         with suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > ABANDONED:
@@ -210,7 +217,7 @@ def _sweep(folder: Path) -> None:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Holds the folder's advisory lock if the file system has one. The lock ends with the process at the latest."""
+    """Hold the folder's advisory lock if the file system supports locks. The process's exit releases the lock."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:

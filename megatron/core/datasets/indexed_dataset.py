@@ -1,4 +1,4 @@
-"""Reader and writer of indexed datasets: `PREFIX.bin` has token ids, `PREFIX.idx` the place of each sequence.
+"""Reader and writer of indexed datasets: `PREFIX.bin` holds token ids, `PREFIX.idx` the position of each sequence.
 
 `.bin` holds token ids back to back, little endian, one dtype. `.idx` holds
 
@@ -37,24 +37,24 @@ DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), 1)
 }
-# Values processed at a time, so that a whole index need not be in memory.
+# Values processed at a time, which bounds the memory for an index.
 BLOCK = 1 << 20
 
 
 def strip_suffix(prefix: str) -> str:
-    """Removes .bin or .idx from a dataset's name."""
+    """Remove .bin or .idx from a dataset's name."""
     return prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix
 
 
 class IndexedDataset:
-    """A `.bin/.idx` pair, also under a URL of a storage. The index is memory-mapped; sequences are read on request.
+    """A `.bin/.idx` pair on disk or under a storage URL. The index is memory-mapped; sequences are read on request.
 
-    `.bin` is read and not mapped, because training reads documents in random order. A map reads ahead in vain
-    (measured: at least 10 times slower if the file is not in memory), holds the interpreter's lock while it waits,
-    and ends the process if the file has been truncated.
+    `.bin` is read instead of mapped, because training reads documents in random order. With a memory map, read-ahead is
+    wasted (measured: at least 10 times slower if the file is not in memory), page faults hold the interpreter lock, and
+    a truncated file kills the process.
 
-    Raises ValueError with the found and the expected value if a file is missing, has another format, is truncated, or
-    if the two files do not belong together. Opening reads the header only.
+    Opening reads the header only. Raises ValueError, with the actual and the expected value, if a file is missing,
+    truncated or in another format, or if the two files do not belong together.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -72,7 +72,6 @@ class IndexedDataset:
         self.num_tokens = size // self.dtype.itemsize
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> NDArray:
@@ -83,7 +82,7 @@ class IndexedDataset:
 
     @cached_property
     def lengths_digest(self) -> str:
-        """Hash of the lengths of all sequences."""
+        """Hash of all sequence lengths."""
         return array_digest(self.lengths)
 
     @property
@@ -92,17 +91,17 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> NDArray:
-        """All token ids, back to back: a memory map for sequential reading."""
+        """Return all token ids in file order, as a memory map for sequential reading."""
         return np.frombuffer(_map(self.prefix + ".bin", self.prefix), self.dtype)
 
     def get(self, index: int, start: int = 0, stop: int | None = None) -> NDArray:
-        """Token ids [start, stop) of a sequence, at most to its end. Thread-safe."""
+        """Return token ids [start, stop) of a sequence, at most to its end. Thread-safe."""
         length = int(self.lengths[index])
         stop = length if stop is None else min(stop, length)
         return self.read(int(self.offsets[index]) // self.dtype.itemsize + start, max(0, stop - start))
 
     def read(self, first: int, count: int) -> NDArray:
-        """Reads `count` token ids of the file from position `first`. Raises OSError if the file is too short."""
+        """Read `count` token ids from file position `first`. Raises OSError if the file is too short."""
         size = count * self.dtype.itemsize
         data = self._pread(first * self.dtype.itemsize, size)
         while len(data) < size:  # one read returns at most 2 GB
@@ -115,7 +114,7 @@ class IndexedDataset:
         return np.frombuffer(data, self.dtype)
 
     def verify(self) -> list[str]:
-        """Lists all contradictions within the index and with the data. Reads the whole index."""
+        """List all contradictions within the index and with the data. Reads the whole index."""
         found = self._wrong_sequences()
         if not self._boundaries_ascend():
             found.append(f"document boundaries do not run from 0 to the {len(self)} sequences")
@@ -123,9 +122,10 @@ class IndexedDataset:
 
     @cached_property
     def checked(self) -> bool:
-        """True. Reads the whole index, and raises ValueError if lengths, places and boundaries contradict one another.
+        """Return True, or raise ValueError if lengths, positions and boundaries contradict each other.
 
-        100 million sequences take about a second."""
+        Reads the whole index: about 1 s per 100 million sequences.
+        """
         if wrong := self.verify():
             raise ValueError(
                 f"{self.prefix}.idx: damaged: {'; '.join(wrong)}; write or copy the dataset again "
@@ -198,7 +198,7 @@ def _cut(size: int, expected: int) -> str:
 
 
 def _reader(path: str, given: str) -> tuple[Callable[[int, int], bytes], int]:
-    """Returns a thread-safe function that reads (start, length) of a file, and the size of the file."""
+    """Return a file's size and a thread-safe function that reads (start, length) of the file."""
     if isinstance(stored := located(path), UrlPath):
         storage = storage_of(stored)
         return partial(storage.read_shared, stored), _found(storage.size(stored), path, given)
@@ -228,8 +228,8 @@ def _open(path: str, given: str) -> BinaryIO:
     except FileNotFoundError:
         folder = Path(path).parent
         if os.path.isfile(given):
-            remedy = "text is known by its ending, such as .txt or .jsonl; rename the file, or make a dataset of it"
-            raise ValueError(f"dataset {given}: a file that is no indexed dataset; {remedy}") from None
+            remedy = "text is recognized by a suffix such as .txt or .jsonl; rename the file, or make a dataset from it"
+            raise ValueError(f"dataset {given}: this file is not an indexed dataset; {remedy}") from None
         near = sorted(file.name[:-4] for file in folder.glob("*.idx")) if folder.is_dir() else []
         raise ValueError(
             f"dataset {given}: there is no file {path}; use the prefix of the dataset, without .bin or .idx"

@@ -1,8 +1,8 @@
 """Order of samples, equal to Megatron-LM's for the same documents, seed and sizes. Numpy only, no disk access.
 
-The document index shuffles the documents of a split over E epochs into one stream of tokens. The sample index cuts
-the stream: sample i is tokens [i*s, (i+1)*s], s + 1 of them, and shares the last one with sample i + 1. The shuffle
-index is the shuffled order of samples. The blend index draws from several datasets by weight.
+The document index shuffles the documents of a split over E epochs into one stream of tokens. The sample index divides
+the stream: sample i consists of the s + 1 tokens i*s to (i+1)*s and shares its last token with sample i + 1. The
+shuffle index is the shuffled order of samples. The blend index draws from several datasets by weight.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from numpy.typing import NDArray
 
 INT32_MAX = 2**31 - 1
 STREAM = 1 << 18
-"""Documents of a stream, or draws of a blend, that are processed at a time."""
+"""Number of documents of a stream, or draws of a blend, that are processed at a time."""
 
-# For blends: draws in a block, draws before it that correct a wrong guess, and the limit of counts in parallel blocks.
+# For blends: draws per block, extra draws before a block that correct a wrong guess, and the limit of counts in
+# parallel blocks.
 BLOCK = 1 << 10
 LEAD = 1 << 7
 CELLS = 1 << 16
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Parses `--split` to normalized shares of train, valid and test. Raises ValueError.
+    """Parse `--split` to normalized shares of train, valid and test. Raises ValueError.
 
-    Quotes around it, which a shell leaves in a variable, are no part of it."""
+    Surrounding quotes, which a shell leaves in a variable, are ignored.
+    """
     try:
         shares = [float(part) for part in split.strip("'\"").replace("/", ",").split(",")]
     except ValueError:
@@ -47,7 +49,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def split_documents(shares: Sequence[float], documents: int) -> list[range]:
-    """Documents of each split. Boundaries are the rounded cumulative shares."""
+    """Return the documents of each split. Boundaries are the rounded cumulative shares."""
     bounds = [0.0]
     for share in shares:
         bounds.append(bounds[-1] + share)
@@ -57,19 +59,19 @@ def split_documents(shares: Sequence[float], documents: int) -> list[range]:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Number of epochs of a split, and whether its last, partial epoch is shuffled separately."""
+    """Number of epochs of a split, and whether the last, partial epoch is shuffled separately."""
 
     epochs: int
     final_apart: bool
     samples: int
-    """Samples in all epochs."""
+    """Number of samples in all epochs."""
 
     samples_before_final: int
-    """Samples in all epochs except the last."""
+    """Number of samples in all epochs except the last."""
 
 
 def plan_epochs(tokens: int, samples: int | None, seq_length: int) -> EpochPlan:
-    """Plans enough epochs of `tokens` tokens for `samples` samples (None: one epoch).
+    """Plan enough epochs of `tokens` tokens for `samples` samples (None: one epoch).
 
     If less than 80 % of the last epoch is needed, it is shuffled separately, so that its documents do not replace the
     first pass of others.
@@ -91,40 +93,53 @@ class GPTIndex(NamedTuple):
     """[E * documents] document numbers, in the order of the token stream."""
 
     sample_index: NDArray
-    """[samples + 1, 2]: position in the document index and offset in that document where a sample starts; or, where
-    `finds_starts`, [E * documents]: tokens of the stream up to the end of each document."""
+    """Start positions of samples.
+
+    [samples + 1, 2]: position in the document index, and offset in that document, where each sample starts. If
+    `finds_starts`, [E * documents] instead: number of stream tokens up to the end of each document.
+    """
 
     shuffle_index: NDArray
-    """[samples]: number in the stream of each drawn sample."""
+    """[samples]: stream position of each drawn sample."""
 
     def start(self, number: int, seq_length: int) -> tuple[int, int]:
-        """Position in the document index, and offset in that document, where sample `number` of the stream starts."""
+        """Return the position in the document index, and the offset in that document, at which stream sample `number`
+        starts."""
         if self.sample_index.ndim == 2:
             position, offset = self.sample_index[number].tolist()
             return position, offset
         token = number * seq_length
-        # side="right" takes the document that holds the token itself, past any empty ones.
+        # side="right" selects the document that contains the token and skips empty ones
         position = int(self.sample_index.searchsorted(token, side="right"))
         return position, token - (int(self.sample_index[position - 1]) if position else 0)
 
 
 MANY_SAMPLES = 4
-"""Samples per document of the stream from which their starts are found when they are read. The starts of all samples
-would take more memory and time than everything else: two numbers for each, whatever part of them a run reads."""
+"""Samples per document from which sample starts are computed on access.
+
+Storing all starts, two numbers each, would take more memory and time than everything else, no matter how few samples a
+run reads.
+"""
 
 
 def finds_starts(plan: EpochPlan, documents: range) -> bool:
-    """Return whether a split has the ends of documents for an index, and not the starts of samples."""
+    """Return whether a split's index stores document ends instead of sample starts."""
     return plan.samples > MANY_SAMPLES * plan.epochs * len(documents)
 
 
 def gpt_index_parts(
     lengths: NDArray, documents: range, plan: EpochPlan, seq_length: int, seed: int
 ) -> Iterator[NDArray]:
-    """Yields the fields of a split's `GPTIndex` one by one, so that one is written while the next is built.
+    """Yield the fields of a split's `GPTIndex` one by one, so that one can be written while the next is built.
 
-    `lengths` are those of the whole dataset, `documents` those of the split. One RandomState(seed) shuffles the
-    document index first, then the shuffle index.
+    One RandomState(seed) shuffles the document index first, then the shuffle index.
+
+    Args:
+        lengths: Document lengths of the whole dataset.
+        documents: Documents of the split.
+        plan: Epochs of the split.
+        seq_length: Tokens per sample.
+        seed: Seed of both shuffles.
     """
     random = np.random.RandomState(seed)
     document_index = build_document_index(documents, plan, random)
@@ -137,7 +152,7 @@ def gpt_index_parts(
 
 
 def build_document_index(documents: range, plan: EpochPlan, random: np.random.RandomState) -> NDArray:
-    """Shuffles the documents of all epochs together, or those of the last epoch separately."""
+    """Shuffle the documents of all epochs together, or shuffle the last epoch separately."""
     dtype = np.int32 if documents.stop <= INT32_MAX else np.int64
     index = np.tile(np.arange(documents.start, documents.stop, dtype=dtype), plan.epochs)
     apart = (plan.epochs - 1) * len(documents) if plan.final_apart else len(index)
@@ -148,18 +163,25 @@ def build_document_index(documents: range, plan: EpochPlan, random: np.random.Ra
 
 
 def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, seq_length: int) -> NDArray:
-    """Start of each sample in the stream of documents, and one more row for the end.
+    """Return the start of each sample in the document stream, plus one row for the end, [samples + 1, 2].
 
-    Processes a part of the stream at a time, so that it needs little more memory than the result. A thread looks up
-    the lengths of the next part."""
+    Processes the stream in parts, so it needs little memory beyond the result. A thread looks up the lengths of the
+    next part.
+
+    Args:
+        lengths: Document lengths of the dataset.
+        document_index: Document numbers in stream order.
+        samples: Number of samples.
+        seq_length: Tokens per sample.
+    """
     index = np.empty((samples + 1, 2), np.int64)
     tokens = done = 0
     for first, part, ends in _lengths_in_parts(lengths, document_index):
         ends += tokens
         tokens = int(ends[-1])
-        stop = min(samples + 1, -(-tokens // seq_length))  # samples that start before the part's end
+        stop = min(samples + 1, -(-tokens // seq_length))  # samples that start before the end of the part
         starts = np.arange(done, stop, dtype=np.int64) * seq_length
-        # side="right" takes the document that holds the token itself, past any empty ones.
+        # side="right" selects the document that contains the token and skips empty ones
         where = np.searchsorted(ends, starts, side="right")
         index[done:stop, 0] = where + first
         index[done:stop, 1] = starts - (ends[where] - part[where])
@@ -169,7 +191,7 @@ def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, 
 
 
 def build_document_ends(lengths: NDArray, document_index: NDArray) -> NDArray[np.int64]:
-    """Tokens of the stream up to the end of each document, [E * documents]."""
+    """Return the number of stream tokens up to the end of each document, [E * documents]."""
     ends = np.empty(len(document_index), np.int64)
     tokens = 0
     for first, part, of_part in _lengths_in_parts(lengths, document_index):
@@ -179,7 +201,7 @@ def build_document_ends(lengths: NDArray, document_index: NDArray) -> NDArray[np
 
 
 def _lengths_in_parts(lengths: NDArray, document_index: NDArray) -> Iterator[tuple[int, NDArray, NDArray[np.int64]]]:
-    """Yields (first, lengths, cumulative sums) of each `STREAM` documents of the stream."""
+    """Yield (first, lengths, cumulative sums) for every `STREAM` documents of the stream."""
 
     def look_up(first: int) -> tuple[int, NDArray, NDArray[np.int64]]:
         part = lengths[document_index[first : first + STREAM]]
@@ -196,7 +218,10 @@ def _lengths_in_parts(lengths: NDArray, document_index: NDArray) -> Iterator[tup
 
 
 def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> NDArray:
-    """The order in which samples are drawn: all shuffled, or those before the last epoch and the rest apart."""
+    """Return the draw order of samples.
+
+    All samples are shuffled together, or the samples of the last epoch separately.
+    """
     dtype = np.uint32 if plan.samples < 2**32 - 2 else np.int64
     index = np.arange(plan.samples, dtype=dtype)
     if plan.final_apart:
@@ -208,26 +233,26 @@ def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> NDArr
 
 
 class BlendIndex(NamedTuple):
-    """Which sample of which dataset each sample of a blend is."""
+    """Maps each sample of a blend to a dataset and a sample in it."""
 
     dataset: NDArray[np.int16]
     sample: NDArray[np.int64]
 
 
 def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
-    """Greedy blend: each draw goes to the dataset furthest below its share, the first one on a tie."""
+    """Build a greedy blend: each draw goes to the dataset furthest below its share, the first one on a tie."""
     choice = _blend(weights, size)
     return BlendIndex(choice, _nth_of_each(choice, len(weights)))
 
 
 def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
-    """The same rule with the datasets' sizes as weights, over the datasets not yet spent, until all are."""
+    """Build a greedy blend with dataset sizes as weights until all datasets are exhausted."""
     total = sum(sizes)
     filled = np.flatnonzero(np.array(sizes))
     limits = [sizes[number] for number in filled.tolist()]
     weights = [limit / total for limit in limits]
     choice = _blend(weights, total)
-    # Up to the first draw that spends a dataset the rule is the plain one.
+    # up to the first draw that exhausts a dataset, this equals the plain greedy rule
     spends = _nth_of_each(choice, len(limits)) == np.array(limits)[choice] - 1
     plain = int(spends.argmax()) + 1
     taken = np.bincount(choice[:plain], minlength=len(limits)).astype(np.float64)
@@ -237,11 +262,11 @@ def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
 
 
 def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
-    """Draws all samples of a blend: blocks in parallel, each from a guess of the counts before it.
+    """Draw all samples of a blend: blocks run in parallel, each from a guess of the counts before it.
 
-    The rule corrects a wrong guess within a few draws, so each block begins `LEAD` draws early. If its counts then
-    equal those at the end of the previous block, its draws are correct, by induction from the first block. If not, they
-    are drawn again one by one from the correct counts.
+    The rule corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If its counts then
+    equal the counts at the end of the previous block, its draws are correct, by induction from the first block.
+    Otherwise they are drawn again one by one from the correct counts.
     """
     blocks = -(-size // BLOCK)
     choice = np.empty((blocks, BLOCK), np.int16)
@@ -261,7 +286,8 @@ def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
 def _draw_side_by_side(
     weights: Sequence[float], starts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int16], NDArray[np.float64], NDArray[np.float64]]:
-    """(draws [blocks, BLOCK], counts before them, counts after them [blocks, datasets]) of blocks at `starts`."""
+    """Return (draws [blocks, BLOCK], counts before them, counts after them [blocks, datasets]) of the blocks at
+    `starts`."""
     share, draw = np.array(weights, np.float64), starts - LEAD
     quota = share * draw[:, None]
     taken = np.floor(quota)
@@ -285,7 +311,7 @@ def _draw_side_by_side(
 def _draw(
     weights: Sequence[float], draws: range, taken: NDArray[np.float64], limits: Sequence[int] | None = None
 ) -> NDArray[np.int16]:
-    """Applies the rule one draw at a time.
+    """Apply the rule one draw at a time.
 
     `taken` holds the counts of previous draws and is updated. A dataset at its limit is not drawn again.
     """
@@ -306,7 +332,7 @@ def _draw(
 
 
 def _nth_of_each(choice: NDArray[np.int16], datasets: int) -> NDArray[np.int64]:
-    """Number of earlier draws from the same dataset, for each draw. Processes a part of the draws at a time."""
+    """Return, for each draw, the number of earlier draws from the same dataset. Processes the draws in parts."""
     sample = np.empty(len(choice), np.int64)
     before = np.zeros(datasets, np.int64)
     for first in range(0, len(choice), STREAM):

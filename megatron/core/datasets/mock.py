@@ -9,7 +9,7 @@ from megatron.core.datasets.gpt_dataset import TextDataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.sample_format import SampleFormat
 
-# Number of token ids in use: small, so that a small model sees each often in its first steps.
+# Number of token ids in use; with few ids, even a small model sees each one often in its first steps.
 ALPHABET = 128
 NOISE = 0.05
 END_OF_DOCUMENT = 1 / 256
@@ -19,8 +19,8 @@ SPLITS = ("train", "valid", "test")
 class MockGPTDataset(TextDataset):
     """Noisy affine sequences: token x is followed by a*x + b modulo the alphabet, or sometimes by a random token.
 
-    Sample i depends on (seed, split, i) only. The map is a permutation that the seed fixes for all splits. A model that
-    has learnt it reaches the entropy of the noise, about 0.44 nats per token.
+    Sample i depends on (seed, split, i) only. The map is a permutation that depends only on the seed. A model that has
+    learnt it reaches the entropy of the noise, about 0.44 nats per token.
     """
 
     def __init__(self, samples: int, format: SampleFormat, *, seed: int, split: str = "train") -> None:
@@ -35,7 +35,7 @@ class MockGPTDataset(TextDataset):
         )
 
     def origin(self, index: int) -> str:
-        """Start of a sample; every sample is a document."""
+        """Return the start of a sample. Every sample is a document."""
         return f"mock:{index}+0"
 
     def _text(self, index: int) -> NDArray[np.int64]:
@@ -48,7 +48,7 @@ class MockGPTDataset(TextDataset):
             ends = chance > 1 - END_OF_DOCUMENT
             fresh[1:] |= ends[:-1]
         fresh[0] = True
-        # Token t is the map applied t - start times to the last token drawn again.
+        # Token t results from applying the map t - start times to the last random token.
         positions = np.arange(length)
         start = np.maximum.accumulate(positions * fresh)
         steps = positions - start
@@ -60,7 +60,7 @@ class MockGPTDataset(TextDataset):
 
 
 def _affine_powers(modulus: int, count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(a**n, b * (1 + a + ... + a**(n-1))) modulo `modulus` for n < count, with a prime to the modulus."""
+    """Return (a**n, b * (1 + a + ... + a**(n-1))) modulo `modulus` for n < count; a and `modulus` are coprime."""
     random = np.random.default_rng([seed, len(SPLITS)])
     multiplier = int(random.integers(1, max(2, modulus)))
     while np.gcd(multiplier, modulus) > 1:

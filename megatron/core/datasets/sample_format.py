@@ -1,4 +1,4 @@
-"""From the token ids of a sample to the inputs of the model. This module does not import torch."""
+"""Conversion of a sample's token ids to model inputs. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Sample = dict[str, NDArray | None]
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """Converts the token ids of a sample to model inputs. The three switches need `eod`."""
+    """Converts the token ids of a sample to model inputs. The three boolean options need `eod`."""
 
     seq_length: int
     eod: int | None = None
@@ -21,7 +21,7 @@ class SampleFormat:
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     pad: int | None = None
-    """A token whose prediction does not count."""
+    """Padding token, whose predictions do not count in the loss."""
 
     def __post_init__(self) -> None:
         for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
@@ -35,7 +35,7 @@ class SampleFormat:
         """text [s+1] -> tokens [s], labels [s], loss_mask [s] float32, position_ids [s] and document_ids [s].
 
         An EOD token belongs to the document that it ends. position_ids is None if it would be 0..s-1; document_ids is
-        None if attention crosses documents. Raises ValueError for another length.
+        None if attention crosses documents. Raises ValueError for a wrong length.
         """
         if text.shape != (self.seq_length + 1,):
             raise ValueError(
@@ -67,10 +67,10 @@ class SampleFormat:
         }
 
     def check_ids(self, ids: NDArray, where: str) -> None:
-        """Raises ValueError if a token id lies outside the vocabulary."""
+        """Raise ValueError if a token id is outside the vocabulary."""
         if self.vocab_size is None or len(ids) == 0:
             return
-        # One pass: as unsigned, a negative id is larger than any vocabulary.
+        # a single comparison suffices: as unsigned numbers, negative ids exceed any vocabulary size
         if ids.view(f"u{ids.dtype.itemsize}").max() >= self.vocab_size:
             worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The order of samples: which sample of which data set each number stands for."""
+"""Base class for reordering samples of other datasets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from megatron.core.datasets.sample_format import Sample
 
 
 class SampleOrder(TextDataset):
-    """Samples of other data sets under numbers of their own. A subclass says where each sample is (`place`); its
-    inputs, its tokens, its origin and the pieces of documents that it consists of follow from that."""
+    """Renumbers the samples of other datasets.
+
+    Subclasses implement `place`. Inputs, tokens, origins and document pieces of a sample follow from it.
+    """
 
     @abstractmethod
     def place(self, index: int) -> tuple[Dataset, int]:
-        """(data set, number in it) of a sample."""
+        """Return (dataset, sample number in it) of a sample."""
 
     def __getitem__(self, index: int) -> Sample:
         dataset, number = self.place(index)
@@ -37,7 +39,7 @@ class SampleOrder(TextDataset):
 
 
 def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
-    """[samples]: number of the source of each sample; 0 if a data set does not know it, or beyond its end."""
+    """Return the source number of each sample, [samples]; 0 if a dataset does not know it, and beyond its end."""
     found = np.zeros(len(samples), np.int64)
     if hasattr(dataset, "sources_of"):
         known = dataset.sources_of(samples)
@@ -46,5 +48,5 @@ def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
 
 
 def documents_of(dataset: Dataset, index: int) -> list[tuple[int, int, int]]:
-    """`TextDataset.documents_of`; empty if a data set does not know it."""
+    """Return `TextDataset.documents_of`, or nothing if the dataset does not know the parts."""
     return list(dataset.documents_of(index)) if hasattr(dataset, "documents_of") else []

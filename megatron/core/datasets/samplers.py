@@ -1,10 +1,10 @@
 """Assignment of samples to data-parallel ranks, and an iterator that prefetches them.
 
-Samples are numbered as consumed since the run began. A step that starts at sample g uses [g, g + global batch). Of
-these, micro-batch m of data-parallel rank r uses micro_batch_size samples from
-g + (m * dp_size + r) * micro_batch_size, unless a dealer divides the samples of the step in another way. The samples of
-a step therefore depend neither on the layout nor on workers, a run can resume anywhere, and the global batch may change
-from step to step.
+Samples are numbered in the order in which the run consumes them. A step that starts at sample g uses [g, g + global
+batch). Micro-batch m of data-parallel rank r uses micro_batch_size samples from g + (m * dp_size + r) *
+micro_batch_size, unless a dealer assigns the samples of the step differently. The samples of a step therefore depend
+neither on the layout nor on workers, a run can resume at any sample, and the global batch size may change from step to
+step.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from megatron.core.datasets.sample_order import sources_of
 
 MicroBatch = dict[str, Tensor | None]
 
-# Micro-batches that each worker prefetches.
+# Number of micro-batches that each worker prefetches.
 PREFETCH = 4
 
 
 def in_order(dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
-    """The usual `Dealer`: micro-batch after micro-batch, replica after replica, as in Megatron-LM."""
+    """Assign samples in order, as Megatron-LM does: micro-batch by micro-batch, replica by replica. The default
+    `Dealer`."""
     return np.arange(samples.start, samples.stop).reshape(-1, replicas, micro_batch_size)
 
 
 def collate(samples: list[Sample], indices: Sequence[int]) -> MicroBatch:
-    """Stacks samples to one micro-batch of tensors [b, s], with `sample_index` [b].
+    """Stack samples to one micro-batch of tensors [b, s], with `sample_index` [b].
 
-    An entry is None if it is None in the samples.
+    Entries that are None in the samples stay None.
     """
     batch: MicroBatch = {}
     for name in samples[0]:
@@ -50,11 +51,9 @@ def collate(samples: list[Sample], indices: Sequence[int]) -> MicroBatch:
 class DataIterator:
     """Returns the micro-batches of a data-parallel rank, step by step.
 
-    With `num_workers` > 0, threads prepare them ahead of the step. Threads suffice: reading is a read and a copy
-    outside the interpreter's lock, so one thread is faster than training. Processes would need a fork beside the
-    threads of gloo and CUDA, and shared memory, and could be left behind.
-
-    `name` identifies the data in errors. Several threads may read `dataset` at once.
+    With `num_workers` > 0, threads prepare them ahead of the step. Threads are enough: reading is a read and a copy
+    outside the interpreter lock, so one thread is faster than training. Worker processes would require a fork beside
+    gloo's and CUDA's threads and shared memory, and could outlive the run.
     """
 
     def __init__(
@@ -68,6 +67,17 @@ class DataIterator:
         name: str = "training",
         pin_memory: bool = False,
     ) -> None:
+        """Create the iterator.
+
+        Args:
+            dataset: Samples; several threads may read it at once.
+            micro_batch_size: Samples per micro-batch.
+            dp_rank: Data-parallel rank.
+            dp_size: Number of data-parallel ranks.
+            num_workers: Number of prefetch threads; 0 reads in the calling thread.
+            name: Name of the data in error messages.
+            pin_memory: Copy micro-batches to pinned memory.
+        """
         assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and num_workers >= 0
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
@@ -77,34 +87,34 @@ class DataIterator:
         self.pin_memory = pin_memory
         self.deal: Dealer = in_order
         self.with_sources = False
-        """True if micro-batches have `source_ids` [b], the number of each sample's data set."""
+        """True to add `source_ids` [b], the source number of each sample, to micro-batches."""
 
         self.end = len(dataset)
-        """No sample from this number on is taken, or prefetched."""
+        """First sample number that must not be used or prefetched."""
 
         self.waited = 0.0
-        """Seconds for which callers of `next_step` have waited for samples that were not ready."""
+        """Seconds that callers of `next_step` have waited for samples that were not ready."""
 
         self._pool = None
         if num_workers:
-            # A thread starts on device 0. Pinning there would create a context of every rank on that device.
+            # A thread starts on device 0. Without this, pinning would create a context of every rank on that device.
             start = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin_memory else (None, ())
             self._pool = ThreadPoolExecutor(num_workers, f"{name}-data", *start)
         self._depth = num_workers * PREFETCH
         self._ready: deque[tuple[Sequence[int], Future[MicroBatch]]] = deque()
-        self._coming: deque[Sequence[int]] = deque()  # micro-batches that are dealt and not scheduled
+        self._coming: deque[Sequence[int]] = deque()  # micro-batches that are dealt but not scheduled
         self._next = 0  # first sample that is not dealt
 
     @property
     def row(self) -> int:
-        """Samples of one micro-batch of all ranks together."""
+        """Number of samples in one micro-batch of all ranks."""
         return self.micro_batch_size * self.dp_size
 
     def next_step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
         """This rank's micro-batches of the step that uses [consumed_samples, consumed_samples + global batch).
 
-        Consecutive steps are prefetched, whatever their batch sizes. Any other start is legal too.
-        Raises ValueError if the dataset ends before the step does.
+        Consecutive steps are prefetched, whatever their batch sizes; any other start is also legal. Raises ValueError
+        if the dataset ends before the step does.
         """
         assert global_batch_size % self.row == 0, f"{global_batch_size} samples in micro-batches of {self.row}"
         end = consumed_samples + global_batch_size
@@ -134,19 +144,19 @@ class DataIterator:
         wait([future for _, future in self._ready])
 
     def restrict(self, end: int, micro_batch_size: int) -> None:
-        """Takes no sample from number `end` on, and micro-batches of another size."""
+        """Set a new end of the data and a new micro-batch size."""
         if (end, micro_batch_size) != (self.end, self.micro_batch_size):
             self._drop()
             self.end, self.micro_batch_size = end, micro_batch_size
 
     def close(self) -> None:
-        """Ends the worker threads and drops prefetched micro-batches."""
+        """Stop the worker threads and drop prefetched micro-batches."""
         self._drop()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _deal(self, samples: range) -> list[Sequence[int]]:
-        """This rank's micro-batches of a step of these samples."""
+        """Return this rank's micro-batches of a step with these samples."""
         dealt = self.deal(self.dataset, samples, self.dp_size, self.micro_batch_size)
         mine: list[Sequence[int]] = dealt[:, self.dp_rank].tolist()
         return mine
@@ -169,8 +179,10 @@ class DataIterator:
         return found
 
     def _schedule(self, depth: int, batch_size: int) -> None:
-        """Schedules work until `depth` micro-batches are ready or in progress, or the data end. Steps that follow have
-        the size of the current one, as far as is known."""
+        """Schedule work until `depth` micro-batches are ready or in progress, or the data end.
+
+        Assumes that further steps have the size of the current one.
+        """
         assert self._pool is not None
         while len(self._ready) < depth:
             if not self._coming:

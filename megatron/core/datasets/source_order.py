@@ -1,13 +1,14 @@
-"""The order in which a run takes the samples of each training source, over all phases and lengths of the run.
+"""Sample order of each training source over all phases and extensions of a run.
 
-Megatron-LM's order of a source depends on how many samples are asked for: that number sets how many epochs are
-shuffled together, and whether the last one is shuffled apart. A run that asks for more afterwards would begin another
-order and repeat some samples and lose others. Here an order that has begun never changes. It is a list of segments:
+Megatron-LM's order of a source depends on the requested number of samples, which determines how many epochs are
+shuffled together and whether the last one is shuffled separately. With that order, a run that requests more samples
+later would repeat some samples and skip others. Here an order never changes once it has started. It is a list of
+segments:
 
-- The first is Megatron-LM's order of as many samples as the run planned when it began.
-- Where the segments end, another follows: further epochs, shuffled from a seed of their own.
+- The first segment is Megatron-LM's order for the number of samples that the run planned at its start.
+- Each further segment consists of further epochs, shuffled with another seed.
 
-An extension may give a source another order between two phases of a run (`Phase.take_up`).
+An extension may change the order of a source between two phases of a run (`Phase.take_up`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron.core.datasets.sample_order import SampleOrder
 
 
 class SourceOrder:
-    """One source: the segments of its order so far, and how many of their samples are taken."""
+    """The order of one source: its segments so far, and how many of their samples were consumed."""
 
     def __init__(
         self,
@@ -38,6 +39,16 @@ class SourceOrder:
         cache: IndexCache,
         make: SampleMaker = GPTDataset,
     ) -> None:
+        """Start the order of a source.
+
+        Args:
+            indexed: Dataset of the documents.
+            documents: Documents of the split, or pieces of documents.
+            seed: Seed of the first segment.
+            split: Name of the split, for messages.
+            cache: Stores the index files.
+            make: Makes the samples of a segment.
+        """
         self.indexed = indexed
         self.make = make
         self.documents = documents
@@ -46,21 +57,22 @@ class SourceOrder:
         self.cache = cache
         self.segments: list[DocumentSamples] = []
         self.taken = 0
-        """Samples of the segments that are taken."""
+        """Consumed samples of the segments."""
         self._begun = 0
 
     @property
     def tokens(self) -> int:
-        """Tokens of an epoch."""
+        """Number of tokens in an epoch."""
         if isinstance(self.documents, Pieces):
             return self.documents.tokens
         return int(self.indexed.lengths[self.documents.start : self.documents.stop].sum(dtype=np.int64))
 
     def view(self, format: SampleFormat, planned: Sequence[int | None]) -> TextDataset:
-        """The samples that come next, at least as many as the last of `planned` says, or (None) one epoch.
+        """Return the next samples: at least the last number in `planned`, or (None) one epoch.
 
-        `planned` are the numbers that were asked for in turn, as the plan of the run was made longer. Raises ValueError
-        where a GPTDataset does."""
+        `planned` lists the requested sample counts in order, one for each extension of the plan. Raises ValueError as
+        GPTDataset does.
+        """
         for asked in planned:
             left = sum(map(len, self.segments)) - self.taken
             if asked is None and not self.segments:
@@ -72,17 +84,17 @@ class SourceOrder:
         return _View(self.segments, self.taken)
 
     def take(self, samples: int) -> None:
-        """Reports that this many samples of the view are consumed."""
+        """Record that this many samples of the view were consumed."""
         self.taken += samples
 
     def restart(self) -> None:
-        """Begins a new order, as if no sample was taken."""
+        """Start a new order with no samples consumed."""
         self.segments, self.taken = [], 0
 
     def add(self, documents: range | Pieces, samples: int | None, format: SampleFormat) -> None:
-        """Adds a segment of at least `samples` samples, or (None) one epoch."""
+        """Add a segment of at least `samples` samples, or (None) one epoch."""
         seed = self.seed
-        if self._begun:  # the first segment has the run's seed, as in Megatron-LM
+        if self._begun:  # the first segment uses the run's seed, as Megatron-LM does
             drawn = blake2b(f"{self.seed} {self._begun}".encode(), digest_size=4).digest()
             seed = int.from_bytes(drawn, "little")
         self._begun += 1
@@ -91,7 +103,7 @@ class SourceOrder:
 
 
 class _View(SampleOrder):
-    """The samples of segments from number `first` on."""
+    """The samples of some segments, starting at number `first`."""
 
     def __init__(self, segments: Sequence[DocumentSamples], first: int) -> None:
         self.segments = list(segments)
@@ -99,7 +111,7 @@ class _View(SampleOrder):
         self.format = segments[0].format
         self.ends = np.cumsum([len(segment) for segment in segments])
         self.samples = int(self.ends[-1]) - first
-        # Segments that are added later change no sample.
+        # Segments that are added later do not change existing samples.
         self.fingerprint = segments[0].fingerprint
         if first:
             self.fingerprint = content_hash({"segment": self.fingerprint, "first": first})
@@ -111,8 +123,17 @@ class _View(SampleOrder):
 
 
 def split_tokens(lengths: NDArray, shares: Sequence[float], wanted: Sequence[bool], block: int) -> list[Pieces] | None:
-    """Divides the tokens of all documents, one after another, by `shares`. A split that is `wanted` gets at least
-    `block` tokens, at the cost of the largest; None if there are too few."""
+    """Divide the concatenated tokens of all documents by `shares`.
+
+    Args:
+        lengths: Tokens of each document.
+        shares: Share of each split.
+        wanted: True for splits that need at least `block` tokens, which the largest split gives up if necessary.
+        block: Minimum number of tokens.
+
+    Returns:
+        The pieces of each split, or None if there are too few tokens.
+    """
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1])
     sizes = [round(share * total) for share in shares]

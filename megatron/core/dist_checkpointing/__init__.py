@@ -1,1 +1,1 @@
-"""Sharded checkpoints that load under any layout: `state_dict` defines their content, and `storage` their format."""
+"""Sharded checkpoints that load under any layout. `state_dict` defines their content, `storage` their format."""

@@ -1,9 +1,9 @@
-"""Asynchronous checkpoint saves: staged to host memory, written on a thread, retried, reported, old ones deleted.
+"""Asynchronous checkpoint saves: stages state in host memory, writes on a thread, retries, reports, deletes old saves.
 
 A save blocks training only for the copy to host memory. DCP then writes the copy on a thread, over a gloo group that
-training never uses. `storage.save` raises on every rank or on none, so all ranks retry a failed save together, and all
-know the reason. Earlier checkpoints stay untouched whatever happens, and the number of the latest checkpoint never goes
-back behind one that another run has written since this one started.
+training never uses. `storage.save` raises on every rank or on none, so all ranks know the reason of a failure and retry
+together. Earlier checkpoints always stay untouched. The recorded latest iteration never decreases below an iteration
+that another run has written since this one started.
 """
 
 from __future__ import annotations
@@ -40,16 +40,11 @@ class SaveReport:
     error: str | None = None
     attempts_left: int = 0
     complete: bool = True
-    """True if the checkpoint was written. If so, `error` concerns the deletion of old ones."""
+    """True if the checkpoint was written; `error` then refers to the deletion of old checkpoints."""
 
 
 class CheckpointWriter:
-    """Writes checkpoints into `root`. All ranks must call the same methods in the same order.
-
-    `cleanups` delete older checkpoints after a save, on one rank: functions of `root`, the iteration that was saved,
-    and the checkpoints `held`, such as the one that the run was loaded from, which they keep. They may raise OSError.
-    `check` may be set to a function that raises OSError, on one rank, if the run must not write to `root` now.
-    """
+    """Writes checkpoints into `root`. All ranks must call the same methods in the same order."""
 
     attempts = 3
     pause = 2.0
@@ -58,13 +53,23 @@ class CheckpointWriter:
     def __init__(
         self, root: PurePath, world: Axis, *, background: bool = True, cleanups: Sequence[Cleanup] = ()
     ) -> None:
+        """Create a writer.
+
+        Args:
+            root: Folder of the run's checkpoints.
+            world: All ranks that save.
+            background: Write on a thread instead of in `save`.
+            cleanups: Functions that delete older checkpoints after a save, on one rank. Each receives `root`, the saved
+                iteration, and the checkpoints to keep (`held`), such as the one that the run was loaded from. They may
+                raise OSError.
+        """
         self.root, self.background = root, background
         self.cleanups, self.held = cleanups, list[PurePath]()
         self.check: Callable[[], None] = lambda: None
         self._own_latest = {latest_text(root)}
-        """Contents that this run has written to the file of the latest checkpoint, or found there when it started."""
+        """Contents of the latest-checkpoint file that this run has written, or found at its start."""
         self._world = world
-        if world.size > 1:  # a group of its own, as two threads must not share one
+        if world.size > 1:  # a separate group, because two threads must not share one
             self._world = replace(world, group=dist.new_group(list(world.ranks), backend="gloo"))
         self._staging = HostStaging()
         self._reports: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
@@ -72,12 +77,12 @@ class CheckpointWriter:
         self._crash: BaseException | None = None
 
     def prepare(self, tensors: StateDict) -> None:
-        """Allocates the staging memory in the background. Without this call the first save allocates it."""
+        """Allocate the staging memory in the background. Without this call the first save allocates it."""
         if self.background:
             self._staging.prepare(tensors)
 
     def save(self, iteration: int, tensors: StateDict, payload: dict[str, object]) -> None:
-        """Starts a save, after the previous one has finished. A foreground save has finished when this returns.
+        """Wait for the previous save and start a new one. A foreground save has finished when this returns.
 
         `tensors` may change once this returns. `payload` is written as JSON and must not change.
         """
@@ -87,14 +92,14 @@ class CheckpointWriter:
             self._save(began, iteration, tensors, payload)
             return
         staged = self._staging.stage(tensors)
-        # A daemon thread: a process that fails does not wait for it. One that ends in order calls wait().
+        # A daemon thread does not delay the exit of a failing process. A process that exits normally calls wait().
         self._thread = threading.Thread(
             target=self._guarded, args=(began, iteration, staged, payload), name="checkpoint", daemon=True
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits for the current save and for the allocation of staging memory."""
+        """Wait for the current save and for the allocation of staging memory."""
         self._staging.wait()
         if self._thread is not None:
             self._thread.join()
@@ -103,12 +108,13 @@ class CheckpointWriter:
             raise self._crash
 
     def close(self) -> None:
-        """Waits, and frees the staging memory."""
+        """Wait for the current save and free the staging memory."""
         self.wait()
         self._staging.release()
 
     def reports(self) -> list[SaveReport]:
-        """Returns the attempts that ended since the last call, without waiting. Raises what killed the thread."""
+        """Return the attempts that ended since the last call, without waiting. Raises the exception that ended the
+        thread, if any."""
         if self._crash is not None:
             raise self._crash
         found = []
@@ -137,7 +143,7 @@ class CheckpointWriter:
             return
 
     def _check_writable(self, iteration: int) -> None:
-        """Raises OSError if this run must not write to `root`, or if another run has saved a later iteration there."""
+        """Raise OSError if this run must not write to `root`, or if another run has saved a later iteration there."""
         self.check()
         latest = latest_text(self.root)
         is_number = latest.isascii() and latest.isdigit() and len(latest) <= 18
@@ -154,7 +160,7 @@ class CheckpointWriter:
 
 
 def _failure(fn: Callable[[], object]) -> str | None:
-    """Runs `fn` and returns the message of its CheckpointError, which is equal on every rank; None on success."""
+    """Run `fn` and return the message of its CheckpointError, which is equal on every rank; None on success."""
     try:
         fn()
     except CheckpointError as error:
@@ -166,7 +172,7 @@ ALIGNMENT = 64
 
 
 class HostStaging:
-    """One host buffer for all that this rank writes, reused by every save; pinned if the state is on a GPU.
+    """A host buffer for everything that this rank writes, reused by every save; pinned if the state is on a GPU.
 
     It is allocated pageable and then pinned, because torch's pinned allocator rounds sizes up to a power of two.
     """
@@ -177,7 +183,7 @@ class HostStaging:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, tensors: StateDict) -> None:
-        """Allocates the buffer on a thread: the first save would otherwise wait for it, longer than for the copy."""
+        """Allocate the buffer on a thread. Otherwise the first save would wait for it, for longer than for the copy."""
         every = [data for found in _written(tensors).values() for data in found.values()]
         device = next((data.device for data in every if data.is_cuda), None)
 
@@ -191,7 +197,8 @@ class HostStaging:
         self._preparing.start()
 
     def stage(self, tensors: StateDict) -> StateDict:
-        """Copies what this rank writes, and waits for the copies alone. The result is valid until the next call."""
+        """Copy everything that this rank writes and wait for these copies only. The result is valid until the next
+        call."""
         self.wait()
         boxes = _written(tensors)
         every = [data for found in boxes.values() for data in found.values()]
@@ -222,12 +229,12 @@ class HostStaging:
                 self._unpin = lambda: cudart.cudaHostUnregister(address)
 
     def release(self) -> None:
-        """Frees the buffer."""
+        """Free the buffer."""
         self.wait()
         self._free()
 
     def wait(self) -> None:
-        """Waits for the allocation that `prepare` started."""
+        """Wait for the allocation that `prepare` started."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
@@ -239,7 +246,8 @@ class HostStaging:
 
 
 def _written(tensors: StateDict) -> dict[str, dict[tuple[int, ...], Tensor]]:
-    """Maps key -> offset -> data of what this rank writes; of equal boxes the first."""
+    """Map key -> offset -> data for everything that this rank writes. Of several equal boxes, only the first is
+    kept."""
     return {key: dict(reversed(tensor.boxes)) for key, tensor in tensors.items() if tensor.writes and tensor.boxes}
 
 

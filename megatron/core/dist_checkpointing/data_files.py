@@ -1,9 +1,9 @@
-"""Writers of a checkpoint's data files: one tensor after the other, each as `torch.save` writes it.
+"""Writers of a checkpoint's data files: one tensor after another, each in `torch.save` format.
 
-A model of many small tensors would spend most of a save in `torch.save`, which makes a zip archive and a pickle for
-each, and most of a load in `torch.load`. Archives of tensors with the same dtype, shape and strides differ only in the
-tensor's data, so the writer assembles them from a template. The bytes in the file are the same. A reader that finds the
-bytes of a template around the data needs no unpickling.
+With many small tensors, a save would spend most of its time in `torch.save`, which makes a zip archive and a pickle per
+tensor, and a load in `torch.load`. Archives of tensors with the same dtype, shape and strides differ only in the
+tensor's data, so the writer assembles them from a template. The bytes in the file are the same. A reader that finds a
+template's bytes around the data does not unpickle.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from megatron.core.dist_checkpointing.ranged_file import Range
 from megatron.core.torch_private import storage_info
 
 SMALL = 1 << 20
-"""Bytes up to which a tensor is written from a template. Larger ones take longer to write than to pickle."""
+"""Maximum size in bytes of tensors written from a template. A larger archive takes longer to write than to pickle."""
 
 Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
-"""dtype, shape and strides of a tensor."""
+"""Dtype, shape and strides of a tensor."""
 
 Template = tuple[bytes, bytes]
 """Bytes of an archive before and after the tensor's data."""
 
 
 class StoredFiles(FileSystem):
-    """The file system of DCP's readers: files of a folder in any storage."""
+    """File system for DCP's readers: the files of a folder in any storage."""
 
     def __init__(self) -> None:
         self.ranges: dict[str, list[Range]] = {}
-        """Name of a file -> the only ranges of it that are read next, from front to back."""
+        """Maps a file name to the only ranges that are read next, from front to back."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
@@ -64,10 +64,11 @@ class StoredFiles(FileSystem):
 
 
 class SummedFiles(StoredFiles):
-    """The file system of DCP's writers: files of a folder that is not published yet, with the checksum of each.
+    """File system for DCP's writers: files of an unpublished folder, with their checksums.
 
-    DCP writes the index under another name and renames it. As the folder is published whole, it is written under its
-    own name here."""
+    DCP writes the index under a temporary name and renames it. The folder is published as a whole, so this class writes
+    the index under its final name directly.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class SummedFiles(StoredFiles):
         try:
             yield cast("io.IOBase", stream)
         except Exception as error:
-            # torch's zip writer reports that a write failed, but not why.
+            # torch's zip writer reports that a write failed, but not why
             if stream.failure is not None and stream.failure is not error:
                 raise stream.failure from error
             raise
@@ -93,21 +94,21 @@ class SummedFiles(StoredFiles):
         assert PurePath(new_path).name in self.sums, new_path
 
     def mkdir(self, path: str | os.PathLike) -> None:
-        """The folder was begun."""
+        """Do nothing: the folder already exists."""
 
     def exists(self, path: str | os.PathLike) -> bool:
-        return False  # this save has written the existing files
+        return False  # existing files come from this save
 
 
 class Templates:
-    """Makes a template for a kind of tensor when it is asked for the second time."""
+    """Archive templates by kind of tensor, made when a kind is requested for the second time."""
 
     def __init__(self) -> None:
         self._made: dict[Kind, Template | None] = {}
         self._met: set[Kind] = set()
 
     def of(self, kind: Kind) -> Template | None:
-        """The template; None at the first time, and for kinds without one."""
+        """Return the template; None at the first request, and for kinds without a template."""
         if kind not in self._made:
             if kind not in self._met:
                 self._met.add(kind)
@@ -117,13 +118,13 @@ class Templates:
 
 
 class TensorFormat:
-    """Writes tensors as `torch.save` does, from a template where there is one."""
+    """Writes tensors in `torch.save` format, from a template where one exists."""
 
     def __init__(self) -> None:
         self._templates = Templates()
 
     def write(self, tensor: Tensor, stream: IO[bytes]) -> None:
-        """Writes the bytes of `torch.save(tensor, stream)`. `tensor` is on the CPU."""
+        """Write the bytes of `torch.save(tensor, stream)`. `tensor` is on the CPU."""
         template = self._template(tensor)
         if template is None:
             torch.save(tensor, stream)
@@ -132,7 +133,7 @@ class TensorFormat:
         stream.write(b"".join((before, tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), after)))
 
     def _template(self, tensor: Tensor) -> Template | None:
-        """The template for a small tensor that fills its storage and has no attributes beside its values."""
+        """Return the template for a small tensor that fills its storage and has no extra attributes."""
         if (
             type(tensor) is not Tensor
             or not 0 < tensor.nbytes <= SMALL
@@ -148,8 +149,10 @@ class TensorFormat:
 
 
 def make_template(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Template | None:
-    """Compares the archives of two tensors of one kind. Returns None if they differ in more than the tensor's data, as
-    where torch writes checksums into them."""
+    """Compare the archives of two tensors of one kind and return their common template.
+
+    Returns None if the archives differ in more than the tensor's data, for example in checksums that torch writes.
+    """
     size = prod(shape) * dtype.itemsize
 
     def archive(data: bytes) -> bytes:
@@ -166,13 +169,14 @@ def make_template(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int
 
 
 def archive_bytes(kind: Kind, template: Template) -> int:
-    """Size of an archive made from a template."""
+    """Return the size in bytes of an archive made from a template."""
     dtype, shape, _ = kind
     return sum(map(len, template)) + prod(shape) * dtype.itemsize
 
 
 def tensor_in(archive: bytes, kind: Kind, template: Template) -> Tensor | None:
-    """The tensor in an archive; None if the archive is not exactly the template with data of the right size."""
+    """Return the tensor in an archive; None unless the archive is exactly the template around data of the right
+    size."""
     dtype, shape, stride = kind
     before, after = template
     alike = len(archive) == archive_bytes(kind, template) and archive.startswith(before) and archive.endswith(after)
@@ -183,15 +187,14 @@ def tensor_in(archive: bytes, kind: Kind, template: Template) -> Tensor | None:
 
 
 def contiguous(dtype: torch.dtype, shape: Sequence[int]) -> Kind:
-    """The kind of a contiguous tensor."""
+    """Return the kind of a contiguous tensor."""
     strides = accumulate(reversed(shape[1:]), lambda stride, size: stride * max(size, 1), initial=1)
     return dtype, torch.Size(shape), tuple(reversed([*strides])) if shape else ()
 
 
 @contextmanager
 def one_checksum() -> Iterator[None]:
-    """Turns off the checksums that torch.save adds for zip programs. torch.load ignores them; the manifest's checksums
-    cover all bytes."""
+    """Disable the zip checksums of torch.save, which torch.load ignores. The manifest's checksums cover all bytes."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -201,31 +204,31 @@ def one_checksum() -> Iterator[None]:
 
 
 def item_bytes(item: WriteItem) -> int:
-    """Bytes of the data of an item to write."""
+    """Return the number of data bytes of a write item."""
     data = item.tensor_data
     return prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
 
 
 class DataWriter(dcp.FileSystemWriter):
-    """Resolves, writes and drops one tensor after the other, in the order of the plan."""
+    """Resolves, writes and drops one tensor after another, in plan order."""
 
     file_bytes: float = inf
-    """Size from which a new file is begun."""
+    """Size in bytes from which a new file is started."""
 
     def __init__(self, folder: PurePath) -> None:
-        # Files are synced when they are closed: DCP would sync them before Python's buffer is flushed. Without copying
-        # ahead DCP makes no CUDA stream; on a thread without a current device it would make one on device 0.
+        # Files are synced when they are closed; DCP would sync them before Python's buffer is flushed. Without
+        # copy-ahead, DCP creates no CUDA stream. On a thread without a current device it would create one on device 0.
         super().__init__("", sync_files=False, per_thread_copy_ahead=0)
         self.path = folder
 
     def storage_meta(self) -> StorageMeta:
-        """Metadata of the index. The path of another storage than the disk is text, as no program but this one has its
-        type."""
+        """Return the index metadata. Paths of storages other than the local disk are stored as text, because other
+        programs lack the path type."""
         path = self.path if isinstance(self.path, Path) else str(self.path)
         return StorageMeta(checkpoint_id=path, save_id=self.save_id)
 
     def resolved(self, items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[Tensor | io.BytesIO]:
-        """Yields the data of the items in order."""
+        """Yield the data of the items in order."""
         return map(planner.resolve_data, items)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -240,7 +243,7 @@ class DataWriter(dcp.FileSystemWriter):
                 start = 0
                 while items and start < self.file_bytes:
                     item, data = items.pop(), next(resolved)
-                    if isinstance(data, io.BytesIO):  # an object, which the planner has pickled
+                    if isinstance(data, io.BytesIO):  # an object that the planner has pickled
                         stream.write(data.getvalue())
                     else:
                         written.write(data.detach().cpu(), cast("IO[bytes]", stream))

@@ -1,8 +1,8 @@
 """Safe reading of the files of torch.distributed.checkpoint (DCP).
 
-The index is a pickle. It may come from an untrusted source, so it may only name the types that an index of tensors
-consists of, and only files of its own folder. Small tensors that are byte for byte as torch writes them need no
-unpickling; every other one is checked before torch unpickles it.
+The index is a pickle that may come from an untrusted source. It may therefore only name the types of a tensor index,
+and only files in its own folder. Small tensors that match torch's output byte for byte are not unpickled. Every other
+tensor is checked before torch unpickles it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ MALFORMED = (
 
 
 class IndexReader(dcp.FileSystemReader):
-    """Reads DCP's index once, and unpickles only the types that an index consists of. Each tensor's part of a file is
-    checked before torch unpickles it."""
+    """Reads DCP's index once, and unpickles only the types of a tensor index. Each tensor's part of a file is checked
+    before torch unpickles it."""
 
     def __init__(self, folder: PurePath) -> None:
         super().__init__("")
@@ -61,8 +61,10 @@ class IndexReader(dcp.FileSystemReader):
         self._templates = Templates()
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads the items of a plan: small tensors by a template, everything else as DCP does. Both go through each
-        file from front to back, so that a storage other than the disk is asked for hardly any byte twice."""
+        """Read the items of a plan: small tensors by template, everything else through DCP.
+
+        Both read each file from front to back, so hardly any byte is requested twice from a remote storage.
+        """
         in_order = sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset)
         by_file: dict[str, list[tuple[ReadItem, Kind, Template]]] = {}
         with one_checksum():
@@ -70,7 +72,7 @@ class IndexReader(dcp.FileSystemReader):
                 kind, info = self._small_kind(item), self.storage_data[item.storage_index]
                 if kind is None or (template := self._template(kind)) is None:
                     continue
-                if info.length == archive_bytes(kind, template):  # nor is a forged length read
+                if info.length == archive_bytes(kind, template):  # forged lengths are not read either
                     by_file.setdefault(info.relative_path, []).append((item, kind, template))
         self._announce([item for items in by_file.values() for item, _, _ in items])
         read = {id(item) for name, items in by_file.items() for item in self._read_small(name, items, planner)}
@@ -79,7 +81,7 @@ class IndexReader(dcp.FileSystemReader):
         return super().read_data(replace(plan, items=left), planner)
 
     def _announce(self, items: Sequence[ReadItem]) -> None:
-        """Tell the file system what is read next."""
+        """Tell the file system which ranges are read next."""
         self._files.ranges = {}
         for item in items:
             info = self.storage_data[item.storage_index]
@@ -89,7 +91,7 @@ class IndexReader(dcp.FileSystemReader):
     def _read_small(
         self, name: str, items: Sequence[tuple[ReadItem, Kind, Template]], planner: LoadPlanner
     ) -> Iterator[ReadItem]:
-        """Load the items of a file whose bytes have the form of their template, and yield them."""
+        """Load the items of a file whose bytes match their template, and yield them."""
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
             for item, kind, template in items:
                 info = self.storage_data[item.storage_index]
@@ -105,7 +107,7 @@ class IndexReader(dcp.FileSystemReader):
                     yield item
 
     def _small_kind(self, item: ReadItem) -> Kind | None:
-        """The kind of a small tensor by the index; None for anything else."""
+        """Return the kind of a small tensor according to the index; None for anything else."""
         at, info = item.storage_index, self.storage_data[item.storage_index]
         entry = self.read_metadata().state_dict_metadata.get(at.fqn)
         if item.type != LoadItemType.TENSOR or not isinstance(entry, TensorStorageMetadata) or at.index is None:
@@ -117,7 +119,7 @@ class IndexReader(dcp.FileSystemReader):
         return contiguous(dtype, chunk.sizes) if 0 < size <= min(SMALL, info.length) else None
 
     def _template(self, kind: Kind) -> Template | None:
-        with suppress(RuntimeError, TypeError, ValueError):  # a dtype that a forged index names
+        with suppress(RuntimeError, TypeError, ValueError):  # a dtype in a forged index
             return self._templates.of(kind)
         return None
 
@@ -155,11 +157,11 @@ INDEX_NAMES = {
     "pathlib": "PosixPath",
     "pathlib._local": "PosixPath",
 }
-"""Module -> the names in it that an index of tensors may contain."""
+"""Maps a module to the names in it that a tensor index may contain."""
 
 
 RENAMED: dict[tuple[str, str], tuple[str, str]] = {}
-"""(module, name) of another program's class -> those of the class of an index that is read in its place."""
+"""Maps (module, name) of another program's class to the index class that is read instead."""
 
 
 class IndexUnpickler(pickle.Unpickler):

@@ -1,12 +1,12 @@
-"""Storage of a run's files: the local disk, and for URLs what extensions register by scheme. This module does not
-import torch.
+"""Storage of a run's files: the local disk, or a URL scheme that an extension registers. This module does not import
+torch.
 
-A path only names a file. `storage_of(path)` does everything with it: lists, reads, writes, publishes, removes. A `Path`
-is on the local disk; `located("s3://bucket/run")` is a path in the storage registered for s3.
+A path only names a file. `storage_of(path)` returns the object that lists, reads, writes, publishes and removes files.
+A `Path` is on the local disk; `located("s3://bucket/run")` is a path in the storage registered for s3.
 
-A folder is published whole. `begin` prepares it, its files are written below `scratch`, and `publish` makes it visible
-under its final name. On the local disk that is a rename. A store of objects has no rename: the folder holds the object
-`.unfinished` until everything else is written.
+A folder is published as a whole. `begin` prepares it, its files are written below `scratch`, and `publish` makes it
+visible under its final name. On the local disk, publishing is a rename. Object stores have no rename, so the folder
+holds the object `.unfinished` until everything else is written.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 20
 UNFINISHED = ".unfinished"
-"""File in a folder of a store without renames that is being written or removed."""
+"""Marker file in a folder that is being written or removed, for stores without renames."""
 
 
 class UrlPath(PurePosixPath):
-    """A path in the storage of a URL's scheme, such as `UrlPath("s3://bucket/run") / "iter_0000100"`."""
+    """A path in the storage of a URL scheme, such as `UrlPath("s3://bucket/run") / "iter_0000100"`."""
 
     @property
     def scheme(self) -> str:
@@ -49,85 +49,93 @@ class UrlPath(PurePosixPath):
 
 
 class Storage(Protocol):
-    """Files under the paths of one scheme. A class derives from this one and writes `names` to `remove`.
+    """Base class of storages: the files of one URL scheme. Subclasses implement `names` to `remove`.
 
-    The other methods follow from these; a class that can do better overrides them. All methods raise OSError, and may
-    be called from several threads and processes. A folder exists as long as there is a file in it.
+    The other methods build on these; override them if the storage has a better way. All methods raise OSError and may
+    be called from several threads and processes. A folder exists as long as it contains a file.
     """
 
     scheme: str
 
     read_ahead: int = CHUNK
-    """Bytes that `open` reads at a time, or more."""
+    """Minimum number of bytes that `open` reads at a time."""
 
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme
 
     @abstractmethod
     def names(self, folder: PurePath) -> list[str]:
-        """Sorted names of the files and folders directly in a folder; none if there is no such folder."""
+        """Return the sorted names of files and folders directly in a folder; [] if there is no such folder."""
         ...
 
     @abstractmethod
     def size(self, path: PurePath) -> int | None:
-        """Bytes of a file; None if there is no such file."""
+        """Return the size of a file in bytes; None if there is no such file."""
         ...
 
     @abstractmethod
     def read(self, path: PurePath, start: int = 0, length: int | None = None) -> bytes:
-        """Bytes `start` to `start + length`, or to the end, of a file: fewer if it is shorter. Raises
-        FileNotFoundError."""
+        """Return `length` bytes of a file from `start`, by default up to the end.
+
+        Returns fewer bytes if the file is shorter. Raises FileNotFoundError.
+        """
         ...
 
     @abstractmethod
     def write(self, path: PurePath, data: bytes) -> None:
-        """Writes a whole file. Readers see the old content or the new one, also after a power cut."""
+        """Write a whole file. Readers see either the old or the new content, even after a power failure."""
         ...
 
     @abstractmethod
     def remove(self, path: PurePath) -> None:
-        """Deletes a file, or a folder with everything in it. Raises FileNotFoundError."""
+        """Delete a file, or a folder with its contents. Raises FileNotFoundError."""
         ...
 
     def content(self, path: PurePath) -> bytes | None:
-        """A whole file; None if there is no such file."""
+        """Return the content of a file; None if there is no such file."""
         try:
             return self.read(path)
         except FileNotFoundError:
             return None
 
     def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> None:
-        """Writes a whole file whose content is `expected`; None: there is no such file. Raises FileExistsError if it
-        has changed. Unless overridden, of two writers at the same moment both may succeed."""
+        """Write a whole file if its content is still `expected` (None: the file must not exist).
+
+        Raises FileExistsError if the content has changed. In the default implementation, two simultaneous writers may
+        both succeed.
+        """
         if self.content(path) != expected:
             raise FileExistsError(f"{path} was changed by another writer")
         self.write(path, data)
 
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
-        """As `read`, of a file that never changes and that all processes of the host read. Unless overridden, nothing
-        is kept for the next read."""
+        """Read part of a file that never changes and that all processes of the host read.
+
+        The default implementation equals `read` and caches nothing.
+        """
         return self.read(path, start, length)
 
     def local_file(self, path: PurePath) -> Path:
-        """A local copy of a file that never changes. Unless overridden, each process makes one of its own."""
+        """Return a local copy of a file that never changes. In the default implementation, each process makes its own
+        copy."""
         copy = Path(tempfile.mkdtemp(dir=_copies().name), path.name)
         copy.write_bytes(self.read(path))
         return copy
 
     def cache_folder(self, path: PurePath) -> Path:
-        """A local folder for files that are computed from a stored one."""
+        """Return a local folder for files that are computed from a stored one."""
         return Path(tempfile.gettempdir()) / f"megatron-{self.scheme}-{os.getuid()}"
 
     def exists(self, path: PurePath) -> bool:
-        """Return whether there is a file or folder."""
+        """Return whether a file or folder exists."""
         return self.size(path) is not None or bool(self.names(path))
 
     def open(self, path: PurePath) -> IO[bytes]:
-        """Opens a file for reading at any position. Raises FileNotFoundError."""
+        """Open a file for reading at any position. Raises FileNotFoundError."""
         return io.BufferedReader(_Ranges(self, path), self.read_ahead)
 
     def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
-        """Opens a file of which hardly anything but `ranges` is read, from front to back. Raises FileNotFoundError."""
+        """Open a file of which hardly anything but `ranges` is read, from front to back. Raises FileNotFoundError."""
         size = self._known_size(path)
         return cast("IO[bytes]", RangedFile(partial(self.read, path), size, ranges, self.read_ahead))
 
@@ -137,24 +145,33 @@ class Storage(Protocol):
         return size
 
     def create(self, path: PurePath) -> IO[bytes]:
-        """A new file to write from front to back; it is complete and durable once closed. Unless overridden, it is kept
-        in memory until then."""
+        """Open a new file for sequential writing. It is complete and durable once closed.
+
+        The default implementation keeps the content in memory until then.
+        """
         return _Upload(self, path)
 
     def append(self, path: PurePath, data: bytes) -> None:
-        """Adds to the end of a file, which is created if there is none. Unless overridden, writes it again."""
+        """Append to a file, which is created if missing. The default implementation rewrites the file."""
         self.write(path, (self.read(path) if self.size(path) is not None else b"") + data)
 
     def scratch(self, final: PurePath) -> PurePath:
-        """Folder in which the files of the folder `final` are written until it is published, in the process that called
-        `begin`."""
+        """Return the folder in which the files of `final` are written until it is published.
+
+        Valid in the process that called `begin`.
+        """
         return final
 
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
-        """Prepares a folder to be written. Deletes what killed writers of such folders have left: those beside it whose
-        names are equal up to the first underscore. Unless overridden, a published `final` is deleted first.
+        """Prepare a folder for writing.
 
-        `keeps_names`: other programs read the folder, so that its files must be stored under their names."""
+        Deletes remains of killed writers: folders beside it whose names are equal up to the first underscore. In the
+        default implementation, a published `final` is deleted first.
+
+        Args:
+            final: The folder to be published.
+            keeps_names: Store files under their own names, because other programs read the folder.
+        """
         for name in self.names(final.parent):
             beside = final.parent / name
             if name == final.name or (_kind(beside) == _kind(final) and not self.finished(beside)):
@@ -162,7 +179,7 @@ class Storage(Protocol):
         self.write(final / UNFINISHED, b"")
 
     def publish(self, final: PurePath) -> None:
-        """Makes the folder visible at one moment, complete and durable."""
+        """Make the complete folder visible atomically and durably."""
         self.remove(final / UNFINISHED)
 
     def finished(self, final: PurePath) -> bool:
@@ -170,12 +187,12 @@ class Storage(Protocol):
         return self.size(final / UNFINISHED) is None
 
     def discard(self, final: PurePath) -> None:
-        """Deletes what was written since `begin`, if anything; never a published folder."""
+        """Discard everything written since `begin`, but never a published folder."""
         if not self.finished(final):
             self.withdraw(final)
 
     def withdraw(self, final: PurePath) -> None:
-        """Hides a folder at one moment, and deletes it."""
+        """Hide a folder atomically, then delete it."""
         self.write(final / UNFINISHED, b"")
         for name in self.names(final):
             if name != UNFINISHED:
@@ -187,11 +204,11 @@ class StorageClass(Protocol):
     """A class derived from `Storage`."""
 
     def __call__(self, scheme: str) -> Storage:
-        """Makes the object that serves all URLs of the scheme in a process."""
+        """Create the object that serves all URLs of the scheme in a process."""
 
 
 STORAGES = Registry("storage", NoFacts, protocol=StorageClass, makes=Storage)
-"""Scheme of a URL -> `StorageClass`."""
+"""Registered `StorageClass` by URL scheme."""
 
 
 class LocalStorage(Storage):
@@ -223,7 +240,10 @@ class LocalStorage(Storage):
         sync_folder(Path(path.parent))
 
     def remove(self, path: PurePath) -> None:
-        """If it is a link to a folder, such as a checkpoint moved to another disk, deletes only the link."""
+        """Delete a file or folder.
+
+        If the path is a link to a folder, such as a checkpoint moved to another disk, deletes only the link.
+        """
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         else:
@@ -267,7 +287,7 @@ class LocalStorage(Storage):
         scratch, replaced = self.scratch(final), final.with_suffix(".old")
         sync_folder(Path(scratch))
         if os.path.lexists(final):
-            # A rename cannot replace a folder that is not empty. saved_folders knows the name used in between.
+            # A rename cannot replace a non-empty folder. saved_folders knows the intermediate name.
             with suppress(FileNotFoundError):
                 self.remove(replaced)
             os.rename(final, replaced)
@@ -277,14 +297,14 @@ class LocalStorage(Storage):
             self.remove(replaced)
 
     def finished(self, final: PurePath) -> bool:
-        return True  # anything under a final name was renamed to it
+        return True  # renaming creates folders under a final name, so nothing is left to discard
 
     def discard(self, final: PurePath) -> None:
         with suppress(FileNotFoundError):
             self.remove(self.scratch(final))
 
     def withdraw(self, final: PurePath) -> None:
-        hidden = self.scratch(final)  # the next `begin` removes it if this process dies half-way
+        hidden = self.scratch(final)  # the next `begin` removes it if this process is killed halfway
         os.rename(final, hidden)
         self.remove(hidden)
 
@@ -293,7 +313,7 @@ LOCAL = LocalStorage("file")
 
 
 def located(path: str | PurePath) -> PurePath:
-    """The path that a flag gives as text: a `UrlPath` if a storage is registered for its scheme, else a `Path`."""
+    """Convert a flag's path to a `UrlPath` if a storage is registered for its scheme, else to a `Path`."""
     if isinstance(path, PurePath):
         return path
     scheme, mark, _ = path.partition("://")
@@ -301,19 +321,21 @@ def located(path: str | PurePath) -> PurePath:
 
 
 def storage_of(path: PurePath) -> Storage:
-    """The storage that a path is in."""
+    """Return the storage that contains a path."""
     return _built(path.scheme) if isinstance(path, UrlPath) else LOCAL
 
 
 def resolved(path: PurePath) -> PurePath:
-    """The path with links followed, which is equal for paths of the same file."""
+    """Return the path with links resolved, which is equal for all paths of the same file."""
     return path.resolve() if isinstance(path, Path) else path
 
 
 @cache
 def local_folder(folder: PurePath, wanted: Callable[[str], bool]) -> Path:
-    """A folder of this process with links to local copies of the files directly in a stored folder whose names are
-    `wanted`; a local folder itself. Raises OSError."""
+    """Return a local folder with links to local copies of the files named `wanted` in a stored folder.
+
+    Only files directly in the folder are linked. A local folder is returned unchanged. Raises OSError.
+    """
     if isinstance(folder, Path):
         return folder
     found, storage = Path(tempfile.mkdtemp(dir=_copies().name)), storage_of(folder)
@@ -334,7 +356,7 @@ def _built(scheme: str) -> Storage:
 
 
 def _kind(folder: PurePath) -> str:
-    """Name of a folder up to the first underscore: iter of iter_0000100."""
+    """Return a folder's name up to the first underscore: iter of iter_0000100."""
     return folder.name.partition("_")[0]
 
 
@@ -351,7 +373,7 @@ class _SyncedFile(io.FileIO):
 
 
 class _Upload(io.BytesIO):
-    """A file in memory, written whole when closed."""
+    """A file in memory that is stored as a whole when closed."""
 
     def __init__(self, storage: Storage, path: PurePath) -> None:
         super().__init__()
@@ -367,7 +389,7 @@ class _Upload(io.BytesIO):
 
 
 class _Ranges(SeekableFile):
-    """A file that reads ranges of a stored one."""
+    """A file object that reads ranges of a stored file."""
 
     def __init__(self, storage: Storage, path: PurePath) -> None:
         super().__init__(storage._known_size(path))

@@ -1,9 +1,9 @@
 """Checkpoint integrity: a manifest of files with sizes and checksums, written last and read first. This module does not
 import torch.
 
-Checksums are CRC-32: it detects every burst error of up to 32 bits and all but one in 2^32 longer ones, and is the
-fastest checksum of the standard library (over 1 GiB/s a core). It is computed while a file is written, so that nothing
-is read back. It protects against disks, not against people.
+Checksums are CRC-32, which detects every burst error of up to 32 bits and all but one in 2^32 longer ones. It is the
+fastest checksum in the standard library (over 1 GiB/s per core). It is computed while a file is written, so nothing is
+read back. It protects against disk errors, not against tampering.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 
 Sums = dict[str, dict[str, int]]
-"""File name -> {"bytes": size, "crc32": checksum}."""
+"""Maps a file name to {"bytes": size, "crc32": checksum}."""
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file that computes the checksum of sequential writes, and is durable when closed."""
+    """A new file that computes the checksum of sequential writes and is durable when closed."""
 
     def __init__(self, path: PurePath) -> None:
         super().__init__(cast("io.RawIOBase", storage_of(path).create(path)), CHUNK)
@@ -56,14 +56,15 @@ class SummedFile(io.BufferedWriter):
 
 
 def write_summed(path: PurePath, text: str) -> dict[str, int]:
-    """Writes a new file in a folder that is not published yet. Returns its size and checksum."""
+    """Write a new file in an unpublished folder. Returns its size and checksum."""
     with SummedFile(path) as file:
         file.write(text.encode())
     return file.sums
 
 
 def write_manifest(folder: PurePath, sums: Sums) -> None:
-    """Writes the manifest of a folder. Raises OSError if a file's size is wrong: a faulty disk, or another writer."""
+    """Write the manifest of a folder. Raises OSError if a file has a wrong size, due to a faulty disk or another
+    writer."""
     for name, expected in sums.items():
         size = storage_of(folder).size(folder / name)
         if size is None:
@@ -74,7 +75,7 @@ def write_manifest(folder: PurePath, sums: Sums) -> None:
 
 
 def read_manifest(folder: PurePath) -> Sums:
-    """Reads the manifest of a folder. Raises ValueError with the reason if it is missing or damaged."""
+    """Read the manifest of a folder. Raises ValueError with the reason if it is missing or damaged."""
     try:
         files = parse_json(storage_of(folder).read(folder / MANIFEST).decode())["files"]
         for name, entry in files.items():
@@ -91,12 +92,12 @@ def read_manifest(folder: PurePath) -> Sums:
 
 
 def misfits(folder: PurePath, sums: Sums) -> list[str]:
-    """Returns one message for each file that is missing or has another size. Reads none of them."""
+    """Return one message for each file that is missing or has the wrong size, without reading the files."""
     return [f"{name} {misfit}" for name, expected in sums.items() if (misfit := _misfit(folder / name, expected))]
 
 
 def damages(folder: PurePath, sums: Sums, names: Sequence[str]) -> list[str]:
-    """Returns one message for each damaged file. Reads a file whole unless its size is wrong already."""
+    """Return one message for each damaged file. Reads every file that has the right size."""
     return [f"{name} {damage}" for name in names if (damage := _damage(folder / name, sums[name]))]
 
 

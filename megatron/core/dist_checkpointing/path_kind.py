@@ -1,8 +1,8 @@
 """Recognizes what a path holds: a checkpoint, a run, an indexed dataset, or what extensions add. Names the folders and
 files of checkpoints. This module does not import torch.
 
-Every flag and tool that takes a path asks here, so that all of them take the same things for the same. An extension
-adds a kind:
+Every flag and tool that takes a path calls this module, so that they all classify paths alike. An extension adds a
+kind:
 
     @PATH_KINDS.register("archive", about="is an archive of text", order=46)
     def is_archive(path: str) -> bool:
@@ -31,7 +31,7 @@ OUTCOME = "outcome"
 LEASE = ".lease"
 
 TOKENIZER_FOLDER = "tokenizer"
-"""Name of the folder beside the checkpoints where a run keeps its tokenizer's files."""
+"""Name of the folder beside the checkpoints in which a run stores its tokenizer files."""
 
 Folder = TypeVar("Folder", bound=PurePath)
 
@@ -42,70 +42,83 @@ class KindFacts:
     """Description of the path's contents, which follows the path in a message."""
 
     order: int
-    """A path that holds several kinds is of the one with the smallest number. Those of the library are 0, 10, ...: URL,
-    indexed dataset, checkpoint, folder of checkpoints, run (40), empty folder, other folder, nothing, other file."""
+    """Rank among kinds: a path that matches several kinds has the kind with the smallest number.
+
+    Built-in numbers are 0, 10, ...: URL, indexed dataset, checkpoint, folder of checkpoints, run (40), empty folder,
+    other folder, nothing, other file.
+    """
 
     loaded_as: str = ""
     """Name of this kind in messages, if --load accepts it."""
 
     convert: str = ""
-    """The command that makes a checkpoint of it, if it is a model that --load does not take; {path} is its path."""
+    """Command that converts such a path to a checkpoint, for models that --load does not accept; {path} stands for the
+    path."""
 
     @property
     def model(self) -> bool:
-        """True if it has the weights of a model."""
+        """True if the path contains a model's weights."""
         return bool(self.loaded_as or self.convert)
 
 
 class PathKind(Protocol):
-    """Recognizes one kind of path. A `DataKind`, or a kind of models that --load takes, has more methods."""
+    """Recognizes one kind of path. A `DataKind`, or a kind of models that --load accepts, has more methods."""
 
     def __call__(self, path: str, /) -> bool:
-        """Return whether a path is of this kind. It may not exist, or be a pattern or a URL."""
+        """Return whether a path is of this kind. The path may not exist, and may be a pattern or a URL."""
 
 
 PATH_KINDS = Registry("kind of path", KindFacts, protocol=PathKind)
 
 
 class DataReader(Protocol):
-    """Makes indexed datasets of files."""
+    """Makes indexed datasets from files."""
 
     def prefix(self, flag: str, path: str, /) -> str:
-        """The prefix of the dataset of the files that a path names, made now if nothing has made it. Raises ValueError,
-        which names the flag."""
+        """Return the prefix of the dataset made from the files that a path names; makes it if necessary.
+
+        Raises ValueError, which names the flag.
+        """
 
 
 class DataKind(ABC):
-    """A kind of path that --data-path takes beside the prefix of an indexed dataset."""
+    """A kind of path that --data-path accepts besides the prefix of an indexed dataset."""
 
     urls = False
-    """True if it reads URLs."""
+    """True if the kind supports URLs."""
 
     @abstractmethod
     def __call__(self, path: str) -> bool: ...
 
     @abstractmethod
     def describe(self, flag: str, path: str) -> str:
-        """A line about the files of a path. Raises ValueError, which names the flag."""
+        """Return a line about the files of a path. Raises ValueError, which names the flag."""
 
     @abstractmethod
     def reader(
         self, data: DatasetConfig, tokenizer: TokenizerConfig, vocab_size: int | None, prepare: Callable[[], object]
     ) -> DataReader:
-        """Reads files as flags say. `prepare()` is due first in each process that the reader starts."""
+        """Return a reader configured by the flags. Each process that the reader starts must call `prepare()` first.
+
+        Args:
+            data: Data options.
+            tokenizer: Tokenizer options.
+            vocab_size: Vocabulary size, if it is known.
+            prepare: Initializes a new process.
+        """
 
 
 OURS = ("checkpoint", "checkpoints")
 
 RUNS = ("checkpoints", "run")
-"""Contents of a run's --save folder."""
+"""Contents of a run's --save folder, as an error message lists them."""
 
 TEXTS = ("text", "url")
 """Values of --data-path other than the prefix of an indexed dataset."""
 
 
 def kind_of(path: str | PurePath) -> str:
-    """The kind of a path, as its name in `PATH_KINDS`."""
+    """Return the kind of a path by its name in `PATH_KINDS`."""
     names = sorted(PATH_KINDS, key=lambda name: PATH_KINDS.facts(name).order)
     return next(name for name in names if PATH_KINDS[name](str(path)))
 
@@ -114,7 +127,7 @@ def _is_dataset(path: str) -> bool:
     ends = path.endswith((".bin", ".idx"))
     try:
         return _is_file(f"{path}.idx") or (ends and _is_file(f"{path[:-4]}.idx"))
-    except OSError as error:  # of a storage; messages name the path that the user gave
+    except OSError as error:  # for storage paths; messages show the path that the user gave
         raise OSError(str(error).replace(f"{path}.idx", path)) from error
 
 
@@ -172,8 +185,11 @@ for _order, (_name, _holds, _about, _loaded_as) in enumerate(
 
 
 def data_kind_of(path: str | PurePath) -> DataKind | None:
-    """The kind of a path from which an indexed dataset is made; None if it is one, or if nothing makes one."""
-    is_url = "://" in str(path)  # of any scheme
+    """Return the kind of a path from which an indexed dataset is made.
+
+    Returns None for indexed datasets, and if no kind can make a dataset from the path.
+    """
+    is_url = "://" in str(path)  # with any scheme
     kind = "url" if is_url else kind_of(path)
     for name in PATH_KINDS:
         found = PATH_KINDS[name]
@@ -183,13 +199,13 @@ def data_kind_of(path: str | PurePath) -> DataKind | None:
 
 
 def is_foreign_model(path: str | PurePath) -> bool:
-    """Return whether --load takes a path that is no checkpoint of ours."""
+    """Return whether --load accepts a path that is not one of our checkpoints."""
     kind = kind_of(path)
     return kind not in OURS and bool(PATH_KINDS.facts(kind).loaded_as)
 
 
 def refusal(path: str | PurePath, remedy: str | None = None) -> str:
-    """Why a path is not what a flag or a tool takes, and what to give instead: by default what --load takes."""
+    """Explain why a flag or tool refuses a path, and what to give instead: by default what --load accepts."""
     kind, folder = kind_of(path), located(path).parent
     if remedy is None:
         *others, last = filter(None, (PATH_KINDS.facts(name).loaded_as for name in PATH_KINDS))
@@ -208,12 +224,12 @@ METADATA = "metadata.json"
 
 
 def checkpoint_folder(root: Folder, iteration: int) -> Folder:
-    """Folder of the checkpoint of an iteration."""
+    """Return the checkpoint folder of an iteration."""
     return root / f"iter_{iteration:07d}"
 
 
 def saved_folders(root: Folder) -> dict[int, Folder]:
-    """Maps iteration to folder for every published checkpoint in `root`."""
+    """Map iteration to folder for every published checkpoint in `root`."""
     found, storage = dict[int, Folder](), storage_of(root)
     for name in storage.names(root):  # X before X.old
         if (match := re.fullmatch(r"iter_(\d+)(\.old)?", name)) and storage.finished(root / name):
@@ -222,13 +238,16 @@ def saved_folders(root: Folder) -> dict[int, Folder]:
 
 
 def is_checkpoint(path: PurePath) -> bool:
-    """Return whether a folder is a checkpoint, complete or not, and not one that holds some."""
+    """Return whether a folder is a checkpoint, complete or not, rather than a folder of checkpoints."""
     return any(storage_of(path).exists(path / name) for name in (METADATA, MANIFEST))
 
 
 def named_folder(path: Folder) -> Folder:
-    """The folder that a path means: itself, or, if nothing is there, the checkpoint beside it whose name is in the text
-    file `path` with the suffix .txt. Such a file replaces a link on file systems without links."""
+    """Return the folder that a path refers to.
+
+    If nothing is there, that is the checkpoint beside it whose name the text file `path`.txt contains. Such a file
+    replaces a link on file systems without links.
+    """
     storage = storage_of(path)
     if os.path.lexists(path) if isinstance(path, Path) else storage.exists(path):
         return path
@@ -240,7 +259,7 @@ def named_folder(path: Folder) -> Folder:
 
 
 def latest_text(root: PurePath) -> str:
-    """Content of the text file that names the newest checkpoint in `root`; empty if it cannot be read."""
+    """Return the content of the text file that names the newest checkpoint in `root`; empty if it cannot be read."""
     try:
         return storage_of(root).read(root / LATEST).decode(errors="replace").strip()
     except OSError:
@@ -248,8 +267,10 @@ def latest_text(root: PurePath) -> str:
 
 
 def read_latest(root: PurePath) -> int | None:
-    """Iteration of the newest complete checkpoint in `root`, from its text file; None without that file. Raises
-    ValueError if the file holds no number."""
+    """Return the iteration of the newest complete checkpoint in `root` from its text file; None without that file.
+
+    Raises ValueError if the file does not contain a number.
+    """
     path, storage = root / LATEST, storage_of(root)
     if not storage.exists(path):
         return None
@@ -265,17 +286,17 @@ def read_latest(root: PurePath) -> int | None:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Checkpoint folders to try, in order, and remarks about the folder that holds them."""
+    """Checkpoint folders to try, in order, and warnings about the folder that contains them."""
 
     folders: tuple[PurePath, ...]
     remarks: tuple[str, ...] = ()
 
 
 def candidates(path: PurePath) -> Candidates:
-    """Lists the checkpoints that `path` may mean: itself, or, of a folder of checkpoints, the latest and earlier ones.
+    """List the checkpoints that `path` may refer to: itself, or the latest and earlier ones in a folder of checkpoints.
 
-    The latest is the one that the text file names, or the newest where that file is missing or damaged. Raises
-    ValueError if the file is damaged and there is no checkpoint, or if the checkpoints are another program's.
+    The latest checkpoint is the one that the text file names, or the newest if that file is missing or damaged. Raises
+    ValueError if the file is damaged and there is no checkpoint, or if another program wrote the checkpoints.
     """
     if PATH_KINDS.facts(kind_of(path)).convert:
         raise ValueError(refusal(path))

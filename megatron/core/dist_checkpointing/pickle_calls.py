@@ -1,8 +1,8 @@
-"""Checks what a pickle of torch.save would call before torch reads it. This module does not import torch.
+"""Checks which calls a torch.save pickle makes before torch reads it. This module does not import torch.
 
-`torch.load(weights_only=True)` runs no code of a file, but functions that it permits allocate by a number or multiply
-text: 30 bytes may ask for gigabytes. `check_calls` follows the instructions without calling anything, and refuses a
-pickle that it cannot follow to its end. It knows the instructions that torch's reader knows.
+`torch.load(weights_only=True)` runs no code from a file. But some functions that it permits allocate memory of a given
+size or repeat text, so 30 bytes may request gigabytes. `check_calls` interprets the instructions without calling
+anything, and refuses a pickle that it cannot interpret to its end. It supports the same instructions as torch's reader.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from megatron.core.dist_checkpointing.pickle_rules import (
 )
 
 FREE_BYTES = 1 << 20
-"""Bytes that calls may make beyond a multiple of the size of the file."""
+"""Bytes that calls may create beyond a multiple of the file size."""
 
 
 class Bytes(Protocol):
-    """bytes, or a file that is mapped into memory."""
+    """bytes, or a memory-mapped file."""
 
     def __len__(self) -> int: ...
 
@@ -43,11 +43,11 @@ class Bytes(Protocol):
 
 
 def check_calls(data: Bytes, size: int, also: Collection[str] = (), pickles: int = 1) -> None:
-    """Checks the first `pickles` of a file, one after another.
+    """Check the first `pickles` pickles of a file, one after another.
 
     Args:
         data: the bytes of the pickles, and whatever follows them.
-        size: bytes of the whole file, more than which its storages and calls cannot need.
+        size: bytes of the whole file, which limits its storages and calls.
         also: functions `module.name` that the program permits beyond `RULES`, and whose calls allocate nothing.
 
     Raises pickle.UnpicklingError, in one line, for a call that allocates by a number, copies too much or is not known,
@@ -68,7 +68,7 @@ def check_calls(data: Bytes, size: int, also: Collection[str] = (), pickles: int
 
 @dataclass
 class _Reader:
-    """The values of a pickle as far as rules look at them: numbers, texts, names, tuples, and lengths of lists."""
+    """Tracks the values of a pickle that rules inspect: numbers, texts, names, tuples and list lengths."""
 
     data: Bytes
     size: int
@@ -78,14 +78,14 @@ class _Reader:
     marked: list[list[object]] = field(default_factory=list)
     memo: dict[int, object] = field(default_factory=dict)
     spent: int = 0
-    """Bytes that calls have made."""
+    """Bytes that calls have created."""
 
     storages: dict[str | bytes, Storage] = field(default_factory=dict)
     stored: int = 0
     """Bytes of all storages."""
 
     def follow(self) -> None:
-        """Follows one pickle to its end."""
+        """Interpret one pickle to its end."""
         self.stack = []
         self.marked = []
         self.memo = {}
@@ -93,7 +93,7 @@ class _Reader:
             OPERATIONS[code](self)
 
     def take(self, count: int) -> bytes:
-        """Return the next bytes, but not more than exist: Python allocates the stated size before it reads."""
+        """Return the next bytes. Refuses a count beyond the end, because Python allocates that size before it reads."""
         left = len(self.data) - self.place
         if count > left:
             if count > max(left, 1 << 16):
@@ -103,7 +103,7 @@ class _Reader:
         return self.data[self.place - count : self.place]
 
     def number(self, form: str) -> int:
-        """The whole number of a `struct` form."""
+        """Read an integer of a `struct` format."""
         (found,) = struct.unpack(form, self.take(struct.calcsize(form)))
         return int(found)
 
@@ -137,7 +137,7 @@ class _Reader:
         self.stack.append(self.call(self.stack.pop(), given))
 
     def call(self, function: object, given: object) -> object:
-        """The value of a call. Raises Refused unless it is known to be harmless."""
+        """Return the value of a call. Raises Refused unless the call is known to be harmless."""
         if not isinstance(function, Name) or not isinstance(given, tuple):
             raise Refused("it calls something else than a function with arguments")
         self.spent += len(given) + sum(map(cost, given))
@@ -153,7 +153,7 @@ class _Reader:
         return Made(str(function), call.size)
 
     def build(self) -> None:
-        """The state of an object: for a tensor another storage and sizes, for an array its shape and values."""
+        """Set an object's state: another storage and sizes for a tensor, shape and values for an array."""
         state, built = self.stack.pop(), self.stack[-1]
         if isinstance(built, Made) and built.name.startswith("torch."):
             raise Refused(f"it changes the result of {built.name}")
@@ -166,7 +166,7 @@ class _Reader:
             raise Refused("it has an array without as many values as its shape states")
 
     def load_storage(self) -> None:
-        """('storage', type, key, place, elements, ...), which torch may allocate before it reads it."""
+        """Check a storage ('storage', type, key, place, elements, ...), which torch may allocate before it reads it."""
         given = self.stack.pop()
         kind, key, _, count = given[1:5] if isinstance(given, tuple) and len(given) >= 5 else (None,) * 4
         if not isinstance(kind, Name) or kind not in STORAGES or type(count) is not int or count < 0:
@@ -194,7 +194,7 @@ class _Reader:
 
 def _push(value: Callable[[_Reader], object]) -> Callable[[_Reader], None]:
     def push(reader: _Reader) -> None:
-        found = value(reader)  # which may take values from the stack
+        found = value(reader)  # which may pop values from the stack
         reader.stack.append(found)
 
     return push
@@ -255,4 +255,4 @@ OPERATIONS: Mapping[bytes, Callable[[_Reader], object]] = {
     pickle.BINPUT: _put("B"),
     pickle.LONG_BINPUT: _put("<I"),
 }
-"""The instructions of torch's reader."""
+"""The instructions that torch's reader supports."""

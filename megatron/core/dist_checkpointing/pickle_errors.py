@@ -1,6 +1,7 @@
-"""Says in one line why torch refuses a pickle. This module does not import torch.
+"""One-line explanations of why torch refuses a pickle. This module does not import torch.
 
-The unpickler's own message advises to turn `weights_only` off, which would run the code of the file."""
+The unpickler's own message suggests turning off `weights_only`, which would run the file's code.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _ADVICE = re.compile(r"weights.only|safe_globals|allowlist|trust", re.IGNORECASE
 
 
 def why_refused(error: BaseException) -> str:
-    """The reason of an error of reading a pickle, without torch's advice."""
+    """Return the reason of a pickle error without torch's advice."""
     text = str(error)
     if "eights only" not in text and "WeightsUnpickler" not in text:
         return text

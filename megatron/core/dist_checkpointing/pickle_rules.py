@@ -1,4 +1,4 @@
-"""Which functions a file of torch.save may call, and with what: none may allocate by a number.
+"""Functions that a torch.save file may call, and their permitted arguments; none may allocate a given size.
 
 This module does not import torch.
 """
@@ -24,7 +24,7 @@ class Name(str):
 
 
 OTHER = object()
-"""A value that no rule looks at."""
+"""A value that no rule inspects."""
 
 
 @dataclass
@@ -41,12 +41,12 @@ class Made:
     name: str
 
     size: int | None = None
-    """Its bytes if it is a bytes object."""
+    """Size in bytes, if it is a bytes object."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Elements of a storage, and bytes of each."""
+    """Number of elements in a storage, and bytes per element."""
 
     elements: int
     itemsize: int
@@ -58,17 +58,17 @@ class Storage:
 
 @dataclass
 class Call:
-    """The arguments of a call, and how to check another call, which it makes in turn."""
+    """Arguments of a call, and the checker for calls that it makes in turn."""
 
     given: tuple[object, ...]
     inner: Callable[[object, object], object]
 
     size: int | None = None
-    """Bytes that it returns, as its rule finds."""
+    """Size of the result in bytes, as determined by the rule."""
 
 
 def cost(value: object) -> int:
-    """Bytes that a call copies of an argument at most, about."""
+    """Approximate maximum number of bytes that a call copies from an argument."""
     if isinstance(value, Listed):
         return 8 * value.length
     if isinstance(value, Made):
@@ -81,7 +81,7 @@ def _harmless(call: Call) -> str | None:
 
 
 def _array_of_bytes(call: Call) -> str | None:
-    """bytearray: of a text or bytes, never of a number or of an object that may stand for one."""
+    """bytearray: accepts text or bytes, but not a number or an object that may represent one."""
     first = call.given[0] if call.given else ""
     call.size = cost(first)
     known = isinstance(first, str | bytes | Listed) or (isinstance(first, Made) and first.size is not None)
@@ -89,7 +89,7 @@ def _array_of_bytes(call: Call) -> str | None:
 
 
 def _bytes_of_text(call: Call) -> str | None:
-    """_codecs.encode: as Python writes bytes, not by another codec, some of which multiply them."""
+    """_codecs.encode: accepts only the encoding that Python uses for bytes, because some codecs expand their input."""
     text, codec = call.given if len(call.given) == 2 else (None, None)
     call.size = cost(text)
     usual = isinstance(text, str) and codec in ("latin1", "latin-1", "utf-8")
@@ -97,7 +97,7 @@ def _bytes_of_text(call: Call) -> str | None:
 
 
 def _tensor(call: Call) -> str | None:
-    """A view of a storage, which torch enlarges if the view reaches beyond it."""
+    """A view of a storage. torch enlarges the storage if the view reaches beyond it."""
     storage, offset, shape, strides = (*call.given, *(None,) * 4)[:4]
     if not isinstance(storage, Storage) or not _natural(offset) or not _naturals(shape) or not _naturals(strides):
         return "without a storage, an offset, sizes and strides"
@@ -123,7 +123,7 @@ def _natural(value: object) -> TypeGuard[int]:
 
 
 def _with_type(call: Call) -> str | None:
-    """(function, type, arguments, state): calls the function."""
+    """(function, type, arguments, state): checks the call of `function`."""
     if len(call.given) != 4:
         return "with other arguments than function, type, arguments and state"
     call.inner(call.given[0], call.given[2])
@@ -131,12 +131,12 @@ def _with_type(call: Call) -> str | None:
 
 
 def _empty_array(call: Call) -> str | None:
-    """(ndarray, (0,), ...): its shape and values follow as its state."""
+    """(ndarray, (0,), ...): shape and values follow as state."""
     return None if call.given[1:2] == ((0,),) else "with a shape"
 
 
 def _one_number(call: Call) -> str | None:
-    """(dtype, bytes): without bytes numpy allocates by the dtype."""
+    """(dtype, bytes): without bytes, numpy allocates a value of the dtype."""
     return None if len(call.given) == 2 and cost(call.given[1]) else "without the bytes of a number"
 
 
@@ -158,7 +158,7 @@ RULES: Mapping[str, Callable[[Call], str | None]] = {
     **{f"numpy.{core}.multiarray.scalar": _one_number for core in ("core", "_core")},
     "numpy.dtype": _dtype,
 }
-"""Function -> why it is not called with these arguments; None for harmless ones."""
+"""Maps a function to a rule that returns the reason for refusing a call; None for harmless functions."""
 
 _WIDE = {
     **dict.fromkeys(("float64", "double", "int64", "long", "uint64", "complex64", "cfloat"), 8),
@@ -167,7 +167,7 @@ _WIDE = {
     **dict.fromkeys(("complex128", "cdouble"), 16),
 }
 ITEMSIZES = {f"torch.{name}": size for name, size in _WIDE.items()}
-"""Bytes of the elements of a dtype, if they are more than one."""
+"""Element size in bytes by dtype, if it is more than one."""
 
 _KINDS = {
     **dict.fromkeys(("ComplexDouble",), 16),
@@ -180,4 +180,4 @@ STORAGES = {
     **{f"torch.{prefix}{kind}Storage": size for kind, size in _KINDS.items() for prefix in ("", "cuda.")},
     "torch.storage.UntypedStorage": 1,
 }
-"""Type of a storage -> bytes of its elements."""
+"""Element size in bytes by storage type."""

@@ -1,4 +1,4 @@
-"""Checks the sizes that a pickle states before anything reads it: a few bytes may ask for gigabytes.
+"""Checks the sizes stated in a pickle before anything reads it, because a few bytes may request gigabytes.
 
 This module does not import torch.
 """
@@ -9,7 +9,7 @@ import pickle
 import pickletools
 
 _LINES = {"GLOBAL": 2, "INST": 2}
-"""Opcodes with other than one line of text."""
+"""Opcodes with a number of text lines other than one."""
 
 _COUNTS = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -17,16 +17,17 @@ _COUNTS = {
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-"""Kind of an argument that states its own length -> bytes of that length."""
+"""Maps a kind of argument that states its own length to the bytes of that length."""
 
 _SIZES = {ord(each.code): 0 if each.arg is None else each.arg.n for each in pickletools.opcodes}
 _NAMES = {ord(each.code): each.name for each in pickletools.opcodes}
 
 
 def check_sizes(data: bytes) -> None:
-    """Checks that no length and no place in the memo of a pickle is larger than the pickle itself.
+    """Check that no length and no memo index in a pickle is larger than the pickle itself.
 
-    Python's unpickler makes room for what the pickle states before it looks for it. Raises pickle.UnpicklingError."""
+    Python's unpickler allocates the stated size before it reads. Raises pickle.UnpicklingError.
+    """
     place, end = 0, len(data)
     while place < end:
         code = data[place]
@@ -63,6 +64,6 @@ def check_sizes(data: bytes) -> None:
 
 
 def _check_place(place: int, most: int) -> None:
-    """Checks a place in the memo: a pickle that uses this many has more bytes."""
+    """Check a memo index: a pickle that uses that many entries has more bytes."""
     if place > most:
         raise pickle.UnpicklingError(f"it asks for {place:,} remembered values, and has {most:,} bytes")

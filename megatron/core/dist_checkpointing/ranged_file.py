@@ -1,4 +1,4 @@
-"""A stored file of which only known ranges are read. This module does not import torch."""
+"""File objects that read only known ranges of a stored file. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 END = 64 << 10
-"""Bytes at both ends of a large range that are fetched on their own: a zip archive has its directory at its end, and
-the names of its members at its beginning."""
+"""Bytes at both ends of a large range that are fetched separately.
+
+A zip archive has its directory at its end and its member names at its beginning.
+"""
 
 GAP = 64 << 10
-"""Bytes between two ranges that are fetched with them: a request of its own takes longer."""
+"""Largest gap in bytes between two ranges that are fetched together. A separate request would take longer."""
 
 HELD = 3
-"""Pieces in memory: of an archive the beginning, the end, and a part of its data."""
+"""Number of pieces in memory; an archive needs its beginning, its end and a part of its data."""
 
 
 class Range(NamedTuple):
-    """Bytes `start` to `end` of a file, without `end`."""
+    """Bytes `start` to `end` of a file, excluding `end`."""
 
     start: int
     end: int
 
 
 class SeekableFile(io.RawIOBase):
-    """A file of a known size, for reading at any position. A class that derives from this one writes `readinto`."""
+    """A file of known size that is readable at any position. Subclasses implement `readinto`."""
 
     def __init__(self, size: int) -> None:
         self._size, self._at = size, 0
@@ -49,19 +51,26 @@ class SeekableFile(io.RawIOBase):
         return self._at
 
     def readall(self) -> bytes:
-        """Reads the rest in one request, not in many of a few KiB."""
+        """Read the rest in one request, instead of many of a few KiB."""
         return self.read(max(0, self._size - self._at)) or b""
 
 
 class RangedFile(SeekableFile):
-    """A stored file of `size` bytes whose `ranges` are read from front to back, each in any order, and hardly anything
-    else.
+    """A stored file of which hardly anything but `ranges` is read.
 
-    `read(start, length)` fetches bytes; each is fetched about once, in pieces of at most `largest`. `HELD` pieces are
-    in memory.
+    Ranges are read from front to back, and each in any order. Each byte is fetched about once. `HELD` pieces stay in
+    memory.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, ranges: Iterable[Range], largest: int) -> None:
+        """Open the file.
+
+        Args:
+            read: `read(start, length)` fetches bytes.
+            size: Size of the file in bytes.
+            ranges: Ranges that will be read.
+            largest: Maximum bytes per request.
+        """
         super().__init__(size)
         self._read = read
         inside = [Range(max(start, 0), min(end, size)) for start, end in sorted(ranges)]
@@ -69,7 +78,7 @@ class RangedFile(SeekableFile):
         self._held: dict[Range, bytes] = {}
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Fills the whole buffer, unless the file ends."""
+        """Fill the whole buffer, unless the file ends."""
         into = memoryview(buffer).cast("B")
         filled = 0
         while filled < len(into) and self._at < self._size:
@@ -82,7 +91,7 @@ class RangedFile(SeekableFile):
         return filled
 
     def _some(self, length: int) -> memoryview:
-        """Bytes from the position on, at most `length`."""
+        """Return at most `length` bytes from the current position."""
         found = bisect_right(self._pieces, self._at, key=lambda piece: piece.start)
         piece = self._pieces[found - 1] if found else Range(0, 0)
         if self._at >= piece.end:  # between the ranges
@@ -93,16 +102,19 @@ class RangedFile(SeekableFile):
                 del self._held[next(iter(self._held))]
             self._held[piece] = self._read(piece.start, piece.end - piece.start)
         else:
-            self._held[piece] = self._held.pop(piece)  # the one used last
+            self._held[piece] = self._held.pop(piece)  # the most recently used piece
         return memoryview(self._held[piece])[self._at - piece.start :][:length]
 
 
 def pieces(ranges: Iterable[Range], largest: int) -> Iterator[Range]:
-    """The pieces in which sorted ranges are fetched: several small ranges together, both ends of a range that is larger
-    than `largest` on their own, and the rest of it in parts."""
+    """Divide sorted ranges into pieces to fetch.
+
+    Several small ranges form one piece. A range larger than `largest` is fetched as its two ends and the middle in
+    parts.
+    """
     together = Range(0, 0)
     for start, end in ranges:
-        start = max(start, together.end)  # as ranges may overlap
+        start = max(start, together.end)  # because ranges may overlap
         if end <= start:
             continue
         near = together.end > 0 and start - together.end <= GAP

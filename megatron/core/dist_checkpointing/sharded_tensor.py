@@ -1,10 +1,10 @@
-"""Sharded tensor for torch.distributed.checkpoint (DCP): one rank's boxes of a global tensor; `OptimizerPiece`.
+"""Sharded tensors for torch.distributed.checkpoint (DCP): one rank's boxes of a global tensor, and `OptimizerPiece`.
 
-A rank holds a rectangle ("box") of each parameter and, under ZeRO-1, a flat range of that rectangle's elements in
-row-major order. A flat range is itself a few boxes (`core.boxes`), and DCP reshards boxes: what one set of boxes saved
-loads into any other. So state is saved as it is in memory, without a gather and without a copy of the whole.
+A rank holds a rectangle ("box") of each parameter. Under ZeRO-1 it holds a flat range of that rectangle's elements in
+row-major order, which consists of a few boxes (`core.boxes`). DCP reshards boxes: any set of boxes can be loaded from
+any other. State is therefore saved as it is in memory, without a gather and without a copy of the whole.
 
-DCP reads boxes through three methods that are private to torch. Only this file implements them.
+DCP reads boxes through three private torch methods. Only this file implements them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LocalBox = tuple[tuple[int, ...], Tensor]
 
 
 class ShardedBoxes(Tensor):
-    """One rank's boxes of a global tensor. Its size is the global shape; it holds no data of its own.
+    """One rank's boxes of a global tensor. Its size is the global shape; it holds no data itself.
 
-    A save reads the boxes' tensors. A load writes into them, and converts the dtype where it differs from the file's.
-    Boxes to load may overlap: each is filled. The boxes to save, those with `writes` on all ranks, must tile the global
-    tensor; a replica that another rank writes has writes=False.
+    A save reads the boxes' tensors. A load writes into them and converts the dtype if it differs from the file's. Boxes
+    to load may overlap; each is filled. The boxes to save, which are the boxes with `writes` on all ranks, must tile
+    the global tensor. Set writes=False for a replica that another rank writes.
     """
 
     boxes: list[LocalBox]
@@ -58,7 +58,8 @@ class ShardedBoxes(Tensor):
         return f"ShardedBoxes({tuple(self.shape)}, {self.dtype}, boxes={boxes}, writes={self.writes})"
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """One item for each box that this rank writes; of equal boxes (a tied weight held twice) the first."""
+        """Return one item for each box that this rank writes. Of equal boxes (a tied weight held twice), only the first
+        is written."""
         boxes = dict(reversed(self.boxes)) if self.writes else {}
         return [
             WriteItem(
@@ -74,11 +75,11 @@ class ShardedBoxes(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Lists the boxes to load. DCP refers to a chunk by its place in this list."""
+        """List the boxes to load. DCP refers to a chunk by its position in this list."""
         return [ChunkStorageMetadata(offsets=torch.Size(offset), sizes=data.shape) for offset, data in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Returns the data of a box. A load asks by place in the chunk list, a save by offset (place in the file)."""
+        """Return the data of a box. A load looks it up by position in the chunk list, a save by offset."""
         if index.index is not None and index.index < len(self.boxes):
             offset, data = self.boxes[index.index]
             if offset == index.offset:
@@ -87,14 +88,14 @@ class ShardedBoxes(Tensor):
 
 
 def without_surroundings(data: Tensor) -> Tensor:
-    """Returns a tensor on the same memory whose storage is no larger than its data.
+    """Return a tensor on the same memory whose storage is no larger than its data.
 
-    DCP copies other tensors before it writes them, and parameters, moments and staged copies are all parts of a buffer.
+    DCP copies other tensors before it writes them, and parameters, moments and staged copies are all views of a buffer.
     """
     if data.is_cuda or not data.is_contiguous():
         return data
     begin = data.storage_offset() * data.itemsize
-    storage = data.untyped_storage()[begin : begin + data.nbytes]  # keeps the whole alive
+    storage = data.untyped_storage()[begin : begin + data.nbytes]  # keeps the whole buffer alive
     return torch.empty(0, dtype=data.dtype).set_(storage, 0, data.shape, data.stride())
 
 
@@ -103,10 +104,10 @@ class OptimizerPiece:
     """Optimizer state of elements [start, stop) of one parameter's local shard, flattened row-major.
 
     `data` is a live 1-D view of stop - start elements: a save reads it, a load writes into it. A piece may be empty.
-    Without the distributed optimizer every data-parallel rank holds the whole shard: start 0, stop its size.
+    Without the distributed optimizer, every data-parallel rank holds the whole shard from 0 to its size.
 
-    A state may have a shape of its own, `own_shape`: the elements are then those of the whole state, and no other rank
-    of the stage holds any of them.
+    A state may have its own shape, `own_shape`. The piece then refers to elements of the whole state, which no other
+    rank of the stage holds.
     """
 
     key: str
@@ -127,7 +128,7 @@ class OptimizerPiece:
         assert self.data.dim() == 1 and self.data.numel() == self.stop - self.start, self.meta.name
 
     def boxes(self, coords: Mapping[str, tuple[int, int]]) -> list[tuple[tuple[int, ...], Tensor]]:
-        """(offset in the global tensor, live view of the box) of the boxes that make up the piece, on the rank at
+        """Return (offset in the global tensor, live view) of the boxes that make up the piece on the rank at
         `coords`."""
         whole = self.own_shape
         local = self.meta.box(coords) if whole is None else ((0,) * len(whole), whole)
@@ -136,7 +137,7 @@ class OptimizerPiece:
 
 
 def pieces_by_name(pieces: Iterable[OptimizerPiece]) -> dict[str, list[OptimizerPiece]]:
-    """Parameter -> its pieces."""
+    """Group pieces by parameter name."""
     found: dict[str, list[OptimizerPiece]] = {}
     for piece in pieces:
         found.setdefault(piece.meta.name, []).append(piece)

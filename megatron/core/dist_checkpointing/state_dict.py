@@ -1,7 +1,7 @@
-"""State dict of a checkpoint: parameters and optimizer state keyed by global parameter name, at any layout.
+"""State dict of a checkpoint: parameters and optimizer state by global parameter name, independent of the layout.
 
-Keys are `model.<name>`, `optimizer.<kind>.<name>` and `callbacks.<callback>.<kind>.<name>`. Every rank adds
-its own boxes; `writes` marks one replica.
+Keys are `model.<name>`, `optimizer.<kind>.<name>` and `callbacks.<callback>.<kind>.<name>`. Every rank adds its own
+boxes; `writes` marks one replica.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def optimizer_key(kind: str, name: str) -> str:
 def model_state(
     modules: Iterable[nn.Module], state: ParallelState, sharded: Iterable[OptimizerPiece] = ()
 ) -> StateDict:
-    """State dict of the parameters of this rank's stages, for saving. Of some the rank has `sharded` pieces alone."""
+    """Return the state dict to save for the parameters of this rank's stages.
+
+    The rank holds only the `sharded` pieces of some parameters.
+    """
     writers = _Writers(state)
     of_shards = _Writers(state, True)
     entries = _Entries()
@@ -48,8 +51,14 @@ def model_state(
 def optimizer_state(
     pieces: Iterable[OptimizerPiece], state: ParallelState, data_sharded: bool, prefix: str = OPTIMIZER
 ) -> StateDict:
-    """State dict of the optimizer, or of a callback with its `prefix`, for saving. `data_sharded`: each data-parallel
-    rank has its own part (ZeRO-1)."""
+    """Return the state dict to save for the optimizer or, with its `prefix`, for a callback.
+
+    Args:
+        pieces: State on this rank.
+        state: Process groups.
+        data_sharded: True if each data-parallel rank holds a different part (ZeRO-1).
+        prefix: Prefix of all keys.
+    """
     writers, entries = _Writers(state, data_sharded), _Entries()
     for piece in pieces:
         key = f"{prefix}{piece.key}.{piece.meta.name}"
@@ -66,12 +75,19 @@ def load_targets(
     load_optimizer: bool,
     sharded: Iterable[OptimizerPiece] = (),
 ) -> StateDict:
-    """State dict to load into, given the keys `saved` in a checkpoint. Of some parameters the rank has `sharded` pieces
-    alone.
+    """Return the state dict to load into, given the keys in a checkpoint.
 
     A parameter and its main copy load from the same tensor: the saved main parameter if the optimizer is loaded and the
-    file has one, else the saved model parameter. So a checkpoint of any precision loads into a run of any other, and a
-    parameter always equals its rounded main parameter. Without `load_optimizer` the moments are not loaded.
+    file has one, else the saved model parameter. A checkpoint of any precision therefore loads into a run of any other,
+    and a parameter always equals its rounded main parameter.
+
+    Args:
+        modules: The stages of this rank.
+        pieces: Optimizer state on this rank.
+        state: Process groups.
+        saved: Keys in the checkpoint.
+        load_optimizer: Load the moments too.
+        sharded: Pieces of parameters that this rank does not hold as a whole.
     """
 
     def weight_key(name: str) -> str:
@@ -91,14 +107,21 @@ def load_targets(
 
 
 def callback_prefix(name: str) -> str:
-    """Returns the prefix of the keys of a callback's tensors."""
+    """Return the key prefix of a callback's tensors."""
     return f"{CALLBACKS}{name}."
 
 
 def callback_targets(
     pieces: Iterable[OptimizerPiece], state: ParallelState, saved: Collection[str], prefix: str
 ) -> StateDict:
-    """State dict to load a callback's tensors into, of those that are `saved`: the others stay as they are."""
+    """Return the state dict to load a callback's tensors into. Tensors that are not in `saved` stay unchanged.
+
+    Args:
+        pieces: The callback's state on this rank.
+        state: Process groups.
+        saved: Keys in the checkpoint.
+        prefix: Prefix of the callback's keys.
+    """
     entries = _Entries()
     for piece in pieces:
         if (key := f"{prefix}{piece.key}.{piece.meta.name}") in saved:
@@ -107,7 +130,7 @@ def callback_targets(
 
 
 def tagged_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[ParamMeta, Tensor]]:
-    """Yields (meta, parameter) for every parameter of the modules, once for a shared one."""
+    """Yield (meta, parameter) for every parameter of the modules; shared parameters appear once."""
     every = {id(param): (name, param) for module in modules for name, param in module.named_parameters()}
     for name, param in every.values():
         meta = getattr(param, "meta", None)
@@ -116,7 +139,7 @@ def tagged_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[ParamMeta,
 
 
 def _boxes(meta: ParamMeta, param: Tensor, state: ParallelState, parts: list[OptimizerPiece] | None) -> list[LocalBox]:
-    """Boxes of a parameter that the rank has whole, or in parts."""
+    """Return the boxes of a parameter that the rank holds as a whole or in parts."""
     if parts is not None:
         return [box for part in parts for box in part.boxes(state.coords)]
     offset, shape = meta.box(state.coords)
@@ -125,7 +148,7 @@ def _boxes(meta: ParamMeta, param: Tensor, state: ParallelState, parts: list[Opt
 
 
 class _Entries:
-    """Collects boxes by key. One key may have several: ranges of several buckets, or copies of a tied weight."""
+    """Collects boxes by key. A key may have several boxes: ranges of several buckets, or copies of a tied weight."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[tuple[int, ...], list[LocalBox], bool]] = {}
@@ -140,10 +163,10 @@ class _Entries:
 
 
 class _Writers:
-    """Chooses the replica that writes each tensor. Every rank decides for itself, and all reach the same result.
+    """Selects the replica that writes each tensor. Every rank computes the same selection independently.
 
-    Among model-parallel replicas the first one writes (`ParamMeta.is_first_replica`). Data-parallel replicas visit the
-    same tensors in the same order, and take turns: the one with the fewest elements so far is next.
+    The first model-parallel replica writes (`ParamMeta.is_first_replica`). Data-parallel replicas visit the same
+    tensors in the same order, and the replica with the fewest elements so far writes the next tensor.
     """
 
     def __init__(self, state: ParallelState, data_sharded: bool = False) -> None:
@@ -152,7 +175,7 @@ class _Writers:
         self.decided: dict[str, bool] = {}
 
     def on_first_stage(self, meta: ParamMeta) -> bool:
-        """Return whether this rank's stage is the one that writes what a single rank of each stage holds."""
+        """Return whether this rank's stage writes a tensor that a single rank of each stage holds."""
         return not meta.shared_stages or self.state.pp.first
 
     def mine(self, key: str, meta: ParamMeta) -> bool:

@@ -5,12 +5,12 @@
     root/iter_0000100/.metadata, __*.distcp     tensors, as DCP writes them
     root/iter_0000100/manifest.json             the files above with their sizes and checksums
 
-A checkpoint becomes visible once it is complete (`file_storage`): on the local disk it is written into a
-temporary folder, synced and renamed. Then the number in the text file is replaced. Whenever the run is killed, the text
-file names a complete checkpoint.
+A checkpoint becomes visible once it is complete (`file_storage`): on the local disk it is written into a temporary
+folder, synced and renamed. Then the number in the text file is replaced. If the run is killed at any moment, the text
+file still names a complete checkpoint.
 
-Files may come from untrusted sources. Everything except tensors is JSON, the pickled index of DCP may contain allowed
-names only, and tensors are read with `weights_only`.
+Files may come from untrusted sources. Everything except tensors is JSON, DCP's pickled index may contain only allowed
+names, and tensors are read with `weights_only`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ Folder = TypeVar("Folder", bound=PurePath)
 
 
 class MismatchError(ValueError):
-    """A checkpoint has other tensors than a run."""
+    """Raised if the tensors of a checkpoint and of a run differ."""
 
     def __init__(self, text: str, keys: Sequence[str]) -> None:
         super().__init__(text)
         self.keys = keys
-        """The tensors that do not match."""
+        """Names of the tensors that do not match."""
 
 
 class CheckpointError(RuntimeError):
@@ -111,8 +111,7 @@ def save(
 
 
 def _space(root: PurePath, tensors: StateDict, world: Axis) -> str:
-    """Text about the bytes that a checkpoint needs, and the bytes that are free on the disk. Collective over
-    `world`."""
+    """Describe the space that a checkpoint needs and the free space on the disk. Collective over `world`."""
     boxes = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, ShardedBoxes)}
     items = [item for key, tensor in boxes.items() for item in tensor.__create_write_items__(key, None)]
     needed = sum(gather_objects(sum(map(item_bytes, items)), world))
@@ -154,7 +153,7 @@ def _save(
         latest = storage.content(root / LATEST)
         check()
         _publish(root, iteration, payload, sums)
-        storage.replace(root / LATEST, str(iteration).encode(), latest)  # or another run has published meanwhile
+        storage.replace(root / LATEST, str(iteration).encode(), latest)  # or another run has published in the meantime
 
     on_first_rank(publish, world)
     return final
@@ -205,9 +204,9 @@ class Checkpoint:
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
         """Load the checkpoint into `targets`. Collective over `world`.
 
-        Raises ValueError on every rank, with the keys, if a target is missing from the checkpoint or has another shape
-        there, if the checkpoint has a key that is not a target of any rank and for which `ignore` returns False, or if
-        a file is damaged.
+        Raises ValueError on every rank, with the keys, in three cases: a target is missing from the checkpoint or has
+        another shape there; the checkpoint has a key that is no rank's target and for which `ignore` returns False; a
+        file is damaged.
         """
         targets = _nonempty(targets)
         self._check(targets, world, ignore)
@@ -221,7 +220,7 @@ class Checkpoint:
             )
 
     def read(self, key: str, first: int | None = None) -> Tensor:
-        """Read one whole tensor, or only entry `first` along its first dim, in this process alone."""
+        """Read one whole tensor, or only entry `first` of its first dim, in this process alone."""
         info = self.tensors[key]
         offset, shape = (0,) * len(info.shape), info.shape
         if first is not None:
@@ -232,7 +231,7 @@ class Checkpoint:
 
     @property
     def index(self) -> Metadata:
-        """Index of DCP, including the entries of other programs."""
+        """DCP's index, including entries of other programs."""
         return self._reader.read_metadata()
 
     def _check(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool]) -> None:
@@ -280,7 +279,7 @@ def on_first_rank(fn: Callable[[], T], world: Axis) -> T:
 
 
 Problem = tuple[bool, str]
-"""(True if the user can fix the problem, which raises ValueError and otherwise CheckpointError; message)."""
+"""(True for a user error, which raises ValueError, else False for a CheckpointError; message)."""
 
 
 def _attempt(fn: Callable[[], T]) -> tuple[T | None, Problem | None]:
@@ -299,7 +298,7 @@ def _raise_first(problems: list[Problem | None]) -> None:
 
 
 def _publish(root: PurePath, iteration: int, payload: dict[str, object], sums: Sums) -> None:
-    """Publishes a written checkpoint."""
+    """Publish a written checkpoint."""
     final, storage = checkpoint_folder(root, iteration), storage_of(root)
     scratch = storage.scratch(final)
     metadata = write_summed(scratch / METADATA, json.dumps(payload, indent=1))
@@ -308,13 +307,15 @@ def _publish(root: PurePath, iteration: int, payload: dict[str, object], sums: S
 
 
 def _nonempty(tensors: StateDict) -> StateDict:
-    """Drops tensors without elements: there is nothing to save or load."""
+    """Drop tensors without elements, which need not be saved or loaded."""
     return {key: tensor for key, tensor in tensors.items() if not isinstance(tensor, Tensor) or tensor.numel()}
 
 
 def ranks_without(seen: bool, world: Axis) -> str:
-    """The ranks that do not see something, with their hosts: `ranks 2, 3 (on host1)`; empty if all see it. Collective
-    over `world`."""
+    """Return the ranks for which `sees` is False, with their hosts: `ranks 2, 3 (on host1)`; empty if there are none.
+
+    Collective over `world`.
+    """
     found = gather_objects((seen, socket.gethostname()), world)
     ranks = [rank for rank, (sees, _) in enumerate(found) if not sees]
     names = list(dict.fromkeys(found[rank][1] for rank in ranks))
@@ -328,11 +329,11 @@ def _few(names: Sequence[object]) -> str:
 
 @contextmanager
 def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator[None]:
-    """Turns DCP's exception into a CheckpointError with the cause of the first failed rank, or into a ValueError if a
-    file that it `reads` is damaged.
+    """Convert DCP's exception to a CheckpointError with the cause of the first failed rank, or to a ValueError if a
+    file in `reads` is damaged.
 
-    DCP raises a BaseException with the failures of all ranks, on all ranks. Its warning that one process works alone is
-    silenced: that is intended.
+    DCP raises a BaseException with the failures of all ranks, on all ranks. Its warning about working in a single
+    process is silenced, because that is intended.
     """
     try:
         with warnings.catch_warnings():
@@ -347,6 +348,9 @@ def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator
 
 
 def _is_of_content(error: BaseException) -> bool:
-    """Return whether a file of a checkpoint is damaged or forged, which its manifest may not show."""
+    """Return whether an error means that a checkpoint's file is damaged or forged.
+
+    The manifest may not reveal it.
+    """
     malformed = isinstance(error, MALFORMED) and not isinstance(error, MemoryError)
     return malformed or (isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error))

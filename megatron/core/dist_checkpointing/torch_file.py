@@ -1,4 +1,4 @@
-"""Reads files of torch.save that may come from anyone: plain tensors and values, and no more memory than the file."""
+"""Reads untrusted torch.save files: only tensors and plain values, and no more memory than the file's size."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron.core.torch_private import archive_reader
 
 ZIP = b"PK\x03\x04"
 PICKLES = 5
-"""Pickles at the beginning of a file of the older format, before the bytes of its tensors."""
+"""Number of pickles at the start of a file in the old format, before the tensors' bytes."""
 
 
 def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
-    """Reads a file with `weights_only`, onto the CPU, mapped into memory where its format allows.
+    """Read a file with `weights_only` onto the CPU, memory-mapped if its format allows.
 
-    `permitted` are classes and functions, or pairs of one with its name, that a file may name beside those of torch;
-    their calls must allocate nothing by a number. Raises pickle.UnpicklingError for a file that asks for anything else,
-    or for more memory than its size, and many other exceptions for a damaged one.
+    `permitted` are additional classes and functions, or pairs of an object and its name, that the file may name. Their
+    calls must not allocate memory by a given number. Raises pickle.UnpicklingError if a file requests anything else, or
+    more memory than its size; a damaged file may raise many other exceptions.
     """
     names = [each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in permitted]
     with path.open("rb") as file:
@@ -33,10 +33,10 @@ def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
 
 
 def check_torch_file(file: IO[bytes], permitted: Sequence[str] = ()) -> bool:
-    """Checks what a seekable file from its beginning would make torch.load do; leaves it there.
+    """Check the calls that torch.load would make for a seekable file at its beginning; restores the position.
 
-    Returns whether it is of the zip format. Raises pickle.UnpicklingError for calls that would allocate more than the
-    file holds, and for a damaged pickle. A damaged zip file is left to torch.
+    Returns whether the file is in zip format. Raises pickle.UnpicklingError for calls that would allocate more than the
+    file holds, and for a damaged pickle. Damage in a zip file is left for torch to report.
     """
     size = file.seek(0, 2)
     file.seek(0)
@@ -53,8 +53,11 @@ def check_torch_file(file: IO[bytes], permitted: Sequence[str] = ()) -> bool:
 
 
 def _pickle_of(file: IO[bytes], size: int) -> bytes | None:
-    """The pickle of a zip file; None if it cannot be found. torch's own reader is used, as others may see another one.
-    No record is compressed, so that they are not larger than the file."""
+    """Return the pickle of a zip file; None if it cannot be found.
+
+    Uses torch's own reader, because another reader may find a different pickle. Compressed records are refused, so
+    records are not larger than the file.
+    """
     try:
         reader = archive_reader(file)
         records = sum(reader.get_record_size(name) for name in reader.get_all_records())
@@ -68,7 +71,7 @@ def _pickle_of(file: IO[bytes], size: int) -> bytes | None:
 def _check_older(file: IO[bytes], size: int, permitted: Sequence[str]) -> None:
     try:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, AttributeError):  # no file of the system
+    except (OSError, AttributeError):  # not a file of the operating system
         check_calls(file.read(), size, permitted, PICKLES)
         return
     with mapped:

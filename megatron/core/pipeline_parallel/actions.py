@@ -1,4 +1,4 @@
-"""The vocabulary of pipeline schedules: what one rank does, one action after another."""
+"""Actions of pipeline schedules: the operations that each pipeline rank runs in order."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """Compute: F forward, B whole backward, or its halves I (gradient of the input) and W (of the weights).
+    """Kinds of actions.
 
-    Communication: SEND_F sends the output of a stage to the next one, whose RECV_F takes it in; SEND_B sends the
-    gradient of a stage's input to the stage before, whose RECV_B takes it in. Each is named by its own stage, so SEND_F
-    of stage 2 pairs with RECV_F of stage 3, and SEND_B of stage 3 with RECV_B of stage 2.
+    Compute: F is a forward, B a whole backward, I the half of a backward that computes the input gradient, and W the
+    half that computes weight gradients.
 
-    VALIDATE, named by the first stage of its rank, stands before whatever cannot be computed again: there the rank
-    learns whether the update before the step stands, or makes it (`StepFacts.kept` of `megatron.training.step_parts`).
+    Communication: SEND_F sends a stage's output to the next stage, which receives it with RECV_F. SEND_B sends the
+    gradient of a stage's input to the previous stage, which receives it with RECV_B. Each action carries the number of
+    its own stage, so SEND_F of stage 2 pairs with RECV_F of stage 3, and SEND_B of stage 3 with RECV_B of stage 2.
 
-    FB, named by the forward, stands before an F and a B or I of other micro-batches that run in turns: while an
-    all-to-all of experts of one is under way, the other computes.
+    VALIDATE carries the first stage of its rank and precedes every action that cannot be repeated. There the rank
+    learns whether the previous step's update is kept, or applies it (`StepFacts.kept` of
+    `megatron.training.step_parts`).
+
+    FB carries the stage and micro-batch of the forward. It precedes an F and a B or I of different micro-batches that
+    run in turns: one pass computes during the expert all-to-alls of the other.
     """
 
     F = "F"
@@ -33,7 +37,7 @@ class Kind(Enum):
     FB = "FB"
     VALIDATE = "VALIDATE"
 
-    __hash__ = object.__hash__  # members are singletons, and schedules are made of many of them
+    __hash__ = object.__hash__  # enum members are singletons; the default hash would slow down building schedules
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
@@ -42,7 +46,7 @@ SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 
 
 class Action(NamedTuple):
-    """One step of a rank. `stage` is the global stage number."""
+    """One action of a rank. `stage` is the global stage number."""
 
     kind: Kind
     stage: int
@@ -53,13 +57,13 @@ class Action(NamedTuple):
 
 
 Lists = Sequence[Sequence[Action]]
-"""The actions of every pipeline rank, in the order in which it runs them."""
+"""The actions of every pipeline rank, in execution order."""
 
 
 def units(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
-    """A rank's actions as what it runs one after another: single ones, and FB with the two that run in turns.
+    """Group a rank's actions into units that run one after another: single actions, or an FB with its two passes.
 
-    Raises ValueError where FB does not stand before its F and a B or I of another micro-batch.
+    Raises ValueError if an FB is not followed by its F and by a B or I of another micro-batch.
     """
     following = iter(actions)
     for action in following:
@@ -83,15 +87,15 @@ OTHER_END = {
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, 1),
 }
-"""Kind -> the kind at the other end, and how many stages further that is."""
+"""Maps the kind of a message action to the kind at the other end, and to that end's stage offset."""
 
 
 def counterpart(action: Action) -> Action:
-    """The other end of a send or receive."""
+    """Return the action at the other end of a send or receive."""
     kind, distance = OTHER_END[action.kind]
     return Action(kind, action.stage + distance, action.microbatch)
 
 
 def owners_of(lists: Lists) -> dict[int, int]:
-    """Stage -> the rank that computes it."""
+    """Map each stage to the pipeline rank that computes it."""
     return {action.stage: rank for rank, actions in enumerate(lists) for action in actions if action.kind in COMPUTE}

@@ -1,7 +1,7 @@
-"""Runs a rank's list of actions on its stages.
+"""Executes a pipeline rank's action list on its stages.
 
-One executor runs every schedule, on one rank or many, training or evaluation: what it does, and in which order,
-is all in the list (`passes.pipeline_lists`).
+One executor runs every schedule, on one rank or many, in training and evaluation. The list (`passes.pipeline_lists`)
+determines every operation and its order.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 
 Module = TypeVar("Module", bound=Callable[..., Tensor])
-"""A stage: (hidden | None, micro-batch) -> hidden, or the loss sum."""
+"""A stage: maps (hidden states or None, micro-batch) to hidden states, or to the loss sum on the last stage."""
 
 Micro = TypeVar("Micro")
-"""A micro-batch, as the stages read it."""
+"""A micro-batch in the form that stages take."""
 
 
 def _nothing(action: Action) -> None:
@@ -37,32 +37,27 @@ def _nothing(action: Action) -> None:
 
 @dataclass
 class Held:
-    """Tensors that a rank holds between two actions."""
+    """Tensors that a rank keeps from one action to a later one."""
 
     outbox: dict[Action, Tensor] = field(default_factory=dict)
-    """By send: what a stage has computed and none has taken yet."""
+    """Computed results that have not been sent yet, by send action."""
 
     arriving: dict[Action, Receive] = field(default_factory=dict)
-    """By receive: messages on their way to this rank."""
+    """Pending receives, by receive action."""
 
     saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = field(default_factory=dict)
-    """By stage and micro-batch: input and graph of a forward pass, for its backward pass."""
+    """Input and autograd graph of each forward pass, kept for its backward, by stage and micro-batch."""
 
     def __bool__(self) -> bool:
         return bool(self.outbox or self.arriving or self.saved)
 
 
 class PipelineExecutor(Generic[Module, Micro]):
-    """The stages of one rank, and the messages between them and other ranks.
+    """Runs the stages of one rank and exchanges their messages with other ranks.
 
-    `stages` maps the global number of each local stage to its module: `module(hidden | None, batch)` returns hidden
-    [s(/tp), b, h], and on the last stage the loss sum of the microbatch, a scalar. The first stage is given None.
-    `p2p` carries the messages. Lists with I and W need the `queue` that the linear layers of the stages leave their
-    weight gradients in. `casts` are the stages' copies of weights, kept for a run. `pair` runs two passes in turns.
+    A stage's output is kept only until it is sent, because the backward needs its autograd node but not its values.
 
-    An output is kept only until it is sent: the backward needs its place in the autograd graph, not its values.
-
-    An extension's subclass may handle further kinds of actions, or do more around every action (`handle`).
+    Subclasses in extensions may override `handle` to support more kinds of actions or to wrap every action.
     """
 
     def __init__(
@@ -74,6 +69,18 @@ class PipelineExecutor(Generic[Module, Micro]):
         casts: WeightCasts | None = None,
         pair: PassPair | None = None,
     ) -> None:
+        """Create the executor of one rank.
+
+        Args:
+            stages: Maps the global number of each local stage to its module. `module(hidden | None, batch)` returns
+                hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism. The last stage returns the loss sum
+                of the micro-batch, a scalar. The first stage receives None.
+            layout: Placement of all stages on pipeline ranks.
+            p2p: Sends and receives messages.
+            queue: Queue in which linear layers leave their weight gradients; required by lists with I and W.
+            casts: Low-precision weight copies of the stages, kept for one run.
+            pair: Runs a forward and a backward in turns.
+        """
         pp = p2p.pp
         assert sorted(stages) == layout.stages_of(pp.rank), f"stages {sorted(stages)} on pipeline rank {pp.rank}"
         self.stages = stages
@@ -83,16 +90,16 @@ class PipelineExecutor(Generic[Module, Micro]):
         self.queue = queue
         self.casts, self.pair = casts or WeightCasts(), pair or PassPair()
         self.current: Action | None = None
-        """The action being run, for whoever reports a hang."""
+        """The action that is running, for hang reports."""
         self.message_from: int | None = None
-        """The rank of the world whose message it waits for."""
+        """The global rank whose message this rank is waiting for."""
         self.after: Callable[[Action], None] = _nothing
-        """Called after each action, for diagnosis."""
+        """Hooks called after each action, for diagnosis."""
         self.watchers: list[Callable[[Action], AbstractContextManager[None]]] = []
-        """Contexts entered around each action, with the wait for its message."""
+        """Contexts entered around each action, including the wait for its message."""
         self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext
-        """Wraps what "forward" and "backward" actions of training compute, without the wait for their messages. A
-        forward and a backward that run in turns count as backward."""
+        """Contexts around the "forward" and "backward" computation of training actions, without the wait for messages.
+        A forward and a backward that run in turns are timed as one backward."""
         self._handlers = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -115,14 +122,21 @@ class PipelineExecutor(Generic[Module, Micro]):
         loss_scale_seed: float | Tensor = 1.0,
         last_forward: Callable[[Module, Tensor | None, Micro], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Runs one step over `batches`, one for each microbatch, the same on every pipeline rank.
+        """Run one step over `batches`.
 
-        Gradients of loss * `loss_scale_seed`, summed over microbatches, are added up in the parameters; a list
-        without backwards runs without autograd. Returns the detached loss sum of each microbatch on the rank of
-        the last stage, and [] elsewhere. An exception carries a note that names the action.
+        A list without backwards runs without autograd. An exception carries a note that names the action.
 
-        In a list without backwards, `last_forward(module, hidden, batch)` may replace the last stage's own forward
-        pass; what it returns, of any shape, comes back instead of the loss sums."""
+        Args:
+            actions: The rank's action list.
+            batches: One batch per micro-batch, the same on every pipeline rank.
+            loss_scale_seed: Initial gradient of every loss sum. The parameters accumulate the gradients of `loss *
+                loss_scale_seed`, summed over micro-batches.
+            last_forward: `last_forward(module, hidden, batch)` replaces the last stage's forward in a list without
+                backwards. Its results, of any shape, are returned instead of the loss sums.
+
+        Returns:
+            The detached loss sum of each micro-batch on the rank of the last stage, [] on other ranks.
+        """
         microbatches = 1 + max((action.microbatch for action in actions), default=-1)
         assert len(batches) == microbatches, f"{len(batches)} batches for a list of {microbatches} microbatches"
         training = any(action.kind in BACKWARDS for action in actions)
@@ -133,7 +147,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         return self.end()
 
     def run_actions(self, actions: Sequence[Action]) -> None:
-        """Runs actions one after another, with autograd in training."""
+        """Run actions one after another; autograd is enabled in training."""
         with torch.set_grad_enabled(self.training), self.casts.kept():
             for unit in units(actions):
                 self._run_unit(unit)
@@ -141,24 +155,26 @@ class PipelineExecutor(Generic[Module, Micro]):
             self.queue.assert_empty()
 
     def end(self) -> list[Tensor]:
-        """Waits for the last sends. Returns what `run` does."""
+        """Wait for the last sends and return the result of `run`."""
         self.p2p.finish()
         assert not self.held, "the list leaves messages or graphs behind"
         return self.losses()
 
     def drop(self) -> None:
-        """Discard what is held, once all messages have arrived: on all pipeline ranks, which have sent theirs."""
+        """Discard held tensors after all messages have arrived. Every pipeline rank must call it after posting its
+        sends."""
         for receive in self.held.arriving.values():
             receive.wait()
         self.p2p.finish()
         self.held = Held()
 
     def losses(self) -> list[Tensor]:
-        """The loss sums so far, in the order of the micro-batches."""
+        """Return the loss sums computed so far, in micro-batch order."""
         return [self._losses[microbatch] for microbatch in sorted(self._losses)]
 
     def results(self) -> list[Tensor]:
-        """Losses so far, and tensors in flight between stages: computed, being sent, or arriving."""
+        """Return the losses computed so far and the tensors in flight between stages: computed, being sent or being
+        received."""
         arriving = (receive.buffer for receive in self.held.arriving.values())
         return [*self._losses.values(), *self.held.outbox.values(), *self.p2p.sending(), *arriving]
 
@@ -177,7 +193,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         self._losses: dict[int, Tensor] = {}
 
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
-        """Runs one action, or the two that follow an FB in turns. An exception gets a note that names them."""
+        """Run one action, or the two passes after an FB in turns. An exception gets a note that names the actions."""
         self.current, *pair = unit
         try:
             with record_function(str(self.current)):
@@ -190,7 +206,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         self.current = None
 
     def run_action(self, action: Action) -> None:
-        """Runs one action, with the wait for its message."""
+        """Run one action after waiting for its message."""
         if self.watchers:
             with ExitStack() as stack:
                 for watcher in self.watchers:
@@ -200,15 +216,16 @@ class PipelineExecutor(Generic[Module, Micro]):
             self.handle(action)
 
     def handle(self, action: Action) -> None:
-        """Does what an action says."""
+        """Dispatch an action by its kind."""
         self._handlers[action.kind](action)
 
     def _clock(self, phase: str) -> AbstractContextManager[object]:
-        """The context that times a pass; none within a pair that runs in turns, which is timed as one action."""
+        """Return the timing context of a pass. Passes that run in turns are timed together, so each gets a null
+        context."""
         return nullcontext() if self._in_turns else self.timed(phase)
 
     def _run_in_turns(self, *pair: Action) -> None:
-        """Runs a forward and a backward in turns, as `pair` of the executor says."""
+        """Run a forward and a backward in turns with the executor's `pair`."""
 
         def run(action: Action) -> None:
             with record_function(str(action)):
@@ -234,7 +251,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         scalar = output.dim() == 0 or self._last_forward is not None
         assert scalar, f"the last stage returned {tuple(output.shape)}, not a scalar loss sum"
         self._losses[microbatch] = output
-        if self.training:  # the gradient that a stage beyond the last would send
+        if self.training:  # gradient that a later stage would have sent
             self.held.outbox[Action(Kind.SEND_B, stage + 1, microbatch)] = torch.ones_like(output) * self._seed
 
     def _compute_forward(self, action: Action, hidden: Tensor | None) -> tuple[Tensor, GradientEdge | None]:
@@ -244,7 +261,7 @@ class PipelineExecutor(Generic[Module, Micro]):
             forward = partial(self._last_forward, self.stages[stage])
         with self._clock("forward") if self.training else nullcontext():
             output = forward(hidden, self._batches[microbatch])
-        # A first stage that is frozen as a whole has no backward.
+        # A first stage whose parameters are all frozen has no backward.
         edge = get_gradient_edge(output) if self.training and output.requires_grad else None
         return output.detach(), edge
 
@@ -261,14 +278,14 @@ class PipelineExecutor(Generic[Module, Micro]):
             self.held.outbox[Action(Kind.SEND_B, stage, microbatch)] = hidden.grad
 
     def _input_backward(self, action: Action) -> None:
-        """As `_backward`, but leaves the weight gradients of linear layers in the queue."""
+        """Run the backward, but leave the weight gradients of linear layers in the queue."""
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
         self.queue.begin((action.stage, action.microbatch))
         self._backward(action)
         self.queue.end()
 
     def _weight_backward(self, action: Action) -> None:
-        """Adds the weight gradients that the I of this stage and micro-batch has left in the queue."""
+        """Compute the weight gradients that the I of this stage and micro-batch left in the queue."""
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
         with self._clock("backward"):
             self.queue.run((action.stage, action.microbatch))
@@ -280,7 +297,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         self.held.arriving[action] = self.p2p.receive(self._peer(action), self._tag(counterpart(action)))
 
     def _take(self, receive: Action) -> Tensor:
-        """The message of a receive: from another rank, or handed over by a stage of this one."""
+        """Return the message of a receive, either from another rank or from a stage of the same rank."""
         if receive in self.held.arriving:
             self.message_from = self.pp.ranks[self._peer(receive)]
             message = self.held.arriving.pop(receive).wait()
@@ -289,10 +306,10 @@ class PipelineExecutor(Generic[Module, Micro]):
         return self.held.outbox.pop(counterpart(receive))
 
     def _peer(self, action: Action) -> int:
-        """The pipeline rank at the other end of a message."""
+        """Return the pipeline rank at the other end of a message."""
         return self.layout.rank_of(counterpart(action).stage)
 
     def _tag(self, send: Action) -> int:
-        """A number that both ends of a message know it by."""
+        """Return the tag that both ends compute for a message."""
         place = send.microbatch * self.layout.num_stages + send.stage
         return 2 * place + (send.kind is Kind.SEND_B)

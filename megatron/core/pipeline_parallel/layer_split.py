@@ -1,6 +1,6 @@
-"""The layers of each pipeline stage of a configuration, split by cost.
+"""Splits layers over pipeline stages by cost.
 
-One answer for the model that is built, the plan that is printed and the planner.
+The model builder, the printed plan and the planner all call this module.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron.core.pipeline_parallel.stages import pipeline_layout
 
 
 def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> list[Stage]:
-    """Contents of every stage, by global stage number: any number of layers on any number of stages.
+    """Return the contents of every stage, by global stage number, for any number of layers and stages.
 
-    The first and the last stage hold fewer layers, by what the embedding and the head cost. Raises ValueError,
-    naming the flag, if a number of layers is asked for that does not fit.
+    The first and the last stage hold fewer layers, according to the cost of the embedding and the head. Raises
+    ValueError, naming the flag, if a requested number of layers does not fit.
     """
     layout, split = pipeline_layout(model, parallel), parallel.stage_split
     (first_cost, last_cost), fixed = end_costs(model), None
@@ -36,7 +36,7 @@ def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> 
 
 
 def stage_costs(model: TransformerConfig, parallel: ModelParallelConfig) -> list[float]:
-    """The forward of each stage, in layers of the mean, by FLOPs."""
+    """Return the forward cost of each stage by FLOPs, in units of the mean layer."""
     first_cost, last_cost = end_costs(model)
     last_cost += multi_token_cost(model)
     stages, costs = pipeline_stages(model, parallel), relative_costs(model)
@@ -47,15 +47,15 @@ def stage_costs(model: TransformerConfig, parallel: ModelParallelConfig) -> list
 
 
 def end_costs(config: TransformerConfig) -> tuple[float, float]:
-    """Costs of the embedding and the head, in layers of the mean, by their FLOPs: the embedding is a look-up and
-    costs nothing."""
+    """Return the cost of embedding and head by FLOPs, in units of the mean layer. The embedding is a look-up and costs
+    nothing."""
     layers, head = _layer_costs(config), config.padded_vocab_size * config.hidden_size
     return 0.0, head * config.num_layers / layers if layers else 0.0
 
 
 def multi_token_cost(config: TransformerConfig) -> float:
-    """Cost of multi-token prediction, in layers of the mean, by its FLOPs: at each depth a projection, a layer of
-    the last one's kind, and the head once more."""
+    """Return the cost of multi-token prediction by FLOPs, in units of the mean layer. Each depth computes a projection,
+    one layer of the last layer's kind, and the head."""
     layers, depths = _layer_costs(config), config.mtp_depths
     if not layers or not depths:
         return 0.0
@@ -68,7 +68,8 @@ def multi_token_cost(config: TransformerConfig) -> float:
 
 @lru_cache(maxsize=64)
 def relative_costs(config: TransformerConfig) -> tuple[float, ...]:
-    """Cost of each layer of one sublayer, in layers of the mean, by its FLOPs; layers of two count as equal."""
+    """Return the cost of each single-sublayer layer by FLOPs, in units of the mean layer. Layers with two sublayers
+    count as equal."""
     layers, numbers = _layer_costs(config), range(config.num_layers)
     if not layers or config.pattern is None:
         return (1.0,) * config.num_layers
@@ -79,14 +80,14 @@ def relative_costs(config: TransformerConfig) -> tuple[float, ...]:
 
 @lru_cache(maxsize=64)
 def _layer_costs(config: TransformerConfig) -> float:
-    """Multiplications per token of all layers; 0 without layers."""
+    """Return the multiplications per token of all layers; 0 if there are no layers."""
     matrices = sum(_matrices(layer_tensors(config, number).trained, config) for number in range(config.num_layers))
     attention = sum(_attention_cost(config, number) for number in range(config.num_layers))
     return matrices + attention if matrices else 0.0
 
 
 def _attention_cost(config: TransformerConfig, number: int) -> float:
-    """Multiplications per token of a layer's attention, to the tokens that it sees."""
+    """Return the multiplications per token of a layer's attention to its visible tokens."""
     if not config.layer(number).attends:
         return 0.0
     own = config.of_layer(number)
@@ -94,7 +95,7 @@ def _attention_cost(config: TransformerConfig, number: int) -> float:
 
 
 def _matrices(metas: Sequence[ParamMeta], config: TransformerConfig) -> float:
-    """Elements of the matrices that a token is multiplied by: of experts, those it is routed to."""
+    """Count the elements of the matrices that multiply a token; for experts, only the selected ones."""
     matrices = sum(meta.numel for meta in metas if meta.matrix)
     experts = sum(meta.numel for meta in metas if meta.expert)
     if experts and config.num_experts:

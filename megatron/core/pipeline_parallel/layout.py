@@ -1,6 +1,6 @@
-"""Which layers make a stage, and which rank runs it: integers only.
+"""Assignment of layers to stages and of stages to ranks. This module does not import torch.
 
-A *stage* is a global pipeline stage; a rank's local stages are its *chunks*, in the order of their stages.
+A *stage* is a global pipeline stage. The local stages of a rank are its *chunks*, in stage order.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise, starmap
 
 @dataclass(frozen=True)
 class Stage:
-    """Contents of one pipeline stage: its layers by global number, the embedding (first), norm and head (last), and
-    with the head the multi-token prediction modules."""
+    """Contents of one pipeline stage: global layer numbers, the embedding (first stage), and the final norm, head and
+    multi-token prediction modules (last stage)."""
 
     layers: Sequence[int]
     first: bool = True
@@ -25,8 +25,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """Stages on ranks. `chunks` stages a rank are dealt round and round (stage = chunk * pp + rank), or, with
-    `v_shaped`, there and back: rank 0 holds the first and the last stage."""
+    """Placement of stages on ranks.
+
+    Each rank holds `chunks` stages. They are dealt round-robin (stage = chunk * pp + rank), or in a V with `v_shaped`,
+    so that rank 0 holds the first and the last stage.
+    """
 
     pp: int = 1
     chunks: int = 1
@@ -40,21 +43,21 @@ class PipelineLayout:
         return self.pp * self.chunks
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that runs a stage."""
+        """Return the pipeline rank that runs a stage."""
         chunk, place = divmod(stage, self.pp)
         return self.pp - 1 - place if self.v_shaped and chunk % 2 else place
 
     def chunk_of(self, stage: int) -> int:
-        """The number of a stage among those of its rank."""
+        """Return the chunk number of a stage on its rank."""
         return stage // self.pp
 
     def stage_of(self, rank: int, chunk: int = 0) -> int:
-        """The stage that is chunk `chunk` of `rank`."""
+        """Return the stage number of chunk `chunk` on `rank`."""
         place = self.pp - 1 - rank if self.v_shaped and chunk % 2 else rank
         return chunk * self.pp + place
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, ascending."""
+        """Return the stages of a rank in ascending order."""
         return [self.stage_of(rank, chunk) for chunk in range(self.chunks)]
 
 
@@ -67,12 +70,20 @@ def split_layers(
     fixed: Mapping[int, int] | None = None,
     rank_of: Callable[[int], int] | None = None,
 ) -> list[range]:
-    """The layers of each stage: contiguous, each layer exactly once, costs as even as whole layers allow.
+    """Split layers into contiguous stages whose costs are as even as whole layers allow. A stage may have no layers.
 
-    `first_cost` and `last_cost` are what the embedding and the head cost, in layers; they make the ends shorter. If
-    stages tie, those of the least loaded rank get the extra layer (`rank_of` a stage; by default each is a rank of its
-    own), and of these those in the middle. `fixed` gives some stages their number of layers and leaves the rest to the
-    others. A stage may end up without layers."""
+    Args:
+        num_layers: Number of layers to split.
+        num_stages: Number of stages.
+        first_cost: Cost of the embedding, in layers; shortens the first stage.
+        last_cost: Cost of the head, in layers; shortens the last stage.
+        fixed: Number of layers of some stages; the other stages share the remaining layers.
+        rank_of: Maps a stage to its rank; by default, each stage has its own rank. Among tied stages, the extra layer
+            goes to the least loaded rank, then to a stage in the middle.
+
+    Returns:
+        The layers of each stage.
+    """
     fixed, rank_of = fixed or {}, rank_of or (lambda stage: stage)
     ends = (0, num_stages - 1)
     counts = [fixed.get(stage, 0) for stage in range(num_stages)]
@@ -84,7 +95,7 @@ def split_layers(
         rank_loads[rank_of(stage)] += load
     free = [stage for stage in range(num_stages) if stage not in fixed]
     for _ in range(num_layers - sum(fixed.values())):
-        # Least loaded first; among equals one that is not an end, and a late one, as it holds fewer activations.
+        # Least loaded first; among ties, prefer a stage in the middle, then a late one, which holds fewer activations.
         cheapest = min(free, key=lambda stage: (loads[stage], rank_loads[rank_of(stage)], stage in ends, -stage))
         counts[cheapest] += 1
         loads[cheapest] += 1

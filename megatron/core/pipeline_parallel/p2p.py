@@ -1,14 +1,14 @@
-"""Messages between neighbouring pipeline stages: tensors of one fixed shape, sent and received asynchronously.
+"""Asynchronous fixed-shape messages between neighbouring pipeline stages.
 
-Waiting makes the current stream wait under NCCL and the calling thread under gloo; nothing synchronises a device.
-gloo does not take CUDA tensors point to point, so there messages go through host memory.
+Waiting blocks the current stream under NCCL and the calling thread under gloo. No operation synchronizes a device. gloo
+does not support CUDA tensors in point-to-point messages, so these go through host memory.
 
-Under NCCL the messages of a group run on a stream of that group, one after another (communicators are made when the run
-begins, and torch then has no others for pairs of ranks). A message begins when what is computed before it is done and
-holds up nothing that is computed after it; but a send would wait behind a receive posted earlier, which waits for its
-peer to compute. So there are four lanes, groups of the same ranks: forward and backward messages, from even and from
-odd ranks. On each a rank only sends or only receives (at the seam of an interleaved schedule over an odd number of
-ranks it does both, in the one order that all ranks keep).
+Under NCCL, all messages of a group run in order on the group's stream, because communicators are created at the start
+and torch makes none per pair of ranks. A message starts when the computation before it is done and does not delay later
+computation. A send would, however, wait for an earlier receive, which waits for its peer's computation. There are
+therefore four lanes, which are groups of the same ranks: forward and backward messages, each from even and from odd
+ranks. On each lane a rank only sends or only receives. The exception is the wrap-around of an interleaved schedule over
+an odd number of ranks, where a rank does both, in an order that all ranks share.
 """
 
 from __future__ import annotations
@@ -29,36 +29,44 @@ MAX_IN_FLIGHT = 8
 
 
 class Receive(NamedTuple):
-    """A receive under way."""
+    """A pending receive."""
 
     work: dist.Work | None
     buffer: Tensor
-    """The message arrives here."""
+    """Receive buffer."""
 
     device: torch.device
     timeout: timedelta | None
 
     def wait(self) -> Tensor:
-        """The message, for use on the current stream."""
+        """Wait, and return the message for use on the current stream."""
         if self.work is not None:
             _wait(self.work, self.timeout)
         return self.buffer.to(self.device)
 
 
 class PipelineP2P:
-    """Sends and receives of one rank over the pipeline axis.
+    """Sends and receives of one rank along the pipeline axis.
 
-    Messages between two ranks must be posted in one order at both ends (NCCL ignores tags); gloo's tags also catch
-    lists that disagree. Even tags are of forward messages, odd ones of backward messages. `lanes` are the groups that
-    they take, of the same ranks as `pp`; without, all go over `pp`.
+    Both ends must post the messages between two ranks in the same order, because NCCL ignores tags. With gloo, tags
+    also detect lists that disagree. Forward messages have even tags and backward messages odd ones.
 
-    A message that is being sent keeps its memory until the send is done: finished ones are let go at every later send,
-    and no more than `MAX_IN_FLIGHT` are kept.
+    A message keeps its memory until its send is done. Each later send releases finished messages, and at most
+    `MAX_IN_FLIGHT` are kept.
     """
 
     def __init__(
         self, pp: Axis, shape: Sequence[int], dtype: torch.dtype, device: torch.device, lanes: Sequence[Axis] = ()
     ) -> None:
+        """Create the message channel of one rank.
+
+        Args:
+            pp: The pipeline axis.
+            shape: Shape of every message, [s, b, h].
+            dtype: Dtype of every message.
+            device: Device of the stages.
+            lanes: Four groups of the same ranks as `pp`, one per message lane. By default all messages use `pp`.
+        """
         assert len(lanes) in (0, 1, 4) and all(lane.ranks == pp.ranks for lane in lanes)
         self.lanes = tuple(lanes) if len(lanes) == 4 else (pp,) * 4
         self.pp = pp
@@ -66,13 +74,13 @@ class PipelineP2P:
         self.dtype = dtype
         self.device = device
         self.timeout: timedelta | None = None
-        """Time that gloo may wait for a message, instead of the timeout of the group. NCCL asks the group."""
+        """Timeout of gloo messages, instead of the group's timeout. NCCL always uses the group's timeout."""
         self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()
         self._gloo = pp.group is not None and dist.get_backend(pp.group) == "gloo"
         self.wire_device = torch.device("cpu") if self._gloo else device
 
     def send(self, message: Tensor, peer: int, tag: int) -> None:
-        """Starts sending [s, b, h] to pipeline rank `peer`. The caller may drop the message, but not change it."""
+        """Start sending [s, b, h] to pipeline rank `peer`. The caller may drop the message but must not modify it."""
         assert tuple(message.shape) == self.shape, f"message {tuple(message.shape)}, pipeline shape {self.shape}"
         assert message.dtype == self.dtype, f"message {message.dtype}, pipeline dtype {self.dtype}"
         message = message.to(self.wire_device).contiguous()
@@ -81,14 +89,14 @@ class PipelineP2P:
         self._sends.append((work, message))
 
     def receive(self, peer: int, tag: int) -> Receive:
-        """Starts receiving [s, b, h] from pipeline rank `peer`."""
+        """Start receiving [s, b, h] from pipeline rank `peer`."""
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.wire_device)
         work = dist.irecv(buffer, self.pp.ranks[peer], group=self._lane(tag, peer).group, tag=tag)
         return Receive(work, buffer, self.device, self.timeout if self._gloo else None)
 
     @contextmanager
     def shaped(self, shape: Sequence[int]) -> Iterator[None]:
-        """Messages of another shape, between two runs of the pipeline; on all its ranks."""
+        """Change the message shape between two pipeline runs, on all pipeline ranks."""
         assert not self._sends, "messages are on their way"
         before, self.shape = self.shape, tuple(shape)
         try:
@@ -97,11 +105,11 @@ class PipelineP2P:
             self.shape = before
 
     def sending(self) -> list[Tensor]:
-        """Messages whose memory is held as they may still be on their way."""
+        """Messages whose memory is held because they may still be in flight."""
         return [message for _, message in self._sends]
 
     def finish(self) -> None:
-        """Waits for all sends."""
+        """Wait for all sends."""
         self._let_go(0)
 
     def _lane(self, tag: int, sender: int) -> Axis:
@@ -118,7 +126,7 @@ class PipelineP2P:
 
 
 def lane_of(backward: bool, sender: int) -> int:
-    """Which of the four lanes a message of pipeline rank `sender` takes."""
+    """Return which of the four lanes carries a message from pipeline rank `sender`."""
     return 2 * backward + sender % 2
 
 

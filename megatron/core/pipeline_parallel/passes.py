@@ -1,4 +1,4 @@
-"""From compute actions to what a rank runs: communication is placed and the result checked, all as pure lists."""
+"""Transformations of action lists: adds communication to compute actions and validates the result."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from megatron.core.pipeline_parallel.walk import Walk
 
 
 def add_communication(lists: Lists, validates: bool = False) -> Schedule:
-    """Adds messages to lists of compute actions: SEND_F and RECV_F, SEND_B and RECV_B. Stages on the same rank need
-    none.
+    """Add SEND_F, RECV_F, SEND_B and RECV_B to lists of compute actions. Stages on the same rank need no messages.
 
-    The actions of all ranks are visited in the order in which they would start. For each message, the send is appended
-    to the list of the rank that computes it, right after the action, and the receive to the list of its peer, as far as
-    that list has come. The peer therefore posts the receive when the message begins to be computed, and then does its
-    own work meanwhile.
+    The function visits the actions of all ranks in the order in which they would start. It appends each send to the
+    sender's list, directly after the action that computes the message. At the same moment it appends the receive to the
+    peer's list. The peer therefore posts the receive while the message is being computed, and continues with its own
+    work.
 
-    The lists cannot wait for each other forever, even if sends and receives block until both ends are there: each list
-    is a part of one order, in which every send directly precedes its receive and follows all that it depends on. The
-    first unfinished action of this order can always run. Two passes that run in turns are one step of it, and the
+    The lists cannot deadlock, even if sends and receives block until both ends are reached. Each list is part of one
+    global order, in which every send directly precedes its receive and follows all its dependencies, so the first
+    unfinished action of this order can always run. Two passes that run in turns form one step of this order, and the
     messages of both follow them.
 
-    With `validates`, every list has a VALIDATE where the order reaches the first backward of all. No message crosses
-    this point, so all ranks can begin their lists again there. A VALIDATE waits only for the step before, which every
-    rank ends without help from this one."""
+    With `validates`, every list gets a VALIDATE at the first backward of the global order. No message crosses this
+    point, so all ranks can restart their lists there. A VALIDATE waits only for the previous step, which every rank
+    finishes without this rank's help.
+    """
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]
     for rank, unit in _by_start(lists):
@@ -62,11 +62,11 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
 
 
 Unit = tuple[Action, ...]
-"""One action, or the FB before two passes that run in turns with both of them."""
+"""One action, or an FB and the two passes that run in turns."""
 
 
 def _by_start(lists: Lists) -> list[tuple[int, Unit]]:
-    """(rank, unit) of all units, in the order in which they would start."""
+    """Return (rank, unit) of all units, in start order."""
     run = Walk(lists)
     run.run()
     found = []
@@ -77,16 +77,18 @@ def _by_start(lists: Lists) -> list[tuple[int, Unit]]:
 
 
 def _walk_order(entry: tuple[float, int, Unit]) -> tuple[float, bool, int]:
-    """Key that sorts (start, rank, unit) by start. Of units that start together, forwards come first, by rising stage,
-    then backwards, by falling stage: a neighbour needs the first one's message next, and so posts its receive before it
-    computes."""
+    """Return a key that sorts (start, rank, unit) by start time.
+
+    Among units that start together, forwards come first, by rising stage, then backwards, by falling stage. A neighbour
+    needs the first unit's message next, and so posts its receive before it computes.
+    """
     start, _, unit = entry
     kind, stage, _ = unit[0]
     return (start, False, stage) if kind in (Kind.F, Kind.FB) else (start, True, -stage)
 
 
 def _message_of(action: Action) -> Action | None:
-    """The send that an action's result calls for."""
+    """Return the send that must follow an action, if any."""
     kind, stage, microbatch = action
     if kind is Kind.F:
         return Action(Kind.SEND_F, stage, microbatch)
@@ -94,8 +96,11 @@ def _message_of(action: Action) -> Action | None:
 
 
 def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *, forward_only: bool = False) -> None:
-    """Raises ValueError unless the lists do a whole step: for every stage and microbatch one F, and either one B
-    or one I and one W, on the rank of the stage, in an order that runs; each message with both its ends."""
+    """Raise ValueError unless the lists form a complete step.
+
+    Every stage needs, for each micro-batch, one F and either one B or one I and one W, on the stage's rank and in an
+    executable order. Each message needs both ends.
+    """
     if len(lists) != layout.pp:
         raise ValueError(f"{len(lists)} lists for {layout.pp} pipeline ranks")
     for rank, actions in enumerate(lists):
@@ -114,8 +119,8 @@ def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *
 
 
 def _check_complete(actions: set[Action], num_stages: int, microbatches: int, forward_only: bool) -> None:
-    """Raises ValueError unless every stage runs each micro-batch: F with B, or F with I and W; F alone if there are no
-    backwards."""
+    """Raise ValueError unless every stage runs each micro-batch: F with B, or F with I and W, or F alone if there are
+    no backwards."""
     forward = {Kind.F}
     whole = {Kind.F, Kind.B}
     halves = {Kind.F, Kind.I, Kind.W}
@@ -145,9 +150,20 @@ def pipeline_lists(
     in_turns: bool = False,
     validates: bool = False,
 ) -> tuple[tuple[Action, ...], ...]:
-    """The validated lists of a named schedule, communication included, for the executor: `pipeline_lists(...)[rank]`.
+    """Return the validated lists of a schedule, including communication: `pipeline_lists(...)[rank]`.
 
-    With `evaluate` the forwards alone, on the same layout. Raises ValueError if the schedule does not take v.
+    Args:
+        schedule: Registered name of the schedule.
+        p: Number of pipeline ranks.
+        m: Number of micro-batches.
+        v: Stages per rank; None uses the schedule's default.
+        evaluate: Return forwards only, on the same layout.
+        group: Micro-batches per group; None uses the schedule's default.
+        in_turns: Let forwards and backwards run in turns.
+        validates: Add a VALIDATE to every list.
+
+    Raises:
+        ValueError: The schedule does not support `v`.
     """
     layout = layout_of(schedule, p, v)
     try:
@@ -155,7 +171,7 @@ def pipeline_lists(
         compute = forward_only(layout, m) if evaluate else whole()
         validate_schedule(compute, layout, m, forward_only=evaluate)
     except Exception as error:
-        if str(error).startswith("--"):  # v or the group, which it does not take
+        if str(error).startswith("--"):  # v or group, which it does not support
             raise
         what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(

@@ -1,7 +1,7 @@
 """Pipeline schedules as pure functions of integers, and their registry. This module does not import torch.
 
-Each returns, for every pipeline rank, the compute actions in the order in which it runs them; sends and receives
-are added by `passes`. p is the number of pipeline ranks, m of microbatches, v of stages on a rank. One's own:
+Each function returns the compute actions of every pipeline rank in execution order; `passes` adds sends and receives. p
+is the number of pipeline ranks, m the number of micro-batches, and v the number of stages per rank. To add a schedule:
 
     @PIPELINE_SCHEDULES.register("my_schedule")
     def my_schedule(p: int, m: int) -> Schedule: ...
@@ -23,62 +23,63 @@ Schedule = list[list[Action]]
 
 
 class PipelineSchedule(Protocol):
-    """A pipeline schedule, for its usual number of stages on a rank."""
+    """A pipeline schedule with its default number of stages per rank."""
 
     def __call__(self, p: int, m: int) -> Schedule:
-        """For each of p pipeline ranks its actions on m micro-batches, in order."""
+        """Return the actions of each of p pipeline ranks on m micro-batches, in order."""
 
 
 class ChunkedSchedule(Protocol):
-    """A pipeline schedule for v stages on a rank."""
+    """A pipeline schedule for v stages per rank."""
 
     def __call__(self, p: int, m: int, v: int, group: int | None) -> Schedule:
-        """`group` is the number of micro-batches in a group, None for the schedule's own choice."""
+        """Return the actions of each pipeline rank. `group` is the number of micro-batches per group, None for the
+        default."""
 
 
 class EndlessSchedule(Protocol):
-    """The lists of one step of a schedule whose step begins the passes of the next one."""
+    """Action lists of one step of a schedule in which a step starts passes of the next step."""
 
     def __call__(self, schedule: str, p: int, before: int, microbatches: int, after: int) -> Lists:
-        """Communication included; `before` and `after` are the micro-batches of the adjacent steps, 0 for none."""
+        """Return the lists, communication included. `before` and `after` are the micro-batch counts of the adjacent
+        steps, or 0."""
 
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """Facts about a pipeline schedule. The defaults suit a custom schedule."""
+    """Properties of a pipeline schedule. The defaults suit a custom schedule."""
 
     chunks: int = 1
-    """Number of stages per rank, unless a run sets it."""
+    """Default number of stages per rank."""
 
     with_chunks: ChunkedSchedule | None = None
-    """Schedule for any number of stages per rank; None if there are always `chunks`."""
+    """Variant of the schedule for any number of stages per rank; None if the number is always `chunks`."""
 
     any_groups: bool = False
     """True if the `group` of `with_chunks` has an effect."""
 
     v_shaped: bool = False
-    """True if stages are placed in a V, so that rank 0 has the first and the last one."""
+    """True if stages are placed in a V, so that rank 0 holds the first and the last stage."""
 
     splits_backward: bool = False
-    """True if the schedule has separate I and W actions, for gradients of inputs and of weights, instead of B."""
+    """True if the schedule uses separate I (input gradient) and W (weight gradient) actions instead of B."""
 
     always_legal: bool = False
     """True if the schedule supports any number of ranks and micro-batches, so that validation need not build its
     lists."""
 
     in_turns: ChunkedSchedule | None = None
-    """Variant of the schedule with FB before each F and B, or I, that alternate (`runs_in_turns`); None if it has no
-    such variant.
-    """
+    """Variant of the schedule with an FB before each F and B (or I) that run in turns (`runs_in_turns`); None if there
+    is no such variant."""
 
     of_step: EndlessSchedule | None = None
-    """Action lists of a step that begins passes of the next step; None if each step ends before the next one begins."""
+    """Action lists of a step that starts passes of the next step; None if each step ends before the next one starts."""
 
     asks_for: tuple[object, ...] = ()
     """Options that `config.options` returns for runs with this schedule."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """(RunConfig, world size) -> each `Problem` of a run with this schedule."""
+    """Rules: (RunConfig, world size) -> the `Problem`s of a run with this schedule."""
 
     def __post_init__(self) -> None:
         for name, protocol, part in (
@@ -91,12 +92,12 @@ class ScheduleFacts:
 
     @property
     def flushes(self) -> bool:
-        """True if a step ends before the next one begins."""
+        """True if each step ends before the next one starts."""
         return self.of_step is None
 
 
 PIPELINE_SCHEDULES = Registry("--pipeline-schedule", ScheduleFacts, protocol=PipelineSchedule)
-"""Name -> `PipelineSchedule`."""
+"""Registered schedules by name."""
 
 
 def F(stage: int, microbatch: int) -> Action:
@@ -108,14 +109,14 @@ def B(stage: int, microbatch: int) -> Action:
 
 
 def gpipe(p: int, m: int) -> Schedule:
-    """All forwards, then all backwards (arXiv 1811.06965): the activations of m microbatches are held."""
+    """GPipe (arXiv:1811.06965): all forwards, then all backwards. A rank holds the activations of m micro-batches."""
     return [[F(rank, i) for i in range(m)] + [B(rank, i) for i in range(m)] for rank in range(p)]
 
 
 def one_f_one_b(p: int, m: int, in_turns: bool = False) -> Schedule:
-    """1F1B (arXiv 2006.09503, flushed): rank r never holds more than p - r microbatches.
+    """1F1B (arXiv:2006.09503, flushed): rank r never holds more than p - r micro-batches.
 
-    On one rank, with `in_turns`, a forward and the backward of the microbatch before run in turns.
+    On one rank, `in_turns` lets a forward run in turns with the backward of the previous micro-batch.
     """
     assert p == 1 or not in_turns, "1F1B has one stage a rank: a forward and the backward beside it need each other"
     lists = []
@@ -127,14 +128,20 @@ def one_f_one_b(p: int, m: int, in_turns: bool = False) -> Schedule:
 
 
 def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: bool = False) -> Schedule:
-    """Interleaved 1F1B (arXiv 2104.04473, section 2.2): v stages on a rank cut the bubble by v.
+    """Interleaved 1F1B (arXiv:2104.04473, section 2.2): v stages per rank divide the bubble by v.
 
-    Microbatches pass through the stages of a rank in groups of about p (`groups_of`), so any m is legal. Groups are
-    never smaller than p, which would leave bubbles inside: from m = p to 2p - 1 there is one, and a rank holds all m.
-    A larger `group` leaves each message more time, and holds more activations.
+    Micro-batches pass through a rank's stages in groups of about p (`groups_of`), so any m is legal. Groups smaller
+    than p would leave bubbles inside; for m from p to 2p - 1 there is one group, and a rank holds all m micro-batches.
 
-    With `in_turns` a forward and a backward of the steady state run in turns. No rank needs the one for the other, as
-    each is one forward further ahead.
+    With `in_turns`, a forward and a backward of the steady state run in turns. The forward is one further ahead, so no
+    rank needs one pass to finish the other.
+
+    Args:
+        p: Number of pipeline ranks.
+        m: Number of micro-batches.
+        v: Stages per rank.
+        group: Micro-batches per group. A larger group gives each message more time but holds more activations.
+        in_turns: Emit FB before each pair of passes.
     """
     if v == 1:
         return one_f_one_b(p, m, in_turns)
@@ -151,7 +158,7 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: 
 
 
 def of_one_stage(schedule: PipelineSchedule) -> ChunkedSchedule:
-    """A schedule with one stage on each rank, as a function that takes their number too."""
+    """Adapt a one-stage schedule to the signature that includes the number of stages per rank."""
     return lambda p, m, v, group: schedule(p, m)
 
 
@@ -171,7 +178,7 @@ PIPELINE_SCHEDULES.register(
 
 
 def forward_only(layout: PipelineLayout, m: int) -> Schedule:
-    """Forwards alone, for evaluation: with several stages on a rank in groups of about pp microbatches."""
+    """Return forwards only, for evaluation. With several stages per rank, micro-batches run in groups of about p."""
     return [
         [F(stage, i) for group in groups_of(m, layout.pp) for stage in layout.stages_of(rank) for i in group]
         for rank in range(layout.pp)
@@ -181,8 +188,10 @@ def forward_only(layout: PipelineLayout, m: int) -> Schedule:
 def alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], ahead: int, in_turns: bool = False
 ) -> list[Action]:
-    """`ahead` forwards, then pairs of a forward and a backward, and at last the backwards that are left. With
-    `in_turns` an FB before each pair says that the two passes run in turns."""
+    """Return `ahead` forwards, then forward-backward pairs, then the remaining backwards.
+
+    With `in_turns`, an FB before each pair marks that the two passes run in turns.
+    """
     ahead = min(ahead, len(forwards))
     steady = len(forwards) - ahead
     actions = list(forwards[:ahead])
@@ -194,10 +203,11 @@ def alternate(
 
 
 def groups_of(m: int, p: int, group: int | None = None) -> list[range]:
-    """Divides m microbatches into groups of `group`, by default of p.
+    """Divide m micro-batches into groups of `group`, by default p.
 
-    A rest of p or more microbatches is a group of its own. A smaller one is divided among the whole groups: these are
-    then as even as possible, the largest first."""
+    A remainder of p or more micro-batches forms its own group. A smaller remainder is spread evenly over the whole
+    groups, the largest first.
+    """
     group = group or p
     if m > group and m % group >= p:
         return [range(start, min(start + group, m)) for start in range(0, m, group)]
@@ -208,9 +218,9 @@ def groups_of(m: int, p: int, group: int | None = None) -> list[range]:
 
 
 def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
-    """Placement of a schedule's stages on ranks; v None takes its usual number of stages on a rank.
+    """Return the placement of a schedule's stages on ranks; `v=None` uses the default number of stages per rank.
 
-    Raises ValueError if the schedule is unknown or does not take v.
+    Raises ValueError if the schedule is unknown or does not support v.
     """
     named = PIPELINE_SCHEDULES.facts(schedule)
     v = named.chunks if v is None else v
@@ -224,13 +234,15 @@ def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
 
 
 def splits_backward(schedule: str) -> bool:
-    """Return whether a schedule runs I and W in place of B, and so needs a WeightGradQueue."""
+    """Return whether a schedule uses I and W instead of B, and so needs a WeightGradQueue."""
     return PIPELINE_SCHEDULES.facts(schedule).splits_backward
 
 
 def runs_in_turns(schedule: str, p: int, v: int) -> bool:
-    """Return whether a schedule of v stages on each of p ranks can interleave a forward and a backward. Neither may
-    need from other ranks a result that waits for the other pass."""
+    """Return whether a schedule with v stages on each of p ranks can run a forward and a backward in turns.
+
+    Neither pass may depend on another rank's result that waits for the other pass.
+    """
     facts = PIPELINE_SCHEDULES.facts(schedule)
     return facts.in_turns is not None and (p == 1 or v > 1 or facts.splits_backward)
 
@@ -238,9 +250,9 @@ def runs_in_turns(schedule: str, p: int, v: int) -> bool:
 def build_schedule(
     schedule: str, p: int, m: int, v: int | None = None, group: int | None = None, in_turns: bool = False
 ) -> Schedule:
-    """The compute actions of a schedule by name; `group` has an effect where micro-batches are grouped.
+    """Return the compute actions of a registered schedule.
 
-    Raises ValueError as `layout_of` does.
+    `group` only affects schedules that group micro-batches. Raises ValueError like `layout_of`.
     """
     v = layout_of(schedule, p, v).chunks
     facts = PIPELINE_SCHEDULES.facts(schedule)

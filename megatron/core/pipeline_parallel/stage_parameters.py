@@ -1,7 +1,7 @@
-"""The parameters of a model and of its pipeline stages, as its modules make them.
+"""Parameters of a model and of its pipeline stages, read from modules built on the meta device.
 
-Plans, checkpoints and conversions read what is built here on the meta device, so that a part of an
-extension is counted by its own constructor, and no list repeats it.
+Plans, checkpoints and conversions use them. A layer of an extension is counted by its own constructor, so no separate
+list of parameters is needed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron.core.torch_private import no_function_modes
 
 
 class Tensors(NamedTuple):
-    """The tensors of a part of the model."""
+    """Tensors of one part of the model."""
 
     trained: tuple[ParamMeta, ...]
 
     states: tuple[tuple[ParamMeta, str], ...]
-    """Tensors that are saved and not trained, such as biases of experts, with the name of the dtype."""
+    """Untrained tensors that are saved, such as expert biases, each with its dtype name."""
 
 
 def stage_metas(
@@ -37,10 +37,14 @@ def stage_metas(
     sequence_parallel: bool = False,
     tied_stages: tuple[int, ...] = (),
 ) -> list[ParamMeta]:
-    """The trained parameters of a stage, by default of the whole model, in the order of `GPTModel`.
+    """Return the trained parameters of a stage, by default of the whole model, in `GPTModel` order. The vocabulary size
+    must be known.
 
-    `tied_stages` are the stages on different ranks that each hold the embedding, or the word embeddings, if several do.
-    The vocabulary size must be known.
+    Args:
+        config: The model.
+        stage: The stage; None means the whole model.
+        sequence_parallel: True under sequence parallelism.
+        tied_stages: Stages on different ranks that each hold a copy of the embedding.
     """
     stage = stage or whole_model(config)
     found = list(_begin(config, stage, sequence_parallel, tied_stages).trained)
@@ -50,7 +54,7 @@ def stage_metas(
 
 
 def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
-    """The tensors of the whole model that are saved and not trained, each with the name of its dtype."""
+    """Return the untrained tensors of the whole model that are saved, each with its dtype name."""
     stage = whole_model(config)
     found = list(_begin(config, stage, False, ()).states)
     for number in stage.layers:
@@ -59,7 +63,7 @@ def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
 
 
 def layer_tensors(config: TransformerConfig, number: int, sequence_parallel: bool = False) -> Tensors:
-    """The tensors of layer `number`."""
+    """Return the tensors of layer `number`."""
     return _layers(config, sequence_parallel)[number]
 
 
@@ -70,15 +74,17 @@ def _layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[Tensors
 
 @lru_cache(maxsize=2)
 def built_layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[torch.nn.Module, ...]:
-    """Every layer, without memory, for readers that change none of them. One model with all layers is built faster than
-    a model for each."""
+    """Return every layer on the meta device, for readers that do not modify layers.
+
+    Building one model with all layers is faster than building one per layer.
+    """
     stage = Stage(tuple(range(config.num_layers)), first=False, last=False)
     return tuple(_built(config, stage, sequence_parallel, ()).decoder.layers)
 
 
 @lru_cache(maxsize=256)
 def multi_token_tensors(config: TransformerConfig) -> tuple[Tensors, ...]:
-    """The tensors of each multi-token prediction module, by depth."""
+    """Return the tensors of each multi-token prediction module, by depth."""
     mtp = _built(config, Stage((), first=False, last=True), False, ()).mtp
     return () if mtp is None else tuple(_tensors(layer) for layer in mtp.layers)
 
@@ -95,7 +101,7 @@ def _end(config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_
 def _ends(
     config: TransformerConfig, first: bool, last: bool, sequence_parallel: bool, tied_stages: tuple[int, ...]
 ) -> tuple[Tensors, Tensors]:
-    """The tensors of a stage before its layers, and after them."""
+    """Return the tensors of a stage that precede its layers, and those that follow them."""
     model = _built(config, Stage((), first=first, last=last), sequence_parallel, tied_stages)
     begin = Tensors((), ()) if model.embedding is None else _tensors(model.embedding)
     every = _tensors(model)
@@ -103,7 +109,7 @@ def _ends(
 
 
 def _built(config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]) -> GPTModel:
-    """A stage without memory. It depends on no mode of the caller, as what is read from it is kept."""
+    """Build a stage on the meta device. The result is cached, so it must not depend on the caller's modes."""
     parallel = ModelParallelConfig(sequence_parallel=sequence_parallel)
     with no_function_modes(), torch.device("meta"):
         return GPTModel(
@@ -133,12 +139,12 @@ class ParameterCount:
     embedding: int = 0
     attention: int = 0
     mlp: int = 0
-    """Dense layers' and shared experts."""
+    """Parameters of dense and shared-expert MLPs."""
     router: int = 0
     experts: int = 0
     norms: int = 0
     other: int = 0
-    """Projections of multi-token prediction, and parameters of an extension's layers under names of their own."""
+    """Projections of multi-token prediction, and extension parameters with names that no other component matches."""
     output_layer: int = 0
 
     @property
@@ -147,7 +153,7 @@ class ParameterCount:
 
 
 def count_parameters(config: TransformerConfig) -> ParameterCount:
-    """Counts of the whole model."""
+    """Count the parameters of the whole model."""
     sums: dict[str, int] = {}
     for meta in stage_metas(config):
         component = _component(meta.name)
@@ -156,7 +162,7 @@ def count_parameters(config: TransformerConfig) -> ParameterCount:
 
 
 def active_parameters(config: TransformerConfig) -> int:
-    """Active parameters, by which a token is multiplied: of the experts, those it is routed to."""
+    """Count the active parameters, which multiply a token: only the selected experts count."""
     count = count_parameters(config)
     if not count.experts or config.num_experts is None:
         return count.total

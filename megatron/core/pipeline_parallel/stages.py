@@ -12,13 +12,15 @@ from megatron.core.pipeline_parallel.schedules import layout_of
 
 
 def whole_model(config: TransformerConfig) -> Stage:
-    """The one stage of a model without pipeline parallelism."""
+    """Return the single stage of a model without pipeline parallelism."""
     return Stage(range(config.num_layers))
 
 
 def pipeline_layout(model: TransformerConfig, parallel: ModelParallelConfig) -> PipelineLayout:
-    """Placement of the stages on ranks. Raises ValueError if the schedule does not take that many stages on a rank, or
-    if stages given by hand do not fit."""
+    """Return the placement of stages on ranks.
+
+    Raises ValueError if the schedule does not support that many stages per rank, or if manually set stages do not fit.
+    """
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     split = parallel.stage_split
     if split is not None and (stages := split.num_stages(model, parallel)) is not None:
@@ -30,15 +32,20 @@ def pipeline_layout(model: TransformerConfig, parallel: ModelParallelConfig) -> 
 
 
 def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, ...]:
-    """The stages that hold a copy each of the embedding, if it is tied or multi-token prediction reads it: the first
-    and the last, unless one rank has both, which then share one."""
+    """Return the stages that each hold a copy of the embedding, if it is tied or multi-token prediction reads it.
+
+    These are the first and the last stage, unless one rank holds both and shares one copy.
+    """
     ends = (0, layout.num_stages - 1)
     both = model.tied_embeddings or model.mtp_depths > 0
     return ends if both and layout.rank_of(ends[0]) != layout.rank_of(ends[1]) else ()
 
 
 def has_tied_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> bool:
-    """Return whether two ranks hold a copy of the embedding. False where sizes do not fit, which other rules report."""
+    """Return whether two ranks hold a copy of the embedding.
+
+    Returns False if the sizes do not fit, which other rules report.
+    """
     try:
         return bool(tied_stages(model, pipeline_layout(model, parallel)))
     except (ArithmeticError, ValueError):

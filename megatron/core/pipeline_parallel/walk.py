@@ -1,4 +1,4 @@
-"""The order in which the actions of a set of lists start, and whether they can run to their end."""
+"""Simulates the start order of actions and detects deadlocks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron.core.pipeline_parallel.actions import (
 )
 
 TIMED = COMPUTE | {Kind.FB}
-"""Kinds of actions that take time. FB has the time of the two that run in turns, which take none beside."""
+"""Kinds of actions that take time. An FB takes the time of its two passes, which add none."""
 
 
 class Timed(NamedTuple):
-    """An action and when it ran."""
+    """An action with its start and end time."""
 
     action: Action
     start: float
@@ -30,8 +30,11 @@ class Timed(NamedTuple):
 
 
 class DeadlockError(ValueError):
-    """Lists that cannot run to their end. `cycle` has (rank, its next action, what that waits for) for each rank
-    of the cycle; it is empty where an action waits for one that no list has."""
+    """Raised if lists deadlock.
+
+    `cycle` holds (rank, its next action, the action it waits for) for each rank of the cycle. It is empty if an action
+    waits for one that no list contains.
+    """
 
     def __init__(self, message: str, cycle: Sequence[tuple[int, Action, Action]] = ()) -> None:
         super().__init__(message)
@@ -39,7 +42,7 @@ class DeadlockError(ValueError):
 
 
 def _ranks_of(lists: Lists) -> dict[Action, int]:
-    """The rank of each action. Raises ValueError if one is listed twice."""
+    """Return the rank of each action. Raises ValueError if an action is listed twice."""
     where: dict[Action, int] = {}
     for rank, actions in enumerate(lists):
         for action in actions:
@@ -50,14 +53,14 @@ def _ranks_of(lists: Lists) -> dict[Action, int]:
 
 
 class Walk:
-    """Runs lists, with or without sends and receives: each rank's position, and the time at which each action was done.
+    """Simulates lists, with or without communication; records each rank's position and the end time of each action.
 
-    Ranks share nothing but messages, so the start of an action is the latest of: the end of the action before it on
-    its rank, and the arrival of what it needs. Here messages take no time, and a whole backward as long as two
-    forwards; what derives from this may say otherwise. Lists without communication get their messages as soon as they
-    are computed. With it, a receive waits for nothing and the compute action that uses it does; with `rendezvous` both
-    sends and receives keep their rank waiting until the other end is reached, the hardest case for lists to be free of
-    deadlock.
+    An action starts when the previous action of its rank has ended and everything it needs has arrived. By default
+    messages take no time and a whole backward takes as long as two forwards; subclasses may change both.
+
+    In lists without communication, a message arrives as soon as it is computed. In lists with communication, a receive
+    waits for nothing, and the compute action that uses it waits for the message. With `rendezvous`, sends and receives
+    block until the other end is reached, which is the hardest case for deadlock freedom.
     """
 
     def __init__(self, lists: Lists, *, rendezvous: bool = False) -> None:
@@ -67,7 +70,7 @@ class Walk:
         self.messages = any(action.kind in SENDS for action in self.where)
         self.done: dict[Action, float] = {}
         self.timeline: list[list[Timed]] = [[] for _ in lists]
-        """The actions of each rank in order."""
+        """The timed actions of each rank in order."""
         self.free = [0.0] * len(lists)
         self.waiting: dict[Action, list[int]] = defaultdict(list)
         self.pairs = {unit[0]: unit[1:] for actions in lists for unit in units(actions) if len(unit) > 1}
@@ -75,13 +78,13 @@ class Walk:
         self.verdicts: dict[int, list[tuple[Action, float]]] = {}
 
     def run(self) -> None:
-        """Raises DeadlockError naming the cycle if the lists cannot run to their end."""
+        """Run the lists. Raises DeadlockError, naming the cycle, if they cannot finish."""
         ready = list(range(len(self.lists)))
         while ready:
             rank = ready.pop()
             while (action := self.head(rank)) is not None:
                 if action.kind not in TIMED and action not in self.done:
-                    self.done[action] = self.free[rank]  # reached: the other end may go on
+                    self.done[action] = self.free[rank]  # reached: the other end may continue
                     ready += self.waiting.pop(action, [])
                 needs = self.needs(action, rank)
                 missing = next((need for need, _ in needs if need not in self.done), None)
@@ -96,17 +99,18 @@ class Walk:
         self.check_finished()
 
     def duration(self, action: Action) -> float:
-        """Time of an action; if two actions alternate, their FB has the time of both."""
+        """Return the duration of an action. If two passes run in turns, their FB has the time of both."""
         if action.kind not in TIMED or action in self.paired:
             return 0.0
         return self.time_of(self.pairs.get(action, (action,)))
 
     def time_of(self, actions: Sequence[Action]) -> float:
-        """Time that one action takes, or two that run in turns."""
+        """Return the time of one action, or of two that run in turns."""
         return sum(2.0 if action.kind is Kind.B else 1.0 for action in actions)
 
     def lag(self, stage: int | None) -> float:
-        """Time of a message between a stage and the next one, or (None) of the verdict on the step before."""
+        """Return the latency of a message from a stage to the next one; for `None`, of the verdict on the previous
+        step."""
         return 0.0
 
     def head(self, rank: int) -> Action | None:
@@ -114,7 +118,7 @@ class Walk:
         return self.lists[rank][position] if position < len(self.lists[rank]) else None
 
     def needs(self, action: Action, rank: int) -> list[tuple[Action, float]]:
-        """Dependencies of an action, each with the time by which it must precede it."""
+        """Return the dependencies of an action, each with the required time between them."""
         kind, stage, microbatch = action
         if kind is Kind.FB:
             return [need for part in self.pairs[action] for need in self.needs(part, rank)]
@@ -132,14 +136,14 @@ class Walk:
         return needs + ([(counterpart(action), 0.0)] if self.rendezvous else [])
 
     def verdict(self, microbatch: int) -> list[tuple[Action, float]]:
-        """The last actions of all ranks in the step before, whose micro-batches have smaller numbers."""
+        """Return the last actions of all ranks in the previous step, whose micro-batches have smaller numbers."""
         if microbatch not in self.verdicts:
             before = ([a for a in actions if a.kind in TIMED and a.microbatch < microbatch] for actions in self.lists)
             self.verdicts[microbatch] = [(actions[-1], self.lag(None)) for actions in before if actions]
         return self.verdicts[microbatch]
 
     def arrival(self, receive: Action, rank: int) -> list[tuple[Action, float]]:
-        """Dependencies of the message of `receive`."""
+        """Return the dependencies of the message of `receive`."""
         send = counterpart(receive)
         if self.owner.get(send.stage) == rank:
             return [(self.source(send), 0.0)]
@@ -149,7 +153,7 @@ class Walk:
         return [(self.source(send), comm)]
 
     def source(self, send: Action) -> Action:
-        """The compute action whose result a send sends."""
+        """Return the compute action whose result a send carries."""
         if send.kind is Kind.SEND_F:
             return Action(Kind.F, send.stage, send.microbatch)
         halves = Action(Kind.I, send.stage, send.microbatch)

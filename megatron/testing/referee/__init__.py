@@ -1,5 +1,5 @@
-"""What another program computed from a model and a batch, judged tensor by tensor: `tools/referee.py`.
+"""Compares another program's loss and gradients with this program's, tensor by tensor (`tools/referee.py`).
 
-Read first: `reference.py` (loss and gradients in fp64, in one process), `dumps.py` (gradients that another program has
-written), `attribution.py` (what a wrong gradient looks like), `judgement.py` (the table).
+Start with `reference.py` (loss and gradients in fp64, in one process), then `dumps.py` (reads the other program's
+gradients), `attribution.py` (explains a wrong gradient) and `judgement.py` (the table).
 """

@@ -1,7 +1,7 @@
-"""What a wrong gradient looks like, beside the right one: a factor, a missing part, blocks that are swapped, and so on.
+"""Explains how a wrong gradient differs from the right one: by a factor, a missing part, swapped blocks and so on.
 
-Every hypothesis makes a tensor from the right one; it holds if that is as close to the found one as equal tensors would
-have to be. The first that holds is reported, the simplest first.
+Every hypothesis derives a tensor from the right gradient. It holds if that tensor is as close to the wrong gradient as
+equal tensors would have to be. The first hypothesis that holds is reported; the simplest are tried first.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ import torch
 from torch import Tensor
 
 BLOCKS = (2, 3, 4, 8, 16)
-"""Numbers of shards that a dim is tried as."""
+"""Numbers of shards tried for each dim."""
 
 MOST_ITEMS = 512
-"""Size of a first dim whose items are tried one by one, as those of experts or of heads."""
+"""Largest first dim whose items, such as experts or heads, are tried one by one."""
 
 LARGEST_FACTOR = 1024
-"""Largest denominator for which a factor is printed as a fraction: an axis that is summed twice or averaged twice."""
+"""Largest denominator of a factor that is printed as a fraction; typical for an axis that is summed or averaged
+twice."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The comparison of a gradient with the right one."""
+    """Result of comparing a gradient with the right one."""
 
     difference: float
     """Norm of the difference over the larger norm."""
 
     allowed: float
     cause: str | None = None
-    """Explanation of a difference beyond `allowed`; None if there is no difference."""
+    """Explanation of a difference beyond `allowed`; None if there is no such difference."""
 
     explained: bool = True
     """False if the cause only describes the difference."""
@@ -43,7 +44,7 @@ class Verdict:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the larger norm; 0 for two zeros, infinite for values that are not finite."""
+    """Return the norm of the difference over the larger norm; 0 for two zeros, infinite for non-finite values."""
     gap = torch.linalg.vector_norm(found - expected).item()
     scale = max(torch.linalg.vector_norm(each).item() for each in (found, expected))
     if gap != gap or scale == float("inf"):
@@ -52,7 +53,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def judge(found: Tensor, expected: Tensor, allowed: float) -> Verdict:
-    """Compares a gradient with the right one, both fp64 and of the same shape."""
+    """Compare a gradient with the right one. Both are fp64 and have the same shape."""
     gap = difference(found, expected)
     if gap <= allowed:
         return Verdict(gap, allowed)
@@ -61,7 +62,7 @@ def judge(found: Tensor, expected: Tensor, allowed: float) -> Verdict:
 
 
 def cause_of(found: Tensor, expected: Tensor, allowed: float) -> str | None:
-    """The cause that explains a gradient that differs; None if none does."""
+    """Return the cause that explains a wrong gradient; None if there is none."""
     if not found.isfinite().all():
         bad = int((~found.isfinite()).sum())
         return f"{bad:,} of {found.numel():,} values are not finite"
@@ -73,7 +74,7 @@ def cause_of(found: Tensor, expected: Tensor, allowed: float) -> str | None:
 
 
 def _described(found: Tensor, expected: Tensor, allowed: float) -> str:
-    """How a gradient differs, for which there is no explanation."""
+    """Describe the difference of a gradient for which there is no explanation."""
     blocks = min(_of_blocks(found, expected, allowed), default=None)
     if blocks is not None:
         return f"{blocks[1]} differ"
@@ -86,7 +87,7 @@ def _described(found: Tensor, expected: Tensor, allowed: float) -> str:
 
 
 def _as_whole(found: Tensor, expected: Tensor, allowed: float) -> str | None:
-    """A cause that all elements share; None if there is none."""
+    """Return a cause that applies to all elements; None if there is none."""
     sizes = [torch.linalg.vector_norm(each).item() for each in (found, expected)]
     if sizes[0] <= allowed * sizes[1]:
         return "is zero"
@@ -109,7 +110,7 @@ def _transposed(found: Tensor, expected: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def fraction(factor: float, allowed: float) -> str:
-    """`1/2`, `-3` or `0.4231`: a fraction of small numbers if the factor is one within what is allowed."""
+    """Format a factor as `1/2`, `-3` or `0.4231`: a fraction of small numbers if one is within tolerance."""
     sign, size = "-" if factor < 0 else "", abs(factor)
     if abs(size - 1) <= allowed:
         return f"{sign}1"
@@ -122,8 +123,11 @@ def fraction(factor: float, allowed: float) -> str:
 
 
 def _of_blocks(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str, str]]:
-    """(share of the elements, place, cause) of wrong blocks beside right ones, for the divisions of each dim. The cause
-    is "" if the wrong blocks do not share a simple one. Blocks of zeros, as padding has, say nothing."""
+    """Find wrong blocks among right ones for each division of each dim. Yields (share of the elements, position,
+    cause).
+
+    The cause is "" if the wrong blocks share no simple one. Blocks of zeros, such as padding, are ignored.
+    """
     for dim, size in enumerate(found.shape):
         counts = {count for count in BLOCKS if size % count == 0 and size > count}
         if dim == 0 and 1 < size <= MOST_ITEMS and found.dim() > 1:
@@ -144,7 +148,7 @@ def _named(numbers: Sequence[int], count: int, dim: int) -> str:
 
 
 def _of_order(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str]]:
-    """Blocks that are right but stand at other places."""
+    """Find blocks that are right but in a different order."""
     for dim, size in enumerate(found.shape):
         for count in (2, 3, 4):
             if size % count:

@@ -1,8 +1,8 @@
-"""Gradients that another program has written, as gradients of this program's parameters.
+"""Reads gradients written by another program as gradients of this program's parameters.
 
-A conversion reads a weight of ours from theirs, w = A t + b, by moving elements, perhaps with a factor or an offset (a
-norm that stores w - 1). The gradient with respect to w is then read like a weight, without b and with the factor
-inverted, both of which the conversion of zeros and of ones shows.
+A conversion reads one of our weights from theirs, w = A t + b, by moving elements, possibly with a factor or an offset
+(a norm that stores w - 1). The gradient with respect to w is read in the same way, but without b and with the inverse
+factor. Converting zeros and ones reveals both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.extensions.observe.diagnosis.gradient_dump import GRADIENTS, assem
 
 
 class Dump:
-    """Gradients by the names of this program's parameters, read one at a time."""
+    """Gradients by this program's parameter names, read one at a time."""
 
     def __init__(self, names: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype) -> None:
         self._names, self.dtype = names, dtype
@@ -36,15 +36,16 @@ class Dump:
         return name in self._names
 
     def read(self, name: str) -> Tensor:
-        """A gradient in fp64, whole."""
+        """Return a whole gradient in fp64."""
         return self._names[name]()
 
 
 def open_dump(path: Path, model: Source) -> Dump:
-    """Opens the gradients in a `.safetensors` file, by the names of this program or of transformers, in a folder of a
-    format of checkpoints, which has gradients where weights would be, or in one of --save-wgrads-interval.
+    """Open gradients written by another program.
 
-    Raises ValueError for names and shapes that do not fit the model.
+    `path` is a `.safetensors` file with names of this program or of transformers, a folder in a checkpoint format that
+    contains gradients in place of weights, or a folder of --save-wgrads-interval. Raises ValueError for names and
+    shapes that do not fit the model.
     """
     if path.is_dir() and (files := sorted(path.glob(GRADIENTS))):
         return _of_step(path, files, model)
@@ -79,7 +80,7 @@ def open_dump(path: Path, model: Source) -> Dump:
 
 
 def _of_transformers(path: Path, tensors: dict[str, Sliceable], model: Source, dtype: torch.dtype) -> Dump:
-    """Gradients of a model of transformers. Parameters of which a tensor is missing are left out."""
+    """Read gradients of a transformers model. Parameters with a missing tensor are omitted."""
     family = model.origin.model_type
     if family is None:
         own = ", ".join(sorted(tensors)[:4])
@@ -114,7 +115,7 @@ def _shape(meta: ParamMeta | None) -> tuple[int, ...] | None:
 
 
 def _of_step(folder: Path, files: Sequence[Path], model: Source) -> Dump:
-    """Gradients of a step that a run of this program has dumped, from the boxes of all ranks."""
+    """Read the gradients that a run of this program dumped in a step, from the boxes of all ranks."""
     boxes: dict[str, list[tuple[tuple[int, ...], Sliceable]]] = {}
     for file in files:
         for key, tensor in read_header(file).items():

@@ -1,4 +1,4 @@
-"""The judgement of a dump: every gradient beside that of this program in fp64, in the order of the backward pass."""
+"""Compares every gradient of a dump with this program's fp64 gradient, in the order of the backward pass."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from megatron.testing.referee.dumps import Dump
 from megatron.testing.referee.reference import Batch, Gradients, Model, Watched
 
 MARGIN = 4.0
-"""A dump may be so many times as far from fp64 as this program is in the number format of the dump: the other one adds
-in another order."""
+"""Allowed ratio between the dump's distance from fp64 and this program's distance in the dump's number format.
+
+The other program may add in another order.
+"""
 
 LEAST_ALLOWED = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
-"""Relative difference that is always allowed, by number format: small tensors may be exact by accident."""
+"""Relative difference that is always allowed, by number format, because small tensors may be exact by chance."""
 
 PARTS = (2, 4, 8)
-"""Numbers of ranks of which one may hold a part of a sum."""
+"""Numbers of ranks tried for gradients that contain only one rank's part of a sum."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,10 @@ class Judgement:
     found_loss: float | None
     allowed_loss: float
     rows: dict[str, Verdict]
-    """By parameter, in the order in which a backward pass ends."""
+    """Verdicts by parameter, in backward order."""
 
     missing: tuple[str, ...]
-    """Parameters of which the dump has no gradient."""
+    """Parameters without a gradient in the dump."""
 
     @property
     def loss_differs(self) -> bool:
@@ -44,7 +46,7 @@ class Judgement:
 
     @property
     def first(self) -> str | None:
-        """The first gradient of the backward pass that is wrong."""
+        """The first wrong gradient of the backward pass."""
         return next((name for name, verdict in self.rows.items() if not verdict.equal), None)
 
     @property
@@ -52,7 +54,7 @@ class Judgement:
         return self.first is None and not self.loss_differs
 
     def summary(self) -> Iterator[str]:
-        """Summary: the first difference, and properties common to all differences."""
+        """Summarize the first difference, and properties that all differences share."""
         if self.found_loss is not None:
             word = "differs from" if self.loss_differs else "equals"
             yield f"loss {self.found_loss:.9g} {word} {self.loss:.9g}, of which {self.allowed_loss:.1e} is allowed"
@@ -77,7 +79,14 @@ class Judgement:
 
 
 def judgement_of(model: Model, batch: Batch, dump: Dump, loss: float | None) -> Judgement:
-    """Judges a dump of what another program computed from a batch in the number format of `model`."""
+    """Judge another program's gradients of a batch.
+
+    Args:
+        model: The model, with the number format of the dump.
+        batch: The batch from which the gradients were computed.
+        dump: The gradients.
+        loss: The other program's mean loss, if known.
+    """
     exact = replace(model, number_format="fp64").gradients(batch)
     least = LEAST_ALLOWED[model.number_format]
     own = exact if model.number_format == "fp64" else model.gradients(batch)
@@ -95,7 +104,7 @@ def judgement_of(model: Model, batch: Batch, dump: Dump, loss: float | None) -> 
 
 
 def _first_looked_at(model: Model, batch: Batch, dump: Dump, found: Judgement) -> dict[str, Verdict]:
-    """The verdict of the first wrong gradient, if it is a part of a sum: of which labels, samples or places."""
+    """Determine whether the first wrong gradient is only part of a sum: over some labels, samples or positions."""
     assert found.first is not None
     verdict = found.rows[found.first]
     if verdict.explained:
@@ -110,7 +119,7 @@ def _first_looked_at(model: Model, batch: Batch, dump: Dump, found: Judgement) -
 
 
 def _parts(model: Model, batch: Batch, name: str) -> Iterator[tuple[str, Gradients]]:
-    """(words, gradients) of parts that a rank may have summed without the others."""
+    """Yield (words, gradients) of parts that one rank may have summed without the others."""
     samples, length = batch.tokens.shape
     for count in PARTS:
         for block in range(count if length >= count else 0):
@@ -129,7 +138,7 @@ def _parts(model: Model, batch: Batch, name: str) -> Iterator[tuple[str, Gradien
 
 
 def _factor(found: Tensor, part: Tensor, allowed: float) -> str | None:
-    """The factor by which a gradient is that of a part; None if it is not."""
+    """Return the factor between a gradient and the gradient of a part; None if they are not proportional."""
     scale = (part * part).sum().item()
     factor = (found * part).sum().item() / scale if scale else 0.0
     if not factor or difference(found, factor * part) > allowed:

@@ -1,4 +1,5 @@
-"""Loss and gradients of a model in fp64, in one process, or in another number format for what that format allows."""
+"""Computes loss and gradients of a model in one process: in fp64, or in another number format to measure its
+rounding."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 
 IGNORED = -100
-"""Label of a token that does not count, in batches of transformers."""
+"""Label of uncounted tokens in transformers batches."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,18 @@ class Batch:
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
-    """The token that follows each."""
+    """The token that follows each token."""
 
     loss_mask: NDArray[np.float32]
     """1 for labels that count."""
 
     @classmethod
     def read(cls, path: Path) -> Batch:
-        """Reads a batch from `.npz`: `tokens`, `labels` and perhaps `loss_mask` as Megatron-LM feeds a model, or
-        `input_ids` and perhaps `labels` as transformers does, whose label i is token i and -100 does not count; or from
-        the folder of a step that a run of this program has saved.
+        """Read a batch from an `.npz` file or from the folder of a saved step.
 
-        Raises ValueError for a file that holds neither, and for arrays that do not fit each other.
+        An `.npz` file holds `tokens`, `labels` and optionally `loss_mask`, as Megatron-LM feeds a model. Or it holds
+        `input_ids` and optionally `labels`, as transformers does: label i is token i, and -100 does not count. Raises
+        ValueError if the file holds neither, or if the array shapes differ.
         """
         arrays = _arrays(path)
         if "input_ids" in arrays:
@@ -69,14 +70,14 @@ class Batch:
         return cls(tokens.astype(np.int64), labels.astype(np.int64), mask.astype(np.float32))
 
     def part(self, samples: slice, tokens: slice) -> Batch:
-        """The same samples, of which only some labels count."""
+        """Return the same samples with only some labels counted."""
         mask = np.zeros_like(self.loss_mask)
         mask[samples, tokens] = self.loss_mask[samples, tokens]
         return replace(self, loss_mask=mask)
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a file, or of the files of all data-parallel ranks in a folder, one after the other."""
+    """Return the arrays of a file, or the concatenated files of all data-parallel ranks in a folder."""
     files = sorted(path.glob(SAMPLES)) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"--batch {path} holds no samples: {SAMPLES}")
@@ -91,7 +92,7 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _shifted(ids: NDArray[np.int64], labels: NDArray[np.int64] | None) -> dict[str, NDArray[np.int64]]:
-    """A batch of transformers as Megatron-LM has it: its models shift the labels themselves."""
+    """Shift a transformers batch to Megatron-LM's form; transformers models shift the labels themselves."""
     labels = ids if labels is None else labels
     return {"tokens": ids[:, :-1], "labels": labels[:, 1:]}
 
@@ -101,14 +102,14 @@ class Gradients:
     """Loss and gradients that a model computed from a batch."""
 
     loss: float | None
-    """Mean over the tokens that count, in nats; None if it is not known."""
+    """Mean loss over the counted tokens, in nats; None if it is unknown."""
 
     tensors: Mapping[str, Tensor]
-    """Gradient of the mean loss by parameter, whole, in the order in which a backward pass ends."""
+    """Gradient of the mean loss by parameter, whole, in backward order."""
 
 
 class GivenSamples:
-    """Data set of the samples of a batch."""
+    """Dataset of a batch's samples."""
 
     fingerprint = "batch"
 
@@ -137,10 +138,10 @@ class GivenSamples:
 
 @dataclass(frozen=True)
 class Model:
-    """A model and how it computes."""
+    """A model, its weights and its number format."""
 
     source: Source
-    """An opened checkpoint or Hugging Face folder; its weights are read one at a time."""
+    """An open checkpoint or Hugging Face folder; its weights are read one at a time."""
 
     number_format: str = "fp64"
     """fp64, fp32, bf16 or fp16."""
@@ -149,10 +150,10 @@ class Model:
     """Flags of pretrain_gpt.py for settings that the model's configuration leaves open, such as loss coefficients."""
 
     def gradients(self, batch: Batch, watched: Watched | None = None) -> Gradients:
-        """Loss and gradients, computed in one process. With `watched`, only the gradient of its parameter means
-        anything: it is summed over a part of the sequence.
+        """Compute loss and gradients in one process.
 
-        Raises ValueError, with every problem, if the flags do not fit the model or the model not the batch.
+        With `watched`, only its parameter's gradient is meaningful: it is summed over a part of the sequence. Raises
+        ValueError with every problem if the flags do not fit the model, or the model does not fit the batch.
         """
         config = self._config(batch)
         set_determinism(config)
@@ -167,7 +168,7 @@ class Model:
         return Gradients(found["step 1 loss"].item(), {name: found[key].double() for key, name in names.items()})
 
     def _config(self, batch: Batch) -> RunConfig:
-        """A step of one process without dropout."""
+        """Return the configuration of one step in one process without dropout."""
         own, (samples, length) = without_callbacks(without_data_flags(self.source.config)), batch.tokens.shape
         model = own.model
         if model.max_position_embeddings is not None and length > model.max_position_embeddings:
@@ -189,12 +190,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Watched:
-    """A parameter whose gradient is summed over the outputs of its module at some places of the sequence only, as a
-    rank of sequence or context parallelism sums it before the ranks add theirs."""
+    """A parameter whose gradient is summed over only some sequence positions of its module's output.
+
+    A rank of sequence or context parallelism computes such a sum before it is added to the other ranks' sums.
+    """
 
     name: str
     places: tuple[int, int]
-    """The block and their number."""
+    """The block, and the number of blocks."""
 
     def attach(self, run: TrainingRun, hooks: ExitStack) -> None:
         for model in run.stages.values():
@@ -218,7 +221,7 @@ class Watched:
 
 
 def _load(run: TrainingRun, source: Source) -> None:
-    """The weights of a source, and the states that no gradient changes."""
+    """Load the weights of a source, and the states without gradients."""
     for model in run.stages.values():
         for param, meta in model.named_metas().values():
             if param.requires_grad:

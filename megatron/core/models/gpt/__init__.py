@@ -1,1 +1,1 @@
-"""GPT-style decoders: from GPT-2 to Llama, Qwen and Mistral, as one model and its configuration."""
+"""GPT-style decoders, from GPT-2 to Llama, Qwen and Mistral: one model class and its configuration."""

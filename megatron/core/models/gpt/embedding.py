@@ -1,5 +1,4 @@
-"""Tokens to hidden states: word embeddings, of which each tensor-parallel rank has some rows, and their norm,
-positions, dropout."""
+"""Vocabulary-parallel word embeddings, with their norm, position embeddings and dropout."""
 
 from __future__ import annotations
 
@@ -32,17 +31,17 @@ from megatron.core.transformer.norm import build_norm
 
 class EmbeddingContext(AutogradContext):
     elsewhere: Tensor | None
-    """True if another rank has the row of an id."""
+    """True for ids whose row is on another rank."""
     weight: Tensor
     boundary: Boundary
     axis: Axis
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """Lookup in an embedding table whose rows are sharded: each rank looks up its own ids, zeros stand for the others,
-    and the sum over the ranks is the result.
+    """Look up ids in a row-sharded embedding table: each rank looks up its own ids, uses zeros for the others, and the
+    results are summed over the ranks.
 
-    The gradient is added to `weight.main_grad` row by row, so that no gradient of the table's size is made.
+    The gradient is added to `weight.main_grad` row by row, which avoids a gradient of the table's size.
     """
 
     # ids [s, b] -> [s, b, h], with sequence parallelism [s/t, b, h]; W [V/t, h]
@@ -79,7 +78,7 @@ class EmbeddingFunction(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embeddings [vocab_rows, hidden], padding included, with sharded rows."""
+    """Word embeddings [vocab_rows, hidden] with sharded rows, padding included."""
 
     backward_reads_parameters = False
 
@@ -98,7 +97,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def word_embedding_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
-    """The word embeddings, which are the output weight too where they are tied."""
+    """Return the tag of the word embeddings, which are also the output weight if tied."""
     shared_stages = tied_stages if config.tied_embeddings or config.mtp_depths else ()
     return ParamMeta(
         "embedding.word_embeddings.weight",
@@ -111,16 +110,17 @@ def word_embedding_meta(config: TransformerConfig, tied_stages: tuple[int, ...])
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """A positive number in the precision of a dtype: Gemma was trained with a scale of its embeddings in bfloat16."""
+    """Round a positive number to the precision of a dtype. Gemma was trained with its embedding scale in bfloat16."""
     fraction, exponent = frexp(value)
     one = 2 / torch.finfo(dtype).eps
     return ldexp(round(fraction * one) / one, exponent)
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector for each position, whole on every rank.
+    """A learned vector per position, replicated on every rank.
 
-    Under sequence parallelism a rank looks up the positions of its own tokens."""
+    Under sequence parallelism each rank looks up the positions of its own tokens.
+    """
 
     backward_reads_parameters = False
 
@@ -135,7 +135,7 @@ class PositionEmbedding(nn.Module):
         self.shard, self.offset = ctx.tp.rank if ctx.sequence_parallel else 0, config.position_offset
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """[n, 1 or b, h] for the tokens x [n, b, h] of this rank; ValueError past the last position."""
+        """Return [n, 1 or b, h] for the rank's tokens x [n, b, h]. Raises ValueError beyond the last position."""
         if context.position_ids is not None or context.places is not None:
             return F.embedding(positions_of(x, context, self.shard) + self.offset, self.weight)
         rows = self.weight.shape[0] - self.offset
@@ -150,8 +150,10 @@ class PositionEmbedding(nn.Module):
 
 
 class SinusoidalEmbedding(nn.Module):
-    """Sines, then cosines, of positions times h / 2 frequencies, from 1 down to 1 / 10000 (arXiv:1706.03762, section
-    3.5, as tensor2tensor and XGLM have it). Angles are fp32 whatever the model's dtype."""
+    """Sinusoidal position embedding: sines, then cosines, of h / 2 frequencies from 1 down to 1 / 10000.
+
+    The layout is that of tensor2tensor and XGLM (arXiv:1706.03762, section 3.5). Angles are always fp32.
+    """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -159,14 +161,14 @@ class SinusoidalEmbedding(nn.Module):
         self.shard = ctx.tp.rank if ctx.sequence_parallel else 0
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """[n, 1 or b, h] for the tokens x [n, b, h] of this rank"""
+        """Return [n, 1 or b, h] for the rank's tokens x [n, b, h]."""
         exponents = torch.arange(self.pairs, device=x.device).float() * -(log(10000) / (self.pairs - 1))
         angles = (positions_of(x, context, self.shard) + self.offset).float().unsqueeze(-1) * exponents.exp()
         return torch.cat((angles.sin(), angles.cos()), dim=-1).to(x.dtype)
 
 
 def positions_of(x: Tensor, context: BatchContext, shard: int) -> Tensor:
-    """[n, 1 or b]: positions of the tokens x [n, b, h], part `shard` of those of this context-parallel rank."""
+    """Return the positions [n, 1 or b] of tokens x [n, b, h], shard `shard` of the context-parallel rank's tokens."""
     if context.position_ids is None:
         return context.places_of(x, shard).unsqueeze(1)
     return context.position_ids[:, shard * x.shape[0] : (shard + 1) * x.shape[0]].t()
@@ -176,8 +178,10 @@ POSITIONS = {"learned_absolute": PositionEmbedding, "sinusoidal": SinusoidalEmbe
 
 
 class Embedding(nn.Module):
-    """The first thing a model does. `tied_stages` are the stages on different ranks that hold a copy of it each, or of
-    its word embeddings, if several do."""
+    """The model's input layer: word and position embeddings, norm and dropout.
+
+    `tied_stages` are the stages on different ranks that each hold a copy of it, or of its word embeddings.
+    """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...]) -> None:
         super().__init__()
@@ -197,11 +201,11 @@ class Embedding(nn.Module):
         self.dropout = HiddenDropout("embedding.dropout", config.hidden_dropout, ctx)
 
     def forward(self, tokens: Tensor, context: BatchContext) -> Tensor:
-        """tokens [b, s] -> [s, b, h], or [s/tp, b, h] under sequence parallelism"""
+        """tokens [b, s] -> [s, b, h], or [s/tp, b, h] under sequence parallelism."""
         return self.dropout(self.vectors(tokens, context), context)
 
     def vectors(self, tokens: Tensor, context: BatchContext) -> Tensor:
-        """The same without dropout."""
+        """Return the embeddings before dropout, with the same shapes as `forward`."""
         x = self.word_embeddings(tokens)
         x = self.layernorm(x if self.scale == 1 else x * self.scale)
         if self.position_embeddings is not None:

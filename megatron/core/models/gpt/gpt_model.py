@@ -1,4 +1,4 @@
-"""The GPT model, as one stage of a pipeline; the whole of it is the stage that has all layers and both ends."""
+"""The GPT model as a pipeline stage. The whole model is the stage with all layers and both ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron.core.transformer.pass_context import PassContext
 
 @dataclass(frozen=True)
 class WeightSetup:
-    """How the parameters of a stage are created."""
+    """Settings for creating a stage's parameters."""
 
     device: torch.device | str = "cpu"
     seed: int = 1234
@@ -41,10 +41,10 @@ class WeightSetup:
     """False if other weights will be loaded."""
 
     lazy: bool = False
-    """Parameters have no memory, and no values, until `DistributedDataParallel` takes them over."""
+    """True to leave parameters without memory and values until `DistributedDataParallel` allocates them."""
 
     threads: int = 1
-    """Threads that draw initial weights."""
+    """Number of threads that draw initial weights."""
 
     rules: Sequence[InitRule] = ()
     """Rules that change initial weights (`OptimizerConfig.parameter_rules`)."""
@@ -61,7 +61,16 @@ def layer_context(
     weights: WeightSetup,
     hardware: Hardware,
 ) -> TPContext:
-    """Returns the context with which every layer of a stage is built."""
+    """Return the context with which every layer of a stage is built.
+
+    Args:
+        config: The model.
+        parallel: Parallelism settings.
+        state: Process groups.
+        passes: State shared by all passes of a rank's stages.
+        weights: How parameters are created.
+        hardware: The device and its capabilities.
+    """
     device = torch.device(weights.device)
     return TPContext(
         state=state,
@@ -82,14 +91,16 @@ def layer_context(
 
 
 class GPTModel(nn.Module):
-    """One stage, by default the whole model: the embedding on the first, layers, final norm and head on the last.
+    """One pipeline stage, by default the whole model: the embedding on the first stage, layers, final norm and head on
+    the last.
 
-    Hidden states are [s, b, w], or [s/tp, b, w] under sequence parallelism, w being the residual stream's width; the
-    first stage takes None for them and reads the batch's tokens. Without groups (`ParallelState()`) and with all layers
-    it is an ordinary module. `passes` is the same for all stages of a rank.
+    Hidden states are [s, b, w], or [s/tp, b, w] under sequence parallelism, with w the width of the residual stream.
+    The first stage takes None instead and reads the batch's tokens. Without groups (`ParallelState()`) and with all
+    layers it is an ordinary module.
 
-    With tied embeddings or multi-token prediction the last stage needs the embedding too. `Stage.tied_stages` hold it,
-    if they are on different ranks; a last stage whose rank has the first one too takes over that one's `embedding`.
+    With tied embeddings or multi-token prediction the last stage needs the embedding too. If the first and last stage
+    are on different ranks, each stage of `Stage.tied_stages` holds a copy. Otherwise the last stage shares the
+    `embedding` of the first.
     """
 
     def __init__(
@@ -104,6 +115,18 @@ class GPTModel(nn.Module):
         weights: WeightSetup = ORDINARY,
         hardware: Hardware | None = None,
     ) -> None:
+        """Build a stage.
+
+        Args:
+            config: The model.
+            parallel: Parallelism settings; the default is one process.
+            state: Process groups; the default has none.
+            stage: The stage; None means the whole model.
+            embedding: The first stage's embedding, if the last stage is on the same rank.
+            passes: State shared by all stages of a rank.
+            weights: How parameters are created.
+            hardware: The device and its capabilities.
+        """
         super().__init__()
         parallel = parallel or ModelParallelConfig()
         state = state or ParallelState()
@@ -133,7 +156,7 @@ class GPTModel(nn.Module):
         if self.output_layer is not None and self.chunk_tokens:
             self.output_layer.backward_reads_parameters = False
         self.loss_watchers: list[Callable[[Tensor, Batch], None]] = []
-        """Called on the last stage with the loss of each token [s, b], detached, and its micro-batch."""
+        """Hooks called on the last stage with the detached loss of each token [s, b] and its micro-batch."""
 
         self._refuse_equal_names()
         if weights.initialize:
@@ -141,7 +164,7 @@ class GPTModel(nn.Module):
             initialize_parameters_(unset, weights.seed, state.coords, weights.threads)
 
     def _refuse_equal_names(self) -> None:
-        """Raises ValueError if two parameters have the same name."""
+        """Raise ValueError if two parameters have the same name."""
         names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]
         if twice := sorted(name for name, count in Counter(names).items() if count > 1):
             raise ValueError(
@@ -150,8 +173,10 @@ class GPTModel(nn.Module):
             )
 
     def set_positions(self, config: TransformerConfig) -> None:
-        """Continues with the rotary embeddings of `config`, which differs from the model's in their flags and in the
-        sequence length alone."""
+        """Replace the rotary embeddings by those of `config`.
+
+        `config` may differ from the model's only in rotary flags and sequence length.
+        """
         self.decoder.set_positions(config)
         for module in self.mtp.modules() if self.mtp is not None else ():
             if isinstance(module, TransformerBlock):
@@ -159,20 +184,26 @@ class GPTModel(nn.Module):
         self.config = config
 
     def named_metas(self) -> dict[str, tuple[nn.Parameter, ParamMeta]]:
-        """Every parameter of this stage with its tag, by name in the whole model."""
+        """Return every parameter of this stage with its tag, by name in the whole model."""
         metas = ((parameter, parameter.meta) for parameter in self.parameters())  # type: ignore[attr-defined]
         return {meta.name: (parameter, meta) for parameter, meta in metas}
 
     def named_layers(self) -> dict[str, nn.Module]:
-        """The transformer layers of this stage and its multi-token prediction modules, by name in the whole model.
-        Their `number`s count on from one to the other."""
+        """Return the transformer layers of this stage and its multi-token prediction modules, by name in the whole
+        model.
+
+        Their `number`s are consecutive across both.
+        """
         found = {f"decoder.layers.{layer.number}": layer for layer in self.decoder.layers}
         modules = self.mtp.layers if self.mtp is not None else ()
         return found | {f"{MULTI_TOKEN}.{depth}": module for depth, module in enumerate(modules)}
 
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Hidden states for the next stage; on the last one the scalar sum of loss_mask * loss over tokens, in fp32
-        (fp64 for fp64 parameters). In training, that scalar brings the gradients of multi-token prediction with it."""
+        """Return hidden states for the next stage.
+
+        The last stage returns the scalar sum of loss_mask * loss over tokens, in fp32 (fp64 for fp64 parameters). In
+        training, the backward of this scalar also produces the gradients of multi-token prediction.
+        """
         x = self.hidden_states(hidden, batch)
         if self.output_layer is None:
             return x
@@ -188,12 +219,15 @@ class GPTModel(nn.Module):
     def loss_sum(
         self, x: Tensor, labels: Tensor, mask: Tensor, factor: float = 1.0, seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x [s, b, h], or [s/tp, b, h] under sequence parallelism, labels and mask [b, s] -> (scalar sum of mask *
-        loss, losses [s, b] without gradients), on the last stage.
+        """Return (scalar sum of mask * loss, losses [s, b] without gradients) on the last stage.
 
-        `factor` is the gradient that the caller's use of the sum gives it, for a gradient of 1 of the micro-batch's
-        loss, and `seed` is `Batch.loss_seed`. Chunks compute their gradients with the product of both, so the backward
-        must bring that product.
+        Args:
+            x: Hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism.
+            labels: [b, s].
+            mask: [b, s].
+            factor: Gradient of the micro-batch loss with respect to the returned sum.
+            seed: `Batch.loss_seed`. Chunked losses compute their gradients with `factor * seed`, so the backward must
+                arrive with the same product.
         """
         head, loss = self.output_layer, self.loss
         assert head is not None and loss is not None, "only the last stage has a loss"
@@ -205,9 +239,9 @@ class GPTModel(nn.Module):
 
     @torch.no_grad()
     def logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
-        """Logits [b, s, vocab_size] over the true vocabulary, gathered, for the last stage.
+        """Return gathered logits [b, s, vocab_size] over the true vocabulary, on the last stage.
 
-        With a cache, the batch's tokens follow those it holds, and are added to it.
+        With a cache, the batch's tokens follow the cached tokens and are added to the cache.
         """
         return self.whole_logits(self.local_logits(hidden, batch, cache)).transpose(0, 1)
 
@@ -216,7 +250,10 @@ class GPTModel(nn.Module):
         return all_gather(logits, self.tp, dim=2)[..., : self.config.vocab_size]
 
     def hidden_states(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
-        """Hidden states for the next stage, or on the last one for the head; `cache` as for `logits`."""
+        """Return hidden states for the next stage, or for the head on the last stage.
+
+        `cache` is used as in `logits`.
+        """
         context = BatchContext.of(batch, cache)
         if self.first:
             assert hidden is None and self.embedding is not None, "the first stage reads the batch's tokens"
@@ -225,11 +262,12 @@ class GPTModel(nn.Module):
         return self.decoder(hidden, context)
 
     def local_logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
-        """Logits [s, b, V/tp], padding included, for the last stage."""
+        """Return the logits [s, b, V/tp], padding included, on the last stage."""
         assert self.output_layer is not None, "only the last stage has logits"
         return self.output_layer(self.hidden_states(hidden, batch, cache))
 
 
 def holds_embedding(config: TransformerConfig, first: bool, last: bool) -> bool:
-    """Return whether a stage has the embedding: the first one, and the last one for multi-token prediction."""
+    """Return whether a stage holds the embedding: the first stage does, and with multi-token prediction the last one
+    too."""
     return first or (last and config.mtp_depths > 0)

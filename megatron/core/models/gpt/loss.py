@@ -1,5 +1,4 @@
-"""The end of the model: hidden states to logits, whose vocabulary is cut over the tensor-parallel ranks, and logits to
-the loss of each token."""
+"""Output layer and loss: hidden states to vocabulary-parallel logits, and logits to per-token losses."""
 
 from __future__ import annotations
 
@@ -20,18 +19,26 @@ T = TypeVar("T")
 
 
 def output_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
-    """The weight of the output layer: a replica of the word embeddings where they are tied."""
+    """Return the tag of the output weight, which is a replica of the word embeddings if they are tied."""
     if config.tied_embeddings:
         return word_embedding_meta(config, tied_stages)
     return ParamMeta("output_layer.weight", (config.padded_vocab_size, config.hidden_size), {"tp": 0}, role="output")
 
 
 class Head(OutputLayer):
-    """The output layer with the model's scaling and cap of logits."""
+    """The output layer, with the model's logit scaling and cap."""
 
     def __init__(
         self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...], tied_weight: nn.Parameter | None
     ) -> None:
+        """Build the output layer.
+
+        Args:
+            config: The model.
+            ctx: Context of the stage's layers.
+            tied_stages: Stages on different ranks that share the word embeddings.
+            tied_weight: The embedding weight on this rank, if it is shared.
+        """
         bias = ParamMeta("output_layer.bias", (config.padded_vocab_size,), {"tp": 0}, role="bias")
         biases = [bias] if config.add_output_layer_bias else []
         super().__init__(output_meta(config, tied_stages), *biases, ctx=ctx, tied_weight=tied_weight)
@@ -45,50 +52,59 @@ class Head(OutputLayer):
     def forward(self, x: Tensor, use: Callable[[Tensor], T]) -> T: ...
 
     def forward(self, x: Tensor, use: Callable[[Tensor], T] | None = None) -> Tensor | T:
-        """x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp]. The divisor is applied to x,
-        which is smaller, where no bias is added.
+        """x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp].
 
-        With `use`, returns what that computes of the x that the weight multiplies, as a pass of this module, so that
-        what gathers a module's parameters before its forward does so."""
+        Without a bias, the logit divisor is applied to x, which is smaller. With `use`, the method returns `use(x)` for
+        the x that the weight multiplies. The call still counts as a forward of this module, so hooks that gather its
+        parameters run.
+        """
         x = x / self.divisor if self.divisor != 1 and self.bias is None else x
         return self.finished(super().forward(x)) if use is None else use(x)
 
     def finished(self, logits: Tensor) -> Tensor:
-        """The products of x and the weight -> logits."""
+        """Apply scaling and cap to the products of x and the weight."""
         logits = logits / self.divisor if self.divisor != 1 and self.bias is not None else logits
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
 class TokenLoss:
-    """Base of losses. The training loop sums loss_mask * loss over tokens and divides once, by the number of valid
-    tokens in the global batch. So a loss must neither average nor mask its results."""
+    """Base class of losses.
+
+    The training loop sums loss_mask * loss over tokens and divides once, by the number of valid tokens in the global
+    batch. A loss must therefore neither average nor mask its results.
+    """
 
     must_write = ("__call__",)
-    """A registered loss must override it."""
+    """Method that every registered loss must override."""
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         self.config, self.ctx = config, ctx
 
     @staticmethod
     def prepare(config: TransformerConfig, batch: Batch) -> Batch:
-        """Return the batch, with another `loss_mask` or other `labels` if the loss needs them. The micro-batch has
-        whole samples, on the host, before context parallelism shards it. This runs on every rank in training and
-        evaluation, so the result must depend on the samples alone."""
+        """Return the batch, with another `loss_mask` or other `labels` if the loss needs them.
+
+        The micro-batch holds whole samples, on the host, before context parallelism shards it. The method runs on every
+        rank in training and evaluation, so the result must depend on the samples alone.
+        """
         return batch
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits [s, b, V/tp], labels [s, b] -> losses [s, b] in fp32 or above, equal on all tensor-parallel ranks.
-        Columns of the unsharded logits from `config.vocab_size` on are padding."""
+
+        Columns of the unsharded logits from `config.vocab_size` on are padding.
+        """
         raise NotImplementedError
 
 
 def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
-    """Scalar sum of mask [b, s] * losses [s, b]. Raises ValueError if a loss function returned anything else."""
+    """Return the scalar sum of mask [b, s] * losses [s, b]. Raises ValueError if the loss function returned another
+    shape or type."""
     return (checked_losses(losses, mask.t().shape) * mask.t().to(losses.dtype)).sum()
 
 
 def checked_losses(losses: object, shape: torch.Size) -> Tensor:
-    """Return the losses that a loss function has computed. Raises ValueError unless there is one for each token."""
+    """Return the losses that a loss function has computed. Raises ValueError unless there is one per token."""
     if not isinstance(losses, Tensor) or losses.shape != shape:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise ValueError(
@@ -99,7 +115,7 @@ def checked_losses(losses: object, shape: torch.Size) -> Tensor:
 
 
 class CrossEntropy(TokenLoss):
-    """-log softmax(logits)[label], and the z-loss of --z-loss-coeff."""
+    """Cross-entropy -log softmax(logits)[label], plus the z-loss of --z-loss-coeff."""
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         config, ctx = self.config, self.ctx

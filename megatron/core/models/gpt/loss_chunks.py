@@ -1,13 +1,13 @@
-"""The head and the loss of a micro-batch in chunks of tokens (--loss-chunk-tokens), in place of the whole at once.
+"""Head and loss of a micro-batch computed in chunks of tokens (--loss-chunk-tokens).
 
-The logits of a large vocabulary are the largest tensor of a pass. Losses are sums over tokens, and the backward starts
-from a factor that is known before, so the gradient of a token's loss is known as soon as its logits are. The forward
-pass computes the logits of some tokens, their losses, and at once the gradients of the hidden states and of the weight;
-then it drops the logits. This takes the same three products for each token as a forward and a backward do. A tensor of
-the size of the hidden states is left, which the backward hands over.
+The logits of a large vocabulary are the largest tensor of a pass. Losses are sums over tokens and the initial gradient
+is known in advance, so the gradient of a token's loss can be computed as soon as its logits are. For each chunk, the
+forward pass computes the logits, the losses and the gradients of the hidden states and the weight; then it drops the
+logits. Each token needs the same three matrix products as in a separate forward and backward. Only a tensor of the
+hidden states' size remains, which the backward returns.
 
-Under sequence parallelism a chunk consists of the same places of each rank's part of the sequence. Its hidden states
-are gathered while the chunk before is computed, and their gradient is reduced while the next one is.
+Under sequence parallelism a chunk consists of the same positions of each rank's sequence shard. Its hidden states are
+gathered during the previous chunk's computation, and their gradient is reduced during the next chunk's.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megatron.core.torch_private import AutogradContext, assert_async
 
 
 class Chunking(NamedTuple):
-    """The parts of a model that make losses of hidden states, and the size of chunks."""
+    """Modules that compute the loss from hidden states, and the chunk size."""
 
     head: Head
     loss: Loss
     chunk_tokens: int
-    """--loss-chunk-tokens: tokens in one chunk, of those whose losses a rank computes."""
+    """Value of --loss-chunk-tokens: tokens per chunk, counted among the tokens whose losses this rank computes."""
 
 
 class Tokens(NamedTuple):
@@ -47,12 +47,15 @@ class Tokens(NamedTuple):
     """[s, b]"""
 
     gradient: Tensor | float
-    """The gradient of the loss sum."""
+    """Gradient of the loss sum."""
 
 
 def loss_sum_in_chunks(setup: Chunking, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The x [s, b, h] that the weight of the head multiplies, or [s/tp, b, h] under sequence parallelism -> (scalar sum
-    of mask * loss, losses [s, b] without gradients)."""
+    """Compute the loss sum and losses in chunks.
+
+    x [s, b, h] (or [s/tp, b, h] under sequence parallelism) is the head weight's input -> (scalar sum of mask * loss,
+    losses [s, b] without gradients).
+    """
     if torch.is_grad_enabled():
         return _ChunkedLoss.apply(x, setup.head.weight, setup.head.bias, setup, tokens)
     losses = _Chunks(setup, tokens, x, (False, False, False)).run()
@@ -83,7 +86,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _ChunkedContext, grad: Tensor, of_losses: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients that were computed for `ctx.gradient`. What is in `main_grad` cannot be scaled again."""
+        """Return the gradients that were computed for `ctx.gradient`. Gradients already added to `main_grad` cannot be
+        scaled again."""
         computed_for = torch.as_tensor(ctx.gradient, dtype=grad.dtype, device=grad.device)
         if ctx.in_main_grad:
             message = "the gradient of the loss sum is not the one that its chunks were computed with"
@@ -95,13 +99,13 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Chunks:
-    """One pass over the chunks of a micro-batch. t is the number of ranks over which the sequence of x is sharded."""
+    """One pass over the chunks of a micro-batch. t is the number of ranks that shard the sequence of x."""
 
     def __init__(self, setup: Chunking, tokens: Tokens, x: Tensor, needs: tuple[bool, bool, bool]) -> None:
-        """`needs`: whether gradients of x, the weight and the bias are needed."""
+        """Prepare the pass. `needs` says whether the gradients of x, the weight and the bias are needed."""
         self.head, self.loss = setup.head, setup.loss
         self.gradient = tokens.gradient
-        self.x = x.contiguous().view(-1, x.shape[-1])  # [n, h], a rank's own tokens
+        self.x = x.contiguous().view(-1, x.shape[-1])  # [n, h], this rank's tokens
         shards = self.head.axis.size if self.head.boundary.cuts.sequence else 1
         self.labels, self.mask = (each.reshape(shards, -1) for each in tokens[:2])  # [t, n]
         length = max(1, setup.chunk_tokens // shards)
@@ -118,12 +122,12 @@ class _Chunks:
 
     @property
     def db(self) -> Tensor | None:
-        """The gradient of the bias."""
+        """Return the gradient of the bias."""
         bias = self.head.bias
         return self.sum_of_dy.to(bias.dtype) if self.sum_of_dy is not None and bias is not None else None
 
     def run(self, dw: Tensor | None = None, overwrite: bool = False) -> Tensor:
-        """Adds the weight gradient to `dw`, or writes it over what `dw` holds. Returns the losses [s, b]."""
+        """Add the weight gradient to `dw`, or overwrite `dw` with it. Returns the losses [s, b]."""
         gathered = self._enter(0)
         losses = []
         for number in range(len(self.starts) - 1):
@@ -142,7 +146,7 @@ class _Chunks:
         return enter((self.x[self._rows(number)].unsqueeze(1),), self.head.boundary, self.head.axis)
 
     def _chunk(self, number: int, x: Operand, dw: Tensor | None, overwrite: bool) -> Tensor:
-        """x [t * n, 1, h] -> losses [t, n]; with their gradients where any are needed."""
+        """x [t * n, 1, h] -> losses [t, n]; also computes the gradients if any are needed."""
         rows = self._rows(number)
         labels = self.labels[:, rows].reshape(-1, 1)
         with torch.set_grad_enabled(self.tracked):
@@ -151,12 +155,12 @@ class _Chunks:
             del logits
         if self.tracked:
             weights = self.mask[:, rows].reshape(-1, 1).to(losses.dtype) * self.gradient
-            # From an edge, as the executor does: modes of functions then see what runs in the backward.
+            # Start from a graph edge, as the executor does, so that torch function modes see the backward's calls.
             torch.autograd.backward([get_gradient_edge(losses)], [weights])
         return losses.detach().view(len(self.labels), -1)
 
     def _anchor(self) -> Tensor:
-        """Lets autograd track the logits, which are no function of any tensor that has a gradient here."""
+        """Return a tensor that makes autograd track the logits, which depend on no tensor with a gradient here."""
         return self.x.new_empty(0).requires_grad_(self.tracked)
 
     def logits(self, x: Operand) -> Tensor:
@@ -165,7 +169,15 @@ class _Chunks:
         return PLAIN.forward(x, self.head.weight, None if bias is None else bias.flatten())
 
     def add_gradients(self, rows: slice, x: Operand, dy: Tensor, dw: Tensor | None, overwrite: bool) -> None:
-        """Takes the gradient of a chunk's logits [n, 1, V/t]."""
+        """Process the gradient of a chunk's logits [n, 1, V/t].
+
+        Args:
+            rows: The chunk's tokens.
+            x: The head's input for these tokens.
+            dy: Gradient of the logits [n, 1, V/t].
+            dw: Weight gradient, if needed.
+            overwrite: Overwrite `dw` instead of adding to it.
+        """
         if self.dx is not None:
             dx = self.head.boundary.enter_adjoint(PLAIN.input_grad((dy,), self.head.weight), self.head.axis)
             self._take_reduced()
@@ -188,7 +200,7 @@ class _LogitsContext(AutogradContext):
 
 
 class _Logits(torch.autograd.Function):
-    """The logits of a chunk, whose backward hands their gradient to `_Chunks.add_gradients`."""
+    """Computes a chunk's logits; its backward passes their gradient to `_Chunks.add_gradients`."""
 
     @staticmethod
     def forward(

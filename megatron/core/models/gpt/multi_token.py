@@ -1,17 +1,17 @@
 """Multi-token prediction (MTP): modules after the last layer that predict further tokens (arXiv 2412.19437, 2.2).
 
-The module of depth k = 1, 2, ... combines the hidden states of the depth before, those of the model's last norm at
-depth 1, with the embedding of the token k places further on, and predicts the token after that one, with the model's
-own embedding and head:
+The module of depth k = 1, 2, ... combines the hidden states of depth k - 1 with the embedding of the token k positions
+ahead, and predicts the token after that. Depth 1 reads the output of the model's final norm. All depths share the
+model's embedding and head:
 
     x_k = eh_proj [enorm(Emb(t_{i+k})); hnorm(h_{k-1})]                                 (equation 21)
     h_k = final_layernorm(layer(x_k))                                                   (equation 22)
     loss = main loss + factor / N * sum over k of -log softmax(head(h_k))[t_{i+k+1}]    (equations 23 to 25)
 
-The paper writes the hidden states first; the order here is that of its published weights and of Megatron-LM. All losses
-are sums over tokens and share one division, by the number of tokens whose main loss counts, so layouts and micro-batch
-sizes cannot change their gradients. At depth k only s - k tokens of a sample of s have a label: the factor s / (s - k),
-as in Megatron-LM, makes the loss a mean over these, which the paper divides by s.
+The paper writes the hidden states first; its published weights and Megatron-LM use the order above. All losses are sums
+over tokens, divided once by the number of tokens whose main loss counts, so layouts and micro-batch sizes cannot change
+the gradients. At depth k only s - k of a sample's s tokens have a label. The factor s / (s - k), as in Megatron-LM,
+makes the loss a mean over these tokens; the paper divides by s.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from megatron.core.transformer.layer import HiddenDropout
 from megatron.core.transformer.norm import build_norm
 
 MULTI_TOKEN = "mtp.layers"
-"""Multi-token prediction modules, by depth from 0."""
+"""Prefix of the names of multi-token prediction modules, by depth from 0."""
 
 
 class LossSum(Protocol):
-    """`megatron.core.models.gpt.gpt_model.GPTModel.loss_sum`."""
+    """Signature of `megatron.core.models.gpt.gpt_model.GPTModel.loss_sum`."""
 
     def __call__(
         self, x: Tensor, labels: Tensor, mask: Tensor, factor: float = 1.0, seed: Tensor | None = None
@@ -45,13 +45,16 @@ class LossSum(Protocol):
 
 
 def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear:
-    """eh_proj: from the normed embedding and the normed hidden states, side by side, to hidden states."""
+    """Build eh_proj, which maps the concatenated normed embedding and normed hidden states to hidden states."""
     return ColumnLinear(f"{name}.eh_proj", 2 * config.hidden_size, (config.hidden_size,), False)
 
 
 class MultiTokenLayer(nn.Module):
-    """The module of one depth, from 0. Its layer is of the kind of the model's last one, dense or of experts, with the
-    window and rotary embedding of --mtp-layer-kind."""
+    """The module of one depth, counted from 0.
+
+    Its layer has the kind of the model's last layer, dense or MoE, with the window and rotary embedding of
+    --mtp-layer-kind.
+    """
 
     def __init__(self, depth: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -73,14 +76,14 @@ class MultiTokenLayer(nn.Module):
         )
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: BatchContext) -> Tensor:
-        """hidden, embedded [s, b, h] -> [s, b, h]; all [s/tp, b, h] under sequence parallelism"""
+        """hidden and embedded [s, b, h] -> [s, b, h]; all are [s/tp, b, h] under sequence parallelism."""
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))  # [s, b, h/tp]
         x = features_to_sequence(x, self.tp) if self.sequence_parallel else gather_from(x, self.tp)
         return self.transformer(x, context)
 
 
 class MultiTokenPrediction(nn.Module):
-    """The modules of all depths, and what their losses have added up to."""
+    """The modules of all depths and their accumulated losses."""
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -91,11 +94,17 @@ class MultiTokenPrediction(nn.Module):
         self.cp_size = ctx.state.cp.size
         self.weight = config.mtp_loss_scaling_factor / config.mtp_depths
         self.tally = torch.zeros(config.mtp_depths, 2, dtype=torch.float64, device=ctx.device)
-        """[N, 2]: loss sum and number of tokens that count, by depth, of the step's micro-batches so far."""
+        """[N, 2]: loss sum and number of counted tokens per depth, over the step's micro-batches so far."""
 
     def forward(self, hidden: Tensor, batch: Batch, embedding: Embedding, loss_sum: LossSum) -> Tensor:
-        """hidden [s, b, h], or [s/tp, b, h] under sequence parallelism -> weighted sum of the losses of all depths over
-        these tokens. The batch must have the `future_*` fields."""
+        """Return the weighted loss sum of all depths.
+
+        Args:
+            hidden: Hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism.
+            batch: The micro-batch; needs its `future_*` fields.
+            embedding: The model's embedding.
+            loss_sum: Computes the loss sum from hidden states.
+        """
         tokens = batch.future_tokens
         labels = batch.future_labels
         positions = batch.future_position_ids
