@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +25,7 @@ from megatron.extensions.operate.peer_copies.client import (
     drop_abandoned,
     leased,
     open_holder,
+    reached,
 )
 from megatron.extensions.operate.peer_copies.holder import WORLD, header_of, headers_in, make_room, read_header, sealed
 from megatron.extensions.operate.peer_copies.sets import (
@@ -72,6 +75,40 @@ def test_what_is_sent_is_read_back_and_outlives_the_holder(holder: Address, tmp_
     assert again.port != holder.port and path.read_bytes() == data
     Link(again).end()
     wait_for(lambda: not (tmp_path / "host").exists())
+
+
+def test_a_stopped_holder_is_replaced(holder: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "RESPONDS", 0.5)
+    pid = json.loads((tmp_path / "host" / "holder.json").read_text())["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(HolderError, match=r"did not answer within 0\.5 s"):
+        leased(holder)
+    again = open_holder(tmp_path / "host", keep=60)
+    assert again.token != holder.token and (tmp_path / "host" / GENERATION).exists()
+    wait_for(lambda: refuses(holder))
+    leased(again).close()
+
+
+def test_a_holder_that_was_replaced_leaves_the_copies(tmp_path: Path) -> None:
+    first = open_holder(tmp_path / "host", keep=60)
+    (tmp_path / "host" / "holder.json").unlink()
+    again = open_holder(tmp_path / "host", keep=60)
+    wait_for(lambda: refuses(first))
+    reached(again).end()
+
+
+def test_a_holder_outlives_who_starts_it(tmp_path: Path) -> None:
+    folder = tmp_path / "host"
+    folder.mkdir()
+    nobody, output = os.pipe()
+    os.close(nobody)
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", client.PROGRAM, folder, "127.0.0.1", "60"], stdout=output, stderr=subprocess.PIPE
+    ) as process:
+        os.close(output)
+        wait_for(lambda: (folder / "holder.json").exists())
+        reached(open_holder(folder, keep=60)).end()
+        assert process.communicate()[1] == b""
 
 
 def test_a_copy_counts_only_when_it_has_arrived_whole(holder: Address, tmp_path: Path) -> None:

@@ -5,18 +5,20 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
@@ -35,7 +37,11 @@ OPENS = 120.0
 ABANDONED = 3600.0
 """Seconds without a new copy, at least, after which those without a holder are deleted."""
 
-ANSWER = 30.0
+RESPONDS = 5.0
+"""Seconds within which a living holder accepts a connection and answers a request. The kernel also accepts connections
+for a process that is stopped."""
+
+ANSWER = 10.0
 """Seconds within which a living holder receives or sends a chunk."""
 
 
@@ -61,15 +67,56 @@ class Address:
 
 
 def open_holder(folder: Path, keep: float) -> Address:
-    """Return the holder of this host, which is started if there is none. Raises OSError."""
+    """Return the holder of this host. If there is none, or if it does not answer, start one. Raises OSError."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
+    with _opening(folder):
+        try:
+            found = address_in(folder)
+            reached(found).close()
+            return found
+        except (OSError, ValueError, KeyError):
+            _end_silent(folder)
+        return _started(folder, keep)
+
+
+@contextmanager
+def _opening(folder: Path) -> Iterator[None]:
+    """Wait until no other process of this host opens the holder, so that there is only one. Raises OSError."""
+    descriptor, limit = os.open(folder, os.O_RDONLY), time.monotonic() + OPENS
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > limit:
+                    raise
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def address_in(folder: Path) -> Address:
+    """Address of the holder of a folder. Raises OSError, ValueError or KeyError if there is none."""
+    about = json.loads((folder / ABOUT).read_text())
+    return Address(host_name(), about["address"], int(about["port"]), about["token"])
+
+
+def _end_silent(folder: Path) -> None:
+    """End a holder that does not answer, as if it is stopped. The copies are files, which it does not take with it."""
     with suppress(OSError, ValueError, KeyError):
-        about = json.loads((folder / ABOUT).read_text())
-        found = Address(host_name(), about["address"], int(about["port"]), about["token"])
-        Link(found).close()
-        return found
+        pid = int(json.loads((folder / ABOUT).read_text())["pid"])
+        if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            os.kill(pid, signal.SIGKILL)
+            why = f"did not answer within {RESPONDS:g} s; it is ended with SIGKILL and replaced"
+            print(f" the holder of copies on {host_name()} {why}", file=sys.stderr, flush=True)
+
+
+def _started(folder: Path, keep: float) -> Address:
+    """Start the holder of this host. Raises OSError."""
     words = [sys.executable, "-I", "-S", str(PROGRAM), str(folder), own_address(), str(keep)]
     process = subprocess.Popen(
         words,
@@ -88,8 +135,7 @@ def open_holder(folder: Path, keep: float) -> Address:
         raise OSError(f"the holder of copies did not start: {' '.join(words)} ended with {process.wait()}")
     process.stdout.close()
     process.returncode = 0  # it outlives this process, which need not wait for it
-    about = json.loads((folder / ABOUT).read_text())
-    return Address(host_name(), about["address"], int(about["port"]), about["token"])
+    return address_in(folder)
 
 
 def drop_abandoned(own: Path, keep: float) -> None:
@@ -105,8 +151,7 @@ def drop_abandoned(own: Path, keep: float) -> None:
 def _has_holder(folder: Path) -> bool:
     """Return whether a holder serves a folder."""
     try:
-        about = json.loads((folder / ABOUT).read_text())
-        Link(Address("", about["address"], int(about["port"]), about["token"])).close()
+        Link(address_in(folder)).close()
     except (OSError, ValueError, KeyError):
         return False
     return True
@@ -123,6 +168,10 @@ def own_address() -> str:
 
 class HolderError(OSError):
     """Raised if a holder refuses a request, or is lost."""
+
+
+class RefusedError(HolderError):
+    """Raised if a holder refuses a request, as another attempt would also be."""
 
 
 class Pace:
@@ -147,7 +196,8 @@ class Link:
 
     def __init__(self, to: Address) -> None:
         self.to = to
-        self._socket = socket.create_connection((to.address, to.port), timeout=ANSWER)
+        self._socket = socket.create_connection((to.address, to.port), timeout=RESPONDS)
+        self._socket.settimeout(ANSWER)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._stream = cast("BinaryIO", self._socket.makefile("rb"))
 
@@ -176,6 +226,13 @@ class Link:
         self._answer()
         return bytes(content)
 
+    def hello(self) -> None:
+        """Return once the holder has answered, within `RESPONDS` seconds."""
+        self._socket.settimeout(RESPONDS)
+        self._ask(op="hello")
+        self._answer()
+        self._socket.settimeout(ANSWER)
+
     def lease(self) -> None:
         """Count as a rank of the holder's host from now on, until this connection or its process ends."""
         self._ask(op="lease")
@@ -196,15 +253,31 @@ class Link:
 
     def _answer(self) -> dict[str, Any]:
         line = self._stream.readline(1 << 16)
-        answer = json.loads(line) if line else {"error": "it has ended"}
+        if not line:
+            raise HolderError(f"the holder of {self.to.host} has ended")
+        answer = json.loads(line)
         if "error" in answer:
-            raise HolderError(f"the holder of {self.to.host}: {answer['error']}")
+            raise RefusedError(f"the holder of {self.to.host}: {answer['error']}")
         return cast("dict[str, Any]", answer)
+
+
+def reached(holder: Address) -> Link:
+    """Connection to a holder that has answered. Raises OSError if it does not answer within `RESPONDS` seconds."""
+    try:
+        link = Link(holder)
+        try:
+            link.hello()
+        except BaseException:
+            link.close()
+            raise
+    except TimeoutError:
+        raise HolderError(f"the holder of {holder.host} did not answer within {RESPONDS:g} s") from None
+    return link
 
 
 def leased(holder: Address) -> Link:
     """Connection that counts as a rank of the holder's host while it is kept."""
-    link = Link(holder)
+    link = reached(holder)
     link.lease()
     return link
 

@@ -12,11 +12,13 @@ the last copy of a rank; holder/HOST, the address of a holder that was restarted
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,48 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.state_dict import StateDict
-from megatron.extensions.operate.peer_copies.client import Address, Link, Pace, leased, open_holder
+from megatron.extensions.operate.peer_copies.client import (
+    Address,
+    Link,
+    Pace,
+    RefusedError,
+    leased,
+    open_holder,
+    reached,
+)
 from megatron.extensions.operate.peer_copies.holder import header_of, sealed, write_whole
 from megatron.extensions.operate.peer_copies.shards import Entry, Slot, Stored, boxes_of, entries_of
 
-AGAIN = 20.0
-"""Seconds for which ranks look for a restarted holder."""
+AGAIN = 10.0
+"""Seconds for which ranks look for a restarted holder, unless the copies before have also failed."""
+
+MOST_PASSED_OVER = 31
+"""Largest number of copies in a row that are not attempted because those before have failed."""
+
+
+class Backoff:
+    """Decides which copies are attempted after failures, so that a lasting fault does not slow every step. All ranks
+    count the same failures."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        """Failures in a row."""
+
+        self._pass_over = 0
+
+    def is_due(self) -> bool:
+        """Return whether the next copy is attempted. Call once for each copy."""
+        self._pass_over -= 1
+        return self._pass_over < 0
+
+    def failed(self) -> None:
+        """Count a failure: 0, 1, 3, 7, ... copies are passed over."""
+        self._pass_over = min(2**self.failures - 1, MOST_PASSED_OVER)
+        self.failures += 1
+
+    def succeeded(self) -> None:
+        """Attempt every copy again."""
+        self.failures = self._pass_over = 0
 
 
 @dataclass(frozen=True)
@@ -77,6 +115,10 @@ class Copies:
 
         self._store, self._world = store, world
         self._pace = pace
+        self._backoff = Backoff()
+        self._told = set[str]()
+        """Reasons for incomplete copies that the log has, without their numbers."""
+
         self._slot, self._number = 0, 0
         self._slots = dict[tuple[str, int], Slot]()
         self._entries = dict[str, tuple[list[Entry], str]]()
@@ -87,6 +129,22 @@ class Copies:
     def when_complete(self, call: Callable[[], None]) -> None:
         """Register `call`, which the copying thread calls once, when the first copies are complete."""
         self._first = call
+
+    def news(self) -> str:
+        """Line for the log if copies have become incomplete for a new reason, or complete again; otherwise empty."""
+        reason = re.sub(r"\d+", "", self.failure)
+        if reason and reason not in self._told:
+            self._told.add(reason)
+            then = "those before remain, and if this continues, attempts become rarer"
+            return f"copies in memory of the last step are incomplete: {self.failure}; {then}"
+        if self._told and not reason:
+            self._told.clear()
+            return f"copies in memory are complete again, of iteration {self.complete}"
+        return ""
+
+    def holders(self) -> dict[str, Address]:
+        """Host -> its holder now."""
+        return {host: self._address(host) or address for host, address in self.place.holders.items()}
 
     def wait(self, seconds: float = inf) -> list[int]:
         """Wait until the copies in progress are complete on all ranks, or have failed. After the given number of
@@ -104,13 +162,18 @@ class Copies:
         """Begin the copies of a step, after the previous ones have ended. `tensors` may change once this returns, on
         the current stream."""
         self.wait()
+        if not self._backoff.is_due():
+            return
         self._number += 1
-        staged = [(duty, self._stage(duty.stored, tensors)) for duty in self.duties]
+        staged, problem = list[tuple[Duty, Slot]](), ""
+        try:
+            staged += [(duty, self._stage(duty.stored, tensors)) for duty in self.duties]
+        except OSError as error:  # as without room in memory: training needs no copies
+            problem = f"{self.place.own}: {type(error).__name__}: {error}"
         devices = {data.device for tensor in tensors.values() for _, data in tensor.boxes if data.is_cuda}
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
-        self._thread = threading.Thread(
-            target=self._send, args=(iteration, staged, events, payload), name="peer copies", daemon=True
-        )
+        send = partial(self._send, iteration, staged, events, payload, problem)
+        self._thread = threading.Thread(target=send, name="peer copies", daemon=True)
         self._thread.start()
 
     def _stage(self, stored: Stored, tensors: StateDict) -> Slot:
@@ -134,8 +197,12 @@ class Copies:
         staged: Sequence[tuple[Duty, Slot]],
         events: Sequence[torch.cuda.Event],
         payload: Mapping[str, object] | None,
+        problem: str,
     ) -> None:
+        """Complete the copies of a step; `problem`: the reason why they could not be staged."""
         try:
+            if problem:
+                raise OSError(problem)
             for event in events:
                 event.synchronize()
             self._look_after_holder()
@@ -148,7 +215,8 @@ class Copies:
             self._store.add(f"copied/{self._number}", 1)
         except Exception as error:
             with suppress(RuntimeError):  # the store is gone, and so is the run
-                self._store.set(f"failed/{self._number}", f"{type(error).__name__}: {error}")
+                why = problem or f"{self.place.own}: {type(error).__name__}: {error}"
+                self._store.set(f"failed/{self._number}", why)
         with suppress(RuntimeError):
             self._agree(iteration)
 
@@ -158,12 +226,14 @@ class Copies:
         while self._store.add(f"copied/{self._number}", 0) < self._world:
             if self._store.check([failed := f"failed/{self._number}"]):
                 self.failure = self._store.get(failed).decode()
+                self._backoff.failed()
                 return
             time.sleep(pause)
             pause = min(2 * pause, longest)
         if self.place.rank == 0 and self.complete is not None:  # all ranks have read it
             self._store.delete_key(f"copied/{self._number - 1}")
         self.complete, self.failure = iteration, ""
+        self._backoff.succeeded()
         self._slot = 1 - self._slot
         if self._first is not None:
             self._first()
@@ -176,16 +246,17 @@ class Copies:
         return sealed(f'{json.dumps(rest)[:-1]}, "entries": {text}}}'.encode())
 
     def _put(self, host: str, slot: Slot, header: bytes) -> None:
-        limit, address = time.monotonic() + AGAIN, self.place.holders[host]
+        again, address = 0.0 if self._backoff.failures else AGAIN, self.place.holders[host]
+        limit = time.monotonic() + again
         while True:
             try:
-                link = Link(self._address(host) or address)
+                link = reached(self._address(host) or address)
                 try:
                     return link.put(self.place.generation, slot.path.name, header, slot.view, self._pace)
                 finally:
                     link.close()
-            except OSError:
-                if time.monotonic() > limit:
+            except OSError as error:
+                if isinstance(error, RefusedError) or time.monotonic() > limit:
                     raise
                 time.sleep(0.2)
 
@@ -194,12 +265,12 @@ class Copies:
         return Address(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _look_after_holder(self) -> None:
-        """Restart the holder of this host if it has died."""
+        """Restart the holder of this host if it has died or does not answer."""
         if not self.place.leads:
             return
         own = self._address(self.place.own) or self.place.holders[self.place.own]
         try:
-            Link(own).close()
+            reached(own).close()
         except OSError:
             found = open_holder(self.place.folder, self.place.keep)
             self._lease = leased(found)

@@ -122,8 +122,14 @@ class Holder(socketserver.ThreadingTCPServer):
             time.sleep(0.2)
             with self.lock:
                 idle = not self.leases and time.monotonic() - self.free_since > self.keep
-            if self.ended or idle or not self.folder.exists():
+            if self.ended or idle or not self.is_current():
                 return
+
+    def is_current(self) -> bool:
+        """Return True if no other holder has replaced this one, and its folder exists."""
+        with suppress(OSError, ValueError, KeyError):
+            return bool(json.loads((self.folder / ABOUT).read_bytes())["token"] == self.token)
+        return False
 
     def lease(self, change: int) -> None:
         """Change the number of connected ranks."""
@@ -157,6 +163,9 @@ class Connection(socketserver.StreamRequestHandler):
                     self._answer(error=f"{type(error).__name__}: {error}")
                     return
                 self._answer(**answer or {})
+
+    def do_hello(self, request: Mapping[str, Any]) -> None:
+        """Show that this process runs."""
 
     def do_put(self, request: Mapping[str, Any]) -> None:
         """Store a part, whose header and bytes follow."""
@@ -220,10 +229,12 @@ def main(folder: Path, address: str, keep: float) -> None:
     with Holder(folder, address, keep) as holder:
         about = {"address": address, "port": holder.server_address[1], "token": holder.token, "pid": os.getpid()}
         write_whole(folder / ABOUT, json.dumps(about))
-        print("ready", flush=True)
+        with suppress(BrokenPipeError):  # who started it has been killed: the next start of the ranks finds it
+            print("ready", flush=True)
         threading.Thread(target=holder.serve_forever, daemon=True).start()
         holder.watch()
-        shutil.rmtree(folder, ignore_errors=True)
+        if holder.is_current():
+            shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 

@@ -23,12 +23,14 @@ from megatron.extensions.operate.peer_copies.client import (
     Address,
     Link,
     Pace,
+    address_in,
     drop_abandoned,
     folder_of,
     host_name,
     leased,
     number_of,
     open_holder,
+    reached,
 )
 from megatron.extensions.operate.peer_copies.copies import Copies, Duty, Place
 from megatron.extensions.operate.peer_copies.faults import (
@@ -99,7 +101,6 @@ class PeerCopies(Callback):
 
         self._run: TrainingRun | None = None
         self._copies: Copies | None = None
-        self._told = ""
         self._recovery: Recovery | None = None
         self._resumed = False
         self._saved: int | None = None
@@ -233,7 +234,8 @@ class PeerCopies(Callback):
         for each in complete_sets(held):
             if (each.generation, each.iteration) == (self._generation, iteration):
                 found = self._verified(each, world)
-                readers = Readers(self._folder, host_name(), self._holders, self._idle)
+                holders = self._holders if self._copies is None else self._copies.holders()
+                readers = Readers(self._folder, host_name(), holders, self._idle)
                 return None if found.lost else MemoryCheckpoint(found, readers, self._leads, world)
         return None
 
@@ -273,7 +275,7 @@ class PeerCopies(Callback):
         there = {stored.name: stored for stored in mine}
         own = [Duty(there[names[number]], to) for number, to in duties(rank, placed)]
         own.sort(key=lambda duty: duty.stored.part.writer != rank or len(duty.stored.part.replicas) > 1)
-        self._check_room(stored_bytes([every[name] for name in names], placed)[host_name()], state.world)
+        self._check_room(stored_bytes([every[name] for name in names], placed)[host_name()], run.say, state.world)
         folder = self._folder / self._generation
         if self._identity is None:  # another callback has loaded the state of this start
             self._renew_identity(run.say, state.world)
@@ -300,16 +302,23 @@ class PeerCopies(Callback):
             Task("report of a recovery", 1, self._report_recovery, counts=True, reads_result=False),
         )
 
-    def _check_room(self, nbytes: int, world: Axis) -> None:
-        """Raise ValueError, on every rank, if a host has no room for the copies of two steps, one of which may be a
-        copy that was loaded. Collective."""
-        free = shutil.disk_usage(self._folder).free
+    def _check_room(self, nbytes: int, say: Callable[[str], None], world: Axis) -> None:
+        """Raise ValueError, on every rank, if the memory of a host is too small for the copies of two steps, one of
+        which may be a copy that was loaded. If other files take its room now, only say so. Collective."""
+        disk = shutil.disk_usage(self._folder)
         needed = (1 if any(self._folder.glob("g*")) else 2) * nbytes
-        why = f"{host_name()} has {byte_text(free)} there, and needs {byte_text(needed)}" if free < needed else ""
-        if found := next(filter(None, gather_objects(why, world)), None):
-            path = self._options.peer_copy_path
+        has = (
+            f"{host_name()} has {byte_text(disk.free)} there, and needs {byte_text(needed)}"
+            if disk.free < needed
+            else ""
+        )
+        found = [each for each in gather_objects((disk.total < needed, has), world) if each[1]]
+        path = self._options.peer_copy_path
+        if too_small := [why for always, why in found if always]:
             remedy = "give the container a larger one (docker run --shm-size), or name another file system in memory"
-            raise ValueError(str(Problem("--peer-copy-path", path, f"is too small: {found}", remedy)))
+            raise ValueError(str(Problem("--peer-copy-path", path, f"is too small: {too_small[0]}", remedy)))
+        if found:
+            say(f" copies in memory are incomplete until there is more room in --peer-copy-path {path}: {found[0][1]}")
 
     def on_start(self, run: RunView) -> None:
         """Copy before the first step: a state that was loaded from memory is not on disk yet, whatever its
@@ -333,9 +342,8 @@ class PeerCopies(Callback):
         run, copies = self._run, self._copies
         assert run is not None and copies is not None
         self._await_copies()
-        if copies.failure and copies.failure != self._told:
-            run.say(f" copies in memory of the last step are incomplete: {copies.failure}; those before remain")
-        self._told = copies.failure
+        if line := copies.news():
+            run.say(f" {line}")
         tensors, payload = self._contents(run)
         first = run.runtime.launch.rank == 0
         saved = run.runtime.watchdog.failures.saved
@@ -383,7 +391,7 @@ class PeerCopies(Callback):
         gather_objects(None, self._run.runtime.state.world) if self._run is not None else None
         if self._leads:
             with suppress(OSError):
-                Link(self._holders[host_name()]).end()
+                reached(address_in(self._folder)).end()
 
 
 def drop_generations(folder: Path, kept: str) -> None:

@@ -4,12 +4,21 @@ find it. This module does not import torch."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.extensions.operate.peer_copies.client import Address, Link, folder_of, host_name, leased, open_holder
+from megatron.extensions.operate.peer_copies.client import (
+    Address,
+    Link,
+    folder_of,
+    host_name,
+    leased,
+    open_holder,
+    reached,
+)
 from megatron.extensions.operate.peer_copies.flags import PeerCopyConfig, keeps_copies
 from megatron.extensions.operate.peer_copies.holder import write_whole
 from megatron.extensions.operate.peer_copies.sets import Inventory, inventory
@@ -64,9 +73,18 @@ def leave_note(config: RunConfig, offers: Iterable[str]) -> None:
 
 
 def read_note(folder: Path) -> tuple[IdleHost, ...]:
-    """Read and delete what `leave_note` has left."""
+    """Read and delete what `leave_note` has left. Hosts whose holder does not answer are left out."""
     found: tuple[IdleHost, ...] = ()
     with suppress(OSError, ValueError, TypeError, KeyError):
         found = tuple(map(IdleHost.from_json, json.loads((folder / NOTE).read_bytes())))
     (folder / NOTE).unlink(missing_ok=True)
-    return found
+    return tuple(filter(_answers, found))
+
+
+def _answers(host: IdleHost) -> bool:
+    try:
+        reached(host.holder).close()
+    except OSError as error:
+        print(f" copies on {host.name} are not used: {error}", file=sys.stderr, flush=True)
+        return False
+    return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -16,7 +16,7 @@ from megatron.core.collectives import gather_objects
 from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.dist_checkpointing.storage import Checkpoint, TensorInfo
 from megatron.core.parallel_state import Axis
-from megatron.extensions.operate.peer_copies.client import Address, Link
+from megatron.extensions.operate.peer_copies.client import Address, Link, RefusedError, reached
 from megatron.extensions.operate.peer_copies.holder import read_header, unsealed
 from megatron.extensions.operate.peer_copies.sets import CompleteSet, Copy
 from megatron.extensions.operate.peer_copies.shards import Entry, Offset
@@ -73,6 +73,8 @@ class Readers:
         self.folder, self.own = folder, own
         self.holders, self.idle = holders, idle
         self._links = dict[str, Link]()
+        self._lost = dict[str, str]()
+        """Host -> the reason why its holder is asked no more."""
 
     def read(self, copies: Sequence[Copy], entry: Entry, crc: int) -> bytearray:
         """Bytes of a box, from the first undamaged copy; this host's own copy comes first. Raises CopyError if all
@@ -97,7 +99,8 @@ class Readers:
                 if file.readinto(into) < len(into):
                     raise OSError("the file is shorter than its header says")
             return
-        self._link(copy.host).get(copy.generation, copy.file, start, into)
+        with self._asking(copy.host) as link:
+            link.get(copy.generation, copy.file, start, into)
 
     def headers(self, found: CompleteSet, of_idle: bool) -> dict[str, Header]:
         """Headers of the parts that this host has, as far as they can be read; with `of_idle`, also of the parts that
@@ -109,14 +112,27 @@ class Readers:
                 if first.host == self.own:
                     headers[part] = Header.read(self.folder / first.generation / first.file)
                 elif of_idle and first.host in self.idle:
-                    content = self._link(first.host).header(first.generation, first.file)
+                    with self._asking(first.host) as link:
+                        content = link.header(first.generation, first.file)
                     headers[part] = Header.of(unsealed(content))
         return headers
 
-    def _link(self, host: str) -> Link:
-        if host not in self._links:
-            self._links[host] = Link(self.holders[host])
-        return self._links[host]
+    @contextmanager
+    def _asking(self, host: str) -> Iterator[Link]:
+        """Connection to a holder. A holder that does not answer counts as gone: nobody waits for it again. Raises
+        OSError."""
+        if host in self._lost:
+            raise OSError(self._lost[host])
+        try:
+            if host not in self._links:
+                self._links[host] = reached(self.holders[host])
+            yield self._links[host]
+        except RefusedError:
+            self._links.pop(host).close()  # the holder ends the connection
+            raise
+        except OSError as error:
+            self._lost[host] = str(error)
+            raise
 
     def close(self) -> None:
         """End the connections."""

@@ -138,6 +138,9 @@ class Slot:
             if nbytes:  # an error here, instead of a signal when the memory is written
                 os.posix_fallocate(file, 0, nbytes)
             self.memory = mmap.mmap(file, nbytes) if nbytes else mmap.mmap(-1, 1)
+        except OSError:
+            path.unlink(missing_ok=True)  # with the room that it has taken
+            raise
         finally:
             os.close(file)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)[:nbytes]
