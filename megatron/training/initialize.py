@@ -27,7 +27,7 @@ from megatron.core.torch_private import set_group_timeout
 from megatron.training.config.output_files import unwritable
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
-from megatron.training.reliability.rank_store import Board, meet
+from megatron.training.reliability.rank_store import Board, identity, meet
 from megatron.training.reliability.visible_text import visible
 from megatron.training.reliability.watchdog import Watchdog
 
@@ -125,7 +125,8 @@ def connect(config: RunConfig, watchdog: Watchdog) -> None:
     watchdog.failures.checkpoints = config.checkpoint
     watchdog.outcome.begin(config.checkpoint.save, config.checkpoint.load, write=launch.rank == 0)
     watchdog.status.limit = f"--startup-timeout-minutes {config.parallel.startup_timeout_minutes:g}"
-    board = Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "board"), launch)
+    limit = timedelta(minutes=config.parallel.startup_timeout_minutes)
+    board = Board(meet(launch, limit, "board", identity(config)), launch)
     watchdog.connect(board)
     board.check_world_size()
 

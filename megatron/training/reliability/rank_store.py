@@ -14,6 +14,7 @@ reach the port can write to the store: a malformed value counts as none, and is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.failure_report import Failure
 from megatron.training.reliability.launch import START, Launch
 from megatron.training.reliability.store_port import ForeignPortError, describe_port, leave_failure, left_failure
@@ -65,13 +67,14 @@ class NoStoreError(ConnectionError):
         self.waited = waited
 
 
-def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
+def meet(launch: Launch, timeout: timedelta, name: str, run: str = "") -> dist.Store:
     """A connection to the store of this world. Rank 0 opens the store unless the launcher has one.
 
     A store of torchrun outlives the ranks that it restarts, and would give them the positions of their predecessors:
     the keys of each start are apart. If rank 0 opens it, each start has a separate port and store; nodes then need not
     agree on the number of the start, which torchrun counts for each of them. Raises NoStoreError if there is none
-    within `timeout`, or if rank 0 cannot open it."""
+    within `timeout`, if rank 0 cannot open it, or if it is that of another run. `run` identifies this one (`identity`);
+    empty if an earlier call has checked that."""
     if launch.world_size == 1:
         return dist.HashStore()
     has_one = launcher_has_store()
@@ -89,9 +92,35 @@ def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
         if opens and taken:
             leave_failure(address, port, why)
         raise NoStoreError(what, waited=not (taken or isinstance(error, ForeignPortError))) from error
+    if run and not has_one:
+        _check_run(store, launch, run, timeout, (address, port))
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if has_one else ""
     start += f".{os.environ[START]}" if START in os.environ else ""
     return dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{start}", store)
+
+
+def identity(config: RunConfig) -> str:
+    """Text that tells a run from others: all of its ranks have the same one."""
+    model = hashlib.sha256(repr(config.model).encode()).hexdigest()[:8]
+    return f"--save {config.checkpoint.save_root}, --seed {config.training.seed}, model {model}"
+
+
+def _check_run(store: dist.Store, launch: Launch, run: str, limit: timedelta, at: tuple[str, int]) -> None:
+    """Raise NoStoreError if rank 0 of another run has opened this store: the two runs then have one port, so that rank
+    0 of this run cannot open a store. Rank 0 names its run as soon as it has opened the store."""
+    if launch.rank == 0:
+        store.set("run", run)
+    until, where = time.monotonic() + limit.total_seconds(), f"{at[0]}:{at[1]}"
+    while not (there := store.check(["run"])) and time.monotonic() < until:
+        if why := left_failure(*at):
+            raise NoStoreError(f"rank 0 cannot open the store of the ranks at {where}: {why}")
+        time.sleep(0.01)
+    found = _text(store.get("run")) if there else "another program"
+    if found != run:
+        raise NoStoreError(
+            f"rank {launch.rank} of the run with {run} has met the store of another run at {where}: {found}; give the "
+            "two runs different ports (MASTER_PORT), or all ranks of one run the same flags"
+        )
 
 
 def start_of(key: str) -> int | None:

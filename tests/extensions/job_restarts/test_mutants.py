@@ -9,7 +9,7 @@ import pytest
 from tests.extensions.job_restarts import test_parents, test_restarts, test_roster
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants import Mutant, planted
-from tests.pure import test_stop_requests
+from tests.pure import test_rank_store, test_stop_requests
 
 MUTANTS: dict[str, tuple[str, str, str, Callable[[], object]]] = {
     "a parent that is gone gets a rank": (
@@ -60,7 +60,16 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[], object]]] = {
         "self._ticks += 0",
         test_stop_requests.test_a_state_on_no_disk_is_saved_before_the_end,
     ),
+    "a rank joins the store of another run": (
+        "training.reliability.rank_store._check_run",
+        "if found != run:",
+        "if False:",
+        test_rank_store.test_a_rank_that_meets_the_store_of_another_run_ends,
+    ),
 }
+
+
+KILLED = (AssertionError, ExceptionGroup, KeyError, IndexError, pytest.fail.Exception)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -70,5 +79,5 @@ def test_a_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check()
     where = place if place.startswith("training.") else f"extensions.operate.job_restarts.{place}"
     mutant = Mutant({where: [(old, new)]}, Combination.of())
-    with planted(mutant), pytest.raises((AssertionError, ExceptionGroup, KeyError, IndexError)):
+    with planted(mutant), pytest.raises(KILLED):
         check()

@@ -7,14 +7,17 @@ import os
 import subprocess
 import time
 from dataclasses import asdict
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from megatron.extensions.operate.job_restarts import parents
 from megatron.extensions.operate.job_restarts.parents import Parents, Start
+from megatron.training.config.arguments import parse_args
+from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import NoStoreError, Peer
+from tests.forked import PORTS
+from tests.tiny import TINY
 
 BEFORE = Start((0, 1), (0, 1, 2))
 
@@ -130,12 +133,17 @@ def test_a_rank_is_lost_unless_its_parent_lives_or_the_run_has_ended() -> None:
     assert not there.lost([1])
 
 
-def test_a_process_that_meets_the_store_of_another_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, other = parents_of(Peer.here(), Peer.here())
-    monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(NoStoreError, match="store of another run at :1: another program"):
-        other.check_run("2 processes, --save b", timedelta(0))
-    first.check_run("2 processes, --save a", timedelta(seconds=5))
-    with pytest.raises(NoStoreError, match="store of another run at :1: 2 processes, --save a; give the two"):
-        other.check_run("2 processes, --save b", timedelta(seconds=5))
-    other.check_run("2 processes, --save a", timedelta(seconds=5))
+@pytest.mark.parametrize("other", ["--save b", "--save a --seed 2"])
+def test_a_process_that_meets_the_store_of_another_run_ends(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = next(PORTS)
+    environ = {"ADDR": "127.0.0.1", "PORT": str(port)}
+    for name, value in environ.items():
+        monkeypatch.setenv(f"MASTER_{name}", value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "")
+    first = Parents.of(parse_args([*TINY.split(), "--save", "a"]), Launch(0, 2))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = ""
+    with pytest.raises(NoStoreError, match=f"store of another run at 127.0.0.1:{port}: --save a, .* different ports"):
+        Parents.of(parse_args([*TINY.split(), *other.split()]), Launch(1, 2, 1))
+    assert not first._there("parent/1")
+    Parents.of(parse_args([*TINY.split(), "--save", "a"]), Launch(1, 2, 1))
+    assert first._there("parent/1")

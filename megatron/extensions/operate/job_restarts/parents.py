@@ -27,8 +27,7 @@ from megatron.extensions.operate.job_restarts.roster import Roster
 from megatron.extensions.operate.peer_copies.client import host_name
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
-from megatron.training.reliability.rank_store import NoStoreError, Peer, launcher_has_store, meet, start_of
-from megatron.training.reliability.store_port import left_failure
+from megatron.training.reliability.rank_store import Peer, identity, meet, start_of
 
 LOOK = 0.05
 """Seconds between checks of a child, or of the other parents."""
@@ -167,31 +166,12 @@ class Parents:
         then use it too."""
         launch.export(os.environ)
         limit = timedelta(minutes=config.parallel.startup_timeout_minutes)
-        store, opened = meet(launch, limit, "parents"), not launcher_has_store()
-        if launch.world_size > 1 and opened:
+        store = meet(launch, limit, "parents", identity(config))
+        if launch.world_size > 1:
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         there = cls(store, launch.rank, launch.world_size)
-        if opened:
-            there.check_run(f"{launch.world_size} processes, --save {config.checkpoint.save_root}", limit)
         store.set(f"parent/{launch.rank}", json.dumps([host_name(), asdict(Peer.here())]))
         return there
-
-    def check_run(self, run: str, limit: timedelta) -> None:
-        """Raise NoStoreError if worker 0 of another run has opened the store: two runs then have one port. This run's
-        worker 0 could not open a store, and the others would wait for it."""
-        if self.worker == 0:
-            self.store.set("run", run)
-        clock, where = Clock(), [os.environ.get(f"MASTER_{name}", "") for name in ("ADDR", "PORT")]
-        while not self._there("run") and clock.seconds() < limit.total_seconds():
-            if why := left_failure(where[0], int(where[1])):
-                raise NoStoreError(f"process 0 cannot open the store of the ranks at {':'.join(where)}: {why}")
-            time.sleep(LOOK)
-        found = self._get("run") if self._there("run") else "another program"
-        if found != run:
-            raise NoStoreError(
-                f"process {self.worker} of {run}, has met the store of another run at {':'.join(where)}: {found}; give "
-                "the two runs different ports (MASTER_PORT)"
-            )
 
     def beat(self) -> None:
         """Give a sign of life."""
