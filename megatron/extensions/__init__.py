@@ -197,6 +197,8 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("attention/differential_attention", "The difference of two softmaxes of attention, as in DiffLlama."),
     BuiltIn("attention/biased_last_attention", "A bias of attention in the last layer, as in GPT-NeoX-Japanese."),
     BuiltIn("layers/normed_residual", "Layers that add to their normalized inputs, as in MiniMax-Text-01."),
+    BuiltIn("attention/normed_values", "Self-attention with normalized values, as in Gemma 4."),
+    BuiltIn("layers/scaled_layer", "Layers whose output is multiplied by a stored number, as in Gemma 4."),
     BuiltIn("layers/mean_of_experts", "The mean of the shared expert and the chosen experts, as in Command A+."),
     BuiltIn("layers/inner_norms", "Norms before the output projections of attention and MLP, as in BitNet."),
     BuiltIn("layers/hyper_connections", "Several residual streams (mHC), as in DeepSeek-V4."),

@@ -166,6 +166,10 @@ class SelfAttentionConfig:
     window_num_query_groups: int | None = flag(None, no_effect_without=LOCAL)
     """Key/value heads in layers with a sliding window or chunks (MiMo-V2); default: as in other layers."""
 
+    window_kv_channels: int | None = flag(None, no_effect_without=LOCAL)
+    """Width of query and key heads in layers with a sliding window or chunks (Gemma 4); default: as in other
+    layers."""
+
     window_softmax_type: str | None = flag(None, choices=SOFTMAX_TYPES, no_effect_without=LOCAL)
     """--softmax-type of layers with a sliding window or chunks (MiMo-V2); default: as in other layers."""
 

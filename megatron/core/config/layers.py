@@ -129,6 +129,9 @@ class Rotation:
     percent: float = 1.0
     """Fraction of each head's channels that are rotated."""
 
+    channels: int | None = None
+    """Channels of the heads that it rotates; None for those of the model."""
+
 
 @dataclass(frozen=True)
 class Sublayers:

@@ -266,10 +266,8 @@ class TransformerConfig(ModelFields):
     @property
     def local_rotation(self) -> Rotation:
         """The rotary embedding of layers with a sliding window or chunks."""
-        percent = self.window_rotary_percent or self.rotary_percent
-        if self.window_rotary_base is None:
-            return Rotation(self.rotary_base, percent=percent)
-        return Rotation(self.window_rotary_base, scaled=False, percent=percent)
+        base, percent = self.window_rotary_base, self.window_rotary_percent or self.rotary_percent
+        return Rotation(base or self.rotary_base, base is None, percent, self.window_kv_channels)
 
     @property
     def rotation(self) -> Rotation:
@@ -282,6 +280,8 @@ class TransformerConfig(ModelFields):
         own: dict[str, object] = {}
         if self.window_num_attention_heads is not None:
             own = {"num_attention_heads": self.window_num_attention_heads, "kv_channels": self.head_dim}
+        if self.window_kv_channels is not None:
+            own["kv_channels"] = self.window_kv_channels
         if self.window_num_query_groups is not None:
             own |= {"group_query_attention": True, "num_query_groups": self.window_num_query_groups}
         if self.window_softmax_type is not None:
@@ -344,11 +344,11 @@ class TransformerConfig(ModelFields):
     @property
     def rotary_dim(self) -> int:
         """Channels of a query or key head that the rotary embedding rotates."""
-        return self.rotated_channels(self.rotary_percent)
+        return self.rotated_channels(self.rotation)
 
-    def rotated_channels(self, percent: float) -> int:
-        """Channels of a query or key head that are this fraction of those with positions."""
-        return int(self.head_widths.rotary * percent)
+    def rotated_channels(self, rotation: Rotation) -> int:
+        """Channels of a query or key head that a rotary embedding rotates."""
+        return int((rotation.channels or self.head_widths.rotary) * rotation.percent)
 
     @property
     def rotary_type(self) -> str:

@@ -6,6 +6,7 @@ Frequencies can be scaled as in Llama 3.1 or by YaRN, or belong to a wider head,
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
 
     Interpolation divides positions (arXiv:2306.15595, section 2.3); dividing the frequencies is the same.
     """
-    channels = config.rotated_channels(rotation.percent)
+    channels = config.rotated_channels(rotation)
     exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
     frequencies = 1.0 / (rotation.base**exponents)
     if not rotation.scaled:
@@ -36,7 +37,7 @@ def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
 def _proportional_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
     """[half of the channels with positions]: frequencies of a head that is rotated as a whole, 0 for pairs that are not
     rotated."""
-    channels = config.rotated_channels(1)
+    channels = config.rotated_channels(replace(rotation, percent=1))
     pairs = torch.arange(channels // 2, dtype=torch.float32)
     frequencies = 1.0 / (rotation.base ** (2 * pairs / channels))
     return torch.where(pairs < channels * rotation.percent // 2, frequencies, 0.0)

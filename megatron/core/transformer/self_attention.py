@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
         self.head_counts = config.head_counts
         self.group_rows, self.value_scale = config.group_rows, config.attention_value_scale
         self.bound, self.normed_last = config.clip_qkv, config.qk_layernorm_after_rotary
-        qkv, proj = attention_linears(name, config)
+        qkv, proj = self.linears(name, config)
         self.linear_qkv = column_parallel(qkv, ctx)
         self.q_layernorm, self.k_layernorm = build_query_key_norms(name, config, ctx)
         self.core = CoreAttention(name, config, ctx, sinks_metas(name, config))
@@ -55,6 +55,10 @@ class SelfAttention(nn.Module):
         self.gated = region(head_wise_gated_output if config.head_wise_attn_gate else gated_output, ctx.compiled)
         self.gate_function = config.attention_gate_function
         self.linear_proj = row_parallel(proj, ctx)
+
+    def linears(self, name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
+        """linear_qkv and linear_proj. A class whose heads have other rows overrides this and `split`."""
+        return attention_linears(name, config)
 
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism. With an
@@ -79,11 +83,14 @@ class SelfAttention(nn.Module):
         kinds = RowKind.QUERY, RowKind.OTHER, RowKind.KEY, RowKind.OTHER
         return (HeadRows(self.linear_qkv, self.head_counts[0], tuple(zip(kinds, self.group_rows, strict=True))),)
 
-    def _project(self, x: Tensor, context: BatchContext) -> Heads:
-        qkv = self.linear_qkv(x).unflatten(-1, (-1, sum(self.group_rows)))
-        q, gate, k, v = qkv.split(self.group_rows, dim=-1)
+    def split(self, qkv: Tensor) -> Heads:
+        """The output of linear_qkv as heads, before norms and positions."""
+        q, gate, k, v = qkv.unflatten(-1, (-1, sum(self.group_rows))).split(self.group_rows, dim=-1)
         gate = gate.flatten(2) if gate.shape[-1] else None
-        q = q.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)
+        return q.unflatten(-1, (-1, self.head_dim)).flatten(2, 3), gate, k, v
+
+    def _project(self, x: Tensor, context: BatchContext) -> Heads:
+        q, gate, k, v = self.split(self.linear_qkv(x))
         q, k = (q, k) if self.normed_last else (self.q_layernorm(q), self.k_layernorm(k))
         if self.bound is not None:
             q, k, v = (x.clamp(-self.bound, self.bound) for x in (q, k, v))

@@ -86,7 +86,9 @@ def exact(model: Any) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):
             buffer.copy_(torch.rand(len(buffer), model.config.n_routed_experts).topk(buffer.shape[1]).indices)
-        elif is_router_state(name):
+        elif name.endswith("layer_scalar"):
+            buffer.copy_((torch.rand_like(buffer) + 0.5).bfloat16())  # as published, which fp32 holds
+        elif is_state(name):
             buffer.copy_(torch.randn_like(buffer) * 0.1)
     for module in model.modules():
         if type(module).__name__ == "BloomGelu":
@@ -96,8 +98,9 @@ def exact(model: Any) -> Any:
     return model
 
 
-def is_router_state(name: str) -> bool:
-    return name.endswith(("e_score_correction_bias", "expert_bias", "tid2eid"))
+def is_state(name: str) -> bool:
+    """Return whether a buffer is saved in files and not trained."""
+    return name.endswith(("e_score_correction_bias", "expert_bias", "tid2eid", "layer_scalar"))
 
 
 def weights(model: Any) -> dict[str, Tensor]:
@@ -145,7 +148,7 @@ def wrong_gradients(
         for parameter in theirs.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         for name, buffer in theirs.named_buffers():
-            if is_router_state(name):
+            if is_state(name):
                 buffer.zero_()
     config: TransformerConfig = mine.config
     back, expected = to_hf(found, config, model_type), weights(theirs)

@@ -66,6 +66,7 @@ CACHED = (
     "falcon_h1",
     "recurrent_gemma",
     "lfm2",
+    "gemma4_text",
     "glm_moe_dsa",
     "deepseek_v32",
     "deepseek_v4",

@@ -138,6 +138,17 @@ def test_text_model_of_a_multimodal_folder(tmp_path: Path) -> None:
         text_model({"model_type": "llama4"})
 
 
+def test_text_model_of_a_gemma_4_folder(tmp_path: Path) -> None:
+    """Its names begin with another prefix, and its text model has a norm and layers under bare names."""
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.Gemma4Config(text_config=sweep.tiny("gemma4_text"), vision_config=vision, audio_config=None)
+    transformers.Gemma4ForConditionalGeneration(config).save_pretrained(tmp_path)
+    folder = HFFolder(tmp_path)
+    read = from_hf(folder.tensors, config_from_hf(folder.config), "gemma4_text")
+    stored = folder.tensors["layers.2.self_attn.k_proj.weight"][:, :]
+    assert torch.equal(read["decoder.layers.2.self_attention.linear_qk.weight"][0, -1], stored)
+
+
 def test_weights_in_mxfp4() -> None:
     """Read as transformers reads them, whole and in part; refused if both parts do not fit together."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors

@@ -108,6 +108,7 @@ QUERIES_KEYS_VALUES = Pieces(HEADS, _query_groups, 1, _of_group("q", "k", "v"))
 
 ATTENTION: dict[str, Layout] = {
     "QueryGroups": QUERIES_KEYS_VALUES,
+    "QueryGroupsWithoutValues": Pieces(HEADS, _query_groups, 1, _of_group("q", "k")),
     # Two tensors of the queries' shape, the second one for the gates of outputs, then keys and values.
     "GatedQueryGroups": Pieces(HEADS, _query_groups, 1, _of_group("q", "q", "k", "v")),
     # Qwen3-Next: [heads * 2 * d, ...] with each head's query before its gate, then keys and values.

@@ -47,7 +47,11 @@ from megatron.training.config.flags import dashed, flags_of, home_of, run_of, se
 from megatron.training.config.rules.fields import number_rule
 from megatron.training.config.rules.moe import expert_groups
 
-MULTIMODAL = {"llama4": "language_model."}
+MULTIMODAL = {
+    "llama4": "language_model.",
+    "gemma4": "model.language_model.",
+    "gemma4_unified": "model.language_model.",
+}
 """model_type of a model of images and text -> what the names of its text model's weights begin with."""
 
 
@@ -205,12 +209,17 @@ def _of_single_layers(hf: Values, family: Family, config: TransformerConfig) -> 
         yield f"{LAYER_BY_LAYER} = {str(given)[:80]} must be settings by layer"
         return
     read = {
-        number: {key: getattr(config.of_layer(int(number)), family.keys.get(key, key), None) for key in own}
+        number: {key: _in_layer(config.of_layer(int(number)), family.keys.get(key, key)) for key in own}
         for number, own in layers.items()
         if str(number).isdecimal() and int(number) < config.num_layers
     }
     if read != given:
         yield f"{LAYER_BY_LAYER} = {str(given)[:80]}, supported: none, as it changes settings of layers"
+
+
+def _in_layer(own: TransformerConfig, name: str) -> object:
+    """The value of a field of a layer's configuration."""
+    return own.query_groups if name == "num_query_groups" else getattr(own, name, None)
 
 
 def _problems(hf: Values, family: Family) -> Iterator[str]:

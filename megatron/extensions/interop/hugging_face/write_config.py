@@ -38,6 +38,7 @@ OF_WINDOWS = (
     "window_rotary_percent",
     "window_num_attention_heads",
     "window_num_query_groups",
+    "window_kv_channels",
     "window_softmax_type",
 )
 """Fields of layers with a sliding window."""
@@ -309,6 +310,7 @@ def _with_derived(config: TransformerConfig) -> Fields:
         "value_channels": config.value_head_dim,
         "window_num_attention_heads": config.window_num_attention_heads or config.num_attention_heads,
         "window_num_query_groups": config.window_num_query_groups or config.query_groups,
+        "window_kv_channels": config.window_kv_channels or config.head_dim,
         "window_softmax_type": config.window_softmax_type or config.softmax_type,
         "window_rotary_percent": config.window_rotary_percent or config.rotary_percent,
         "linear_norm_epsilon": fields.get("linear_norm_epsilon") or config.norm_epsilon,

@@ -25,6 +25,7 @@ from megatron.extensions.interop.hugging_face.config_json.config_values import (
     text,
     whole,
 )
+from megatron.extensions.interop.hugging_face.config_json.gemma4 import WidthsOfGlobalHeads
 from megatron.extensions.interop.hugging_face.config_json.kinds_of_layers import (
     ConvolutionsAndWindows,
     KimiHeadsOfModel,
@@ -342,6 +343,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         MeanOfExperts,
         ConvolutionsAndWindows,
         KimiHeadsOfModel,
+        WidthsOfGlobalHeads,
     )
 }
 """The adapters by the names that files state."""

@@ -1,0 +1,9 @@
+"""Registers the layer. No torch."""
+
+from __future__ import annotations
+
+from megatron.core.config.layers import LAYERS
+
+NAME = "scaled_layer"
+
+LAYERS.register(NAME, f"{__package__}.layer:ScaledLayer")
