@@ -154,6 +154,8 @@ def test_advice_names_the_checkpoint_that_the_same_command_loads(tmp_path: Path)
     assert advice(error, save=run, load=run) == f"{again}: {there} in --load {run}"
     assert advice(error, save=run) == f"{again} with --load {run}: {there} there"
     killed = died(CheckpointConfig(save=run, load=run))
+    memory = died(CheckpointConfig(save=run, load=run), memory="within 10 minutes: it resumes from copies")
+    assert memory.endswith("then start the same command again within 10 minutes: it resumes from copies")
     assert killed.endswith(f"then start the same command again: {there} in --load {run}")
     assert advice(error, save=run, load=run, finetune=True).startswith(f"{again} with --load {run} and without --fine")
     away = str(tmp_path / "away")  # saved to, and not there now

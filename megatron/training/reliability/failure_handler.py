@@ -69,6 +69,9 @@ class FailureHandler:
         self.saved: int | None = None
         """The last iteration that the run has saved."""
 
+        self.memory: Callable[[], str] = str
+        """Says how the same command resumes from memory, newer than any checkpoint; empty if it does not."""
+
         self.reported: Failure | None = None
         """The failure by which this rank ends, for functions of `at_exit`; None where it ends for another reason."""
 
@@ -112,7 +115,7 @@ class FailureHandler:
         silent = self._await_cause(error) if is_consequence(error) else []
         with self._only_once():
             who, phase = self._board.name(rank), status.phase_and_action()
-            failure = Failure.of(error, rank, who, phase, self.checkpoints, self.saved)
+            failure = Failure.of(error, rank, who, phase, self.checkpoints, self.saved, self.memory())
             self._end(replace(failure, at=at), silent, waited=is_consequence(error))
 
     def report_gone(self, rank: int, seen: float | None = None) -> NoReturn:
@@ -126,7 +129,12 @@ class FailureHandler:
             last_words = self._stacks.last_words(rank)
             what = f"process{pid} is gone and left no traceback{last_words}"
             failure = Failure(
-                self._launch.rank, board.name(rank), phase, GONE, what, died(self.checkpoints, self.saved)
+                self._launch.rank,
+                board.name(rank),
+                phase,
+                GONE,
+                what,
+                died(self.checkpoints, self.saved, self.memory()),
             )
             self._end(replace(failure, at=seen or failure.at))
 
@@ -204,7 +212,12 @@ class FailureHandler:
                 what = f"the store of the ranks does not answer: {title}"
                 who = "rank 0 or the launcher, which holds the store of the ranks"
                 failure = Failure(
-                    self._launch.rank, who, self._status.place(), "", what, died(self.checkpoints, self.saved)
+                    self._launch.rank,
+                    who,
+                    self._status.place(),
+                    "",
+                    what,
+                    died(self.checkpoints, self.saved, self.memory()),
                 )
                 print(failure.text(), file=sys.stderr)
             self._exit(ExitCode.FAILED)
@@ -293,7 +306,7 @@ class FailureHandler:
         what = f"{process} is gone, and with it the store of the ranks, which it held{self._stacks.last_words(0)}\n"
         what += f"noticed by rank {launch.rank} in {self._status.place()}: {noticed}"
         phase = f"{board.first_phase or 'unknown'}, at its last sign of life"
-        return Failure(launch.rank, who, phase, GONE, what, died(self.checkpoints, self.saved))
+        return Failure(launch.rank, who, phase, GONE, what, died(self.checkpoints, self.saved, self.memory()))
 
     def _end_without_store(self, failure: Failure) -> NoReturn:
         """Ends because of a failure that no rank can tell another: one rank of each host reports it."""

@@ -79,9 +79,11 @@ class Failure:
         phase: str,
         options: CheckpointConfig,
         saved: int | None = None,
+        memory: str = "",
     ) -> Failure:
-        """The report on an exception of a run with these checkpoints, of which it has saved iteration `saved`."""
-        again = start_again(options, saved)
+        """The report on an exception of a run with these checkpoints, of which it has saved iteration `saved`; for
+        `memory` see `start_again`."""
+        again = start_again(options, saved, memory)
         title = "".join(traceback.format_exception_only(error)).splitlines()[0]
         if is_of_open_files(error):
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -144,12 +146,15 @@ def _grouped(places: dict[int, str]) -> dict[str, str]:
     return {place: ("rank " if len(who) == 1 else "ranks ") + ", ".join(map(str, who)) for place, who in ordered}
 
 
-def start_again(options: CheckpointConfig, saved: int | None = None) -> str:
-    """How the run continues after a failure: from the checkpoint that the same command loads, from one that it has
-    saved and does not load, or from the start. `saved`: the last iteration that it has saved."""
+def start_again(options: CheckpointConfig, saved: int | None = None, memory: str = "") -> str:
+    """How the run continues after a failure: from memory as `memory` says, from the checkpoint that the same command
+    loads, from one that it has saved and does not load, or from the start. `saved`: the last iteration that it has
+    saved."""
     foreign = options.load is not None and is_foreign_model(options.load)
     flag, folder = ("--save", options.save) if foreign else ("--load", options.load)
     said, anew = "start the same command again", options.anew
+    if memory:
+        return f"{said} {memory}"
     if folder and not anew and latest_text(located(folder)):
         return f"{said}: it resumes from the latest checkpoint in {flag} {folder}"
     if options.save and latest_text(located(options.save)):
@@ -161,9 +166,9 @@ def start_again(options: CheckpointConfig, saved: int | None = None) -> str:
     return f"{said}: it begins where this run began, which has saved no checkpoint"
 
 
-def died(options: CheckpointConfig, saved: int | None = None) -> str:
-    """The advice on a process that ended silently, in a run with these checkpoints."""
-    return ADVICE["died"].format(again=start_again(options, saved)) + perhaps_open_files()
+def died(options: CheckpointConfig, saved: int | None = None, memory: str = "") -> str:
+    """The advice on a process that ended silently, in a run with these checkpoints; for `memory` see `start_again`."""
+    return ADVICE["died"].format(again=start_again(options, saved, memory)) + perhaps_open_files()
 
 
 MANY_OPEN = 0.75

@@ -38,7 +38,8 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 def test_a_killed_rank_costs_no_complete_step(begin: Callable[..., Run], undisturbed: Run) -> None:
     run = begin(*SHARDED)
-    run.start(Planned("copy", 0, 3))
+    said = run.start(Planned("copy", 0, 3))
+    assert "start the same command again within 1 minutes: it resumes from copies in memory" in said
     said = run.start(Planned("end", 1, 4))
     assert "loaded checkpoint of iteration 2 from copies in the memory of 2 hosts" in said
     assert not list(run.save.glob("iter_*"))

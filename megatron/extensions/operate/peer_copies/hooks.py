@@ -112,8 +112,15 @@ class PeerCopies(Callback):
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         self._watchdog = watchdog
         watchdog.failures.at_exit.append(self._note_fault)
+        watchdog.failures.memory = self._advice
         watchdog.requests.undecided = True
         return ()
+
+    def _advice(self) -> str:
+        """How the same command resumes after a failure now; empty if nothing is in memory."""
+        if not self._resumed and (self._copies is None or self._copies.complete is None):
+            return ""
+        return f"within {self._options.peer_copy_keep_minutes:g} minutes: it resumes from copies in memory"
 
     def on_setup(self, runtime: Runtime) -> None:
         """Open the holder of this host, and learn what all hosts hold. Collective."""
