@@ -14,9 +14,9 @@ from tests.forked import ROOT
 pytest.importorskip("megatron.extensions.plan.planner")
 
 from megatron.extensions.plan.planner.device_file import read_device
-from megatron.extensions.plan.planner.dry_run import host_lines
 from megatron.extensions.plan.planner.fake_stage import PlannerCache
 from megatron.extensions.plan.planner.memory import GIB, RankMemory, memory_of_ranks
+from megatron.extensions.plan.planner.memory_lines import Fit
 from megatron.extensions.plan.planner.time.step_time import predict_step
 from megatron.extensions.plan.planner.time.weight_copies import UnitPass, exposed
 
@@ -58,12 +58,17 @@ def test_llama_8b_trains_on_a_card_of_24_gb() -> None:
 
 def test_a_plan_says_what_a_host_lacks() -> None:
     memory, device = [planned(LLAMA_8B)], read_device("rtx4090")
-    assert list(host_lines(memory, replace(device, host_memory_gib=64.0))) == [
+    short = Fit.of(memory, 24, replace(device, host_memory_gib=64.0))
+    assert list(short.lines)[1:] == [
         "does not fit the host: pp 0 keeps most there, 134.6 of 64 GiB (host_memory_gib of the device file), 70.6 too "
         "much"
     ]
+    lacks = {"host_memory": 64 * GIB, "host_bytes_over": memory[0].host - 64 * GIB}
+    assert short.record == {"fits": False, "device_memory": 24 * GIB, "fullest_pp_rank": 0, "bytes_over": 0, **lacks}
+    assert Fit.of(memory, None, replace(device, host_memory_gib=64.0)).record == {"fits": False, **lacks}
     for enough in (replace(device, host_memory_gib=192.0), replace(device, host_memory_gib=None), None):
-        assert not list(host_lines(memory, enough))
+        fit = Fit.of(memory, None, enough)
+        assert not list(fit.lines) and not fit.record
 
 
 def test_files_take_what_host_memory_does_not() -> None:

@@ -20,8 +20,8 @@ from megatron.extensions.plan.planner.failures.expected import AskedFailures
 from megatron.extensions.plan.planner.failures.of_run import RunOnFailing
 from megatron.extensions.plan.planner.flags import PlannedRun, PlansSection, Section
 from megatron.extensions.plan.planner.loss_chunks import chosen_chunk
-from megatron.extensions.plan.planner.memory import GIB, Fit, RankMemory, fullest, gib, memory_of_ranks
-from megatron.extensions.plan.planner.memory_lines import RANKS_SHOWN, memory_lines
+from megatron.extensions.plan.planner.memory import memory_of_ranks
+from megatron.extensions.plan.planner.memory_lines import RANKS_SHOWN, Fit, memory_lines
 from megatron.extensions.plan.planner.time.pipeline import Schedule
 from megatron.extensions.plan.simulator.simulator import StageCosts
 from megatron.training.config.batch_size import batch_line, batch_schedule, microbatches_of, shape_line
@@ -73,14 +73,15 @@ def print_plan(
     failures: AskedFailures | None = None,
 ) -> None:
     """Print the plan of a validated configuration and, with a `device`, the predicted step time. The plan states
-    whether the run fits devices of `device_memory` GiB (by default the memory of `device`), and which
-    differences from other programs apply. With `failures`, it also states the expected cost of failures of a `device`.
+    whether the run fits devices of `device_memory` GiB (by default the memory of `device`), which differences from
+    other programs apply and, with `failures`, the expected cost of failures of a `device`.
 
     Writes the same to the file of --json: "world_size", "config" with every field by its flat name, the lines of the
     "plan" under their titles, "memory" of each pipeline rank in bytes, "time" (`StepTime`), and of the fit
-    "device_memory" in bytes, "fits", "fullest_pp_rank" and "bytes_over", "failures"; also `problems`, those of files
-    that a run misses, which the caller tells. If that is "" the JSON is all that is printed. Raises OutputError if it
-    cannot be written, DeviceError if no step of this kind can be predicted.
+    "device_memory" in bytes, "fits", "fullest_pp_rank" and "bytes_over", "failures", and "host_memory" and
+    "host_bytes_over" if the host's memory is too small; also `problems`, those of files that a run misses, which the
+    caller tells. If the file is "" the JSON is all that is printed. Raises OutputError if it cannot be written,
+    DeviceError if no step of this kind can be predicted.
     """
     from megatron.extensions.plan.planner.fake_stage import PlannerCache
     from megatron.extensions.plan.planner.time.step_time import predict_step
@@ -95,19 +96,18 @@ def print_plan(
     step = None if speeds is None else predict_step(largest, world_size, speeds, gpus_per_node, cache)
     memory = memory_of_ranks(largest, world_size, cache)
     size = device_memory or (step.device.memory_gib if step is not None else None)
-    fit = None if size is None else Fit(fullest(memory), int(size * GIB))
-    fits = [] if fit is None else [fit.line, *host_lines(memory, speeds)]
+    fit = Fit.of(memory, size, speeds)
+    chosen = [*_chosen_chunks(largest)]
     if step is not None and speeds is not None:
         time_of = partial(predict_step, world_size=world_size, device=speeds, gpus_per_node=gpus_per_node, cache=cache)
         memory_of = partial(memory_of_ranks, world_size=world_size, cache=cache)
         choice = chosen_chunk(largest, world_size, step, memory, time_of, memory_of)
-        fits += [] if choice is None else [choice.line]
-    fits += _chosen_chunks(largest)
+        chosen += [] if choice is None else [choice.line]
     failing = None if failures is None or step is None else RunOnFailing.of(largest, dims, memory, step, failures)
     sections: list[tuple[str, Iterable[str]]] = [
         ("Model", model_lines(config, cache)),
         (f"Groups, world size {world_size}", group_lines(dims)),
-        (f"Pipeline stages and memory of each rank{of}", [*memory_lines(largest, dims, memory), *fits]),
+        (f"Pipeline stages and memory of each rank{of}", [*memory_lines(largest, dims, memory), *fit.lines, *chosen]),
         ("Batch and length", batch_lines(run, dims, cache)),
         ("Data", [line for phase in run.phases for line in data_lines(run, phase, dims)]),
         (f"Predicted step{of}", step_lines(step) if step is not None else ()),
@@ -119,21 +119,11 @@ def print_plan(
     if asked.json_file is not None:
         parts: dict[str, object] = {"world_size": world_size, "config": flat_values(config), "plan": plan}
         parts["memory"] = [rank.record for rank in memory]
-        parts |= {} if fit is None else {"device_memory": fit.limit, **fit.record}
+        parts |= fit.record
         parts |= {} if step is None else {"time": step.record}
         parts |= {} if failing is None else {"failures": failing.record}
         parts |= {"problems": [each.record for each in problems]} if problems else {}
         write_json(parts, asked.json_file)
-
-
-def host_lines(memory: Sequence[RankMemory], device: DeviceFile | None) -> Iterator[str]:
-    """Yields a line if offloaded data exceed the host memory that the device file states."""
-    if device is None or device.host_memory_gib is None:
-        return
-    most = max(memory, key=lambda rank: rank.host)
-    if (over := most.host - device.host_memory_gib * GIB) > 0:
-        where = f"pp {most.plan.pp_rank} keeps most there, {gib(most.host)} of {device.host_memory_gib:g} GiB"
-        yield f"does not fit the host: {where} (host_memory_gib of the device file), {gib(over)} too much"
 
 
 def _chosen_chunks(config: RunConfig) -> Iterator[str]:

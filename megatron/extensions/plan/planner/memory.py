@@ -390,31 +390,6 @@ class RankMemory:
         return {"pp_rank": self.plan.pp_rank, **self.sizes, "total": self.total, "host": self.host}
 
 
-@dataclass(frozen=True)
-class Fit:
-    """True if the fullest pipeline rank fits a device."""
-
-    fullest: RankMemory
-    limit: int
-    """Bytes of the device."""
-
-    @property
-    def over(self) -> int:
-        """Number of bytes above the limit."""
-        return max(0, self.fullest.total - self.limit)
-
-    @property
-    def line(self) -> str:
-        rank = self.fullest
-        where = f"pp {rank.plan.pp_rank} holds most, {gib(rank.total)} of {gib(self.limit)} GiB"
-        return f"does not fit: {where}, {gib(self.over)} too much" if self.over else f"fits: {where}"
-
-    @property
-    def record(self) -> dict[str, object]:
-        """The record as JSON."""
-        return {"fits": not self.over, "fullest_pp_rank": self.fullest.plan.pp_rank, "bytes_over": self.over}
-
-
 def fullest(memory: Sequence[RankMemory]) -> RankMemory:
     """The pipeline rank with the most memory."""
     return max(memory, key=lambda rank: rank.total)

@@ -1,20 +1,25 @@
-"""The memory lines of a plan: the contents of each pipeline rank, and the items that are counted."""
+"""The memory lines of a plan: the contents of each pipeline rank, the items that are counted, and whether they fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.core.config.param_groups import lines_of_groups
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.layout import Stage
+from megatron.extensions.plan.planner.device_file import DeviceFile
 from megatron.extensions.plan.planner.memory import (
     DEVICE,
     DISK,
+    GIB,
     RankMemory,
     RankStates,
     dtype_of_states,
+    fullest,
+    gib,
     place_of_units,
     states_of_callbacks,
 )
@@ -157,3 +162,62 @@ def _holding(stage: Stage, predicts: bool) -> str:
         parts.append(f"layer {first}" if first == last else f"layers {first}-{last} ({len(stage.layers)})")
     parts += ["norm", *(["multi-token"] if predicts else []), "head"] if stage.last else []
     return ", ".join(parts) or "nothing"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Comparison of planned memory with that of a device and of its host."""
+
+    memory: Sequence[RankMemory]
+    """Memory of each pipeline rank."""
+
+    limit: int | None
+    """Bytes of the device; None if unknown."""
+
+    host_limit: int | None = None
+    """Bytes of host memory for each device; None if unknown."""
+
+    @classmethod
+    def of(cls, memory: Sequence[RankMemory], size: float | None, device: DeviceFile | None) -> Fit:
+        """Compare with a device of `size` GiB and the host memory that the device file states."""
+        host = None if device is None else device.host_memory_gib
+        return cls(memory, *(None if each is None else int(each * GIB) for each in (size, host)))
+
+    @property
+    def over(self) -> int:
+        """Number of bytes above the device's memory."""
+        return 0 if self.limit is None else max(0, fullest(self.memory).total - self.limit)
+
+    @property
+    def over_host(self) -> int:
+        """Number of bytes above the host's memory."""
+        return 0 if self.host_limit is None else max(0, self._most_on_host.host - self.host_limit)
+
+    @property
+    def _most_on_host(self) -> RankMemory:
+        return max(self.memory, key=lambda rank: rank.host)
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """Lines about the device, if its memory is known, and about the host, if its memory is too small."""
+        if self.limit is not None:
+            rank = fullest(self.memory)
+            where = f"pp {rank.plan.pp_rank} holds most, {gib(rank.total)} of {gib(self.limit)} GiB"
+            yield f"does not fit: {where}, {gib(self.over)} too much" if self.over else f"fits: {where}"
+        if self.host_limit is not None and self.over_host:
+            rank = self._most_on_host
+            where = f"pp {rank.plan.pp_rank} keeps most there, {gib(rank.host)} of {self.host_limit / GIB:g} GiB"
+            yield f"does not fit the host: {where} (host_memory_gib of the device file), {gib(self.over_host)} too much"
+
+    @property
+    def record(self) -> dict[str, object]:
+        """The comparison as JSON; empty if no memory size is known."""
+        if self.limit is None and not self.over_host:
+            return {}
+        record: dict[str, object] = {"fits": not (self.over or self.over_host)}
+        if self.limit is not None:
+            record |= {"device_memory": self.limit, "fullest_pp_rank": fullest(self.memory).plan.pp_rank}
+            record |= {"bytes_over": self.over}
+        if self.over_host:
+            record |= {"host_memory": self.host_limit, "host_bytes_over": self.over_host}
+        return record

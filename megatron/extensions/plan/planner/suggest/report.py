@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.plan.planner.device_file import read_device
 from megatron.extensions.plan.planner.dry_run import share_text
-from megatron.extensions.plan.planner.memory import GIB, Fit, RankMemory, gib
+from megatron.extensions.plan.planner.memory import GIB, RankMemory, gib
+from megatron.extensions.plan.planner.memory_lines import Fit
 from megatron.extensions.plan.planner.suggest.costs import LayoutCosts
 from megatron.extensions.plan.planner.suggest.search import Effort, Found, LayoutSearch, ranked_with
 from megatron.extensions.plan.planner.suggest.space import CHUNKS, OFFLOADING, RECOMPUTATION, Layout, SearchedRun
@@ -66,7 +67,7 @@ def tokens_of(config: RunConfig) -> int:
 def verdict_lines(each: Found, limit: int) -> Iterator[str]:
     """Return whether a legal layout fits, how long it takes, and which of its groups cross nodes."""
     step = each.step
-    yield Fit(each.fullest, limit).line
+    yield from _fit(each, limit).lines
     line = f"{step.seconds:.4g} s a step, {step.tflops:.4g} TFLOP/s a device, MFU {share_text(step.mfu)} (causal)"
     yield f"{line}, bound by {step.bound_by.replace('_', ' ')}"
     if (steps := iterations_of(each.config)) is not None:
@@ -76,12 +77,16 @@ def verdict_lines(each: Found, limit: int) -> Iterator[str]:
     yield f"{' and '.join(crosses)} cross {nodes}" if crosses else f"TP, CP and EP stay within {nodes}"
 
 
+def _fit(each: Found, limit: int) -> Fit:
+    return Fit.of(each.memory, limit / GIB, each.step.device)
+
+
 def verdict_record(each: Found, limit: int) -> dict[str, object]:
     """The verdict as JSON."""
     steps = iterations_of(each.config)
     return {
         "legal": True,
-        **Fit(each.fullest, limit).record,
+        **_fit(each, limit).record,
         "hours": None if steps is None else steps * each.step.seconds / 3600,
         "cross_nodes": crossing(each),
         "time": each.step.record,
