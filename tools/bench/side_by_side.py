@@ -258,7 +258,7 @@ def _free_port() -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """Speed of a contestant relative to each of the others."""
+    """Speed of a contestant relative to each of the others: medians of the ratios, round by round."""
 
     contestant: str
     result: Spread | None
@@ -267,17 +267,22 @@ class Row:
 
 
 def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
-    """One row for each contestant, whose median is compared with those of the contestants that `beside` lists for
-    it."""
+    """One row for each contestant, which is compared with the contestants that `beside` lists for it."""
     spreads = {name: Spread.of(values) for name, values in found.items() if not isinstance(values, str) and values}
     rows = []
     for name, values in found.items():
         spread, failed = spreads.get(name), values if isinstance(values, str) else None
         others = [other for other in beside(name) if other in spreads and other != name] if spread else []
         if spread or failed:
-            times = {other: spreads[name].median / spreads[other].median for other in others}
+            times = {other: _median_ratio(values, found[other]) for other in others}
             rows.append(Row(name, spread, failed, times))
     return rows
+
+
+def _median_ratio(ours: Sequence[float] | str, others: Sequence[float] | str) -> float:
+    """Median of the ratios of the rounds that both have done. It hardly depends on what else the machine does."""
+    assert not isinstance(ours, str) and not isinstance(others, str)
+    return statistics.median(one / other for one, other in zip(ours, others, strict=False))
 
 
 def forget(*packages: str) -> None:

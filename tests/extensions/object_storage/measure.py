@@ -1,6 +1,6 @@
-"""Measures loads of a checkpoint, the wait for data at 1 Gbit/s, and a run whose store fails for a while.
+"""Measures saves and loads of a checkpoint, the wait for data at 1 Gbit/s, and a run whose store fails for a while.
 
-python -m tests.extensions.object_storage.measure load [--ranks 2] [--hidden-size 256]
+python -m tests.extensions.object_storage.measure checkpoint [--ranks 2] [--hidden-size 256]
 unshare -n sh -c 'ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 50ms &&
     python -m tests.extensions.object_storage.measure data'
 python -m tests.extensions.object_storage.measure outage [--seconds 60]
@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import resource
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,30 +53,60 @@ class DataWait(ReadAhead):
 """An extension that logs the wait for data on the local disk as that for URLs is logged."""
 
 
-def measured(port: int, folder: Path, ranks: int, flags: Sequence[str], faults: Faults | None = None) -> dict:
-    """Seconds, bytes through the proxy, peak memory of a rank so far, and output of a run."""
+class Measured(NamedTuple):
+    """What a run has taken."""
+
+    said: str
+    seconds: float
+    megabytes: float
+    """Through the proxy."""
+
+    peak: float
+    """MiB of the rank that has used the most."""
+
+    def seconds_of(self, pattern: str) -> float:
+        """A time that the run states."""
+        return float(re.findall(pattern, self.said)[-1])
+
+
+def measured(
+    port: int, folder: Path, ranks: int, flags: Sequence[str], faults: Faults | None = None, alone: bool = False
+) -> Measured:
+    """A run, `alone` in processes of its own, without which the peak is that of all runs so far."""
+    if alone:
+        with ProcessPoolExecutor(1, get_context("fork")) as pool:
+            return pool.submit(measured, port, folder, ranks, flags).result()
     faults = faults or Faults(0)
     began = time.monotonic()
     with faulty_proxy(port, faults) as proxy, environment(credentials(proxy)):
         said = run_forked(ranks, flags, folder / "screen")
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    return {"seconds": time.monotonic() - began, "MB": faults.moved / 1e6, "peak MiB": peak, "said": said}
+    return Measured(said, time.monotonic() - began, faults.moved / 1e6, peak)
 
 
-def measure_load(port: int, folder: Path, args: argparse.Namespace) -> None:
-    """A load by ranks of one host: from the local disk, from S3, through the cache, and again through the cache."""
+SAVED = r"saved checkpoint .* in ([\d.]+) s"
+LOADED = r"\| checkpoint ([\d.]+) \|"
+
+
+def measure_checkpoint(port: int, folder: Path, args: argparse.Namespace) -> None:
+    """Saves and loads by ranks of one host: on the local disk, on S3, and through the cache of the host."""
     size = ["--hidden-size", str(args.hidden_size), "--num-layers", "4", "--vocab-size", "8000"]
     flags = [*TINY.split(), *size, "--train-iters", "1"]
-    local = str(folder / "local")
-    for save in (local, URL):
-        measured(port, folder, args.ranks, [*flags, "--save", save])
-    nbytes = sum(path.stat().st_size for path in Path(local).rglob("*.distcp"))
-    print(f"checkpoint of {nbytes / 1e6:.1f} MB, {args.ranks} ranks of data parallelism")
-    cache = ["--storage-cache", str(folder / "cache")]
-    for name, more in (("local disk", local), ("S3", URL), ("S3, cache", URL), ("S3, cache again", URL)):
-        given = cache if "cache" in name else []
-        found = measured(port, folder, args.ranks, [*flags, "--finetune", "--load", more, *given])
-        print(f"{name:16} {found['seconds']:6.2f} s {found['MB']:8.1f} MB fetched, peak {found['peak MiB']:.0f} MiB")
+    local, cache = str(folder / "local"), ["--storage-cache", str(folder / "cache")]
+    neither = measured(port, folder, args.ranks, flags, alone=True).peak
+    rows = [("save", "local disk", ["--save", local]), ("save", "S3", ["--save", URL])]
+    rows += [("load", "local disk", ["--load", local]), ("load", "S3", ["--load", URL])]
+    rows += [("load", name, ["--load", URL, *cache]) for name in ("S3, cache", "S3, cache again")]
+    for kind, name, given in rows:
+        more = [*given, "--train-iters", "2"] if kind == "load" else given
+        found = measured(port, folder, args.ranks, [*flags, *more], alone=True)
+        if name == "local disk" and kind == "save":
+            nbytes = sum(path.stat().st_size for path in Path(local).rglob("*.distcp"))
+            print(f"checkpoint of {nbytes / 1e6:.1f} MB, {args.ranks} ranks of data parallelism; peak memory of a rank")
+            print(f"that neither saves nor loads: {neither:.0f} MiB")
+        seconds = found.seconds_of(SAVED if kind == "save" else LOADED)
+        moved = f"{found.megabytes:7.1f} MB moved, {found.megabytes / args.ranks:6.1f} a rank"
+        print(f"{kind} {name:16} {seconds:6.2f} s {moved}, peak {found.peak - neither:+5.0f} MiB", flush=True)
 
 
 def measure_data(port: int, folder: Path, args: argparse.Namespace) -> None:
@@ -96,8 +130,8 @@ def measure_data(port: int, folder: Path, args: argparse.Namespace) -> None:
         records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
         waits = [record["data_wait_ms"] for record in records if "data_wait_ms" in record]
         times = [round(1000 * record.get("step_time", record.get("step_seconds", 0))) for record in records]
-        print(f"{name}: wait {waits} ms, steps {times} ms, {found['MB']:.1f} MB", flush=True)
-        print("".join(f"  {line.strip()}\n" for line in found["said"].splitlines() if "MB read for" in line), end="")
+        print(f"{name}: wait {waits} ms, steps {times} ms, {found.megabytes:.1f} MB", flush=True)
+        print("".join(f"  {line.strip()}\n" for line in found.said.splitlines() if "MB read for" in line), end="")
 
 
 def measure_outage(port: int, folder: Path, args: argparse.Namespace) -> None:
@@ -114,14 +148,14 @@ def measure_outage(port: int, folder: Path, args: argparse.Namespace) -> None:
     threading.Thread(target=fail, daemon=True).start()
     flags = [*TINY.split(), "--hidden-size", "256", "--train-iters", "6", "--save-interval", "2", "--save", URL]
     found = measured(port, folder, 1, flags, faults)
-    print("".join(f"  {line}\n" for line in found["said"].splitlines() if "saved" in line or "RUN" in line), end="")
+    print("".join(f"  {line}\n" for line in found.said.splitlines() if "saved" in line or "RUN" in line), end="")
     events = file_system().cat_file(f"{BUCKET}/run/run_events.jsonl").decode().splitlines()
     saves = [event for event in map(json.loads, events) if event["event"] == "storage"]
-    print(f"{found['seconds']:.0f} s, {faults.cuts} connections cut; {saves[-1]}")
+    print(f"{found.seconds:.0f} s, {faults.cuts} connections cut; {saves[-1]}")
 
 
 MEASURES: dict[str, Callable[[int, Path, argparse.Namespace], None]] = {
-    "load": measure_load,
+    "checkpoint": measure_checkpoint,
     "data": measure_data,
     "outage": measure_outage,
 }
