@@ -85,7 +85,7 @@ class DataKind(ABC):
     """A kind of path that --data-path accepts besides the prefix of an indexed dataset."""
 
     urls = False
-    """True if the kind supports URLs."""
+    """True if the kind supports URLs. The one with the highest `order` reports those that no kind knows."""
 
     @abstractmethod
     def __call__(self, path: str) -> bool: ...
@@ -191,11 +191,12 @@ def data_kind_of(path: str | PurePath) -> DataKind | None:
     """
     is_url = "://" in str(path)  # with any scheme
     kind = "url" if is_url else kind_of(path)
-    for name in PATH_KINDS:
-        found = PATH_KINDS[name]
-        if isinstance(found, DataKind) and (name == kind or (is_url and found.urls)):
-            return None if is_url and not found(str(path)) and _is_dataset(str(path)) else found
-    return None
+    kinds = [(name, PATH_KINDS[name]) for name in sorted(PATH_KINDS, key=lambda name: PATH_KINDS.facts(name).order)]
+    found = [each for name, each in kinds if isinstance(each, DataKind) and (name == kind or (is_url and each.urls))]
+    if not is_url:
+        return next(iter(found), None)
+    claims = [each for each in found if each(str(path))]
+    return next(iter(claims or ([] if _is_dataset(str(path)) else reversed(found))), None)
 
 
 def is_foreign_model(path: str | PurePath) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -12,11 +12,15 @@ import pytest
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.dist_checkpointing.file_storage import _built
 from megatron.core.dist_checkpointing.path_kind import data_kind_of
+from megatron.extensions import load
 from megatron.extensions.data.sources import documents
 from megatron.extensions.data.sources.path_kinds import SourceKind
 from megatron.extensions.data.sources.sample_stream import Place, SampleStream
 from megatron.extensions.data.text_data.flags import TextDataConfig
+from megatron.extensions.operate.object_storage.block_cache import CACHE
+from tests.extensions.object_storage.server import BUCKET, credentials, environment, file_system, s3_server
 from tests.faults.test_kills import check_kills
 from tests.forked import run_forked
 from tests.tiny import TINY
@@ -75,13 +79,39 @@ def zipped_mosaic(folder: Path, column: str, values: Sequence[object]) -> str:
     return mosaic(folder, column, values, "zstd")
 
 
+Put = Callable[[str], str]
 MAKERS: list[Callable[[Path, str, Sequence[object]], str]] = [saved, rows, web_shards, mosaic, zipped_mosaic]
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
 
 
-def made(path: str, tokenizer: TokenizerConfig = BYTES, vocab_size: int | None = None, **options: object) -> str:
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Put]:
+    """A function that puts local files into object storage, and returns their URL; the host's cache is empty."""
+    pytest.importorskip("s3fs")
+    load()
+    monkeypatch.setattr(CACHE, "folder", tmp_path / "copies")
+
+    def put(path: str) -> str:
+        place = Path(path.removeprefix("datasets:"))
+        for file in place.rglob("*") if place.is_dir() else place.parent.glob("*.tar"):
+            file_system().put_file(str(file), f"{BUCKET}/{file.relative_to(tmp_path)}")
+        return f"{'datasets:' if place.is_dir() else ''}s3://{BUCKET}/{place.name}"
+
+    with s3_server() as port, environment(credentials(port)):
+        _built.cache_clear()
+        yield put
+    _built.cache_clear()
+
+
+def made(
+    path: str,
+    tokenizer: TokenizerConfig = BYTES,
+    vocab_size: int | None = None,
+    cache: Path | None = None,
+    **options: object,
+) -> str:
     """Prefix of the dataset that a run makes of a path."""
-    config = DatasetConfig().with_options(TextDataConfig(**options))  # type: ignore[arg-type]
+    config = DatasetConfig(data_cache_path=cache and str(cache)).with_options(TextDataConfig(**options))  # type: ignore[arg-type]
     kind = data_kind_of(path)
     assert kind is not None and path in kind.describe("--data-path", path)
     return kind.reader(config, tokenizer, vocab_size, list).prefix("--data-path", path)
@@ -103,6 +133,24 @@ def test_token_ids_are_taken_as_they_are(tmp_path: Path, maker: Callable[..., st
     indexed = IndexedDataset(made(path, TokenizerConfig(), 50))
     assert indexed.dtype == np.uint16 and len(indexed) == len(IDS) and indexed.checked
     assert all(indexed[number].tolist() == ids.tolist() for number, ids in enumerate(IDS))
+
+
+@pytest.mark.parametrize("maker", [saved, rows, web_shards])
+def test_files_on_urls_are_those_of_the_disk(tmp_path: Path, maker: Callable[..., str], stored: Put) -> None:
+    """And a stream of them goes on where a run has been killed."""
+    local = maker(tmp_path, "input_ids", IDS)
+    url = stored(local)
+    found, expected = (made(path, TokenizerConfig(), 50, cache=tmp_path / "tokens") for path in (url, local))
+    assert Path(f"{found}.bin").read_bytes() == Path(f"{expected}.bin").read_bytes()
+    kind = data_kind_of(url)
+    assert isinstance(kind, SourceKind)
+    documents = kind.opened("--data-path", url, "text")
+    whole = list(documents.read_from(None))
+    for number in (1, 30, len(whole) - 1):
+        again = list(documents.read_from(json.loads(json.dumps(whole[number][0]))))
+        assert [value.tolist() for _, value in again] == [value.tolist() for _, value in whole[number:]]
+    flags = f"{TINY} --data-path {url} --dataset-type stream".replace("--mock-data", "")
+    run_forked(2, [*flags.split(), "--storage-cache", str(tmp_path / "copies")], tmp_path / "screen")
 
 
 def test_errors_name_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
@@ -12,6 +13,7 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.dist_checkpointing.file_storage import UrlPath, located, storage_of
 from megatron.extensions.data.text_data.inputs import TextFile, files_below
 
 Value = str | bytes | NDArray | ValueError
@@ -35,7 +37,7 @@ class Documents(ABC):
     """Column, or member of a sample, that holds the documents."""
 
     files: list[str]
-    """Local files that decide the documents."""
+    """Files that decide the documents: paths, or URLs of object storage."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Value]:
@@ -83,9 +85,31 @@ def document_of(value: object) -> Value:
     return ValueError(f"neither text nor token ids but {type(value).__name__}")
 
 
+def local_path(path: str) -> str:
+    """The path of a local file, or of the copy of a URL's file, which the processes of a host share. Raises OSError."""
+    place = located(path)
+    return str(storage_of(place).local_file(place)) if isinstance(place, UrlPath) else path
+
+
+def size_of(path: str) -> int:
+    """Bytes of a file. Raises OSError."""
+    place = located(path)
+    size = storage_of(place).size(place)
+    if size is None:
+        raise FileNotFoundError(f"there is no {path}")
+    return size
+
+
+def stored_names(folder: UrlPath, pattern: str = "*") -> list[str]:
+    """Names in a folder of a URL that match a pattern, sorted, hidden ones excepted. Raises OSError."""
+    names = storage_of(folder).names(folder)
+    return sorted(name for name in fnmatch.filter(names, pattern) if not name.startswith("."))
+
+
 def text_files(paths: Sequence[str]) -> list[TextFile]:
     """Files as digests of them are taken."""
-    states = [(path, os.stat(path)) for path in paths]
+    places = (os.path.realpath(local_path(path)) for path in paths)  # of copies, behind links of this process
+    states = [(path, os.stat(path)) for path in places]
     return [TextFile(path, None, "", state.st_size, str(state.st_mtime_ns)) for path, state in states]
 
 

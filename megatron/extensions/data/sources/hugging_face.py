@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Protocol
 
-from megatron.extensions.data.sources.documents import Documents, Value, chosen_key, document_of, library, shown_files
+from megatron.core.dist_checkpointing.file_storage import UrlPath, local_folder, located
+from megatron.extensions.data.sources.documents import (
+    Documents,
+    Value,
+    chosen_key,
+    document_of,
+    library,
+    shown_files,
+    stored_names,
+)
 from megatron.extensions.data.text_data.inputs import by_name
 
 SCHEME = "datasets:"
@@ -52,13 +63,29 @@ def is_saved(path: str) -> bool:
     return all(one) or several
 
 
+def _copied(path: str) -> str:
+    """A path, or for a URL the folder or glob of the copies of its files, which the processes of a host share."""
+    place = located(path)
+    if not isinstance(place, UrlPath):
+        if "://" in path:
+            raise ValueError("URLs are those of object storage, such as datasets:s3://bucket/folder")
+        return path
+    if stored_names(place):
+        return str(local_folder(place, _is_shown))
+    return str(local_folder(place.parent, partial(_is_shown, pattern=place.name)))
+
+
+def _is_shown(name: str, pattern: str = "*") -> bool:
+    return not name.startswith(".") and fnmatch.fnmatch(name, pattern)
+
+
 class HuggingFaceDocuments(Documents):
     """Rows of a folder of `save_to_disk`, of Parquet, Arrow, JSON, CSV or text files, or (`named`) of a data set of the
     Hugging Face hub, of which nothing is kept."""
 
     def __init__(self, path: str, wanted: str) -> None:
         self._library = library("datasets", "datasets")
-        self._path = path
+        self._path = _copied(path)
         self.named = bool(HUB_NAME.fullmatch(path)) and not os.path.exists(path)
         if self._saved and os.path.isfile(os.path.join(path, SEVERAL_SETS)):
             splits = sorted(name for name in os.listdir(path) if is_saved(os.path.join(path, name)))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
+from megatron.core.dist_checkpointing.file_storage import UrlPath, located
 from megatron.core.dist_checkpointing.path_kind import DataKind, DataReader
 from megatron.core.registry import imported
 from megatron.extensions.data.sources.hugging_face import SCHEME, is_saved
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 class SourceKind(DataKind):
     """Files that a library reads: `documents` is the class that does, `holds` says whether a path is of the kind."""
 
+    urls = True
+
     def __init__(self, documents: str, library: str, holds: Callable[[str], bool], scheme: str = "") -> None:
         self.documents = documents
         self.library = library
@@ -26,7 +29,7 @@ class SourceKind(DataKind):
         self.scheme = scheme
 
     def __call__(self, path: str) -> bool:
-        return bool(self.scheme and path.startswith(self.scheme)) or ("://" not in path and self.holds(path))
+        return bool(self.scheme and path.startswith(self.scheme)) or self.holds(path)
 
     def describe(self, flag: str, path: str) -> str:
         return f"{path}: read by {self.library}, and its tokens are kept, when the run starts"
@@ -53,7 +56,9 @@ class SourceKind(DataKind):
 
 def _has_shards(path: str) -> bool:
     """Return whether a path names tar files. A range in braces need not exist yet: the reader says which shard is
-    missing."""
+    missing. No store is asked: a URL is one of tar files by its name."""
+    if "://" in path:
+        return isinstance(located(path), UrlPath) and is_shard(path)
     return is_shard(path.partition("}")[2]) if "{" in path else bool(shards_of(path))
 
 

@@ -17,7 +17,7 @@ from megatron.core.datasets.sample_format import SampleFormat
 from megatron.core.dist_checkpointing.path_kind import data_kind_of
 from megatron.core.tokenizers import added_after, build_tokenizer
 from megatron.extensions.data.datasets.generator_dataset import GeneratorDataset
-from megatron.extensions.data.sources.documents import Documents, Value
+from megatron.extensions.data.sources.documents import Documents, Value, size_of
 from megatron.extensions.data.sources.flags import StreamConfig
 from megatron.extensions.data.sources.path_kinds import SourceKind
 from megatron.extensions.data.sources.sample_stream import Place, SampleStream
@@ -37,7 +37,7 @@ class StreamedDataset(GeneratorDataset):
         self.documents = documents
         self.tokenizer: Tokenizer | None = None
         self.samples_of = SampleStream(documents, self._encoded, format.seq_length, seed, window)
-        sizes = [[os.path.basename(path), os.path.getsize(path)] for path in documents.files]
+        sizes = [[os.path.basename(path), size_of(path)] for path in documents.files]
         super().__init__(self.samples_of, samples, format, f"{seed} {window} {documents.name} {documents.key} {sizes}")
 
     def _encoded(self, value: Value) -> NDArray[np.int64]:

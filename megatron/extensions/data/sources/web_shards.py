@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
+from megatron.core.dist_checkpointing.file_storage import UrlPath, located
 from megatron.extensions.data.sources.documents import (
     DEFAULT_KEY,
     TOKEN_KEYS,
@@ -14,7 +15,9 @@ from megatron.extensions.data.sources.documents import (
     Value,
     document_of,
     library,
+    local_path,
     shown_files,
+    stored_names,
 )
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
@@ -32,6 +35,9 @@ def shards_of(path: str) -> list[str]:
     """Shards of a folder, file, glob or range in braces such as shard-{000..131}.tar, sorted. Empty if there are none.
 
     A range must name files that exist, so that no shard is left out unnoticed."""
+    place = located(path)
+    if isinstance(place, UrlPath):
+        return _stored_shards(path, place)
     if os.path.isdir(path):
         return [file for file in shown_files(path) if is_shard(file)]
     if os.path.isfile(path):
@@ -40,6 +46,24 @@ def shards_of(path: str) -> list[str]:
         expanded = library("braceexpand", "webdataset").braceexpand(path)
         return list(expanded)
     return sorted(file for file in glob.glob(path, recursive=True) if is_shard(file))
+
+
+def _stored_shards(url: str, place: UrlPath) -> list[str]:
+    """Shards that a URL, a glob of names or a range in braces names."""
+    if "{" in url:
+        return list(library("braceexpand", "webdataset").braceexpand(url))
+    return [str(place.parent / name) for name in stored_names(place.parent, place.name) if is_shard(name)]
+
+
+def missing_shard(files: Sequence[str]) -> str | None:
+    """The first shard that does not exist, with one request for each folder of a URL. Raises OSError."""
+    places = [located(file) for file in files]
+    folders = {place.parent for place in places if isinstance(place, UrlPath)}
+    stored = {folder / name for folder in folders for name in stored_names(folder)}
+    for file, place in zip(files, places, strict=True):
+        if place not in stored if isinstance(place, UrlPath) else not os.path.isfile(file):
+            return file
+    return None
 
 
 class WebDocuments(Documents):
@@ -55,8 +79,8 @@ class WebDocuments(Documents):
         self._decode = library("webdataset.autodecode", "webdataset").basichandlers
         self._wanted = self.key = wanted
         self.files = shards_of(path)
-        if missing := [file for file in self.files if not os.path.isfile(file)]:
-            raise ValueError(f"there is no shard {missing[0]}; correct the range")
+        if (missing := missing_shard(self.files)) is not None:
+            raise ValueError(f"there is no shard {missing}; correct the range")
         if not self.files:
             raise ValueError(f"there is no shard ({', '.join(SUFFIXES)}); the path is taken from {os.getcwd()}")
         found = self.first()
@@ -72,7 +96,11 @@ class WebDocuments(Documents):
         for place, shard in enumerate(self.files[first:], first):
             # An absolute path, as the library opens others, such as pipe:COMMAND, in ways of their own.
             samples = self._library.WebDataset(
-                [os.path.abspath(shard)], shardshuffle=False, nodesplitter=None, workersplitter=None, empty_check=False
+                [os.path.abspath(local_path(shard))],
+                shardshuffle=False,
+                nodesplitter=None,
+                workersplitter=None,
+                empty_check=False,
             )
             begun = islice(samples, begin if place == first else 0, None)
             for number, sample in enumerate(begun, begin if place == first else 0):

@@ -79,8 +79,8 @@ def reads_data(config: RunConfig) -> bool:
 
 
 def is_url(path: str | None) -> bool:
-    """Return True if a path is in object storage."""
-    return path is not None and path.partition("://")[0] in SCHEMES
+    """Return True if a path is in object storage; a prefix such as datasets: names who reads it."""
+    return path is not None and "://" in path and path.partition("://")[0].rpartition(":")[2] in SCHEMES
 
 
 for _scheme in SCHEMES:
