@@ -102,15 +102,18 @@ def check_kills(folder: Path, size: tuple[int, int, int], data: Sequence[str], m
     for number in range(kills):
         steps, share, victim = moments.randrange(4) if number else 5, moments.random(), moments.randrange(ranks)
         with forked_ranks(ranks, flags(save, next(layouts)), screen) as processes:
-            if not reaches(steps, share, processes, screen):
-                break
+            runs = reaches(steps, share, processes, screen)
             newest = read_latest(save) or 0
-            os.kill(processes[victim].pid, signal.SIGKILL)
-            if steps and number % 2:
+            if runs:
+                os.kill(processes[victim].pid, signal.SIGKILL)
+            if not runs or (steps and number % 2):
                 join(processes)  # the others find out
         assert_resumed(screen.read_text(), latest)
         latest = read_latest(save) or 0
         assert latest >= newest > 0
+        if not runs:  # complete before it was killed
+            assert latest == iterations, screen.read_text()[-4000:]
+            break
     assert_resumed(run_forked(ranks, flags(save, next(layouts)), screen), latest)
     run_forked(1, flags(alone), screen)
     for found, expected in zip(logged(save, more), logged(alone, more), strict=True):

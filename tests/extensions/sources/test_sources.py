@@ -178,10 +178,12 @@ def test_samples_of_shards_without_a_document(tmp_path: Path) -> None:
         made(path.replace("0..1", "0..2"))
 
 
-@pytest.mark.parametrize("how", ["--split 1,0,0 --sequence-packing best-fit", "--dataset-type stream"])
-def test_a_killed_run_continues_at_other_layouts(tmp_path: Path, how: str) -> None:
-    path = saved(tmp_path, "input_ids", IDS)  # whose reader has no threads, which a fork would lose
-    check_kills(tmp_path, (6, 4, 1), f"--data-path {path} {how} --tokenizer-type NullTokenizer".split())
+@pytest.mark.parametrize(
+    ("maker", "how"), [(saved, "--split 1,0,0 --sequence-packing best-fit"), (rows, "--dataset-type stream")]
+)
+def test_a_killed_run_continues_at_other_layouts(tmp_path: Path, maker: Callable[..., str], how: str) -> None:
+    path = maker(tmp_path, "input_ids", IDS)
+    check_kills(tmp_path, (8, 4, 1), f"--data-path {path} {how} --tokenizer-type NullTokenizer".split())
 
 
 @pytest.mark.parametrize("maker", MAKERS)
