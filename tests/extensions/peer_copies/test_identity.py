@@ -29,6 +29,30 @@ def test_copies_of_a_deleted_folder_are_not_loaded(tmp_path: Path) -> None:
         run.end()
 
 
+def test_copies_are_not_loaded_after_checkpoints_were_deleted(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", 1, ["--train-iters", "6", "--save-interval", "3", "--no-async-save"])
+    try:
+        run.start(Planned("copied", 0, 4))
+        run.start(Planned("copied", 0, 5))  # it saves nothing
+        shutil.rmtree(run.save / "iter_0000003")
+        (run.save / "latest_checkpointed_iteration.txt").unlink()
+        said = run.start()
+        assert "copies in memory are not used: --load was set back to iteration 0 since" in said
+        assert "loaded checkpoint" not in said
+    finally:
+        run.end()
+
+
+def test_a_local_checkpoint_that_is_not_uploaded_hides_no_copies(tmp_path: Path) -> None:
+    flags = ["--save-local", str(tmp_path / "local"), "--save-local-interval", "1", "--save-interval", "9"]
+    run = Run(tmp_path / "run", 1, [*flags, "--no-async-save"])
+    try:
+        run.start(Planned("copied", 0, 2))
+        assert "loaded checkpoint of iteration 2 from copies" in run.start()
+    finally:
+        run.end()
+
+
 def inventory_of(*identities: str) -> Inventory:
     names = {f"g{number:06d}-0123abcd": identity for number, identity in enumerate(identities, 1)}
     copies = tuple(Copy("host", name, 3, "0-own", "0-own.0") for name in names)

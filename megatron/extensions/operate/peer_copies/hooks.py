@@ -97,7 +97,7 @@ class PeerCopies(Callback):
         """Identity of the content of --save, from the start of the run on."""
 
         self._on_disk: int | None = None
-        """Newest checkpoint in --save when this start resumed."""
+        """Newest checkpoint in --save when this start resumed, or after its last save."""
 
         self._run: TrainingRun | None = None
         self._copies: Copies | None = None
@@ -356,15 +356,17 @@ class PeerCopies(Callback):
         saved = run.runtime.watchdog.failures.saved
         if first and saved != self._saved:
             self._saved = saved
-            self._keep_identity()
-        payload |= {"saved_iteration": self._on_disk if saved is None else saved}
+            self._note_save()
+        payload |= {"saved_iteration": self._on_disk}
         copies.copy(run.progress.iteration, tensors, payload if first else None)
 
-    def _keep_identity(self) -> None:
-        """After a save: the folder may have been deleted before it."""
+    def _note_save(self) -> None:
+        """Read what a save has left in --save, which may have been deleted before. Local checkpoints are not there
+        until they are uploaded."""
         assert self._identity is not None
-        with suppress(OSError):  # the next save reports it
+        with suppress(OSError, ValueError):  # the next save reports it
             keep_identity(self._save, self._identity)
+            self._on_disk = read_latest(self._save)
 
     def _await_copies(self) -> None:
         """Waits for the copies in progress. Raises LateRanksError if they take longer than a collective may."""
