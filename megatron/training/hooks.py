@@ -269,6 +269,9 @@ class Callback:
     place. `megatron.core.optimizer.owned_tensors.with_main_weights` pairs them with the weights that the optimizer
     updates."""
 
+    start_order = 0
+    """`start` is called in the order of these numbers; the first callback that returns a position decides."""
+
     to_continue = ""
     """Advice for continuing a complete run, if the user cannot raise the flag of its length."""
 
@@ -318,9 +321,8 @@ class Callback:
         """Called once this rank's stages are built, before gradients and states are allocated. Collective."""
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
-        """Load the initial weights instead of --load, and return the position of the run; return None to leave this to
-        --load. The first callback that returns a position decides. `data` maps a number of consumed samples to the
-        fingerprint of the data. A ValueError ends the run. Collective."""
+        """Load the initial weights instead of --load, and return the position of the run, or None to leave this to
+        --load. `data`: consumed samples -> fingerprint of the data. A ValueError ends the run. Collective."""
         return None
 
     def metrics(self) -> Mapping[str, Measure]:

@@ -250,7 +250,7 @@ def load_start(
 ) -> Progress:
     """Load the source of a callback, or what --load names (a checkpoint, or a model that an extension loads), into
     parameters and optimizer, and return the position of the run. Collective."""
-    for callback in checkpoint.callbacks:
+    for callback in sorted(checkpoint.callbacks, key=lambda each: each.start_order):
         if (progress := callback.start(checkpoint, say, data)) is not None:
             return progress
     load = checkpoint.config.checkpoint.load

@@ -185,6 +185,19 @@ def test_a_set_is_of_one_step_of_one_start() -> None:
     assert why_none([Inventory()]) == ""
 
 
+def test_a_set_is_not_of_an_iteration_before_and_after_going_back() -> None:
+    copies = [
+        Copy("host", GENERATION, 13, part, f"{part}.{number % 2}", number) for number, part in ((7, "a"), (8, "a"))
+    ]
+    copies.append(Copy("host", GENERATION, 13, "b", "b.1", 7))
+    (found,) = complete_sets([Inventory(tuple(copies), {GENERATION: ("a", "b")})])
+    assert found.number == 7 and found.copies == {"a": (copies[0],), "b": (copies[2],)}
+    copies.append(Copy("host", GENERATION, 12, "b", "b.0", 8))
+    copies[1] = Copy("host", GENERATION, 12, "a", "a.0", 8)
+    newest, _ = complete_sets([Inventory(tuple(copies), {GENERATION: ("a", "b")})])
+    assert (newest.number, newest.iteration) == (8, 12)
+
+
 def test_what_a_host_holds_and_keeps(tmp_path: Path) -> None:
     for generation in (GENERATION, "g000002-0123abcd"):
         (tmp_path / generation).mkdir()

@@ -42,9 +42,15 @@ MUTANTS: dict[str, tuple[str, str, str, Check]] = {
     ),
     "generation not checked": (
         "sets.complete_sets",
-        "setdefault((copy.generation, copy.iteration), {})",
-        "setdefault((next(iter(parts)), copy.iteration), {})",
+        "setdefault((copy.generation, copy.number, copy.iteration), {})",
+        "setdefault((next(iter(parts)), copy.number, copy.iteration), {})",
         lambda folder: test_holder.test_a_set_is_of_one_step_of_one_start(),
+    ),
+    "copies from before and after going back mixed": (
+        "sets.complete_sets",
+        "setdefault((copy.generation, copy.number, copy.iteration), {})",
+        "setdefault((copy.generation, 0, copy.iteration), {})",
+        lambda folder: test_holder.test_a_set_is_not_of_an_iteration_before_and_after_going_back(),
     ),
     "incomplete sets accepted": (
         "sets.complete_sets",

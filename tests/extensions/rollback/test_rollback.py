@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from megatron.extensions.operate.peer_copies.client import HOST
+from megatron.training import training
+from megatron.training.reliability.launch import START
+from megatron.training.run import TrainingRun
 from tests.apart import read_records
+from tests.extensions.peer_copies.runs import await_copies
 from tests.extensions.rollback.runs import Run, poisoned
 from tests.forked import run_forked
 from tests.parity.matrix.combination import Combination
@@ -74,15 +79,30 @@ def test_goodput_names_steps_that_were_taken_back(interval: int, data: str, tmp_
     assert "rolled-back steps" in said
 
 
+def ends_after_going_back(rank: int) -> None:
+    """Prepares a rank that is killed before the first step that follows a rollback, once."""
+    os.environ[HOST], made = f"host{rank}", training.train_step
+
+    def step(run: TrainingRun) -> None:
+        if os.environ[START] == "0" and run.progress.iteration + 1 in run.passed_over:
+            await_copies(run)
+            if rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+        made(run)
+
+    training.train_step = step
+
+
 def test_copies_in_the_memory_of_peers(data: str, tmp_path: Path) -> None:
     flags = f"{SHARDED} optim"
     told, run = (Run(tmp_path / name, data, flags, 2) for name in ("told", "run"))
     told.start("--iterations-to-skip 13 14")
     (tmp_path / "memory").mkdir()
-    copies = f"--peer-copies 1 --peer-copy-path {tmp_path / 'memory'}"
+    copies = f"--peer-copies 1 --peer-copy-path {tmp_path / 'memory'} --restarts-in-job 1"
     words = [*run.flags, *BACK.split(), *copies.split()]
-    said = run_forked(2, words, run.screen, prepare=lambda rank: os.environ.update({HOST: f"host{rank}"}))
+    said = run_forked(2, words, run.screen, prepare=ends_after_going_back)
     assert "going back to iteration 12 from copies in memory of hosts" in said and "incomplete" not in said
+    assert "loaded checkpoint of iteration 12 from copies" in said and said.count("going back to") == 1
     run.assert_equal(told)
 
 

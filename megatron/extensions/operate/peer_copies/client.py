@@ -275,6 +275,15 @@ def reached(holder: Address) -> Link:
     return link
 
 
+def opened(folder: Path, keep: float) -> tuple[Address, Link]:
+    """The holder of this host, as `open_holder`, and a connection that counts as a rank of its host while it is kept.
+    Raises OSError."""
+    for _ in range(2):
+        with suppress(OSError):  # it has ended in between
+            return (found := open_holder(folder, keep)), leased(found)
+    return (found := open_holder(folder, keep)), leased(found)
+
+
 def leased(holder: Address) -> Link:
     """Connection that counts as a rank of the holder's host while it is kept."""
     link = reached(holder)

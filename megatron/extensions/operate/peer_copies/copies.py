@@ -32,8 +32,7 @@ from megatron.extensions.operate.peer_copies.client import (
     Link,
     Pace,
     RefusedError,
-    leased,
-    open_holder,
+    opened,
     reached,
 )
 from megatron.extensions.operate.peer_copies.holder import header_of, sealed, write_whole
@@ -242,6 +241,7 @@ class Copies:
     def _header(self, stored: Stored, slot: Slot, iteration: int, payload: Mapping[str, object] | None) -> bytes:
         entries, text = self._entries[stored.name]
         rest: dict[str, Any] = {"iteration": iteration, "part": stored.name, "nbytes": stored.part.nbytes}
+        rest["number"] = self._number
         rest |= {"sums": slot.sums(entries), "payload": payload if stored is self.duties[0].stored else None}
         return sealed(f'{json.dumps(rest)[:-1]}, "entries": {text}}}'.encode())
 
@@ -272,6 +272,5 @@ class Copies:
         try:
             reached(own).close()
         except OSError:
-            found = open_holder(self.place.folder, self.place.keep)
-            self._lease = leased(found)
+            found, self._lease = opened(self.place.folder, self.place.keep)
             self._store.set(f"holder/{self.place.own}", json.dumps(asdict(found)))

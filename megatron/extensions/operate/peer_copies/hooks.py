@@ -29,7 +29,7 @@ from megatron.extensions.operate.peer_copies.client import (
     host_name,
     leased,
     number_of,
-    open_holder,
+    opened,
     reached,
 )
 from megatron.extensions.operate.peer_copies.copies import Copies, Duty, Place
@@ -87,6 +87,8 @@ class Host:
 class PeerCopies(Callback):
     """Copies of the state in the memory of peers."""
 
+    start_order = -1  # local checkpoints are older
+
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._options = config.options(PeerCopyConfig)
@@ -102,7 +104,7 @@ class PeerCopies(Callback):
         self._run: TrainingRun | None = None
         self._copies: Copies | None = None
         self._recovery: Recovery | None = None
-        self._resumed = False
+        self._resumed, self._taken_back = False, False
         self._saved: int | None = None
         """Last iteration that this start has saved, as of the last copy."""
 
@@ -131,8 +133,8 @@ class PeerCopies(Callback):
         if self._leads:
             keep = 60 * self._options.peer_copy_keep_minutes
             drop_abandoned(self._folder, keep)
-            holder = open_holder(self._folder, keep)
-            self._leases.append(leased(holder))
+            holder, lease = opened(self._folder, keep)
+            self._leases.append(lease)
             held, fault = inventory(self._folder, own), read_fault(self._folder)
             mine = Host(own, holder, held, fault, read_note(self._folder))
             drop_fault(self._folder)
@@ -140,7 +142,8 @@ class PeerCopies(Callback):
         self._host_of = [host.name for host in hosts]
         self._holders = {host.name: host.holder for host in hosts if host.holder is not None}
         if not self._leads:
-            self._leases.append(leased(self._holders[own]))
+            with suppress(OSError):  # the lease of the leading rank suffices
+                self._leases.append(leased(self._holders[own]))
         self._held = [host.held for host in hosts]
         self._idle = {each.name: each for host in hosts for each in host.idle if each.name not in names}
         self._holders |= {name: each.holder for name, each in self._idle.items()}
@@ -236,6 +239,7 @@ class PeerCopies(Callback):
         run = self._run
         assert run is not None
         self._await_copies()
+        self._taken_back = True
         world = run.runtime.state.world
         held = gather_objects(inventory(self._folder, host_name()) if self._leads else Inventory(), world)
         for each in complete_sets(held):
@@ -304,7 +308,11 @@ class PeerCopies(Callback):
         self._copies = Copies(where, own, self._store(), state.world.size, Pace(share))
         if self._leads:
             self._copies.when_complete(partial(drop_generations, self._folder, self._generation))
+        back = Task(
+            "copy of an earlier state", None, self._copy, also=lambda: self._taken_back, before_step=True, counts=True
+        )
         return (
+            back,
             Task("copy of the state", self._options.peer_copy_interval, self._copy, counts=True),
             Task("report of a recovery", 1, self._report_recovery, counts=True, reads_result=False),
         )
@@ -348,6 +356,7 @@ class PeerCopies(Callback):
     def _copy(self) -> None:
         run, copies = self._run, self._copies
         assert run is not None and copies is not None
+        self._taken_back = False
         self._await_copies()
         if line := copies.news():
             run.say(f" {line}")

@@ -15,8 +15,7 @@ from megatron.extensions.operate.peer_copies.client import (
     Link,
     folder_of,
     host_name,
-    leased,
-    open_holder,
+    opened,
     reached,
 )
 from megatron.extensions.operate.peer_copies.flags import PeerCopyConfig, keeps_copies
@@ -60,8 +59,8 @@ def offered(config: RunConfig) -> tuple[str, Link | None]:
     folder = memory_of(config)
     with suppress(OSError):
         if folder is not None and any(folder.glob("g*")):
-            holder = open_holder(folder, 60 * config.options(PeerCopyConfig).peer_copy_keep_minutes)
-            return IdleHost(host_name(), holder, inventory(folder, host_name())).to_json(), leased(holder)
+            holder, lease = opened(folder, 60 * config.options(PeerCopyConfig).peer_copy_keep_minutes)
+            return IdleHost(host_name(), holder, inventory(folder, host_name())).to_json(), lease
     return "", None
 
 

@@ -28,6 +28,10 @@ class Copy:
     file: str
     """Name of the file of bytes in the generation's folder."""
 
+    number: int = 0
+    """Number of the step's copies within their start. A run that goes back to an earlier step copies iterations again,
+    with another content."""
+
 
 @dataclass(frozen=True)
 class Inventory:
@@ -58,6 +62,7 @@ class CompleteSet:
     """Copies of all parts at one step of one start."""
 
     generation: str
+    number: int
     iteration: int
     copies: Mapping[str, tuple[Copy, ...]]
     """Part -> its copies."""
@@ -84,24 +89,25 @@ def inventory(folder: Path, host: str) -> Inventory:
             world = json.loads((generation / WORLD).read_bytes())
             parts[generation.name], identities[generation.name] = tuple(world["parts"]), world.get("identity", "")
             for data, header in headers_in(generation):
-                copies.append(Copy(host, generation.name, int(header["iteration"]), str(header["part"]), data.name))
+                about = int(header["iteration"]), str(header["part"]), data.name, int(header.get("number", 0))
+                copies.append(Copy(host, generation.name, *about))
     return Inventory(tuple(copies), parts, identities)
 
 
 def complete_sets(held: Iterable[Inventory]) -> list[CompleteSet]:
-    """Complete sets, in which every part is on some host, newest first: by start of the ranks, then by step."""
-    found: dict[tuple[str, int], dict[str, list[Copy]]] = {}
+    """Complete sets, in which every part is on some host, newest first: by start of the ranks, then by number."""
+    found: dict[tuple[str, int, int], dict[str, list[Copy]]] = {}
     parts: dict[str, tuple[str, ...]] = {}
     for each in held:
         parts |= each.parts or {}
         for copy in each.copies:
-            found.setdefault((copy.generation, copy.iteration), {}).setdefault(copy.part, []).append(copy)
+            found.setdefault((copy.generation, copy.number, copy.iteration), {}).setdefault(copy.part, []).append(copy)
     sets = [
-        CompleteSet(generation, iteration, {part: tuple(copies) for part, copies in there.items()})
-        for (generation, iteration), there in found.items()
+        CompleteSet(generation, number, iteration, {part: tuple(copies) for part, copies in there.items()})
+        for (generation, number, iteration), there in found.items()
         if there.keys() >= set(parts.get(generation, ("?",)))
     ]
-    return sorted(sets, key=lambda each: (number_of(each.generation), each.iteration), reverse=True)
+    return sorted(sets, key=lambda each: (number_of(each.generation), each.number, each.iteration), reverse=True)
 
 
 def why_none(held: Sequence[Inventory]) -> str:
@@ -109,14 +115,14 @@ def why_none(held: Sequence[Inventory]) -> str:
     copies = [copy for each in held for copy in each.copies]
     if not copies:
         return ""
-    last = max((number_of(copy.generation), copy.iteration) for copy in copies)
-    newest = [copy for copy in copies if (number_of(copy.generation), copy.iteration) == last]
+    last = max((number_of(copy.generation), copy.number, copy.iteration) for copy in copies)
+    newest = [copy for copy in copies if (number_of(copy.generation), copy.number, copy.iteration) == last]
     wanted = next(
         (parts for each in held for name, parts in (each.parts or {}).items() if number_of(name) == last[0]), ()
     )
     missing = sorted(set(wanted) - {copy.part for copy in newest})
     few = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-    return f"of iteration {last[1]} no living host has part {few}" if missing else "no step is complete"
+    return f"of iteration {last[2]} no living host has part {few}" if missing else "no step is complete"
 
 
 def drop_others(folder: Path, kept: Collection[Copy]) -> None:
