@@ -1,16 +1,19 @@
 """What the referee makes of faults that are planted into this program: dumps of runs with mutants, each judged.
 
-    python -m tests.referee.planted                        all of them: a line each, and the counts
+    python -m tests.referee.planted                        all of them: a row each, and the counts
     python -m tests.referee.planted 'Sinks get no' Rotary  those whose names begin so
+    python -m tests.referee.planted --of 3 --part 0        every third, from the first
 
 `planted.txt` has the mutants of tests/parity/mutants.py that change gradients and leave the loss, and for each the
 first gradient of the backward pass that it spoils, a regular expression, as its edit says. A run with the mutant dumps
 its first step, which `tools/referee.py --step` judges without the mutant. A verdict is wrong if it names another
 gradient, and a fault is lost if all gradients are called equal. Runs that a fault ends are not dumps; they are counted.
+A cause is explained if a tensor made from the right one by it equals the dump's; others only describe the difference.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -18,8 +21,9 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
@@ -58,32 +62,75 @@ def judged(mutant: Mutant | None, folder: Path, flags: Sequence[str], world_size
     return found
 
 
-def verdict_of(name: str) -> tuple[str, str]:
-    """("right", "wrong", "lost" or "no dump"; what is said) of a mutant."""
+class Found(NamedTuple):
+    """The referee's verdict on a fault."""
+
+    verdict: str
+    """One of `VERDICTS`."""
+
+    first: str
+    """The gradient that it names first, or why there is no dump."""
+
+    cause: str = ""
+    explained: bool = False
+
+
+VERDICTS = {
+    "right": "name the gradient that the fault spoils first",
+    "wrong": "name another gradient first",
+    "lost": "are called equal",
+    "no dump": "end the run, so that there is no dump",
+}
+
+
+def verdict_of(name: str) -> Found:
+    """The verdict on a mutant."""
     mutant = MUTANTS[name]
     with settings(mutant.combination), tempfile.TemporaryDirectory() as folder:
         try:
             found = judged(mutant, Path(folder), mutant.combination.argv, mutant.combination.world_size)
         except (RuntimeError, TimeoutError, ValueError) as error:
-            return "no dump", str(error).strip().splitlines()[-1][:100]
+            return Found("no dump", str(error).strip().splitlines()[-1][:100])
     if found["equal"]:
-        return "lost", "all gradients are equal"
+        return Found("lost", "all gradients are equal")
+    if not found["first"]:
+        return Found("wrong", "the loss alone")
     first = str(found["first"])
     gradients: dict[str, dict[str, object]] = found["gradients"]  # type: ignore[assignment]
-    said = f"{first} {gradients[first]['cause']}" if found["first"] else "the loss alone"
-    return "right" if re.search(EXPECTED[name], first) else "wrong", said
+    row = gradients[first]
+    verdict = "right" if re.search(EXPECTED[name], first) else "wrong"
+    return Found(verdict, first, str(row["cause"]), bool(row["explained"]))
+
+
+def summary(found: Sequence[Found]) -> Iterator[str]:
+    """The table of counts."""
+    counts = Counter(each.verdict for each in found)
+    explained = sum(each.verdict == "right" and each.explained for each in found)
+    yield f"| {len(found)} faults | number |"
+    yield "| --- | --- |"
+    for verdict, words in VERDICTS.items():
+        yield f"| {words} | {counts[verdict]} |"
+        if verdict == "right":
+            yield f"| of these with the cause explained, not only described | {explained} |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    chosen = tuple(sys.argv[1:] if argv is None else argv)
-    counts = Counter[str]()
-    for name in EXPECTED:
-        if name in MUTANTS and (not chosen or name.startswith(chosen)):
-            verdict, said = verdict_of(name)
-            counts[verdict] += 1
-            print(f"{verdict} | {name} | {said}", flush=True)
-    print(f"{sum(counts.values())} faults: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
-    return 1 if counts["wrong"] or counts["lost"] else 0
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--of", type=int, default=1)
+    parser.add_argument("--part", type=int, default=0)
+    args = parser.parse_args(argv)
+    chosen = tuple(args.names)
+    names = [name for name in EXPECTED if name in MUTANTS and (not chosen or name.startswith(chosen))]
+    verdicts = []
+    print("| fault | verdict | first gradient | difference |\n| --- | --- | --- | --- |", flush=True)
+    for name in names[args.part :: args.of]:
+        found = verdict_of(name)
+        verdicts.append(found)
+        mark = "" if found.explained or not found.cause else " (described)"
+        print(f"| {name} | {found.verdict} | {found.first} | {found.cause}{mark} |", flush=True)
+    print("", *summary(verdicts), sep="\n")
+    return 1 if any(found.verdict in ("wrong", "lost") for found in verdicts) else 0
 
 
 if __name__ == "__main__":

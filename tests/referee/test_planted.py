@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 
 from tests.parity.mutants import MUTANTS
-from tests.referee.planted import EXPECTED, verdict_of
+from tests.referee.planted import EXPECTED, Found, summary, verdict_of
 
 FAULT = "Sinks get no gradient"
 
 
 def test_a_planted_fault_is_attributed() -> None:
-    verdict, said = verdict_of(FAULT)
-    assert verdict == "right" and re.fullmatch(r"decoder\.layers\.5\..*softmax_offset is zero", said), said
+    found = verdict_of(FAULT)
+    assert found == ("right", "decoder.layers.5.self_attention.core.softmax_offset", "is zero", True)
+    assert "| name the gradient that the fault spoils first | 1 |" in summary([found, Found("lost", "")])
 
 
 def test_every_expectation_is_of_a_mutant() -> None:

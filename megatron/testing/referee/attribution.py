@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ BLOCKS = (2, 3, 4, 8, 16)
 
 MOST_ITEMS = 512
 """Largest first dim whose items, such as experts or heads, are tried one by one."""
+
+MOST_RUNS = 4
+"""Largest number of ranges of wrong rows that are listed."""
 
 LARGEST_FACTOR = 1024
 """Largest denominator of a factor that is printed as a fraction; typical for an axis that is summed or averaged
@@ -69,15 +72,15 @@ def cause_of(found: Tensor, expected: Tensor, allowed: float) -> str | None:
     whole = _as_whole(found, expected, allowed)
     if whole is not None:
         return whole
-    causes = [(share, f"{where} {cause}") for share, where, cause in _of_blocks(found, expected, allowed) if cause]
+    causes = [(share, f"{where} {cause}") for share, where, cause in _of_parts(found, expected, allowed) if cause]
     return min([*causes, *_of_order(found, expected, allowed)], default=(0.0, None))[1]
 
 
 def _described(found: Tensor, expected: Tensor, allowed: float) -> str:
     """Describe the difference of a gradient for which there is no explanation."""
-    blocks = min(_of_blocks(found, expected, allowed), default=None)
-    if blocks is not None:
-        return f"{blocks[1]} differ"
+    part = min(_of_parts(found, expected, allowed), default=None)
+    if part is not None:
+        return f"{part[1]} differ"
     similarity = torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0).item()
     if similarity > 0.999:
         return f"nearly proportional (cosine {similarity:.6f}): rounding of a coarser format, or a small term"
@@ -95,7 +98,9 @@ def _as_whole(found: Tensor, expected: Tensor, allowed: float) -> str | None:
         return "should be zero"
     factor = (torch.sum(found * expected) / torch.sum(expected * expected)).item()
     if factor and difference(found, factor * expected) <= allowed:
-        return f"is {fraction(factor, allowed)} times as large"
+        times = fraction(factor, allowed)
+        if found.numel() > 1 or "." not in times:  # any two numbers have a factor
+            return f"is {times} times as large"
     for dims in _transposed(found, expected):
         if difference(found, expected.transpose(*dims)) <= allowed:
             return f"dims {dims[0]} and {dims[1]} are transposed"
@@ -120,6 +125,39 @@ def fraction(factor: float, allowed: float) -> str:
         if abs(size * number - 1) <= allowed:
             return f"{sign}1/{number}"
     return f"{factor:.4g}"
+
+
+def _of_parts(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str, str]]:
+    """Find wrong parts among right ones. Yields (share of the elements, position, cause)."""
+    yield from _of_blocks(found, expected, allowed)
+    yield from _of_rows(found, expected, allowed)
+
+
+def _of_rows(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str, str]]:
+    """Find wrong rows of each dim if they form only a few ranges, such as keys and values below queries. Yields (share
+    of the elements, position, cause)."""
+    for dim, size in enumerate(found.shape):
+        gaps, *norms = (
+            torch.linalg.vector_norm(each.movedim(dim, 0).reshape(size, -1), dim=1)
+            for each in (found - expected, found, expected)
+        )
+        scale = torch.maximum(*norms)
+        usual = torch.linalg.vector_norm(scale) / size**0.5
+        wrong = gaps > allowed * torch.maximum(scale, usual)
+        runs = _runs(wrong.nonzero().flatten().tolist())
+        if not 0 < len(runs) <= MOST_RUNS or not (~wrong & (scale > 0)).any():
+            continue
+        chosen = wrong.nonzero().flatten()
+        parts = found.index_select(dim, chosen), expected.index_select(dim, chosen)
+        words = " and ".join(f"{start} to {stop - 1}" if stop - start > 1 else str(start) for start, stop in runs)
+        rows = "rows" if len(chosen) > 1 else "row"
+        yield len(chosen) / size, f"{rows} {words} of {size} of dim {dim}:", _as_whole(*parts, allowed) or ""
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (start, stop) of each range of consecutive numbers."""
+    cuts = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1), len(numbers)]
+    return [(numbers[start], numbers[stop - 1] + 1) for start, stop in pairwise(cuts) if stop > start]
 
 
 def _of_blocks(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str, str]]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megatron.testing.referee.attribution import Verdict, difference, fraction, judge
 from megatron.testing.referee.dumps import Dump
-from megatron.testing.referee.reference import Batch, Gradients, Model, Watched
+from megatron.testing.referee.reference import Batch, Model, Watched
 
 MARGIN = 4.0
 """Allowed ratio between the dump's distance from fp64 and this program's distance in the dump's number format.
@@ -22,7 +23,11 @@ LEAST_ALLOWED = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 """Relative difference that is always allowed, by number format, because small tensors may be exact by chance."""
 
 PARTS = (2, 4, 8)
-"""Numbers of ranks tried for gradients that contain only one rank's part of a sum."""
+"""Numbers of ranks tried for gradients that contain only one rank's part of a sum. A sequence is divided into as many
+blocks as the largest of them."""
+
+MOST_SAMPLES = 16
+"""Largest number of samples that are also computed one by one."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +95,13 @@ def judgement_of(model: Model, batch: Batch, dump: Dump, loss: float | None) -> 
     exact = replace(model, number_format="fp64").gradients(batch)
     least = LEAST_ALLOWED[model.number_format]
     own = exact if model.number_format == "fp64" else model.gradients(batch)
-    assert exact.loss is not None and own.loss is not None, "this program's own losses are known"
     rows, missing = {}, []
-    for name, expected in exact.tensors.items():
+    for name in exact:
         if name not in dump:
             missing.append(name)
             continue
-        allowed = max(least, MARGIN * difference(own.tensors[name], expected))
+        expected = exact[name]
+        allowed = max(least, MARGIN * difference(own[name], expected))
         rows[name] = judge(dump.read(name), expected, allowed)
     of_loss = max(least, MARGIN * abs(own.loss - exact.loss) / abs(exact.loss))
     found = Judgement(exact.loss, loss, of_loss, rows, tuple(missing))
@@ -104,43 +109,137 @@ def judgement_of(model: Model, batch: Batch, dump: Dump, loss: float | None) -> 
 
 
 def _first_looked_at(model: Model, batch: Batch, dump: Dump, found: Judgement) -> dict[str, Verdict]:
-    """Determine whether the first wrong gradient is only part of a sum: over some labels, samples or positions."""
+    """Determine whether the first wrong gradient is only part of a sum: over some positions, labels or samples."""
     assert found.first is not None
     verdict = found.rows[found.first]
     if verdict.explained:
         return {}
     gradient, exact = dump.read(found.first), replace(model, number_format="fp64")
-    for words, part in _parts(exact, batch, found.first):
-        factor = _factor(gradient, part.tensors[found.first], verdict.allowed)
-        if factor is not None:
-            times = "" if factor == "1" else f", {factor} times as large"
-            return {found.first: replace(verdict, cause=f"is summed over {words} alone{times}", explained=True)}
+    for sum_over in (_over_places, _over_labels, _over_samples):
+        for words, part, share in sum_over(exact, batch, found.first):
+            factor = _factor(gradient, part, verdict.allowed)
+            if factor is not None:
+                cause = f"is summed over {words} alone{_times(factor, share, verdict.allowed)}"
+                return {found.first: replace(verdict, cause=cause, explained=True)}
     return {}
 
 
-def _parts(model: Model, batch: Batch, name: str) -> Iterator[tuple[str, Gradients]]:
-    """Yield (words, gradients) of parts that one rank may have summed without the others."""
-    samples, length = batch.tokens.shape
-    for count in PARTS:
-        for block in range(count if length >= count else 0):
-            words = f"places {length * block // count} to {length * (block + 1) // count - 1} of the sequence"
-            yield f"{words} (block {block} of {count})", model.gradients(batch, Watched(name, (block, count)))
-    for count in (count for count in PARTS if length >= count):
-        for block in range(count):
-            tokens = slice(length * block // count, length * (block + 1) // count)
-            part = batch.part(slice(None), tokens)
-            if part.loss_mask.any():
-                yield f"the labels of block {block} of {count} of the sequence", model.gradients(part)
-    for sample in range(samples if 1 < samples <= 16 else 0):
-        part = batch.part(slice(sample, sample + 1), slice(None))
-        if part.loss_mask.any():
-            yield f"sample {sample}", model.gradients(part)
+Part = tuple[str, Tensor, float]
+"""Words for a part of a sum, that sum over the tokens of the whole batch, and the part's share of these tokens."""
 
 
-def _factor(found: Tensor, part: Tensor, allowed: float) -> str | None:
+def _times(factor: float, share: float, allowed: float) -> str:
+    """Describe the factor of a sum over a part."""
+    if share and abs(factor * share - 1) <= allowed and share < 1:
+        return ", and divided by the number of its own tokens"
+    times = fraction(factor, allowed)
+    return "" if times == "1" else f", {times} times as large"
+
+
+def _over_places(model: Model, batch: Batch, name: str) -> Iterator[Part]:
+    """Yield sums over blocks of the positions of a module's output: one rank may have summed only its own."""
+    length = batch.tokens.shape[1]
+    count = _blocks(length)
+    terms = [model.gradients(batch, Watched(name, (block, count)))[name] for block in range(count)]
+    for chosen, remark in sequence_parts(count):
+        yield f"{_places(length, count, chosen)} of the sequence{remark}", _sum_of(terms, chosen), 1.0
+
+
+def _over_labels(model: Model, batch: Batch, name: str) -> Iterator[Part]:
+    """Yield sums over blocks of the labels of each sample."""
+    length = batch.tokens.shape[1]
+    count = _blocks(length)
+    bounds = [slice(length * block // count, length * (block + 1) // count) for block in range(count)]
+    terms = [_term(model, batch, batch.part(slice(None), block), name) for block in bounds]
+    for chosen, remark in sequence_parts(count):
+        words = f"the labels of {_places(length, count, chosen)} of the sequence{remark}"
+        yield words, _sum_of(terms, chosen), _share(batch, [bounds[block] for block in chosen], by_sample=False)
+
+
+def _over_samples(model: Model, batch: Batch, name: str) -> Iterator[Part]:
+    """Yield sums over groups of samples such as replicas and micro-batches have."""
+    count = len(batch.tokens)
+    if not 1 < count <= MOST_SAMPLES:
+        return
+    bounds = [slice(sample, sample + 1) for sample in range(count)]
+    terms = [_term(model, batch, batch.part(sample, slice(None)), name) for sample in bounds]
+    for chosen in sample_parts(count):
+        numbers = ", ".join(map(str, chosen))
+        words = f"sample{'s' if len(chosen) > 1 else ''} {numbers}"
+        yield words, _sum_of(terms, chosen), _share(batch, [bounds[sample] for sample in chosen], by_sample=True)
+
+
+def _blocks(length: int) -> int:
+    """Return the number of blocks into which a sequence is divided."""
+    return next((count for count in reversed(PARTS) if length >= count), 1)
+
+
+def _term(model: Model, batch: Batch, part: Batch, name: str) -> Tensor:
+    """Return a part's term of the gradient of the batch's mean loss."""
+    tokens = float(part.loss_mask.sum())
+    if not tokens:
+        return torch.zeros((), dtype=torch.float64)
+    return model.gradients(part)[name] * (tokens / float(batch.loss_mask.sum()))
+
+
+def _share(batch: Batch, chosen: Sequence[slice], by_sample: bool) -> float:
+    """Return the share of the counted tokens that some samples have, or some positions of all samples."""
+    masks = [batch.loss_mask[each] if by_sample else batch.loss_mask[:, each] for each in chosen]
+    return sum(float(mask.sum()) for mask in masks) / float(batch.loss_mask.sum())
+
+
+def _sum_of(terms: Sequence[Tensor], chosen: Sequence[int]) -> Tensor:
+    return torch.stack(torch.broadcast_tensors(*(terms[number] for number in chosen))).sum(0)
+
+
+def _places(length: int, count: int, chosen: Sequence[int]) -> str:
+    """Format blocks as `places 0 to 7`; consecutive blocks are joined."""
+    ends = [length * block // count for block in range(count + 1)]
+    starts = [block for block in chosen if block - 1 not in chosen]
+    stops = [block + 1 for block in chosen if block + 1 not in chosen]
+    return "places " + " and ".join(
+        f"{ends[start]} to {ends[stop] - 1}" for start, stop in zip(starts, stops, strict=True)
+    )
+
+
+def sequence_parts(count: int) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield (blocks of a sequence, remark) that one rank may have: an equal shard, the two shards of context
+    parallelism, and every range of consecutive blocks."""
+    seen = {tuple(range(count))}
+    shards = [parts for parts in PARTS if count % parts == 0]
+    for parts in shards:
+        for shard in range(parts):
+            seen.add(chosen := tuple(range(count * shard // parts, count * (shard + 1) // parts)))
+            yield chosen, f" (block {shard} of {parts})"
+    for parts in (parts // 2 for parts in shards if parts > 2):
+        size = count // (2 * parts)
+        for rank in range(parts):
+            other = 2 * parts - 1 - rank
+            chosen = (*range(size * rank, size * (rank + 1)), *range(size * other, size * (other + 1)))
+            if chosen not in seen:
+                yield chosen, f" (rank {rank} of {parts} that divide it in zig-zag)"
+    for start in range(count):
+        for stop in range(start + 1, count + 1):
+            if tuple(range(start, stop)) not in seen:
+                yield tuple(range(start, stop)), ""
+
+
+def sample_parts(count: int) -> Iterator[tuple[int, ...]]:
+    """Yield groups of samples: micro-batches dealt to replicas in turn, and every range of consecutive samples."""
+    found: dict[tuple[int, ...], None] = {}
+    for replicas in range(2, count + 1):
+        for size in (size for size in range(1, count) if count % (replicas * size) == 0):
+            for rank in range(replicas):
+                found[tuple(number for number in range(count) if number // size % replicas == rank)] = None
+    for start in range(count):
+        for stop in range(start + 1, count + 1):
+            found[tuple(range(start, stop))] = None
+    found.pop(tuple(range(count)))
+    return iter(found)
+
+
+def _factor(found: Tensor, part: Tensor, allowed: float) -> float | None:
     """Return the factor between a gradient and the gradient of a part; None if they are not proportional."""
     scale = (part * part).sum().item()
     factor = (found * part).sum().item() / scale if scale else 0.0
-    if not factor or difference(found, factor * part) > allowed:
-        return None
-    return fraction(factor, allowed)
+    return factor if factor and difference(found, factor * part) <= allowed else None

@@ -1,9 +1,12 @@
-"""Computes loss and gradients of a model in one process: in fp64, or in another number format to measure its
-rounding."""
+"""Computes loss and gradients of a model in one process: in fp64, or in another number format to measure its rounding.
+
+Weights, gradients and the tensors that layers keep for the backward pass are in files (`on_disk.py`), so memory holds
+only the temporary tensors of one layer at a time. The optimizer makes no update.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +20,13 @@ from torch import Tensor, nn
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.datasets.sample_format import Sample
 from megatron.core.datasets.samplers import DataIterator
+from megatron.core.distributed.finalize_model_grads import reduce_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.interop.conversion.formats import Source
 from megatron.extensions.observe.diagnosis.step_dump import SAMPLES
 from megatron.extensions.observe.diagnosis.step_replay import without_callbacks, without_data_flags
-from megatron.testing.snapshot import Label, assemble, train_and_snap
+from megatron.testing.referee.on_disk import LargeTensorsOnDisk, saved_on_disk
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import CheckpointConfig, LoggingConfig, RunConfig, TrainingConfig
 from megatron.training.config.validation import resolve_legal
@@ -29,6 +34,7 @@ from megatron.training.initialize import Runtime, set_determinism
 from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
+from megatron.training.train_step import TrainStep
 
 IGNORED = -100
 """Label of uncounted tokens in transformers batches."""
@@ -97,15 +103,35 @@ def _shifted(ids: NDArray[np.int64], labels: NDArray[np.int64] | None) -> dict[s
     return {"tokens": ids[:, :-1], "labels": labels[:, 1:]}
 
 
-@dataclass(frozen=True)
 class Gradients:
-    """Loss and gradients that a model computed from a batch."""
+    """Loss and gradients that a model computed from a batch. Each gradient is read from the run's memory on demand."""
 
-    loss: float | None
-    """Mean loss over the counted tokens, in nats; None if it is unknown."""
+    loss: float
+    """Mean loss over the counted tokens, in nats."""
 
-    tensors: Mapping[str, Tensor]
-    """Gradient of the mean loss by parameter, whole, in backward order."""
+    def __init__(self, run: TrainingRun) -> None:
+        """Run the forward and backward passes of the first step of `run`."""
+        step = run.step
+        assert isinstance(step, TrainStep)
+        step.sums = sums = step.gradients(step.inputs(run.progress.next_step(run.batch_sizes)))
+        self._factor = reduce_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
+        for meter in run.meters:
+            meter.gradients_ready(self._factor)
+        total, tokens = sums.loss_and_tokens.tolist()
+        self.loss = total / tokens
+        model: GPTModel
+        (model,) = run.stages.values()
+        grads = {param.meta.name: param.main_grad for param in run.ddp.params}  # type: ignore[attr-defined]
+        self._grads = {name: grads[name] for name in reversed(model.named_metas()) if name in grads}
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of parameters in backward order."""
+        return iter(self._grads)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the gradient of the mean loss with respect to a parameter, whole, in fp64."""
+        grad = self._grads[name]
+        return (grad * self._factor.to(grad.dtype)).double()
 
 
 class GivenSamples:
@@ -157,15 +183,15 @@ class Model:
         """
         config = self._config(batch)
         set_determinism(config)
-        run = build_run(config, Runtime(Launch(), torch.device("cpu"), ParallelState()))
+        with LargeTensorsOnDisk():
+            run = build_run(config, Runtime(Launch(), torch.device("cpu"), ParallelState()))
         with closing(run.data), ExitStack() as hooks:
             _load(run, self.source)
             if watched is not None:
                 watched.attach(run, hooks)
             run.data.train = DataIterator(GivenSamples(batch), micro_batch_size=1, name="batch")
-            found = assemble(train_and_snap(run, Label(1)))
-        names = {key: key.rpartition(" ")[2] for key in found.tensors if key.startswith("step 1 gradient ")}
-        return Gradients(found["step 1 loss"].item(), {name: found[key].double() for key, name in names.items()})
+            hooks.enter_context(saved_on_disk())
+            return Gradients(run)
 
     def _config(self, batch: Batch) -> RunConfig:
         """Return the configuration of one step in one process without dropout."""

@@ -17,6 +17,7 @@ from megatron.extensions.observe.diagnosis.nonfinite_search import Finding, sear
 from megatron.extensions.observe.diagnosis.step_dump import CONFIG, SavedSamples, SavedStep
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args, save_config
+from megatron.training.config.flags import EXTENSION_SECTIONS
 from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.data import DealsSamples, WrapsDatasets
@@ -82,9 +83,11 @@ def without_data_flags(config: RunConfig) -> RunConfig:
 
 
 def without_callbacks(config: RunConfig) -> RunConfig:
-    """The configuration without the flags of extensions that ask for a callback, whose inputs a replay has not."""
+    """The configuration without the flags of extensions that ask for a callback, whose inputs a replay has not. Flags
+    of the model stay, such as those of an indexer whose loss a callback logs."""
     asked = [facts.when for facts in map(CALLBACKS.facts, CALLBACKS) if facts.when(config)]
-    for options in config.extension_options:
+    of_model = {section.cls for section in EXTENSION_SECTIONS.values() if section.part_of == "model"}
+    for options in (options for options in config.extension_options if type(options) not in of_model):
         without = config.with_options(type(options)())
         if not all(when(without) for when in asked):
             config = without

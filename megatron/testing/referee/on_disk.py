@@ -1,0 +1,74 @@
+"""Large tensors in files: memory then holds what is used at the moment, as the system writes other pages to disk.
+
+Each tensor is a shared mapping of a file without a name in the folder for temporary files (TMPDIR), which has to be on
+a disk, and have room for all of them. The file ends with the tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+LARGE = 1 << 16
+"""Bytes from which on a tensor is in a file."""
+
+FACTORIES: tuple[Callable[..., Tensor], ...] = (torch.empty, torch.zeros, torch.full, torch.ones)
+
+
+def empty_on_disk(like: Tensor) -> Tensor:
+    """A contiguous tensor of zeros in a file, of the shape and dtype of another one.
+
+    Raises OSError if the disk has no room.
+    """
+    handle, name = tempfile.mkstemp(prefix="referee-")
+    try:
+        os.posix_fallocate(handle, 0, like.numel() * like.element_size())
+        return torch.from_file(name, shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
+    finally:
+        os.close(handle)
+        os.unlink(name)
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() >= LARGE
+
+
+class LargeTensorsOnDisk(TorchFunctionMode):
+    """While entered, puts large new tensors of known values, such as buffers of weights and gradients, into files."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        given = kwargs or {}
+        factory = next((each for each in FACTORIES if each is func), None)
+        if factory is None or str(given.get("device") or "cpu") != "cpu":
+            return func(*args, **given)
+        shape = factory(*args, **(given | {"device": "meta"}))
+        if not _is_large(shape):
+            return func(*args, **given)
+        found = empty_on_disk(shape)
+        if factory is torch.full:
+            value = given["fill_value"] if "fill_value" in given else args[1]
+            return found.copy_(torch.as_tensor(value))
+        return found.fill_(1) if factory is torch.ones else found
+
+
+def saved_on_disk() -> AbstractContextManager[object]:
+    """A context in which autograd keeps large tensors for the backward pass in files, except leaves such as weights."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        if (tensor.requires_grad and tensor.is_leaf) or not _is_large(tensor) or tensor.device.type != "cpu":
+            return tensor
+        return empty_on_disk(tensor).copy_(tensor.detach())
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
