@@ -117,7 +117,7 @@ def calibrate(args: argparse.Namespace) -> int:
     found, accuracy = measured_device(args, clock, precisions, ranks_per_node, steps)
     if world == 1 or dist.get_rank() == 0:
         errors = ", ".join(f"{what} {100 * error:.0f} %" for what, error in accuracy.items())
-        how = f"{world} rank{'s' * (world > 1)}, {ranks_per_node} a node, on torch {torch.__version__}"
+        how = f"{world} rank{'s' * (world > 1)}, {ranks_per_node} per node, on torch {torch.__version__}"
         write(args.output, found, how, errors)
     if world > 1:
         dist.destroy_process_group()

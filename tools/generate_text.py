@@ -132,7 +132,7 @@ def run_jsonl(args: argparse.Namespace, model: LoadedModel, engine: Engine, defa
             bad += "error" in answer
             print(json.dumps(answer, ensure_ascii=False), file=out, flush=True)
     if bad:
-        print(f"error: {bad} lines have an error in place of a text", file=sys.stderr)
+        print(f"error: {bad} answers contain an error instead of a text", file=sys.stderr)
     return 2 if bad else 0
 
 

@@ -125,7 +125,7 @@ def about_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
     if (family := Origin.of(saved_progress(payload).origin).model_type) is not None:
         yield f"came from          {family} (Hugging Face)"
     if isinstance(merged := payload.get("merged"), dict) and isinstance(sources := merged.get("sources"), list):
-        yield f"merged             of {len(sources)} checkpoints, which {MERGE_FILE} lists"
+        yield f"merged             from {len(sources)} checkpoints, listed in {MERGE_FILE}"
     yield f"format, torch      {payload.get('format_version')}, {payload.get('torch_version')}"
     if extensions := payload.get("config", {}).get("extensions", {}).get("extension"):
         yield f"extensions         {' '.join(map(str, extensions))} (not loaded)"

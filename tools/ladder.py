@@ -226,7 +226,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ladder = build_ladder(flags, wanted)
     if args.rung is not None:
         if args.rung >= len(ladder.rungs):
-            raise ValueError(f"--rung {args.rung}: the ladder has {len(ladder.rungs)} rungs; the last one is one less")
+            raise ValueError(
+                f"--rung {args.rung}: must be from 0 to {len(ladder.rungs) - 1}, the last rung of the ladder"
+            )
         rung = ladder.rungs[args.rung]
         refuse(runs_of_other_flags(ladder, [rung], extended(args, flags), args.output))
         return train(ladder, rung, args, flags)

@@ -87,13 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"peak activations by rank, in microbatches of a rank's whole layers: {peaks}")
     if found.exchanging:
         hidden = 1 - found.exposed / found.exchanging
-        print(f"all-to-alls of experts behind computation: {hidden:.1%} of their time")
+        print(f"all-to-alls of experts overlapped with computation: {hidden:.1%} of their time")
     if any(STEP_PARTS.facts(name).kept is not None for name in STEP_PARTS) and flushes:
         from megatron.extensions.plan.planner.time.pipeline import post_validated
 
         time, bubble = post_validated(build(validates=True), costs)
         flag = "--optimizer-post-validation"
-        print(f"with {flag}, where nothing is clipped: time of a step {time:g}, bubble {bubble:.4f}")
+        print(f"with {flag}, if no gradient is clipped: time of a step {time:g}, bubble {bubble:.4f}")
     if args.output:
         title = f"{schedule}, p = {pp}, m = {args.num_microbatches}, v = {layout.chunks}"
         draw(found, names, f"{title}: bubble {found.bubble:.1%}", args.output)

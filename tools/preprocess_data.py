@@ -242,7 +242,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for flag, reason in MEANINGLESS.items():
         if getattr(args, flag[2:].replace("-", "_")):
-            print(f"{flag} has no meaning here: {reason}", file=sys.stderr)
+            print(f"{flag} has no effect here: {reason}", file=sys.stderr)
     return args
 
 

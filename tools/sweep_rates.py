@@ -109,7 +109,7 @@ class Sweep:
             print(f"{case} lr {rate:.4g} seed {seed}: {'diverged' if loss is None else f'{loss:.4f}'}", flush=True)
         found = json.loads(result.read_text())
         if found["flags"] != command:
-            raise ValueError(f"{result}: is of a run with other flags; choose another --output, or delete it")
+            raise ValueError(f"{result}: belongs to a run with other flags; choose another --output, or delete it")
         return math.inf if found["loss"] is None else float(found["loss"])
 
     def _train(self, flags: Sequence[str], log: Path) -> int:

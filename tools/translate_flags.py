@@ -145,7 +145,7 @@ def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
             feature = f"settings of {feature}, which {' '.join(switch)} turns on"
         remedy = f"; {group['remedy']}" if "remedy" in group else ""
         if beside := group.get("beside"):
-            remedy += f"; without effect beside {' or '.join(beside)}: {group['reason']}"
+            remedy += f"; no effect with {' or '.join(beside)}: {group['reason']}"
         yield f"  {' '.join(flags)}: {feature}{remedy}"
     for flag, values in tables["values_not_built"].items():
         yield from (f"  {flag} {value}: {feature}" for value, feature in values.items())
@@ -167,12 +167,12 @@ def read_script(path: Path) -> LaunchScript:
         text = path.read_text(encoding="utf-8")
         script = LaunchScript(text, ShellVariables(dict(slurm_variables(list(batch_options(text))))))
     except ExpansionError as error:
-        raise ValueError(f"{path}: {error}; does an assignment repeat itself? Give the flags behind --") from None
+        raise ValueError(f"{path}: {error}; if a variable refers to itself, give the flags after --") from None
     except (ValueError, RecursionError):
         raise ValueError(f"{path}: {NO_SCRIPT}") from None
     words = script.flags()
     if unsure := [word for word in dict.fromkeys(script.unsure) if word in words]:
-        print(f"flags from a branch whose test is not known: {' '.join(unsure)}", file=sys.stderr)
+        print(f"flags from a branch whose condition is unknown: {' '.join(unsure)}", file=sys.stderr)
     return script
 
 

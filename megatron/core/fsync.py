@@ -1,4 +1,4 @@
-"""Whole files, writes that survive a power cut, and errors of those for which there is no room."""
+"""Atomic file replacement, writes that survive a power cut, and errors that name the file when a disk is full."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 NO_ROOM = {errno.EDQUOT, errno.EFBIG, errno.ENOSPC}
-"""Errors of writing to an open file, in which the system does not name it."""
+"""Error numbers of a full disk or quota. The system does not name the open file in these errors."""
 
 
 def name_full_file(error: BaseException, path: Path | str) -> None:
-    """Adds the file to an error of writing where there is no room, so that messages say which one."""
+    """Add the file name to the error of a full disk, so that the message names the file."""
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
         error.filename = str(path)
 
 
 @contextmanager
 def whole_file(path: Path, synced: bool = False) -> Iterator[Path]:
-    """Yields the path to write the content of `path` to: a file beside it that replaces it at the end, so that readers
-    never see a part of it. If writing fails, nothing is left behind. With `synced` the content is on disk before.
+    """Yield a temporary path beside `path` that replaces it at the end, so that readers never see a partial file. If
+    writing fails, nothing is left behind. With `synced`, the content is on disk before the replacement.
 
-    A link, and what exists and is no regular file, such as /dev/null or a named pipe, is never replaced: `path` itself
-    is yielded."""
+    Yields `path` itself if it is a link or not a regular file, such as /dev/null or a named pipe."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         yield path
         return

@@ -261,9 +261,9 @@ def _with_length(plan: RunPlan) -> RunPlan:
 
 
 def with_tokens(config: RunConfig) -> DatasetConfig:
-    """The data of the flags, other files replaced by indexed datasets, which are made if no run has made them.
+    """Replace text files in the data flags by indexed datasets, which are made now if no earlier run has made them.
 
-    Raises ValueError that describes the problem with any of them.
+    Raises ValueError with the problems of all files.
     """
     prepare = partial(load_extensions, loaded_extensions())
     if config.data.dataset != "gpt":

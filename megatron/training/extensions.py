@@ -127,13 +127,13 @@ def extension_flags(
 def load_extensions(names: Sequence[str]) -> tuple[str, ...]:
     """Imports each extension once in a process: a path that ends in .py, or package.module.
 
-    Returns the names, paths made whole. Raises ExtensionError.
+    Returns the names, with absolute paths. Raises ExtensionError.
     """
     return tuple(dict.fromkeys(_load(name) for name in names))
 
 
 def loaded_extensions() -> tuple[str, ...]:
-    """The names of all extensions that this process has imported, paths whole."""
+    """Return the names of all extensions that this process has imported, with absolute paths."""
     return tuple(_LOADED)
 
 

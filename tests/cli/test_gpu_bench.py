@@ -53,7 +53,7 @@ def test_as_much_as_fits(precision: str) -> None:
     assert 8 <= config.model.num_layers <= 12
     gpt = largest_that_fits(SHAPES["gpt-1.3b"], flags, room)
     assert gpt.model.num_layers == 24 and gpt.training.micro_batch_size in (4, 8, 16)
-    with pytest.raises(ValueError, match=r"the smallest that can be run takes 2\d\.\d\d GiB, and there are 1\.00"):
+    with pytest.raises(ValueError, match=r"the smallest configuration needs 2\d\.\d\d GiB, and 1\.00 are available"):
         largest_that_fits(layers, flags, 2**30)
     with pytest.raises(ValueError, match="--recompute-granularity half"):
         config_of(layers, 1, 1, f"{flags} --recompute-granularity half")

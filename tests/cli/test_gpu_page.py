@@ -79,6 +79,6 @@ def test_a_line_of_calls_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
     assert "No figures." in text and "| llama | **143**, stopped from outside | 9 of 200 | `python gpu.py` |" in text
     assert len(found.calls) == 2
     assert found.unreadable == [
-        'calls.jsonl: line 3 is no whole command: {"part": "headl',
-        "calls.jsonl: line 5 is no whole command: []",
+        'calls.jsonl: line 3 is not a complete record: {"part": "headl',
+        "calls.jsonl: line 5 is not a complete record: []",
     ]

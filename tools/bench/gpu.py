@@ -172,7 +172,7 @@ def largest_that_fits(shape: Shape, flags: str, room: int) -> RunConfig:
     fitting = bisect_right(tries, room, key=lambda layers: sum(planned_bytes(config_of(shape, layers, 1, flags))))
     if not fitting:
         least = sum(planned_bytes(config_of(shape, tries[0], 1, flags)))
-        raise ValueError(f"the smallest that can be run takes {gib(least)} GiB, and there are {gib(room)}")
+        raise ValueError(f"the smallest configuration needs {gib(least)} GiB, and {gib(room)} are available")
     layers, samples = tries[fitting - 1], 2
     chosen = config_of(shape, layers, 1, flags)
     while samples <= shape.most_samples:
@@ -281,7 +281,7 @@ def planner_tflops(config: RunConfig, devices: Sequence[str], own: Path | None, 
         try:
             device = read_device(path)
             if path == str(own) and device.name != name:
-                raise ValueError(f"it is of {device.name}, and this is {name}")
+                raise ValueError(f"it describes {device.name}, and this device is {name}")
             found[path] = predict_step(config, 1, device).tflops
         except (ValueError, OSError, ImportError) as error:
             print(f"not predicted for {path}: {error}")

@@ -107,7 +107,7 @@ def _read_calls(path: Path, found: Found) -> None:
             call = json.loads(line) if line.strip() else None
             found.calls += [{name: call[name] for name in OF_CALLS}] if call is not None else []
         except MALFORMED:
-            found.unreadable.append(f"calls.jsonl: line {number} is no whole command: {line[:60]}")
+            found.unreadable.append(f"calls.jsonl: line {number} is not a complete record: {line[:60]}")
 
 
 def page(found: Found, missing: Sequence[str]) -> Iterator[str]:

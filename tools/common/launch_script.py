@@ -70,7 +70,7 @@ class LaunchScript:
     flags by variables."""
 
     unsure: list[str] = field(default_factory=list)
-    """Flags of branches whose test is not known."""
+    """Flags of branches whose condition is unknown."""
 
     choices: dict[str, list[str]] = field(default_factory=dict)
     """Variable -> values of which a test that is not known chooses one; the last is in the words."""

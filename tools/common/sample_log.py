@@ -34,7 +34,7 @@ def record_of_step(log: Path, step: int) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"--sample-log {log}: {error.strerror}; give the file of a run's --sample-log") from None
     except (ValueError, LookupError, TypeError):
-        raise ValueError(f"--sample-log {log}: line {number} is no record of --sample-log") from None
+        raise ValueError(f"--sample-log {log}: line {number} is not a record of --sample-log") from None
     known = f"it has steps {min(steps)} to {max(steps)}" if steps else "it is empty"
     raise ValueError(f"--step {step}: {log} has no such step; {known}")
 

@@ -22,7 +22,7 @@ def evaluate(text: str, value_of: Callable[[str], str | None], depth: int = 0) -
     while at < len(text.rstrip()):
         found = TOKEN.match(text, at)
         if not found:
-            raise ValueError(f"{text[at:]} is no arithmetic")
+            raise ValueError(f"{text[at:]} is not an arithmetic expression")
         tokens.append(found[1])
         at = found.end()
     if not tokens:

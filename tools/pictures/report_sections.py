@@ -193,7 +193,7 @@ def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan
     elif run.trace is not None:
         bars += measured_bars(run.trace["otherData"]["ranks"])
     if not plan:
-        text += html.paragraph(f"No plan beside it: {why_no_plan}.", "soft")
+        text += html.paragraph(f"There is no plan to compare with: {why_no_plan}.", "soft")
     if run.trace is None:
         text += html.paragraph("--trace records the held memory of each rank by category.", "soft")
     elif any("process" in (facts.get("memory") or {}) for facts in run.trace["otherData"]["ranks"]):
@@ -243,7 +243,7 @@ def timeline(run: RunFolder) -> Markup:
     residual = max((number(clock.get("residual_us")) or 0.0 for clock in facts), default=0.0)
     clock = f"Clocks of hosts agree to {time_text(residual)}." if residual else "All ranks share the clock of one host."
     where = f"{run.trace_path} opens in Perfetto, with all ranks and collectives."
-    older = f" The run was traced at another layout than that of its last start: {run.older_trace}."
+    older = f" The run was traced at a different layout than its last start: {run.older_trace}."
     all_steps = html.table("pipelines of all traced steps", ("iteration", "ranks", "time", "bubble"), rows, (0, 2, 3))
     return (
         html.paragraph(f"{step_told(run.trace, step)}. {clock}{older if run.older_trace else ''}")

@@ -191,7 +191,7 @@ def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[R
     """Objects of a file, one per line; a line that is not an object is skipped and noted."""
     if not path.is_file():
         if required:
-            run.notes.append(f"{path.name}: not there, so nothing is known of the run's metrics")
+            run.notes.append(f"{path.name}: is missing, so the run's metrics are unknown")
         return
     damaged, last = 0, False
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -229,7 +229,7 @@ def _read_metrics(run: RunFolder, path: Path) -> None:
 def _read_config(run: RunFolder) -> None:
     path = run.path / CONFIG
     if not path.is_file():
-        run.notes.append(f"{CONFIG}: not there, so the configuration and the layout are not known")
+        run.notes.append(f"{CONFIG}: is missing, so the configuration and the layout are unknown")
         return
     text = path.read_text(encoding="utf-8", errors="replace")
     derived = "\n".join(re.findall(r"^# derived: (.*)$", text, flags=re.M))

@@ -39,7 +39,7 @@ class Verdict:
     """Explanation of a difference beyond `allowed`; None if there is no such difference."""
 
     explained: bool = True
-    """False if the cause only describes the difference."""
+    """True if `cause` names the reason for the difference, False if it only describes the difference."""
 
     @property
     def equal(self) -> bool:

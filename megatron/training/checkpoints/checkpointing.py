@@ -1,9 +1,9 @@
 """Saves and loads the state of a run, and checks that a checkpoint fits the run that loads it.
 
-State is the parameters, the optimizer's tensors, its count of updates and loss scale, the `Progress`, and what
-callbacks of extensions keep. There is no more: the learning rate follows from the progress, and initial values, dropout
-and data order from the seed and a position, so no generator has a state to save. The seed stands in its place: a run
-resumes exactly under the seed it was saved with, at any layout.
+The state consists of the parameters, the optimizer's tensors, its count of updates and loss scale, the `Progress`, and
+the states of extensions' callbacks. Nothing else is needed: the learning rate follows from the progress, and initial
+values, dropout and data order from the seed and a position, so no generator has a state to save. A run resumes exactly
+with the seed of its checkpoint, at any layout.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class RunCheckpoint:
         return progress
 
     def resume_from(self, load: str, say: Callable[[str], None], data: Fingerprint, why: str) -> Progress:
-        """As `load`, from the folder `load` in place of --load; the line about what was loaded says `why`."""
+        """Load a checkpoint from the folder `load` instead of --load. The log line about it has the reason `why`."""
         options = replace(self.config.checkpoint, load=load)
         return replace(self, config=replace(self.config, checkpoint=options)).load(say, data, why)
 

@@ -20,8 +20,8 @@ DAEMON_GRACE = 5.0
 
 
 def end_daemons(grace: float = DAEMON_GRACE) -> None:
-    """Ends the daemonic processes of multiprocessing, for which Python would wait without a limit after SIGTERM. Prints
-    a line for each that must be killed."""
+    """End the daemonic processes of multiprocessing, for which Python would wait without a limit after SIGTERM. Prints
+    a line for each process that must be killed."""
     multiprocessing = sys.modules.get("multiprocessing")
     if multiprocessing is None:  # nobody has started any
         return

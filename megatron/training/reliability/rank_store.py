@@ -414,7 +414,7 @@ class Board:
         return found
 
     def beat(self, phase: str) -> None:
-        """A sign of life."""
+        """Report to the other ranks that this rank is alive."""
         self._beats += 1
         self.say("beat", f"{self._beats} {phase}")
 

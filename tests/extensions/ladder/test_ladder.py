@@ -149,7 +149,7 @@ def test_rungs_are_the_target_at_smaller_sizes() -> None:
         ((), {"widths": ()}, "--widths: give some, or --depths"),
         ((), {"widths": (24, 40), "depths": (1,)}, "--depths: has 1 values and --widths 2"),
         ((), {"widths": (24,)}, "--widths 24: --num-attention-heads 4 is no whole number"),
-        ((), {"widths": (64,)}, "has no less compute than the target"),
+        ((), {"widths": (64,)}, "needs at least as much compute as the target"),
         ((), {"evaluations": 500}, "--evaluations 500: is more than the target's 400 iterations"),
         (("--eval-iters", "0"), {}, "--eval-iters 0: a ladder compares validation losses"),
         (("--lr-schedule", "hold rest, linear 800 samples"), {}, "`linear 800 samples` does not shrink with the run"),
@@ -291,7 +291,7 @@ def test_a_rung_is_trained_once_and_resumes(tmp_path: Path, capsys: pytest.Captu
     for what in (["--fit"], ["--rung", "0"]):
         with pytest.raises(ValueError, match=told):
             main([*own, *what, "--", *other])
-    with pytest.raises(ValueError, match="--rung 1: the ladder has 1 rungs"):
+    with pytest.raises(ValueError, match="--rung 1: must be from 0 to 0"):
         main([*own, "--rung", "1", "--", *flags])
 
 

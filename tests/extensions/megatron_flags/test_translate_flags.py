@@ -116,7 +116,7 @@ def test_a_branch_whose_test_is_not_known_is_read_and_named(tmp_path: Path, caps
     main([str(script)])
     printed = capsys.readouterr()
     assert "--wandb-project p" in printed.out
-    assert printed.err == "flags from a branch whose test is not known: --wandb-project\n"
+    assert printed.err == "flags from a branch whose condition is unknown: --wandb-project\n"
 
 
 def test_a_file_of_another_kind_is_no_launch_script() -> None:

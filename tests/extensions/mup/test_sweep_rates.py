@@ -49,7 +49,7 @@ def test_a_sweep_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [json.loads(result.read_text())["rate"] for result in results] == [0.001, 1e5]
     assert main([*own, "--", *flags]) == 0
     assert "seed" not in capsys.readouterr().out
-    with pytest.raises(ValueError, match="of a run with other flags"):
+    with pytest.raises(ValueError, match="belongs to a run with other flags"):
         main([*own, "--", *flags, "--weight-decay", "0.5"])
 
 

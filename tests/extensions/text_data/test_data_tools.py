@@ -154,7 +154,7 @@ def test_flags_without_meaning_here_say_so(tmp_path):
         *("--input", source, "--output-prefix", tmp_path / "out", "--partitions", 4, "--keep-sequential-samples"),
         *("--tokenizer-type", "NullTokenizer", "--vocab-size", 70000, "--append-eod"),
     )
-    assert "--partitions has no meaning here" in shown and "--keep-sequential-samples has no meaning" in shown
+    assert "--partitions has no effect here" in shown and "--keep-sequential-samples has no effect" in shown
     dataset = IndexedDataset(str(tmp_path / "out_text_document"))
     assert dataset.dtype == np.int32 and dataset[0].tolist() == [1, 2, 3, 69999]
 

@@ -131,7 +131,8 @@ class HuggingFaceDocuments(Documents):
             yield from map(document_of, batch[self.key])
 
     def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
-        """A cursor is the number of a row or, where the library only streams, [its state, rows after it]."""
+        """Yield (cursor, document) from `cursor` on. A cursor is a row number or, if the library can only stream,
+        [state of the library, number of rows after that state]."""
         rows = self._opened().select_columns([self.key])
         if self._saved:
             first = cursor if isinstance(cursor, int) else 0

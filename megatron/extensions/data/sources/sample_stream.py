@@ -1,8 +1,8 @@
-"""Samples of documents that are read and tokenized while the run trains: of each, the place where it starts.
+"""Samples of documents that are read and tokenized while the run trains, each with the place where it starts.
 
 Documents are shuffled within windows of the stream, by a permutation that depends on the seed, the epoch and the number
 of the window, and concatenated; samples are cut as in Megatron-LM, and neighbours share a token. A place determines all
-samples that follow. Where one is not known, the samples before it are read again.
+samples that follow. If the place of a sample is unknown, the samples before it are read again.
 """
 
 from __future__ import annotations

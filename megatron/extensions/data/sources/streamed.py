@@ -73,7 +73,7 @@ def build_stream(config: object, format: SampleFormat, seed: int, sizes: Sequenc
             )
         kind = data_kind_of(words[0])
         if not isinstance(kind, SourceKind):
-            rule = "is no data set of datasets, webdataset or mosaicml-streaming"
+            rule = "is not a data set of datasets, webdataset or mosaicml-streaming"
             raise ValueError(f"{flag} {words[0]}: {rule}; leave --dataset-type out for other files")
         documents = kind.opened(flag, words[0], config.options(TextDataConfig).key_of(words[0]))
         found.append(StreamedDataset(documents, size, format, f"{seed} {split}", config))

@@ -21,7 +21,7 @@ def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Pa
     """Yields the folder to write: `output` itself if it is on the local disk, else a temporary one, which is uploaded
     if the body succeeds.
 
-    Raises ValueError if `output` exists and is no model that `force` allows to replace, or cannot be written.
+    Raises ValueError if `output` cannot be written, or if it exists and is not a model that `force` permits to replace.
     """
     if isinstance(output, Path):
         yield output

@@ -83,7 +83,7 @@ def _random(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def _random_of_blocks(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The same for blocks, [count] and [count, SIGNS]; these numbers multiply those of positions."""
+    """([count] odd int64, [count, SIGNS] float64 of 1 and -1) of blocks, which multiply the numbers of positions."""
     return _mixed(BLOCK + 1 + first, count, device)
 
 

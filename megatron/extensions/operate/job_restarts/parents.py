@@ -70,8 +70,8 @@ class LostStoreError(ConnectionError):
 
 
 class Clock:
-    """Seconds since its start in which this process has run. On a machine with too much to do, a process may stand
-    still for seconds between two looks, and so may the others, which are not gone for that."""
+    """Seconds that this process has run since the clock was created. On an overloaded machine a process may be
+    suspended for seconds between two readings. So may the others, which must not be declared lost for it."""
 
     def __init__(self) -> None:
         self._at, self._seconds = time.monotonic(), 0.0
@@ -124,7 +124,7 @@ class Start:
     """Another layout for the run, as `layouts.layout_text` writes it; empty for the layout of its flags."""
 
     ends: str = ""
-    """Reason why there is no other start; empty if there is one."""
+    """Reason why there is no further start; empty if the ranks are started."""
 
     @classmethod
     def from_json(cls, text: str) -> Start:

@@ -223,8 +223,10 @@ class Parent:
         return code if code >= 0 else ExitCode.FAILED
 
     def _one_start(self, number: int) -> tuple[int, str]:
-        """Make a start, or wait as a spare while others do. Returns the exit code, and the reason why there is no
-        further start; an exit code of failure if another start is requested."""
+        """Run this process's rank of a start, or wait as a spare.
+
+        Returns the exit code and the reason why the ranks are not started again. A failure code with an empty reason
+        requests another start."""
         roster, worker = self._start.roster, self.launch.rank
         if worker not in roster:
             return self._wait(number)

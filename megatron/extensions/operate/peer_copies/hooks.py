@@ -205,8 +205,9 @@ class PeerCopies(Callback):
     def _resume(
         self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None], world: Axis
     ) -> tuple[CompleteSet | None, Progress | None, str]:
-        """Set that was loaded, the position from it, and the reason why none was loaded. The newest set comes first; a
-        set with a part whose copies are all damaged is passed over for the step before it."""
+        """Load the newest complete set of copies. If all copies of a part are damaged, load the set of the step before.
+
+        Returns the loaded set, its position, and, if no set was loaded, None, None and the reason."""
         root = begun.config.checkpoint.load_root
         assert root is not None
         self._on_disk = on_first_rank(lambda: read_latest(root), world)

@@ -182,8 +182,8 @@ class PackedPlan(StatePlan):
         return optimizer.options(PrecisionAwareFlags).use_precision_aware_optimizer
 
     def main_kind(self, optimizer: Section, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
-        """Besides "aliased" and "stored", "remainders" (what parameters in bf16 lack) and "fp16" (with scales). Away
-        from the parameters, `on_host`, there are no other than the last two."""
+        """Return how main parameters are stored: besides the kinds of the base class, "fp16" (with scales) and, on the
+        device, "remainders" (the 16 bits that bf16 parameters lack)."""
         options = optimizer.options(PrecisionAwareFlags)
         plain = super().main_kind(optimizer, params_dtype, main_dtype, on_host)
         if plain == "aliased" or options.main_params_dtype == "fp16":

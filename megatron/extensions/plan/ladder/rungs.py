@@ -138,7 +138,7 @@ def build_ladder(flags: Sequence[str], wanted: Wanted) -> Ladder:
     rungs = tuple(dict.fromkeys(_rungs(config, target, wanted, step)))
     too_large = [rung.name for rung in rungs if rung.size.compute >= size.compute]
     if too_large:
-        raise ValueError(f"{', '.join(too_large)}: has no less compute than the target; use smaller sizes")
+        raise ValueError(f"{', '.join(too_large)}: needs at least as much compute as the target; use smaller sizes")
     return Ladder(target, config, rungs, wanted.evaluations)
 
 

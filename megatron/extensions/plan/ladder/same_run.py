@@ -35,7 +35,7 @@ def runs_of_other_flags(ladder: Ladder, rungs: Sequence[Rung], flags: Sequence[s
         return []
     name, text = next(iter(found.items()))
     more = f", as {len(found) - 1} more are" if len(found) > 1 else ""
-    rule = f"is of a run with other flags ({text}){more}"
+    rule = f"belongs to a run with other flags ({text}){more}"
     return [f"--output {folder}: {name} {rule}; choose another --output, or delete the runs"]
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PlanOfRun(Callback):
-    """The planner in a run. Its modules are imported on first use."""
+    """Answers questions of a run with the planner, whose modules are imported on first use."""
 
     def flops_per_token(self, model: TransformerConfig) -> float:
         from megatron.extensions.plan.planner.flops import flops_per_token

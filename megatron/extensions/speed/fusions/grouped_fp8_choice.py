@@ -239,7 +239,7 @@ def _compare(found: Tensor, right: Tensor, kernel: str) -> None:
 
 
 def _checked(check: Run, run: Run) -> Run:
-    """A run, before whose first call something is checked."""
+    """Wrap `run` so that `check` is called once, before its first call."""
     known = False
 
     def checked() -> object:

@@ -276,8 +276,8 @@ LONGEST_ERROR = 120
 
 
 def _time(name: str, run: Callable[[], object], clock: Clock, errors: dict[str, str]) -> float:
-    """Seconds of a run; infinite if it raises, with the reason in `errors`: torch and Triton raise for shapes that they
-    do not support, and a package may be missing or have other arguments."""
+    """Time a run in seconds. Returns infinity if it raises, and puts the reason in `errors`: torch and Triton raise for
+    unsupported shapes, and a package may be missing or have another signature."""
     try:
         return clock(run)
     except Exception as raised:

@@ -244,7 +244,7 @@ class OpenAIApi:
         return {"id": call.id, "object": kind, "created": call.created, "model": self.name, "choices": choices}
 
     def text_logprobs(self, call: Call, found: Generation) -> Mapping[str, object]:
-        """Log-probabilities of a completion, and of an echoed prompt, whose first token has none."""
+        """Return the log-probabilities of a completion and of an echoed prompt, whose first token has none."""
         if not call.echo:
             return self._completion_logprobs(found.logprobs, 0)
         start = self.model.tokenizer.detokenize(found.request.prompt[:1])

@@ -13,7 +13,7 @@ from megatron.training.extensions import CALLBACKS
 
 
 def skipped_steps(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Steps are skipped by checks alone."""
+    """Require a check that can skip steps if --max-skipped-iterations allows skips."""
     checks = [flag for flag in all_flags() if flag.spec.skips_steps]
     count = c.checks.max_skipped_iterations
     if count and not any(value_of(c, check) for check in checks):

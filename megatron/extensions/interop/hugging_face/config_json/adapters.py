@@ -208,7 +208,7 @@ class SameLetter(Adapter):
 
 
 class WidthToMultiple(Adapter):
-    """The width of the MLPs: two thirds of that given, times a factor, up to the next multiple (LFM2)."""
+    """MLP width: two thirds of the width in config.json, times a factor, rounded up to a multiple (LFM2)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if not hf["block_auto_adjust_ff_dim"]:

@@ -55,8 +55,8 @@ class Parameter(NamedTuple):
 class LayerRecord:
     """The statistics of one iteration, as they are logged.
 
-    `layers` holds values by statistic and layer, `parameters` the norms of each parameter by name, `shards` those of
-    each tensor-parallel rank's part or copy of it. Norms are L2 norms.
+    `layers` holds values by statistic and layer, `parameters` the L2 norms of each parameter by name, and `shards` the
+    L2 norms of each tensor-parallel rank's part or copy of the parameter.
     """
 
     iteration: int
@@ -185,11 +185,11 @@ def _slope(values: deque[float]) -> float:
 
 
 SMOOTH, NOISY = 10, 40
-"""Earlier windows that the rule asks for: for norms of weights, which no step changes much, and for what depends on the
-samples of a step."""
+"""Number of earlier windows that the rule needs: SMOOTH for norms of weights, which change little in a step, and NOISY
+for statistics that depend on the samples of a step."""
 
 FEWEST = 3
-"""Layers that are needed to say what the others do."""
+"""Smallest number of layers that can be compared."""
 
 OF_RANKS = ("weight_norm", "grad_norm", "output_norm")
 

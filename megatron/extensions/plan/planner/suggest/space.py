@@ -268,13 +268,13 @@ class SearchedRun:
         return [flag.name for flag, value, own in self._differing(config) if value is None and own is not None]
 
     def _differing(self, config: RunConfig) -> list[tuple[Flag, object, object]]:
-        """Each flag of a layout with its value in `config`, and the run's own."""
+        """Return (flag, value in `config`, value on the run's command line) for each flag of a layout."""
         asked = self._as_given(config)
         return [(flag, value_of(asked, flag), value_of(self.given, flag)) for flag in self._flags]
 
     def _as_given(self, config: RunConfig) -> RunConfig:
-        """A configuration with what its layout says as it was before `resolve`, but for the global batch size, which
-        another layout must not change."""
+        """Return `config` with the values that its layout's flags had before `resolve`, except the global batch size,
+        which another layout must not change."""
         fields = {flag.field for flag in self._flags} - {"global_batch_size"}
         before = {field: value for field, value in config.given if field in fields}
         return replace(with_named(config, before), given=())

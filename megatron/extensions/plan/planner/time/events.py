@@ -90,7 +90,7 @@ class Collective:
     """all_reduce, all_gather, reduce_scatter, all_to_all or send (to the next rank of the axis)."""
 
     moved: int
-    """Bytes of the whole operand: what a gather results in, what a reduction reads, what a rank sends otherwise."""
+    """Bytes of the whole operand: the result of a gather, the input of a reduction, or the data that a rank sends."""
 
     axis: str
     number: int

@@ -140,7 +140,7 @@ class FlashCUDAKernel:
             yield from zip(group, zip(dqs, dks, dvs, strict=True), strict=True)
 
     def lengths(self, tiles: Sequence[Tile], q: Tensor) -> Lengths:
-        """Row at which each tile begins, once they are packed."""
+        """Return the row at which each tile begins in the packed sequence."""
         of_queries, of_keys = [], []
         for tile in tiles:
             samples = q.shape[1] if tile.sample is None else 1
