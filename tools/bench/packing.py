@@ -1,12 +1,13 @@
-"""Comparison of four packing methods: padding and cut documents, and balance of work between replicas and between
+"""Comparison of five packing methods: padding and cut documents, and balance of work between replicas and between
 context-parallel ranks.
 
 python tools/bench/packing.py                   both tables, of 20,000 documents of each distribution
 python tools/bench/packing.py --documents 2000  other numbers
 
 Lengths are drawn from three distributions, or are those of real text: the source files of Python's standard library, at
-four bytes per token. Packing methods: greedy as in Megatron-LM, first-fit in document order, best-fit decreasing
-written from the description of OLMo-core's, and this program's best-fit.
+four bytes per token. Packing methods: greedy as in Megatron-LM, first-fit in document order with any number of open
+samples, first-fit as torchtitan configures it (Grain's, with eight open samples), best-fit decreasing as in OLMo-core,
+and this program's best-fit.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from megatron.extensions.data.packing.survey import balance, starts_of
 STEP = StepShape(samples=128, replicas=8, micro_batch_size=1)
 CONTEXT_RANKS = (2, 4, 8, 16)
 MICRO_BATCHES = 32
+OPEN = 8
+"""Samples that torchtitan's first-fit fills at the same time, by default."""
+
 LONG = 32768
 """Tokens of the samples that context-parallel ranks share."""
 
@@ -73,6 +77,19 @@ def first_fit(lengths: Lengths, seq_length: int) -> tuple[float, float]:
     return float(used.sum() / (len(used) * (seq_length + 1))), float((lengths > seq_length + 1).mean())
 
 
+def first_fit_of_torchtitan(lengths: Lengths, seq_length: int) -> float:
+    """Fraction of padding of first-fit with a few open samples. A document that fits into none of them closes all."""
+    _, _, sizes = cut(np.arange(len(lengths)), lengths, seq_length)
+    samples, room = 0, [seq_length] * OPEN
+    for places in (sizes - 1).tolist():  # inputs: the last token of a document is only a label
+        fits = next((bin for bin in range(OPEN) if room[bin] >= places), None)
+        if fits is None:
+            samples, room, fits = samples + OPEN, [seq_length] * OPEN, 0
+        room[fits] -= places
+    samples += sum(left < seq_length for left in room)
+    return 1 - float((sizes - 1).sum()) / (samples * seq_length)
+
+
 def best_fit_of_olmo(lengths: Lengths, seq_length: int) -> tuple[float, float]:
     """The same if fragments of at most seq_length tokens, the longest first, go into the fullest bin with room for
     them."""
@@ -94,12 +111,16 @@ def print_packing(documents: int, seq_length: int) -> None:
     print(
         f"Padding and cut documents, samples of {seq_length:,} tokens; work of the busiest of 8 replicas over the mean"
     )
-    print("lengths       greedy cut  first-fit pad, cut  OLMo-core pad, cut  best-fit pad, cut  DP 8 in order, dealt")
+    print(
+        "lengths       greedy cut  first-fit pad, cut  torchtitan pad  OLMo-core pad, cut  best-fit pad, cut  "
+        "DP 8 in order, dealt"
+    )
     for name, lengths in distributions(documents, seq_length):
         packed = round_of(lengths, Rounds(range(documents), 1, 1), seq_length, seed=0, number=0)
         waste = Waste.of(packed, seq_length)
         shares = [greedy(lengths, seq_length)[1], *first_fit(lengths, seq_length)]
-        shares += [*best_fit_of_olmo(lengths, seq_length), waste.padding / waste.places, waste.cut / waste.documents]
+        shares += [first_fit_of_torchtitan(lengths, seq_length), *best_fit_of_olmo(lengths, seq_length)]
+        shares += [waste.padding / waste.places, waste.cut / waste.documents]
         before, after = balance(packed, seq_length, STEP) or (1.0, 1.0)
         print(f"{name:12}" + "".join(f"{share:10.3%}" for share in shares) + f"{before:10.3f}{after:10.4f}", flush=True)
 

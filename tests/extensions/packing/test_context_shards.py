@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron.core.attention.tiles import Documents, Shards, causal_tiles, even_shards, rows_of
 from megatron.core.datasets.dataset import StepShape
 from megatron.extensions.data.packing.context_shards import (
+    WHOLE,
     balanced_shards,
     chunks_of_documents,
     even_chunks,
@@ -86,6 +87,10 @@ def test_whole_documents_stay_on_one_rank_if_they_fit(case: tuple[Documents, int
     documents, length, ranks = case
     shards = hybrid_shards(documents, length, ranks, longest)
     check(shards, documents, length)
+    owners, limit = owners_of(shards, length), longest or min(WHOLE) * length / ranks
+    sizes = zip(documents[0], np.diff([*documents[0], length]).tolist(), strict=True)
+    cut = [start for start, size in sizes if size <= limit and len({*owners[start : start + size].tolist()}) > 1]
+    assert len(cut) < ranks, "a document is only cut where it fills a rank"
 
 
 @settings(max_examples=60, deadline=None)
@@ -144,7 +149,7 @@ LAYOUTS = [
     (4, "--cp 2 --pp 2"),
     (4, "--cp 2 --tp 2 --sequence-parallel"),
     (2, "--cp 2 --cp-comm-type a2a"),
-    (4, "--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
+    (8, "--cp 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 2"),
     (2, "--cp 2 --hybrid-context-parallel"),
     (4, "--cp 4 --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 6"),
     (4, "--cp 2 --pp 2 --hybrid-context-parallel --cp-comm-type all_gather"),

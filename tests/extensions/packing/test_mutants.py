@@ -72,6 +72,12 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[], None]]] = {
         "most = min(",
         shards.test_whole_documents_stay_on_one_rank_if_they_fit,
     ),
+    "short documents on several ranks": (
+        f"{PACKING}.context_shards._Deal.__init__",
+        "step = size if size <= longest else chunk",
+        "step = chunk",
+        shards.test_whole_documents_stay_on_one_rank_if_they_fit,
+    ),
     "the cost in tokens": (
         f"{PACKING}.context_shards.score",
         "seen_keys(documents, len(owners))",
