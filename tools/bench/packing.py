@@ -84,7 +84,8 @@ def first_fit_of_torchtitan(lengths: Lengths, seq_length: int) -> float:
     for places in (sizes - 1).tolist():  # inputs: the last token of a document is only a label
         fits = next((bin for bin in range(OPEN) if room[bin] >= places), None)
         if fits is None:
-            samples, room, fits = samples + OPEN, [seq_length] * OPEN, 0
+            samples += OPEN
+            room, fits = [seq_length] * OPEN, 0
         room[fits] -= places
     samples += sum(left < seq_length for left in room)
     return 1 - float((sizes - 1).sum()) / (samples * seq_length)

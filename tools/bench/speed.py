@@ -264,7 +264,7 @@ def watched(threads: int, steps: int) -> dict[str, Cell]:
     return {"beside training": Cell(members, "plain")}
 
 
-PACKED = "--tokenizer-type NullTokenizer --reset-attention-mask --split 1,0,0 --cp {n}"
+PACKED = "--tokenizer-type NullTokenizer --reset-attention-mask --split 1,0,0 --train-iters 1000 --cp {n}"
 DIVISIONS = {
     "chunks of samples": "",
     "balanced": "--balance-packed-samples",

@@ -76,7 +76,7 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[], None]]] = {
         f"{PACKING}.context_shards._Deal.__init__",
         "step = size if size <= longest else chunk",
         "step = chunk",
-        shards.test_whole_documents_stay_on_one_rank_if_they_fit,
+        shards.test_short_documents_send_no_keys,
     ),
     "the cost in tokens": (
         f"{PACKING}.context_shards.score",
