@@ -11,7 +11,7 @@ from megatron.core.config.flag_spec import Condition, flag
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
-TABLES = ("learned_absolute", "sinusoidal")
+TABLES = ("learned_absolute", "sinusoidal", "sinusoidal_ctrl")
 """Kinds of --position-embedding-type that add a vector to the embedding of each token."""
 
 OF_TABLES = " or ".join(f"--position-embedding-type {kind}" for kind in TABLES)
@@ -25,8 +25,8 @@ class RotaryConfig:
     """Position embedding: its kind, and the frequencies and scaling of a rotary embedding."""
 
     position_embedding_type: str = flag("learned_absolute", choices=(*TABLES, "rope", "alibi", "none"), first_run=True)
-    """Position embedding: a learned table, sinusoids, rotary (rope), linear biases of attention scores (alibi), or
-    none."""
+    """Position embedding: a learned table, sinusoids, sinusoids with the frequencies of CTRL, rotary (rope), linear
+    biases of attention scores (alibi), or none."""
 
     position_offset: int = flag(0, at_least=0, no_effect_without=OF_TABLES)
     """Offset added to positions before the table lookup. A learned table has this many additional rows (2 in OPT)."""

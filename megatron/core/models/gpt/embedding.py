@@ -152,17 +152,19 @@ class PositionEmbedding(nn.Module):
 class SinusoidalEmbedding(nn.Module):
     """Sinusoidal position embedding: sines, then cosines, of h / 2 frequencies from 1 down to 1 / 10000.
 
-    The layout is that of tensor2tensor and XGLM (arXiv:1706.03762, section 3.5). Angles are always fp32.
+    The layout is that of tensor2tensor and XGLM (arXiv:1706.03762, section 3.5). With sinusoidal_ctrl, as in CTRL, the
+    last frequency is 10000^(2 / h) / 10000. Angles are always fp32.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         self.pairs, self.offset = config.hidden_size // 2, config.position_offset
+        self.steps = self.pairs - 1 if config.position_embedding_type == "sinusoidal" else self.pairs
         self.shard = ctx.tp.rank if ctx.sequence_parallel else 0
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """Return [n, 1 or b, h] for the rank's tokens x [n, b, h]."""
-        exponents = torch.arange(self.pairs, device=x.device).float() * -(log(10000) / (self.pairs - 1))
+        exponents = torch.arange(self.pairs, device=x.device).float() * -(log(10000) / self.steps)
         angles = (positions_of(x, context, self.shard) + self.offset).float().unsqueeze(-1) * exponents.exp()
         return torch.cat((angles.sin(), angles.cos()), dim=-1).to(x.dtype)
 
@@ -174,7 +176,11 @@ def positions_of(x: Tensor, context: BatchContext, shard: int) -> Tensor:
     return context.position_ids[:, shard * x.shape[0] : (shard + 1) * x.shape[0]].t()
 
 
-POSITIONS = {"learned_absolute": PositionEmbedding, "sinusoidal": SinusoidalEmbedding}
+POSITIONS = {
+    "learned_absolute": PositionEmbedding,
+    "sinusoidal": SinusoidalEmbedding,
+    "sinusoidal_ctrl": SinusoidalEmbedding,
+}
 
 
 class Embedding(nn.Module):

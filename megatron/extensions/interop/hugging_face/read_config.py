@@ -120,6 +120,7 @@ OLDER = ("compress_ratios", "compress_rate_csa", "compress_rate_hca", "num_hash_
 WRITTEN: Mapping[str, Callable[[Values], object]] = {
     "qk_head_dim": lambda hf: number(hf, "qk_nope_head_dim") + number(hf, "qk_rope_head_dim"),
     "head_dim": lambda hf: hf["qk_rope_head_dim"],
+    "sliding_window": lambda hf: whole(hf, "local_attention") // 2,
     "_sliding_window_pattern": lambda hf: hf.get("sliding_window_pattern", 6),
     "num_key_value_heads": lambda hf: 1 if hf["multi_query"] else hf["n_head"],
     "attention_layers": lambda hf: repeated(entries(hf, "attention_types"), len(entries(hf, "attention_layers")) + 1),

@@ -251,7 +251,7 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if longest is not None and 0 < longest < m.seq_length:
         rule = f"must be at least --seq-length {m.seq_length}"
         yield Problem("--max-position-embeddings", longest, rule, f"nearest: {m.seq_length}")
-    if m.position_embedding_type == "sinusoidal" and (m.hidden_size < 4 or m.hidden_size % 2):
+    if m.position_embedding_type.startswith("sinusoidal") and (m.hidden_size < 4 or m.hidden_size % 2):
         rule = "must be an even number from 4 on: half of the channels are sines, half cosines"
         yield Problem("--hidden-size", m.hidden_size, rule, f"nearest: {max(4, round_up(m.hidden_size, 2))}")
     if m.rotary:

@@ -28,6 +28,7 @@ from megatron.extensions.interop.hugging_face.config_json.config_values import (
 from megatron.extensions.interop.hugging_face.config_json.gemma4 import WidthsOfGlobalHeads
 from megatron.extensions.interop.hugging_face.config_json.kinds_of_layers import (
     ConvolutionsAndWindows,
+    HalvesOfWindows,
     KimiHeadsOfModel,
     RotaryOfKinds,
     WithoutLogitScale,
@@ -344,6 +345,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         ConvolutionsAndWindows,
         KimiHeadsOfModel,
         WidthsOfGlobalHeads,
+        HalvesOfWindows,
     )
 }
 """The adapters by the names that files state."""

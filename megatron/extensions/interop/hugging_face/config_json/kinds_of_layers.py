@@ -11,7 +11,14 @@ from megatron.extensions.interop.hugging_face.config_json.config_values import (
     table,
     whole,
 )
-from megatron.extensions.interop.hugging_face.config_json.read_layers import FULL, LOCAL, count, pattern_text, windows
+from megatron.extensions.interop.hugging_face.config_json.read_layers import (
+    FULL,
+    LOCAL,
+    count,
+    listed_layers,
+    pattern_text,
+    windows,
+)
 from megatron.extensions.interop.hugging_face.config_json.read_rotary import rotary_from_hf
 from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
@@ -48,6 +55,22 @@ def _rotates(layers: list[tuple[bool, bool]], local: bool) -> set[bool]:
     """Return whether layers with a window, or layers without one, have a rotary embedding: both values if they
     differ."""
     return {rotated for window, rotated in layers if window == local}
+
+
+class HalvesOfWindows(Adapter):
+    """Layers with a sliding window, whose size is half of the attention window that the key states (ModernBERT)."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        every = count(hf, "global_attn_every_n_layers")
+        local = listed_layers(hf, "layer_types", (FULL, LOCAL), lambda layer: layer % every != 0)
+        pattern = pattern_text(local, usual=True)
+        window = {"window_size": count(hf, "local_attention") // 2, "window_attn_skip_freq": pattern}
+        return fields | (window if any(local) else {})
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        window = family.defaults["local_attention"] if config.window_size is None else 2 * config.window_size
+        kinds = [LOCAL if local else FULL for local in config.local_pattern]
+        return hf | {"local_attention": window, "layer_types": kinds}
 
 
 CONVOLUTION = "conv"

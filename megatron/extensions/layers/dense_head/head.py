@@ -1,0 +1,48 @@
+"""A dense layer between the final norm and the output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.batch import BatchContext
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext
+from megatron.core.tensor_parallel.linear_spec import ReplicatedLinear
+from megatron.core.transformer.norm import build_norm
+
+
+class PlainResidual(nn.Module):
+    """The plain residual stream of layers, after which the dense layer reads hidden states."""
+
+    def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+
+    @staticmethod
+    def enter(x: Tensor, config: TransformerConfig) -> Tensor:
+        return x
+
+    @staticmethod
+    def leave(norm: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
+        return DenseHead(norm, config, ctx)
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        return x + sublayer(x, context)
+
+
+class DenseHead(nn.Module):
+    """gelu(linear(norm(x))): what the norm before the output layer reads. Every tensor-parallel rank has the whole
+    linear layer."""
+
+    def __init__(self, norm: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        name, hidden = f"{norm.rpartition('.')[0]}.dense_head", config.hidden_size
+        self.layernorm = build_norm(f"{name}.layernorm", hidden, config, ctx)
+        self.linear = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear", hidden, hidden, False), ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        return F.gelu(self.linear(self.layernorm(x)))

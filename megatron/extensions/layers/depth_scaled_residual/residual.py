@@ -1,0 +1,34 @@
+"""A residual stream whose additions are scaled by their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+
+from torch import Tensor, nn
+
+from megatron.core.batch import BatchContext
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import TPContext
+
+
+class DepthScaledResidual(nn.Module):
+    """sqrt((n - 1) / n) x + sqrt(1 / n) f(x) for the n-th of all terms of the stream, of which the embeddings are the
+    first: independent terms of one variance keep it."""
+
+    def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        number = 2 * (ctx.layer + 1) + sublayer.endswith(".mlp")
+        self.of_stream, self.of_output = sqrt((number - 1) / number), sqrt(1 / number)
+
+    @staticmethod
+    def enter(x: Tensor, config: TransformerConfig) -> Tensor:
+        return x
+
+    @staticmethod
+    def leave(norm: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
+        return nn.Identity()
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        return self.of_stream * x + self.of_output * sublayer(x, context)

@@ -1,0 +1,29 @@
+"""Registers the layer and its rule. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.config.layers import LAYERS
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+NAME = "no_first_norm"
+
+
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    m = config.model
+    if m.layer_module == NAME and not m.norms_inputs:
+        rule = "removes a norm of inputs, and there are none"
+        yield Problem("--layer-module", NAME, rule, "remove it, or use --norm-placement pre")
+
+
+@extension_flags("no first norm", part_of="model", rules=rules, always=True)
+@dataclass(frozen=True)
+class NoFirstNormFlags:
+    """Layers of --layer-module no_first_norm. They have no flag of their own."""
+
+
+LAYERS.register(NAME, f"{__package__}.layer:NoFirstNormLayer")
