@@ -15,7 +15,6 @@ from megatron.extensions.interop.hugging_face.config_json.read_layers import (
     FULL,
     LOCAL,
     count,
-    listed_layers,
     pattern_text,
     windows,
 )
@@ -61,8 +60,7 @@ class HalvesOfWindows(Adapter):
     """Layers with a sliding window, whose size is half of the attention window that the key states (ModernBERT)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
-        every = count(hf, "global_attn_every_n_layers")
-        local = listed_layers(hf, "layer_types", (FULL, LOCAL), lambda layer: layer % every != 0)
+        local = windows(hf, family)
         pattern = pattern_text(local, usual=True)
         window = {"window_size": count(hf, "local_attention") // 2, "window_attn_skip_freq": pattern}
         return fields | (window if any(local) else {})
