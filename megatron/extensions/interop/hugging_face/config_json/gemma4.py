@@ -34,7 +34,7 @@ class WidthsOfGlobalHeads(Adapter):
     @staticmethod
     def _of_last(hf: Values, last: int) -> Values:
         """Settings of the last layer, which has no window."""
-        if OF_LAYERS in hf:
+        if hf[OF_LAYERS] is not None:
             given = table(hf, OF_LAYERS)
             return table(given, str(last)) if str(last) in given else {}
         groups = hf["num_global_key_value_heads"] if hf["attention_k_eq_v"] else None
