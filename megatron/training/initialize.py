@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, linear_
 from megatron.core.torch_private import set_group_timeout
 from megatron.training.config.output_files import unwritable
 from megatron.training.config.run_config import RunConfig
-from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.launch import BEGAN, Launch
 from megatron.training.reliability.rank_store import Board, identity, meet
 from megatron.training.reliability.visible_text import visible
 from megatron.training.reliability.watchdog import Watchdog
@@ -144,7 +144,7 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     if training.exit_signal_handler and watchdog.outcome.asked:
         deadlines["a signal came before the ranks"] = (0.0, "resume")
     if training.exit_duration_in_mins:
-        until = now + 60 * training.exit_duration_in_mins
+        until = float(os.environ.get(BEGAN, now)) + 60 * training.exit_duration_in_mins
         deadlines[f"--exit-duration-in-mins {training.exit_duration_in_mins}"] = (until, "stop")
     if end := os.environ.get("SLURM_JOB_END_TIME"):
         margin = training.exit_margin_in_mins

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.training import initialize
 from megatron.training.config.run_config import RunConfig, TrainingConfig
-from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.launch import BEGAN, Launch
 from megatron.training.reliability.run_status import ExitCode
 from megatron.training.reliability.stop_requests import SignalListener
 from megatron.training.reliability.watchdog import Watchdog
@@ -149,6 +149,18 @@ def test_a_clock_that_is_set_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> Non
         assert watchdog.requests.pending
     finally:
         monkeypatch.undo()
+        watchdog.close()
+
+
+def test_the_time_of_a_run_begins_with_its_first_start_in_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BEGAN, str(time.monotonic() - 1801))
+    config = RunConfig(training=TrainingConfig(exit_duration_in_mins=30, exit_signal_handler=False))
+    watchdog = Watchdog(Launch())
+    initialize.connect(config, watchdog)
+    initialize.start_watchdog(config, watchdog)
+    try:
+        wait_for(lambda: watchdog.requests.pending)
+    finally:
         watchdog.close()
 
 

@@ -31,6 +31,9 @@ NODE = re.compile(r"((?:[^][\s,]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:[\s,]|$
 START = "START_IN_JOB"
 """Variable with the number of this start, from 0, where a process of the launcher starts its rank again by itself."""
 
+BEGAN = "JOB_BEGAN"
+"""Variable with `time.monotonic()` when the first of these starts began."""
+
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables of mpirun with the number of processes that it has started."""
 

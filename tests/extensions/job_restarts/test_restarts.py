@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import re
 import signal
 import subprocess
 import time
@@ -16,7 +17,8 @@ import pytest
 from megatron.extensions.operate.job_restarts import parents, restarts, signals
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
-from megatron.training.reliability.launch import START, Launch
+from megatron.training.reliability import rank_store
+from megatron.training.reliability.launch import BEGAN, START, Launch
 from tests.extensions.peer_copies.runs import Planned, Run
 from tests.forked import PORTS, join
 from tests.limits import HANG, wait_for
@@ -106,13 +108,14 @@ def test_a_second_signal_between_two_starts(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_starts_without_progress_end_at_the_limit(tmp_path: Path) -> None:
     def attempt(rank: int, number: int) -> int:
-        (tmp_path / str(number)).touch()
+        (tmp_path / str(number)).write_text(os.environ[BEGAN])
         if number < 3:
             advance()
         return 1
 
     assert codes_of(1, attempt) == [1]
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [0, 1, 2, 3, 4]
+    assert len({path.read_text() for path in tmp_path.iterdir()}) == 1  # from when the time of the run counts
 
 
 def test_a_rank_that_hangs_is_ended_when_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +140,26 @@ def test_a_rank_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> Non
         return 75
 
     assert codes_of(1, attempt) == [75]
+
+
+def test_a_parent_that_is_stopped_with_the_store_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "STOPPED", 0.2)
+    monkeypatch.setattr(parents.answered, "__defaults__", (1.0,))
+    stopped = tmp_path / "stopped"
+
+    def attempt(rank: int, number: int) -> int:
+        if rank == 0:
+            time.sleep(2 * restarts.ASK)  # its parent has met the other
+            Path(f"{stopped}.new").write_text(str(os.getppid()))
+            os.kill(os.getppid(), signal.SIGSTOP)
+            os.replace(f"{stopped}.new", stopped)
+            time.sleep(HANG)
+        wait_for(stopped.exists)
+        pid = int(stopped.read_text())
+        wait_for(lambda: rank_store._stat(pid)[0] in ("", "Z"))
+        return 1
+
+    assert codes_of(2, attempt) == [-signal.SIGKILL, 1]
 
 
 def fails(*args: object) -> None:
@@ -213,7 +236,8 @@ def test_a_signal_around_a_start_saves_what_copies_hold(
 ) -> None:
     run = Run(tmp_path, 2, [*SHARDED, "--restarts-in-job", "2"])
     said = run.start(*faults, code=75)
-    assert "saved checkpoint at iteration 2" in said and "SIGTERM on rank" in said
+    assert re.search("saved checkpoint at iteration [23] to", said)  # 3 where a rank had begun that step
+    assert "SIGTERM on rank" in said
     assert "what to do: " not in said and "if the ranks are not started again automatically" in said
     run.start()
     run.assert_equal(undisturbed)

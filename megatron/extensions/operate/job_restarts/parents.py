@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TypeVar
@@ -190,6 +192,13 @@ class Parents:
         """Return whether all of these workers have ended, and not for good, as far as this one knows."""
         gone = all(self._is_gone(worker, self._silence, LOST) for worker in workers)
         return gone and self.over() is None
+
+    def end_stopped(self, worker: int) -> None:
+        """End a worker of this machine that a signal has stopped, such as the one whose store does not answer."""
+        peer = self.peers.get(worker, ("", None))[1]
+        if peer is not None and peer.namespace == Peer.here().namespace and peer.state() == "T":
+            with suppress(ProcessLookupError):
+                os.kill(peer.pid, signal.SIGKILL)
 
     def leave(self, code: int, living: Collection[int]) -> None:
         """Announce that this parent makes no further start, and its exit code. Worker 0, which may hold the store,

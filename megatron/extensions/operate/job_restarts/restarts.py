@@ -42,7 +42,7 @@ from megatron.extensions.operate.peer_copies.idle_hosts import leave_note, memor
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Log, Task
-from megatron.training.reliability.launch import START, Launch, write_error_file
+from megatron.training.reliability.launch import BEGAN, START, Launch, write_error_file
 from megatron.training.reliability.lossy_output import flush_output
 from megatron.training.reliability.rank_store import NoStoreError
 from megatron.training.reliability.run_status import ExitCode
@@ -177,6 +177,7 @@ class Parent:
         workers = tuple(range(launch.world_size))
         self._start = Start(workers[: launch.world_size - options.spare_ranks], workers)
         self._best, self._fruitless = -1, 0
+        self._began = str(time.monotonic())
         self._signals = ParentSignals()
 
     def run(self) -> int:
@@ -232,7 +233,8 @@ class Parent:
             return self._wait(number)
         rank = roster.index(worker)
         launch = replace(self.launch, rank=rank, world_size=len(roster))
-        environ = {START: str(number), RUNG: self._start.rung, "RANK": str(rank), "WORLD_SIZE": str(len(roster))}
+        environ = {START: str(number), BEGAN: self._began, RUNG: self._start.rung}
+        environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(roster))}
         config = self.config
         if self._start.layout:
             config = config_in(config, len(roster), layout_from(self._start.layout))
@@ -295,7 +297,7 @@ class Parent:
         code."""
         clock = Clock()
         ask_at = ran_at = 0.0
-        end_at = lost_at = stuck_at = float("inf")
+        end_at = lost_at = stuck_at = silent_at = float("inf")
         while (code := child.ended()) is None:
             now = clock.seconds()
             ran_at = ran_at if child.is_stopped() else now
@@ -318,7 +320,10 @@ class Parent:
                         self._parents.ask(number + 1)
                     end_at = now + GRACE if end_at == float("inf") and self._parents.asked(number + 1) else end_at
                 except LostStoreError:
-                    ask_at = float("inf")  # the child notices by itself
+                    ask_at = float("inf")  # the child notices by itself, unless the store is stopped
+                    silent_at = now
+            if now > silent_at + STOPPED:
+                self._parents.end_stopped(0)
             time.sleep(LOOK)
         return code
 
