@@ -60,9 +60,11 @@ def test_an_end_that_is_no_failure_is_the_last(code: int) -> None:
     assert codes_of(1, lambda rank, number: code if number == 0 else 9) == [code]
 
 
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", [0, 3, -signal.SIGRTMIN - 1])
 def test_a_rank_that_leaves_early_is_started_again(code: int) -> None:
     def attempt(rank: int, number: int) -> int:
+        if number == 0 and code < 0:
+            os.kill(os.getpid(), -code)
         if number == 0:
             os._exit(code)
         return 75

@@ -64,6 +64,9 @@ STOPPED = 6.0
 
 PR_SET_PDEATHSIG = 1
 
+SIGNAL_NAMES = {each.value: each.name for each in signal.Signals}
+"""Names of signals, which most of those for real time lack."""
+
 IMPORTED_LATE = ("torch._dynamo", "megatron.training.training")
 """Modules that take seconds to import, which torch and this program would import on first use."""
 
@@ -251,7 +254,7 @@ class Parent:
         self._signals.child = None
         if self._signals.second is not None and is_failure(code):
             return ExitCode.KILLED + self._signals.second, ""
-        how = signal.Signals(-code).name if code < 0 else f"code {code}"
+        how = SIGNAL_NAMES.get(-code, f"signal {-code}") if code < 0 else f"code {code}"
         if not (_progress[IN_ORDER] or is_failure(code) or code in ENDS):
             code = ExitCode.FAILED
             print(f"rank {rank} has ended with {how} before the end of the run", file=sys.stderr, flush=True)
