@@ -76,7 +76,7 @@ def test_replicas_that_differ_are_found(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "within a: replicas differ at (0,)" in out and "within b" in out
 
 
-def test_an_error_is_no_difference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_not_a_difference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(PLANT, "error")
     assert compare("", "--tp 2") == 3
     assert "'NoneType' object is not callable" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def test_a_run_of_own_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:
     done = run_program(*generate, code=0)
 
 
-def test_an_extension_renamed_since_the_checkpoint_is_named_anew(tmp_path: Path) -> None:
+def test_an_extension_renamed_since_the_checkpoint_is_given_again(tmp_path: Path) -> None:
     before, now, run = tmp_path / "before.py", tmp_path / "now.py", tmp_path / "run"
     before.write_bytes(EXTENSION.read_bytes())
     train = [*FLAGS, "--save", str(run), "--load", str(run), "--own-patience", "0"]

@@ -82,7 +82,7 @@ def test_first_host_of_a_node_list(nodes: str, first: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("nodes", ["", ",", "n[1-3", "n[]", "n[,2]", "n[a-b]", "n[1-2]]", "n[-2]", "[[1]]"])
-def test_what_is_no_node_list_is_refused(nodes: str) -> None:
+def test_a_malformed_node_list_is_refused(nodes: str) -> None:
     with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST=.* set MASTER_ADDR"):
         first_host(nodes)
     environ = {"SLURM_STEP_NODELIST": nodes, "MASTER_ADDR": "node1"}

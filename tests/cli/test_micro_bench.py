@@ -16,7 +16,7 @@ TRIAL = ["--cpu", "--config", "tiny", "--calls", "1", "--rounds", "2", "--only",
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_what_fails_keeps_its_error_and_the_rest_goes_on(
+def test_a_failed_part_keeps_its_error_and_the_others_continue(
     lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path, timed, tried = tmp_path / "found.json", micro.timed, list[str]()

@@ -94,7 +94,7 @@ def test_kubernetes_pods_follow_the_schema() -> None:
         ("mixtral_8x7b.sh", 64, "46,702,792,704, active per token 12,879,925,248"),
     ],
 )
-def test_settings_are_those_of_the_published_model(script: str, world_size: int, parameters: str) -> None:
+def test_settings_match_the_published_model(script: str, world_size: int, parameters: str) -> None:
     """test_docs.py runs the dry runs of these scripts."""
     done = run("bash", f"scripts/{script}", LAUNCH="echo", code=0)
     launched, *flags = shlex.split(done.stdout.splitlines()[-1])

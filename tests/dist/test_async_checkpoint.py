@@ -96,7 +96,7 @@ def change_while_saving(rank: int, world_size: int, root: Path) -> list[int]:
     return [report.iteration for report in reports]
 
 
-def test_what_is_saved_is_what_was_there_when_asked(tmp_path: Path) -> None:
+def test_a_save_has_the_state_of_its_call(tmp_path: Path) -> None:
     assert run_world(2, change_while_saving, tmp_path) == [[1, 2, 3, 4, 5, 6]] * 2
     assert sorted(saved_folders(tmp_path)) == [2, 5, 6] and read_latest(tmp_path) == 6
     for number, folder in saved_folders(tmp_path).items():

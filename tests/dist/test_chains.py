@@ -145,7 +145,7 @@ def compare_with_one_process(rank, world, dims, distributed, kind):
 @pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
 @pytest.mark.parametrize("kind", EXAMPLES)
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
-def test_updates_equal_those_of_one_process(dims, kind, distributed):
+def test_updates_match_one_process(dims, kind, distributed):
     """Of matrices, Adafactor's are torch's; each rank holds as many bytes of states as planned."""
     run_world(dims.world_size, compare_with_one_process, dims, distributed, kind)
 

@@ -24,7 +24,7 @@ def test_a_restart_by_torchrun_ends_like_the_undisturbed_run(tmp_path: Path) -> 
     assert not differences(one, other)
 
 
-def test_a_signal_is_no_failure_that_torchrun_starts_again(tmp_path: Path) -> None:
+def test_torchrun_does_not_restart_after_a_signal(tmp_path: Path) -> None:
     ended = run_with_fault("user_signal", tmp_path, "--pp", "1", rank=1, processes=2, max_restarts=1)
     assert ended.code == 0 and not ended.left, ended.screen
     saved = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())

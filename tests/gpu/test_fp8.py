@@ -101,7 +101,7 @@ print("agree")
 """
 
 
-def test_products_are_those_of_the_cpu() -> None:
+def test_products_match_the_cpu() -> None:
     assert_agrees(PRODUCTS)
 
 

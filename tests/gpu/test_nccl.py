@@ -70,7 +70,7 @@ def alone(metrics: Path, *flags: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("size", "flags"), LAYOUTS)
-def test_losses_are_those_of_one_process(size: int, flags: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_losses_match_one_process(size: int, flags: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     here = ranks_of(request, NCCL)
     wanted = alone(tmp_path / "one.jsonl", *model_of(flags))
     done = launch(here, size, *flags.split(), *SECONDS.split(), "--metrics-file", str(tmp_path / "all.jsonl"))

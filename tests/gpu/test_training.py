@@ -63,7 +63,7 @@ SP = "--tp 2 --sequence-parallel"
         needs("overlap", 2, f"--distributed-backend gloo {SP} --tp-comm-overlap", 1e-3),
     ],
 )
-def test_losses_are_those_of_the_cpu(
+def test_losses_match_the_cpu(
     processes: int, flags: str, tolerance: float, on_cpu: list[float], tmp_path: Path
 ) -> None:
     if processes > torch.cuda.device_count() and "gloo" not in flags:

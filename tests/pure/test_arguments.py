@@ -161,7 +161,7 @@ def test_an_empty_value_of_a_dashboard_is_none() -> None:
     assert not reader.problems and set(reader.values.values()) <= {None}
 
 
-def test_blanks_that_a_script_quotes_behind_a_whole_flag_are_nothing(tmp_path: Path) -> None:
+def test_quoted_blanks_after_a_flag_are_ignored(tmp_path: Path) -> None:
     assert not read_flags(["--swiglu", " ", "--lr", "1e-3", " ", "--data-path", "a", "b", "\t"]).problems
     (tmp_path / "run.yaml").write_text('tokenizer-model: " "\n')
     (problem,) = read_flags(["--config", str(tmp_path / "run.yaml")]).problems
@@ -290,7 +290,7 @@ def test_problems_in_a_file(tmp_path: Path, text: str, problem: str) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"a: [", b"\xff\xfe"], ids=["missing", "no YAML", "no text"])
-def test_what_stands_in_a_file_that_cannot_be_read_is_not_asked_for(
+def test_values_of_an_unreadable_file_are_not_required(
     tmp_path: Path, content: bytes | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if content is not None:

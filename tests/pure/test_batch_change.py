@@ -135,7 +135,7 @@ def test_a_change_of_the_unit_keeps_the_place_in_the_schedule() -> None:
     assert resumed(third, 20, config_of(STYLES[0], "iters", 4))[1] == 20 * 4
 
 
-def test_the_rest_of_a_run_is_told() -> None:
+def test_the_remaining_length_of_a_run_is_printed() -> None:
     before = config_of(STYLES[0], "iters", 8)
     here = ((0, 0), (16, 128))
     assert plan_of(before).changed_batch(before, here) is None

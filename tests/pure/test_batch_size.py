@@ -102,7 +102,7 @@ def test_the_order_of_samples_stays_when_a_run_becomes_longer() -> None:
         longer.continued(begun)
 
 
-def test_flags_that_make_a_run_longer_are_told() -> None:
+def test_flags_that_make_a_run_longer_are_named() -> None:
     before, now = (
         parse_args([*GOOD.split(), "--mock-data", *more.split()]) for more in ("--train-iters 9", "--train-iters 20")
     )

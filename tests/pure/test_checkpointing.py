@@ -110,7 +110,7 @@ BF16, FP16, FP32 = ModelParallelConfig(bf16=True), ModelParallelConfig(fp16=True
 
 
 @pytest.mark.parametrize("parallel", [FP32, BF16, FP16, ModelParallelConfig(fp64=True)], ids=["32", "b16", "f16", "64"])
-def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, parallel: ModelParallelConfig) -> None:
+def test_a_resumed_run_continues_bitwise(tmp_path: Path, parallel: ModelParallelConfig) -> None:
     one = Run(config(tmp_path, parallel=parallel, model=DEEPSEEK))
     for number in range(2):
         one.step(number)
@@ -137,7 +137,7 @@ def test_nothing_to_load(tmp_path: Path) -> None:
     refuses("there is no folder of it", tmp_path)
 
 
-def test_one_line_says_what_is_loaded_from_where_and_where_the_run_starts(tmp_path: Path) -> None:
+def test_one_line_states_the_checkpoint_and_the_first_iteration(tmp_path: Path) -> None:
     def said(**options: object) -> str:
         run, lines = Run(config(tmp_path, **options)), list[str]()
         RunCheckpoint(run.config, STATE, run.stages, run.optimizer).load(lines.append)
@@ -172,7 +172,7 @@ def test_precision_may_change(tmp_path: Path, saved: ModelParallelConfig, loaded
         assert torch.equal(b[f"exp_avg {param.meta.name}"], a[f"exp_avg {param.meta.name}"])
 
 
-def test_a_run_starts_anew_with_its_moments(tmp_path: Path) -> None:
+def test_a_run_restarts_with_its_moments(tmp_path: Path) -> None:
     one = Run(config(tmp_path, parallel=BF16))
     one.step(0)
     one.save(Progress(5, 40, 30, data_fingerprint="a", origin={"model_type": "opt"}))

@@ -42,7 +42,7 @@ def test_code_that_has_changed_since_is_not_recorded_until_the_next_start(code: 
     assert standing(tmp_path / "run", str(code)) == "recorded"
 
 
-def test_further_code_is_recorded_beside_the_earlier(code: Path, tmp_path: Path) -> None:
+def test_further_code_is_added_to_the_record(code: Path, tmp_path: Path) -> None:
     (tmp_path / "second.py").write_text("")
     record_code(tmp_path / "run", [str(tmp_path / "second.py")])
     assert [standing(tmp_path / "run", str(tmp_path / name)) for name in ("own.py", "second.py")] == ["recorded"] * 2
@@ -70,7 +70,7 @@ def test_a_folder_cannot_bring_the_record_that_trusts_it(tmp_path: Path, monkeyp
     assert standing(tmp_path / "downloaded", str(tmp_path / "downloaded" / "own.py")) == "unknown"
 
 
-def test_a_module_stands_with_the_packages_around_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_recorded_with_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "package").mkdir()

@@ -67,7 +67,7 @@ def test_every_token_has_one_rank_and_ranks_have_equal_work_in_every_step(size: 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_tiles_are_what_is_seen(seed: int) -> None:
+def test_tiles_cover_the_visible_keys(seed: int) -> None:
     random = Random(seed)
     size, samples = random.choice([1, 2, 3, 4]), random.choice([1, 2, 3])
     length = 2 * size * random.randint(1, 7)

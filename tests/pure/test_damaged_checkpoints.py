@@ -107,7 +107,7 @@ def test_every_flipped_bit_counts(root: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["{}", "[]", '{"files": {"a": 1}}', '{"files": {"a/b": {"bytes": 1, "crc32": 2}}}'], ids=len
 )
-def test_a_manifest_of_another_form_is_told_without_names_of_python(root: Path, text: str) -> None:
+def test_a_manifest_of_another_form_is_reported_without_names_of_python(root: Path, text: str) -> None:
     (root / "iter_0000030" / MANIFEST).write_text(text)
     found, (line,) = load(root)
     form = 'an object {"files": {name: {"bytes": number, "crc32": number}}}'
@@ -154,7 +154,7 @@ def test_something_else_in_the_place_of_latest(root: Path) -> None:
     assert loaded == 30 and "something else than a file" in lines[0] and "taken as the latest: 30" in lines[0]
 
 
-def test_checkpoints_moved_away_behind_links_do_not_stop_saves(root: Path, tmp_path_factory: Any) -> None:
+def test_checkpoints_moved_away_and_linked_do_not_stop_saves(root: Path, tmp_path_factory: Any) -> None:
     """The links are replaced and deleted, as folders would be; what they lead to stays."""
     moved = tmp_path_factory.mktemp("moved")
     for number in (10, 20, 30):
@@ -221,7 +221,7 @@ def test_metrics_wait_for_a_disk_with_room(tmp_path: Path, capsys: pytest.Captur
     assert path.read_text() == "".join(f'{{"iteration": {n}}}\n' for n in (1, 2, 3, 4))
 
 
-def test_metrics_that_are_no_numbers_are_told_from_those_not_measured(tmp_path: Path) -> None:
+def test_non_finite_metrics_are_distinguished_from_missing_ones(tmp_path: Path) -> None:
     sink, values = JsonLinesSink(tmp_path / "m.jsonl", 0), {"a": 1.5, "b": math.nan, "c": math.inf, "d": -math.inf}
     sink.write({"iteration": 1, "mfu": None} | values)
     sink.close()
@@ -244,7 +244,7 @@ def test_damaged_metrics_do_not_stop_a_run_and_are_kept(tmp_path: Path, capsys: 
     assert f"{path}: lines that are no records of metrics are left out: 4; {tmp_path}" in capsys.readouterr().err
 
 
-def test_a_record_cut_off_by_a_kill_is_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_cut_off_by_a_kill_is_not_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iterat')
     JsonLinesSink(path, 1).close()

@@ -36,7 +36,7 @@ def as_saved(tensor: Tensor) -> bytes:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0, 4), (700, 500)])
-def test_bytes_are_those_of_torch_save(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_bytes_match_torch_save(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     written = TensorFormat()
     for seed in range(4):
         tensor = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -34,7 +34,7 @@ def blend_flag(prefixes, weights):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_samples_are_those_of_megatron_lm(case, tmp_path):
+def test_samples_match_megatron_lm(case, tmp_path):
     config = DatasetConfig(
         data_path=blend_flag(*case["blend"]), split=case["split"], data_cache_path=str(tmp_path / "cache")
     )
@@ -210,7 +210,7 @@ def inputs(view: TextDataset, samples: int) -> list[int]:
     return [token for number in range(samples) for token in view.text(number)[:-1].tolist()]
 
 
-def test_a_longer_plan_keeps_the_order_and_goes_on_behind_it(tmp_path: Path) -> None:
+def test_a_longer_plan_keeps_the_order_and_appends_to_it(tmp_path: Path) -> None:
     indexed = source_of_lengths(tmp_path, [7, 30, 11, 2, 50])
     begun = order_of(indexed, tmp_path).view(SampleFormat(4), [30])
     megatron = GPTDataset(indexed, range(5), 30, SampleFormat(4), seed=3, cache=IndexCache(str(tmp_path / "c"), ""))

@@ -229,7 +229,7 @@ def test_many_samples_of_a_document_need_no_row_each(tmp_path, monkeypatch):
     assert len(set(map(str, found.values()))) == 1
 
 
-def test_an_index_says_what_it_was_made_from(tmp_path):
+def test_an_index_names_its_sources(tmp_path):
     prefix = write_documents(tmp_path / "x", [[1] * 90])
     build(data_path=(prefix,))
     (text,) = (tmp_path / "cache" / "GPTDataset_indices").glob("*-description.txt")
@@ -244,7 +244,7 @@ def test_a_disk_that_is_full_at_the_last_bytes_of_a_file_leaves_none(tmp_path):
     assert not list(tmp_path.glob("*.npy")) and not list(tmp_path.glob(".*.tmp"))
 
 
-def test_indices_lie_beside_the_data_by_default(tmp_path):
+def test_indices_are_saved_with_the_data_by_default(tmp_path):
     prefix = write_documents(tmp_path / "x", [[1] * 90])
     build(data_path=(prefix,))
     assert len(list((tmp_path / "cache" / "GPTDataset_indices").glob("*.npy"))) == 3
@@ -258,7 +258,7 @@ def unwritable(tmp_path):
     return prefix
 
 
-def test_data_that_cannot_be_written_beside_train_from_memory(unwritable, caplog):
+def test_indices_stay_in_memory_if_they_cannot_be_written(unwritable, caplog):
     assert build(data_path=(unwritable,)).train.text(0).tolist() == [1] * 17
     assert "in memory" in caplog.text and "--data-cache-path FOLDER" in caplog.text
 

@@ -85,7 +85,7 @@ def test_no_effect_without(flag: Flag, condition: Condition) -> None:
 
 
 @pytest.mark.parametrize(("flag", "condition"), NESTED, ids=ids(NESTED))
-def test_no_effect_without_beside_what_the_section_needs(flag: Flag, condition: Condition) -> None:
+def test_no_effect_without_with_a_need_of_the_section(flag: Flag, condition: Condition) -> None:
     section, needed = [asked(each) for each in flag.section_needs], condition.parts[0]
     found = lines(flag, *section, BROKEN_BY.get(needed, ""))
     assert f"has no effect without {needed}; add {needed}" in " ".join(found)

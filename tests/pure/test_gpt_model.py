@@ -141,7 +141,7 @@ def test_interpolated_positions_are_divided(scaled: bool) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 12, 14, 16, 71, 112])
-def test_slopes_are_those_of_bloom(heads: int) -> None:
+def test_slopes_match_bloom(heads: int) -> None:
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     theirs = bloom.build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
     torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), theirs, rtol=2e-6, atol=0)

@@ -27,7 +27,7 @@ RECORD = {
 }
 
 
-def test_a_line_of_a_log_file_says_what_a_terminal_shows() -> None:
+def test_a_log_file_has_the_lines_of_the_terminal() -> None:
     assert console.progress_line(RECORD, 100) == (
         " iteration       10/     100 | lm loss: 3.250000E+00 | gradient norm 1.5 | lr 0.00015 | 1:02:03 left | "
         "1,234 tokens/s | step 123.5 ms | 12.3 TFLOP/s | 1.0 GiB | batch 8 | 1,280 tokens"

@@ -143,7 +143,7 @@ def test_a_loss_of_a_users_own() -> None:
     assert_equal(trained(model, 7, True), trained(model, 0, True))
 
 
-def test_a_loss_that_is_no_loss_of_tokens_is_refused() -> None:
+def test_a_loss_without_token_losses_is_refused() -> None:
     class Mean(CrossEntropy):
         def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
             return super().__call__(logits, labels).mean()

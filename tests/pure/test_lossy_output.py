@@ -17,9 +17,7 @@ from tests.forked import run_forked
 from tests.tiny import TINY
 
 
-def test_lines_on_a_full_disk_are_dropped_and_told_once_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_on_a_full_disk_are_dropped_and_counted_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     descriptor, real, room = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), os.write, [20]
 
     def write(number: int, data: bytes) -> int:

@@ -57,9 +57,7 @@ CUTS += [(2, True, [range(2), range(2, 4)]), (1, False, [range(0), range(3), ran
 
 @pytest.mark.parametrize("style", gpt_cases.STYLES)
 @pytest.mark.parametrize(("tp", "sequence_parallel", "stages"), CUTS)
-def test_parameters_are_those_of_the_built_model(
-    style: str, tp: int, sequence_parallel: bool, stages: list[range]
-) -> None:
+def test_parameters_match_the_built_model(style: str, tp: int, sequence_parallel: bool, stages: list[range]) -> None:
     config = gpt_cases.STYLES[style]
     widths = config.ffn_hidden_size_pattern
     config = replace(config, num_layers=4, ffn_hidden_size_pattern=widths and f"{widths}*2")
@@ -84,7 +82,7 @@ SPANS = [*(Span(window=tokens) for tokens in (1, 7, 31, 32)), *(Span(chunk=token
 
 
 @pytest.mark.parametrize("span", SPANS, ids=str)
-def test_spans_count_what_is_seen(span: Span) -> None:
+def test_spans_count_visible_keys(span: Span) -> None:
     """The continuous count is the exact one up to half a token, as for the causal half of the square."""
     exact = sum(min(i % (span.chunk or 32) + 1, span.window or 32) for i in range(32)) / 32
     assert span.mean(32) == pytest.approx(exact, abs=0.5) and Span().mean(32) == 16

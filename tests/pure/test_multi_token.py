@@ -58,7 +58,7 @@ def same_document(batch: Batch, row: int, i: int, k: int) -> bool:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_losses_and_gradients_are_those_of_the_formula(packed: bool) -> None:
+def test_losses_and_gradients_match_the_formula(packed: bool) -> None:
     model = GPTModel(CONFIG, FP64)
     batch = random_batch(CONFIG, samples=3, **(packed_documents(CONFIG) if packed else {}))
     loss = model(None, batch)

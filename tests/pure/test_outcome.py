@@ -107,5 +107,5 @@ assert seen == [signal.SIGUSR1], seen
 """
 
 
-def test_signals_that_come_before_the_watch_are_held_where_they_were_ignored() -> None:
+def test_early_signals_are_held_if_they_were_ignored() -> None:
     python_apart("-c", HELD, code=0)

@@ -61,7 +61,7 @@ def wsd(style: str, anneal: int = 20) -> dict[str, Any]:
         ({"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "lr_wsd_decay_fraction": 0.2}, {80: 1, 90: 0.5}),
     ],
 )
-def test_what_is_left_of_the_way_from_the_peak(flags, shares):
+def test_remaining_share_of_the_decay(flags, shares):
     s = scheduler(**flags)
     for iteration, share in shares.items():
         assert lr_of(s, iteration) == pytest.approx(LOW + share * (PEAK - LOW), rel=1e-12)

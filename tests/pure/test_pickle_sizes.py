@@ -55,6 +55,6 @@ def test_pickles_of_python_are_taken(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"N", b"\xfe.", b"cos\n", b"\x80\x04\x8a", b"K\x01p" + b"9" * 5000 + b"\n."])
-def test_what_is_no_whole_pickle_is_malformed(data: bytes) -> None:
+def test_a_truncated_pickle_is_malformed(data: bytes) -> None:
     with pytest.raises(MALFORMED):
         check_sizes(data)

@@ -123,7 +123,7 @@ def check_suggestions(own: list[str], ranks: int) -> None:
 
 
 @pytest.mark.grid("path", CONFIGS[::4], CONFIGS)
-def test_suggested_flags_can_be_pasted_behind_a_preset(path: Path) -> None:
+def test_suggested_flags_can_be_appended_to_a_preset(path: Path) -> None:
     check_suggestions(["--config", str(path), "--mock-data"], stated(path)[0])
 
 

@@ -117,7 +117,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_memory_is_one_block_beside_the_shard(dim: int) -> None:
+def test_memory_is_the_shard_and_one_block(dim: int) -> None:
     """A rank of 64 fills its part of a tensor of 16 blocks, and makes nothing larger than a block."""
     meta = ParamMeta("w", (4096, 4096), {"tp": dim}, Init("normal", 0.02), role="hidden")
     coords = {"tp": (5, 64)}

@@ -127,7 +127,7 @@ def test_a_compiled_region_is_the_plain_one(name: str) -> None:
 
 
 @compiles
-def test_rounding_of_bf16_is_no_worse_when_compiled() -> None:
+def test_compilation_does_not_worsen_rounding_in_bf16() -> None:
     x = torch.randn(5, 2, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
     swiglu = REGIONS["swiglu"]
     exact = with_gradient(swiglu, x.double(), False)
@@ -149,7 +149,7 @@ def test_a_static_region_is_compiled_for_each_shape() -> None:
     assert torch._dynamo.config.recompile_limit >= 64
 
 
-def test_a_missing_compiler_is_told_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ValueError, match="--compile needs a C\\+\\+ compiler on CPU, and there is no no-such-compiler"):
         check_compiler(ModelParallelConfig(compile=True), torch.device("cpu"))

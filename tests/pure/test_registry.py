@@ -164,7 +164,7 @@ def test_parameters_of_a_layer_may_depend_on_its_number(monkeypatch: pytest.Monk
     assert found == [8 * (number + 1) for number in range(own.num_layers)]
 
 
-def test_states_that_are_not_trained_are_no_parameters() -> None:
+def test_states_that_are_not_trained_are_not_parameters() -> None:
     biased = replace(GPT, num_experts=4, moe_router_topk=2, moe_router_enable_expert_bias=True)
     states = {f"decoder.layers.{number}.mlp.router.expert_bias" for number in range(GPT.num_layers)}
     assert {meta.name for meta, dtype in model_states(biased) if dtype == "float32"} == states
@@ -256,7 +256,7 @@ def test_a_storage_has_all_its_methods(left_out: str, changed: dict[str, Any], s
         STORAGES.register("lacking", type("Lacking", (Storage,), methods))
 
 
-def test_a_registry_of_objects_takes_those_of_its_class() -> None:
+def test_a_registry_of_objects_accepts_its_class_only() -> None:
     plain = Registry("--plain", NoFacts, protocol=Facts)
     assert plain.register("made", Facts(gated=True)).gated and plain["made"].gated
     with pytest.raises(ValueError, match="--plain called: must be a Facts, and is a type; make one of it"):

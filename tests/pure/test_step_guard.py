@@ -22,7 +22,7 @@ from megatron.training.step_guard import is_nan
         (math.nan, True, True, True),
     ],
 )
-def test_an_overflow_that_a_lower_loss_scale_mends_is_no_nan(
+def test_an_overflow_that_a_lower_loss_scale_corrects_is_not_a_nan(
     loss: float, overflow: bool, can_fall: bool, nan: bool
 ) -> None:
     values = torch.tensor([math.inf, overflow, overflow, 0.0, loss, 1.0], dtype=torch.float64)

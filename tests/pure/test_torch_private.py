@@ -116,7 +116,7 @@ torch.ops.inductor.resize_storage_bytes_(x, 0)
     assert sorted(name.rpartition(".")[2] for name in found) == kinds.split()
 
 
-def test_every_private_name_tells_its_purpose() -> None:
+def test_every_private_name_states_its_purpose() -> None:
     body = ast.parse(PRIVATE.read_text()).body
     for node, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.FunctionDef):

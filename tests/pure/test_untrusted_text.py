@@ -137,7 +137,7 @@ def test_model_of_run_is_checked_too_and_saved_values_are_taken(tmp_path: Path) 
             check_types({"config": config, "model_of_run": wrong}, tmp_path)
 
 
-def test_texts_that_are_no_numbers_are_refused_in_plain_words() -> None:
+def test_texts_that_are_not_numbers_are_refused_with_a_plain_message() -> None:
     with pytest.raises(ValueError, match="is not a list of numbers"):
         layer_numbers("[64]\udcff", 1)
     (problem,) = read_flags(["--lr", "1_000"]).problems

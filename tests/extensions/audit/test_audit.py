@@ -28,7 +28,7 @@ TP = "--tensor-model-parallel-size 2"
 PP = "--pipeline-model-parallel-size 2"
 
 
-def test_a_sketch_tells_equal_bits_and_the_distance() -> None:
+def test_a_sketch_detects_equal_bits_and_measures_the_distance() -> None:
     torch.manual_seed(1)
     x = torch.randn(1000)
     assert sketch_of(x).equal(sketch_of(x.clone().view(10, 100)))
@@ -68,7 +68,7 @@ def test_votes_name_the_rank(case: list[Report], named: tuple[int, ...] | None) 
     assert (found.ranks if found else None) == named
 
 
-def test_a_rank_with_wrong_inputs_is_no_source() -> None:
+def test_a_rank_with_wrong_inputs_is_not_blamed() -> None:
     """Rank 1 receives a wrong message; rank 0 receives what rank 1 then computes."""
     reports = [
         Report(0, "a", 2, Difference(RECEIVED, "late", 0.1, "sum 2", of_own=False)),

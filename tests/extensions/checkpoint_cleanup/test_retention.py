@@ -34,7 +34,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize(("retention", "kept"), KEPT)
-def test_what_is_kept(retention: RetentionFlags, kept: list[int]) -> None:
+def test_checkpoints_that_are_kept(retention: RetentionFlags, kept: list[int]) -> None:
     assert [i for i in SCORES if i not in to_delete(retention, SCORES, 60, ())] == kept
 
 

@@ -230,7 +230,7 @@ def test_a_merge_is_evaluated_by_the_usual_commands_at_any_layout(run: Path, tmp
 # Refusals
 
 
-def test_what_is_missing_or_does_not_fit_is_refused(
+def test_missing_or_unequal_inputs_are_refused(
     run: Path, converted: dict[str, list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, hf = ["--output", tmp_path / "out"], converted["hf"]
@@ -298,7 +298,7 @@ def test_another_model_is_refused(
 
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize(("value", "what"), [(float("nan"), "has NaN"), (float("-inf"), "has infinite values")])
-def test_what_is_not_finite_is_named_with_its_source(
+def test_non_finite_tensors_are_named_with_their_source(
     value: float,
     what: str,
     to: str,

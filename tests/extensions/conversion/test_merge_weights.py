@@ -111,7 +111,7 @@ def test_linear_decay_over_many_steps_weights_checkpoints_equally() -> None:
     assert [after - before for before, after in pairwise(found[1:3])] == pytest.approx([0], abs=1e-12)
 
 
-def test_a_floor_of_one_is_no_decay() -> None:
+def test_a_floor_of_one_means_no_decay() -> None:
     assert decay_weights(Decay("cosine", 1.0), [0, 4, 8], [0, 1, 2]) == [0, 0, 1]
 
 

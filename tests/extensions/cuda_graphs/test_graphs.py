@@ -109,7 +109,7 @@ def test_weights_are_cast_once_a_step() -> None:
         assert len(made) == step
 
 
-def test_what_is_recorded_is_not_another_shape() -> None:
+def test_a_graph_is_not_replayed_at_another_shape() -> None:
     graphed = GraphedMicrobatches(lambda batch, seed: seed * batch.tokens.sum(), FakeRecorder(), 1, CPU, torch.float32)
     batch = Batch.of_tokens(torch.arange(8).view(2, 4))
     assert [graphed.train([batch], 2.0), graphed.train([batch], 3.0)] == [[56.0], [84.0]]

@@ -73,7 +73,7 @@ def test_sizes_of_an_all_to_all_may_differ() -> None:
     assert blame({rank: Waiting("here", entered=(each,)) for rank, each in enumerate(entered)}) is None
 
 
-def test_the_rank_that_does_not_come_is_named() -> None:
+def test_the_missing_rank_is_named() -> None:
     """Rank 2 is in none; 1 waits for 0, which waits for 2, and 3 for a message of 1."""
     found = blame(with_rank_2(4, 6, 4))
     assert found is not None and found.ranks == (2,) and found.title.startswith("did not reach the point")

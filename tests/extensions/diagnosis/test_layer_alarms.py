@@ -38,7 +38,7 @@ def test_a_layer_that_grows_by_a_twentieth_a_record(noise: float, trend: float) 
 
 
 @pytest.mark.parametrize("noise", [0.0001, 0.01, 0.1, 0.5])
-def test_noise_and_growth_of_all_are_no_alarm(noise: float) -> None:
+def test_noise_and_growth_of_all_layers_raise_no_alarm(noise: float) -> None:
     for seed in range(5):
         rule = GrowthRule[int](1.2, 40)
         assert not any(rule.add(values) for values in series(random.Random(seed), noise, 0.05))

@@ -126,7 +126,7 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
     return flat(record), plain, set(record["layers"])
 
 
-def test_what_is_counted() -> None:
+def test_counted_values() -> None:
     """In one process, against what hooks and parameters show; gradients are those before clipping."""
     common = {"layer", "output_rms", "output_gain", "attention_output_rms", "mlp_output_rms"}
     common |= {"weight_norm", "grad_norm", "update_norm"}

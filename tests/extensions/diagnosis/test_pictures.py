@@ -71,7 +71,7 @@ def test_pictures_that_cannot_be_made_are_refused_first(tmp_path: Path, capsys) 
     assert capsys.readouterr().out == ""
 
 
-def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     damaged = b"\x1f\x8b\x08" + bytes(200), gzip.compress(b"[" * 999)[:-9], b"[" * 9999
     for data in (b"{", b'{"traceEvents": []}', b"[]", b'{"otherData": null}', *damaged):

@@ -46,7 +46,7 @@ def test_gradient_norms_have_their_own_factor_and_are_only_reported_by_default()
     assert judge.state[1].item() > 10, "a step that updates the weights enters the mean"
 
 
-def test_what_is_not_finite_is_no_spike_and_enters_no_mean() -> None:
+def test_non_finite_values_are_not_spikes_and_enter_no_mean() -> None:
     judge = judge_of("--check-for-spiky-loss", (5.0, 1.0, 50.0))
     assert feed(judge, math.nan, math.inf, overflow=True) == (False, False)
     assert judge.state.tolist() == [5.0, 1.0, 50.0]

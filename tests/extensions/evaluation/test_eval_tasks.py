@@ -72,14 +72,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("changes", "told"), WRONG)
-def test_what_is_wrong_is_told(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+def test_wrong_task_files_are_reported(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     path = written(tmp_path, **changes)
     with pytest.raises(ValueError, match="--eval-tasks") as error:
         suite(path)
     assert told in str(error.value)
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     good, again, bad = (
         written(tmp_path),
         written(tmp_path, "again", task="good"),

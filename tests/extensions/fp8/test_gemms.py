@@ -147,7 +147,7 @@ def test_multipliers_at_the_ends_of_the_range() -> None:
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_reaches_the_product(bad: float, dtype: torch.dtype) -> None:
+def test_non_finite_values_reach_the_product(bad: float, dtype: torch.dtype) -> None:
     x, w = spread(16, 32), spread(16, 32)
     x[3, 4] = bad
     for scaled, weight in zip(casts(x, dtype), casts(w, E4M3), strict=True):
@@ -326,7 +326,7 @@ def test_delayed_scaling_follows_the_steps_before() -> None:
     assert torch.equal(recent.gemms.multiplier, largest / expected[:, 0])
 
 
-def test_delayed_scaling_learns_nothing_from_what_is_left_out() -> None:
+def test_delayed_scaling_ignores_skipped_values() -> None:
     layer, scaling = delayed()
     layer.backward()
     scaling.end_step(GO)

@@ -43,7 +43,7 @@ def rounded(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("on_device", [True, False])
-def test_products_are_those_of_rows_rounded_by_tiles_of_an_expert(counts: list[int], on_device: bool) -> None:
+def test_products_match_rows_rounded_by_tiles_of_an_expert(counts: list[int], on_device: bool) -> None:
     spare = 5 if on_device else 0
     out, dy, x = operands(counts, spare)
     expected = out.double()

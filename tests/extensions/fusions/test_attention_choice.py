@@ -88,7 +88,7 @@ def test_ranks_agree_on_what_the_slowest_has(flash: float) -> None:
     assert first == second and first.winner == "cudnn"
 
 
-def test_the_winner_is_what_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_set_to_the_fastest_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, bool] = {}
     for name in ("cudnn", "flash", "mem_efficient"):
         monkeypatch.setattr(torch.backends.cuda, f"enable_{name}_sdp", lambda on, name=name: told.__setitem__(name, on))
@@ -122,7 +122,7 @@ TIMED = [
 
 
 @pytest.mark.parametrize(("shape", "rows"), TIMED, ids=["whole", "window", "context", "dropout"])
-def test_what_is_timed_runs(shape: AttentionShape, rows: int) -> None:
+def test_timed_kernels_run(shape: AttentionShape, rows: int) -> None:
     """By the kernels of CPUs, which stand in for those of GPUs."""
     gradients = attention_run(shape, CPU, "unfused")()
     assert [tuple(x.shape) for x in gradients] == [(rows, 2, 4, 8), (16, 2, 2, 8), (16, 2, 2, 8)]  # type: ignore[attr-defined]

@@ -56,7 +56,7 @@ def errors(found: list[Tensor], expected: list[Tensor]) -> list[float]:
     return [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
 
 
-def test_errors_are_those_of_the_docstring() -> None:
+def test_errors_match_the_docstring() -> None:
     """Beside attention in fp64 of the operands, and of the rounded ones, which leaves the rounding of weights."""
     qkv = heads_of(384, 2, 4, 2, 64)
     scale, grad = 64**-0.5, torch.randn(384, 2, 4, 64, dtype=torch.bfloat16)

@@ -137,7 +137,7 @@ def test_nothing_is_timed_in_deterministic_runs() -> None:
     assert len(said) == 1 and "differs" in said[0]
 
 
-def test_what_is_left_out_is_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_computes_unsupported_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS._entries, "doubled_", KERNELS._entries["norm_cast"])
     monkeypatch.setattr(kernels, "_kernel", lambda name: kernel(wrong))
     x = torch.ones(2, 3)

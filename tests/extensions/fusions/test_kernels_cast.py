@@ -193,7 +193,7 @@ def check_swiglu(device: str = "cpu") -> None:
 
 
 @apart(interpret=True)
-def test_interpreted_casts_of_swiglu_are_those_of_what_autograd_makes() -> None:
+def test_interpreted_casts_of_swiglu_match_autograd() -> None:
     check_swiglu()
 
 

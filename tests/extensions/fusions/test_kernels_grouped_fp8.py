@@ -131,7 +131,7 @@ def test_an_interpreted_list_of_tiles_adds_each_product_in_fp8() -> None:
 
 
 @apart(interpret=True)
-def test_interpreted_products_of_rows_are_those_of_each_expert() -> None:
+def test_interpreted_products_of_rows_match_each_expert() -> None:
     from megatron.extensions.speed.fusions.kernels import grouped_fp8_triton
 
     check_rows(grouped_fp8_triton)

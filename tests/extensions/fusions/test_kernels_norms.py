@@ -153,7 +153,7 @@ def check_heads(device: str = "cpu") -> None:
 
 
 @apart(interpret=True)
-def test_interpreted_kernels_are_those_of_what_autograd_makes() -> None:
+def test_interpreted_kernels_match_autograd() -> None:
     round_to_fp8_as_torch()
     compiled_regions._compiled = lambda function, static: function
     check_norms()

@@ -280,7 +280,7 @@ def test_weights_that_config_json_names_precede_all_others(llama: Path, tmp_path
             transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_a_single_file_precedes_an_index_beside_it(llama: Path, tmp_path: Path) -> None:
+def test_a_single_file_takes_precedence_over_an_index(llama: Path, tmp_path: Path) -> None:
     """As in transformers: an index that an earlier model left does not count, whatever it names."""
     folder = shutil.copytree(llama, tmp_path / "model")
     stale = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}

@@ -68,7 +68,7 @@ def test_a_folder_that_transformers_saves_comes_back_to_it(family: str, tmp_path
         assert used.stop is None or not two[used.stop :].any()
 
 
-def test_buffers_of_minimax_come_back(tmp_path: Path) -> None:
+def test_buffers_of_minimax_are_restored(tmp_path: Path) -> None:
     """The decays of its lightning attention, which its files have beside the weights."""
     config = transformers.AutoConfig.for_model("minimax", **sweep.tiny("minimax"))
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "first")
@@ -78,7 +78,7 @@ def test_buffers_of_minimax_come_back(tmp_path: Path) -> None:
     assert_same_weights(tmp_path / "first", tmp_path / "second")
 
 
-def test_class_ids_beyond_the_vocabulary_are_no_ids() -> None:
+def test_class_ids_beyond_the_vocabulary_are_ignored() -> None:
     stated = {key: value for key, value in missing_keys.tiny("smollm3").items() if not key.endswith("token_id")}
     assert hf_format.stated_token_ids(stated) == dict.fromkeys(hf_format.TOKEN_IDS)
     assert hf_format.stated_token_ids(missing_keys.tiny("smollm3"))["eos_token_id"] == 2

@@ -216,7 +216,7 @@ def test_sequences_beyond_the_folders_positions_must_be_meant(
     assert "the rows of its learned table; nearest: 32" in said and len(said.strip().splitlines()) == 2, said
 
 
-def test_a_folder_is_recognized_behind_checkpoints(tmp_path: Path) -> None:
+def test_checkpoints_take_precedence_over_a_folder(tmp_path: Path) -> None:
     check_kind(tmp_path, "config.json metrics.jsonl", "", "hugging_face")
     assert refusal_of(tmp_path / "config.json").endswith(f"did you mean its folder, {tmp_path}?")
     save = tmp_path / "save"
@@ -226,7 +226,7 @@ def test_a_folder_is_recognized_behind_checkpoints(tmp_path: Path) -> None:
     check_kind(tmp_path, f"{LATEST} iter_0000000/metadata.json", "", "checkpoints")
 
 
-def test_a_folder_of_exports_is_no_damaged_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_of_exports_is_not_a_damaged_checkpoint(tmp_path: Path) -> None:
     check_kind(tmp_path / "hf", "iter_0000002/config.json iter_0000004/config.json", "", "hugging_face_exports")
     check_kind(tmp_path / "both", f"{LATEST} iter_0000002/config.json", "", "checkpoints")
 

@@ -60,7 +60,7 @@ def built(folder: Path) -> tuple[TokenizerConfig, Tokenizer]:
 
 
 @pytest.mark.parametrize("place", ["settings", "named", "file"])
-def test_prompts_are_those_of_transformers(folder: Path, place: str) -> None:
+def test_prompts_match_transformers(folder: Path, place: str) -> None:
     transformers = pytest.importorskip("transformers")
     if place == "named":
         write(folder, [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TEMPLATE}])
@@ -76,7 +76,7 @@ def test_prompts_are_those_of_transformers(folder: Path, place: str) -> None:
     assert chat_tokens(tokenizer, text).count(256) == 1  # <s> once
 
 
-def test_the_template_is_kept_beside_the_checkpoints(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_template_is_saved_with_the_checkpoints(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     (folder / "chat_template.jinja").write_text("kept")
     run = tmp_path_factory.mktemp("run")
     keep_tokenizer(built(folder)[0], run)
@@ -114,7 +114,7 @@ def test_a_list_of_templates_of_the_wrong_form_is_refused(folder: Path, template
         find_chat_template(built(folder)[0], None)
 
 
-def test_a_template_beside_the_tokenizer_that_is_no_text_is_named(folder: Path) -> None:
+def test_a_template_file_that_is_not_text_is_named(folder: Path) -> None:
     write(folder, None)
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=rf"chat template {folder}/chat_template.jinja: cannot be read"):

@@ -42,7 +42,7 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("style", "ranks", "layout"), CASES)
-def test_texts_of_a_layout_are_those_of_one_process(style: str, ranks: int, layout: dict[str, Any]) -> None:
+def test_texts_of_a_layout_match_one_process(style: str, ranks: int, layout: dict[str, Any]) -> None:
     config = replace(MIXTRAL if style == "moe" else STYLES[style], num_layers=4, init_method_std=0.3)
     expected = texts(config, ModelParallelConfig(fp64=True), ParallelState())
     found = run_world(ranks, rank_texts, config, ModelParallelConfig(fp64=True, **layout))

@@ -236,7 +236,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "message"), REFUSED)
-def test_wrong_requests_are_told_what_is_wrong(served: Served, path: str, body: Any, status: int, message: str) -> None:
+def test_wrong_requests_get_the_reason(served: Served, path: str, body: Any, status: int, message: str) -> None:
     found = served.ask(path, body)
     assert found[0] == status
     assert set(found[1]["error"]) == {"message", "type", "param", "code"}
@@ -361,7 +361,7 @@ def test_a_body_that_comes_too_late_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("end", ["length", "cancelled"])
-def test_a_text_is_no_longer_pending_when_its_end_is_told(end: str) -> None:
+def test_a_text_is_not_pending_after_its_end_is_reported(end: str) -> None:
     told: list[tuple[str, int]] = []
 
     def tell(progress: Progress) -> None:
@@ -386,7 +386,7 @@ def test_logits_that_are_not_finite_are_an_error_of_the_server() -> None:
         assert served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "temperature": 0})[0] == 200
 
 
-def test_the_end_of_the_server_is_told_to_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_clients_learn_of_the_servers_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as served, ThreadPoolExecutor(2) as clients:
         clocked(served, monkeypatch)
         served.may_step.clear()

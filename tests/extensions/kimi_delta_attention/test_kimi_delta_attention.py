@@ -29,7 +29,7 @@ def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> Non
     check_chunks(gated_delta_chunks, gated_delta_steps, operands(length), chunk, packed)
 
 
-def test_strong_decay_is_no_overflow() -> None:
+def test_strong_decay_does_not_overflow() -> None:
     """Of a chunk, and of a block."""
     check_strong_decay(gated_delta_chunks, gated_delta_steps, operands(64, torch.float32, decay=40.0))
 

@@ -49,11 +49,11 @@ def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> Non
     check_chunks(gated_delta_chunks, gated_delta_steps, operands(length), chunk, packed)
 
 
-def test_strong_decay_is_no_overflow() -> None:
+def test_strong_decay_does_not_overflow() -> None:
     check_strong_decay(gated_delta_chunks, gated_delta_steps, operands(64, torch.float32, decay=40.0))
 
 
-def test_convolution_goes_on_where_it_stopped() -> None:
+def test_convolution_continues_where_it_stopped() -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(53, 2, 3, 5, generator=generator, dtype=torch.float64)
     weight, number = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64), documents(53)

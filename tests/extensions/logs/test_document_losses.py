@@ -60,7 +60,7 @@ def means(lines: list[dict]) -> Means:
     return {(line["source"], line["document"]): (line["tokens"], line["loss"]) for line in lines}
 
 
-def test_losses_of_documents_are_those_of_their_tokens_at_every_layout(tmp_path: Path, data: list[str]) -> None:
+def test_losses_of_documents_match_their_tokens_at_every_layout(tmp_path: Path, data: list[str]) -> None:
     ((alone, expected),) = run_world(1, losses, [*MODEL, *data], tmp_path / "alone.jsonl")
     assert len(alone) == len(expected) > 15 and sum(line["tokens"] for line in alone) == 16 * 8
     assert all((line["iteration"], line["split"], line["set"]) == (2, "valid", "") for line in alone)

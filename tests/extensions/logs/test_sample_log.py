@@ -58,7 +58,7 @@ def test_every_layout_takes_the_same_samples(tmp_path: Path, data: list[str]) ->
     assert all(len(record["crc32"]) == len(record["origins"]) for record in records)
 
 
-def test_a_longer_plan_goes_on_in_the_order_that_was_begun(tmp_path: Path, data: list[str]) -> None:
+def test_a_longer_plan_continues_in_the_order_that_was_begun(tmp_path: Path, data: list[str]) -> None:
     """48 samples are less than an epoch of each source, 240 are several: Megatron-LM would begin another order."""
     flags = "--micro-batch-size 3 --num-workers 0"
     begun = log_of(tmp_path / "run", data, 1, flags).read_text()

@@ -45,7 +45,7 @@ def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> Non
     check_chunks(ssd_chunks, ssd_steps, operands(length), chunk, packed)
 
 
-def test_strong_decay_is_no_overflow() -> None:
+def test_strong_decay_does_not_overflow() -> None:
     check_strong_decay(ssd_chunks, ssd_steps, operands(64, torch.float32, decay=40.0))
 
 

@@ -58,7 +58,7 @@ def test_scan_is_the_recurrence(length: int, at_a_time: int, packed: bool, monke
     torch.testing.assert_close(*gradients, **EXACT)
 
 
-def test_strong_decay_is_no_overflow() -> None:
+def test_strong_decay_does_not_overflow() -> None:
     inputs = [t.detach().float().requires_grad_() for t in operands(64, decay=40.0)]
     check_strong_decay(scan.selective_scan, token_by_token, inputs)
 

@@ -51,7 +51,7 @@ def dense(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_run_stands_where_it_stood_and_goes_on_with_their_losses(name: str, tmp_path: Path) -> None:
+def test_the_run_resumes_at_its_position_with_the_same_losses(name: str, tmp_path: Path) -> None:
     """The fourth loss depends on the update of the third step, and with it on Adam's moments, the step count and the
     learning rate, which is warming up in the legacy ones."""
     convert("--input", unpack(name, tmp_path), "--output", tmp_path / "ours")

@@ -67,7 +67,7 @@ def test_ranks_are_put_together(flags: str, sizes: tuple[int, int, int, int], tm
     }
 
 
-def test_what_is_no_dump_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_dump_is_refused(tmp_path: Path) -> None:
     model = resolve_legal(parse_args(MODEL.split()), 1).model
     with pytest.raises(ValueError, match=r"has no mp_rank_XX/FILE.pth of --save-wgrads-interval"):
         GradientFolder(tmp_path, model)

@@ -75,7 +75,7 @@ def test_the_table_is_what_would_be_written() -> None:
     assert table_text(parsers, sources) == TABLE.read_text(encoding="utf-8")
 
 
-def test_what_is_no_checkout(checkout: Path) -> None:
+def test_a_folder_that_is_not_a_checkout(checkout: Path) -> None:
     with pytest.raises(ValueError, match="give the folder of a checkout"):
         compare_megatron_flags.main([str(checkout / "megatron")])
     (checkout / "megatron/training/arguments.py").write_text("import megatron.core.gone")

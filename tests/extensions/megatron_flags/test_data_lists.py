@@ -64,7 +64,7 @@ def test_lists_that_cannot_be_read(lists: DataLists, message: str, tmp_path: Pat
         read(lists)
 
 
-def test_lists_beside_other_data() -> None:
+def test_lists_with_other_data() -> None:
     """Where they cannot be read, the run has data all the same."""
     lists = ("--train-weighted-split-paths", "t: 1 0:1 a", "--valid-weighted-split-paths", "v: 1 0:1 a")
     with pytest.raises(ValueError, match="--train-data-path: cannot be combined with --train-weighted-split-paths, "):

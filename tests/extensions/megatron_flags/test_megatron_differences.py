@@ -45,7 +45,7 @@ def listed() -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_the_list_says_what_each_flag_of_the_tables_becomes(listed: list[str]) -> None:
+def test_the_list_has_the_treatment_of_each_flag(listed: list[str]) -> None:
     words = {word.rstrip(":;,").removesuffix("...") for line in listed for word in line.split()}
     flags = flags_in(tomllib.loads(TABLES.read_text(encoding="utf-8")))
     assert len(flags) > 500
@@ -76,7 +76,7 @@ def test_flags_of_a_file_count_as_given(tmp_path: Path) -> None:
     assert "--eod-mask-loss" not in read_flags(["--config", str(file)]).spelled
 
 
-def test_a_translation_tells_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_translation_reports_differences(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--", *TINY.split(), "--eod-mask-loss", "--global-batch-size", "2"]) == 0
     told = capsys.readouterr().out.partition("Different from Megatron-LM:\n")[2]
     assert told.startswith("  loss: sum over tokens")

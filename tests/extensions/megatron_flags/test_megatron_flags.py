@@ -47,7 +47,7 @@ def test_values(argv: str, field: str, value: Any) -> None:
     assert found == value and type(found) is type(value)
 
 
-def test_what_is_not_built_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_features_that_are_not_built_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     lines = failure(
         "--mtp-detach-heads --moe-input-jitter-eps 1 --padded-vocab-size 8 --dataloader-type cyclic --gibberish "
         "--onnx-safe --num-experts 64 128",
@@ -153,7 +153,7 @@ STANDARD_STACKS = (
 
 @pytest.mark.parametrize("stack", STANDARD_STACKS)
 @pytest.mark.parametrize("pattern", ["--hybrid-layer-pattern", "--hybrid-override-pattern"])
-def test_flags_that_say_what_a_pattern_says_have_no_effect_beside_it(
+def test_flags_that_a_pattern_replaces_have_no_effect(
     stack: str, pattern: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the training scripts of Megatron-LM's hybrid models have them."""
@@ -255,7 +255,7 @@ def test_flags_win_over_switches_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forget_extensions_at_once")
-def test_an_extension_tells_what_flags_of_another_program_are(
+def test_an_extension_translates_flags_of_another_program(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = {

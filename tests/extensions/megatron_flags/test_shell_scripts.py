@@ -38,7 +38,7 @@ def test_arithmetic_is_that_of_bash() -> None:
 @pytest.mark.parametrize(
     "expression", ["1/0", "2**-1", "1 +", "(1", "1 2", "a.b", "$X", "09", "(" * 5000, "E", "1 ? 2"]
 )
-def test_what_is_no_arithmetic_has_no_value(expression: str) -> None:
+def test_a_text_that_is_not_arithmetic_has_no_value(expression: str) -> None:
     with pytest.raises(ValueError, match=r"arithmetic|expected|levels|less than 0|division|invalid literal"):
         evaluate(expression, {"E": "F", "F": "E"}.get)
 
@@ -163,7 +163,7 @@ PARAMETERS = [
 GIVEN = "A=(zero one two three); N=name; K=1; F=a/b.c/data.tar.json; U=UP; S=.json"
 
 
-def test_parameters_are_those_of_bash() -> None:
+def test_parameters_match_bash() -> None:
     lines = "\n".join([GIVEN.replace("; ", "\n"), *(f'echo "{each}"' for each in PARAMETERS)])
     said = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, check=True).stdout.splitlines()
     script = LaunchScript(lines)
@@ -183,7 +183,7 @@ COUNTED = [
 
 
 @pytest.mark.parametrize("command", COUNTED)
-def test_steps_of_arithmetic_are_those_of_bash(command: str) -> None:
+def test_steps_of_arithmetic_match_bash(command: str) -> None:
     lines = f"N=4\nM=0\n{command}\n"
     said = subprocess.run(["bash", "-c", f"{lines}echo $N $M"], capture_output=True, text=True, check=True).stdout
     values = LaunchScript(lines).variables.values

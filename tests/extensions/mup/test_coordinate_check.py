@@ -11,7 +11,7 @@ from tools.coordinate_check import Axis, Measured, config_of, main, slope, verdi
 MUP = "--use-mup --mup-base-hidden-size 64 --mup-base-num-layers 2 --mup-base-head-dim 16".split()
 
 
-def test_slopes_are_those_of_powers() -> None:
+def test_slopes_match_powers() -> None:
     assert slope([1, 2, 8], [3, 6, 24]) == pytest.approx(1)
     assert slope([64, 256], [1.0, 0.5]) == pytest.approx(-0.5)
     assert slope([64, 256], [0.0, 0.0]) == 0

@@ -82,9 +82,7 @@ TABLES = [
 
 
 @pytest.mark.parametrize(("flags", "table"), TABLES)
-def test_rates_epsilons_and_decays_are_those_of_the_papers(
-    flags: str, table: dict[str, tuple[float, float, float]]
-) -> None:
+def test_rates_epsilons_and_decays_match_the_papers(flags: str, table: dict[str, tuple[float, float, float]]) -> None:
     """Table 8 of arXiv 2203.03466 at four times the width, table 1 of arXiv 2505.01618 at twice the depth."""
     assert rates(f"{BASE} {flags}", *table) == table
 
@@ -117,7 +115,7 @@ def test_widths_that_do_not_grow_have_factors_of_their_own() -> None:
     assert resolve(resolved, 1) == resolved
 
 
-def test_initial_values_are_those_of_the_papers() -> None:
+def test_initial_values_match_the_papers() -> None:
     flags = f"{BASE} --init-method-std 0.1"
     assert stds(flags, HIDDEN, EMBEDDING, OUTPUT) == pytest.approx([0.05, 0.1, 0.1])
     assert stds(flags, RESIDUAL) == pytest.approx([0.05 / sqrt(8)])

@@ -97,7 +97,7 @@ CASES = [(model, optimizer) for model in ("mlp", *MODELS) for optimizer in OPTIM
 
 
 @pytest.mark.parametrize(("model", "optimizer"), CASES)
-def test_rates_and_decays_are_those_of_the_package(model: str, optimizer: str) -> None:
+def test_rates_and_decays_match_the_package(model: str, optimizer: str) -> None:
     recorded: Rates = json.loads(RECORD.read_text())[f"{model} {optimizer}"]
     assert ours(model, optimizer) == recorded
     assert find_spec("mup") is None or by_package(model, optimizer) == recorded

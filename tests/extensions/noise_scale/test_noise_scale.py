@@ -136,7 +136,7 @@ def test_experts_count_with_the_samples_that_reach_them() -> None:
         assert noise > 0 and abs(signal) < float(mean) * 8
 
 
-def test_a_model_that_stands_still_has_the_noise_scale_of_the_definition() -> None:
+def test_a_frozen_model_has_the_noise_scale_of_the_definition() -> None:
     """tr(S) / |G|^2 by all gradients of 60 steps with the same weights."""
     ((found, gradients),) = run_world(1, literal, config_of("--lr 1e-30 --train-iters 61", 1), 61)
     every = torch.cat(gradients)

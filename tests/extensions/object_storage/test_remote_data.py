@@ -71,7 +71,7 @@ def built(paths: list[str], cache: Path) -> Datasets:
     return build_datasets(config, seq_length=64, seed=3, sizes=(900, 50, 0), vocab_size=50)
 
 
-def test_samples_are_those_of_the_local_disk(corpora: list[Path], tmp_path: Path) -> None:
+def test_samples_match_the_local_disk(corpora: list[Path], tmp_path: Path) -> None:
     local = built([str(path) for path in corpora], tmp_path / "local")
     urls = [under_url(path) for path in corpora]
     assert data_kind_of(urls[0]) is None

@@ -121,7 +121,7 @@ def test_only_one_of_two_runs_saves_to_a_url(tmp_path: Path) -> None:
     assert f"another run saves to {URL}: its rank 0 is process 1 on far, started now" in said
 
 
-def test_a_step_that_cannot_be_saved_is_told(tmp_path: Path) -> None:
+def test_a_step_that_cannot_be_saved_is_reported(tmp_path: Path) -> None:
     diverging = ["--lr", "1e6", "--residual-multiplier", "1e6", "--embedding-multiplier", "1e6", "--clip-grad", "0"]
     said = run_forked(1, [*MODEL, *diverging, "--save", URL], tmp_path / "screen", code=1)
     report = said[said.index("RUN FAILED") :]

@@ -69,7 +69,7 @@ def started_at(said: str) -> int:
     return max(map(int, re.findall(r"starting at iteration (\d+)", said)), default=0)
 
 
-def test_those_of_save_interval_are_uploaded_and_the_newest_are_kept(
+def test_checkpoints_of_save_interval_are_uploaded_and_the_newest_kept(
     port: int, tmp_path: Path, expected: list[tuple[int, float]]
 ) -> None:
     url = f"s3://{BUCKET}/plain"

@@ -77,7 +77,7 @@ def test_copies_are_waited_for_and_buffers_are_not_overwritten() -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_a_layers_activations_are_fetched_while_the_one_behind_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layers_activations_are_fetched_while_the_next_layer_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     offload, log = offload_with_late_copies(), list[str]()
     model, fetch = model_with(offload), offload.fetch
     monkeypatch.setattr(offload, "fetch", lambda *args: log.append("fetch") or fetch(*args))

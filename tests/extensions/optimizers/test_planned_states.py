@@ -23,7 +23,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("flags", RUNS)
-def test_plan_equals_what_is_allocated(flags: str) -> None:
+def test_the_plan_equals_the_allocated_bytes(flags: str) -> None:
     check(4, f"{PADDED} {flags}", beyond=100 if "--num-experts" in flags else 1)
 
 

@@ -116,7 +116,7 @@ def test_checkpoints_load_across_formats_and_layouts(tmp_path: Path) -> None:
         assert AWARE not in flags or wrong[name] == [], flags
 
 
-def test_a_sum_in_bf16_keeps_what_is_small_beside_it() -> None:
+def test_a_sum_in_bf16_keeps_small_terms() -> None:
     """32 micro-batches, each a tenth of a rounding step of the sum so far."""
     weight = torch.nn.Parameter(torch.zeros(100, 100))
     weight.main_grad = torch.ones(100, 100, dtype=torch.bfloat16)

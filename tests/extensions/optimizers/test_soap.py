@@ -117,7 +117,7 @@ def drawn(rows: int, columns: int, rank: int) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("shape", "max_dim"), [((5, 5), 10_000), ((9, 4), 10_000), ((3, 8), 10_000), ((9, 4), 8), ((9, 4), 2)], ids=str
 )
-def test_updates_are_those_of_the_authors_program(shape, max_dim):
+def test_updates_match_the_authors_program(shape, max_dim):
     """Its basis of directions that no gradient ever has is rounding error: gradients here have the same ones."""
     meta = ParamMeta("weight", shape, role="hidden")
     flags = FLAGS | {"soap_shampoo_beta": 0.7, "soap_max_precondition_dim": max_dim, "adam_eps": 1e-4}
@@ -187,7 +187,7 @@ def compare_with_one_process(rank, world, dims, distributed):
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
-def test_updates_equal_those_of_one_process(dims, distributed):
+def test_updates_match_one_process(dims, distributed):
     """Whole matrices and experts; states have an owner each, and take the bytes that are planned."""
     assert any(run_world(dims.world_size, compare_with_one_process, dims, distributed))
 

@@ -27,7 +27,7 @@ def one_by_one(lengths: list[int], capacity: int) -> list[list[int]]:
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 30))
 @example([10, 10, 6, 4, 4, 4, 3, 3], 20)
-def test_bins_are_those_of_the_rule(lengths: list[int], capacity: int) -> None:
+def test_bins_match_the_rule(lengths: list[int], capacity: int) -> None:
     bins = best_fit_decreasing(np.array(lengths, np.int64), capacity)
     found = [sorted(np.array(lengths)[bins == number].tolist()) for number in range(max(bins, default=-1) + 1)]
     assert sorted(found) == sorted(map(sorted, one_by_one(lengths, capacity)))

@@ -116,7 +116,7 @@ def test_without_a_dealer_samples_are_in_megatrons_order() -> None:
     assert in_order(None, range(8, 16), 2, 2).tolist() == [[[8, 9], [10, 11]], [[12, 13], [14, 15]]]  # type: ignore[arg-type]
 
 
-def test_gradients_are_those_of_one_process_and_of_another_order(tmp_path: Path) -> None:
+def test_gradients_match_one_process_and_of_another_order(tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "x", np.random.default_rng(2).integers(1, 24, 90).tolist())
     flags = f"{MODEL} --data-path {prefix}".split()
     alone = train_in_world(1, flags)

@@ -22,13 +22,13 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[], None]]] = {
         f"{PACKING}.bins.best_fit_decreasing",
         'order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")',
         'order = np.argsort(-np.asarray(lengths, np.int64) % 7, kind="stable")',
-        bins.test_bins_are_those_of_the_rule,
+        bins.test_bins_match_the_rule,
     ),
     "the emptiest bin": (
         f"{PACKING}.bins._Room.place",
         "length + (above & -above).bit_length() - 1 if above else",
         "length + above.bit_length() - 1 if above else",
-        bins.test_bins_are_those_of_the_rule,
+        bins.test_bins_match_the_rule,
     ),
     "parts that share no token": (
         f"{PACKING}.order.cut",

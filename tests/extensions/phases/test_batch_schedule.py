@@ -72,7 +72,7 @@ def test_a_schedule_that_cannot_be_read(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["--step-batch-size-schedule a", "--rampup-batch-size 0", "--rampup-batch-size 1 0 3"])
-def test_sizes_that_cannot_be_read_beside_a_length_in_tokens(text: str) -> None:
+def test_unreadable_sizes_with_a_length_in_tokens(text: str) -> None:
     """The length is not derived from them; rules say what is wrong."""
     flag = text.split()[0]
     config = parse_args(f"--seq-length 16 {text} --train-tokens 4096".split())

@@ -64,7 +64,7 @@ PHASES = st.lists(st.tuples(UNITS, st.integers(1, 40), st.integers(1, 6), st.int
 
 @given(PHASES, st.integers(1, 60))
 @settings(max_examples=40, deadline=None)
-def test_a_phase_begins_with_the_first_step_behind_its_number(
+def test_a_phase_begins_with_the_first_step_after_its_number(
     tmp_path_factory: pytest.TempPathFactory, later: list[tuple[str, int, int, int]], more: int
 ) -> None:
     """Against a walk over all steps."""

@@ -53,7 +53,7 @@ def test_the_rest_of_a_stream_is_what_no_sample_had(
     assert tokens == Counter(dict.fromkeys(range(sum(lengths)), whole.plan.epochs))
 
 
-def test_a_source_goes_on_or_starts_anew_in_a_later_phase(tmp_path: Path) -> None:
+def test_a_source_continues_or_restarts_in_a_later_phase(tmp_path: Path) -> None:
     indexed, format = source_of_lengths(tmp_path, [7, 30, 11, 2, 50]), SampleFormat(4)
     whole = order_of(indexed, tmp_path).view(format, [24])
     order = order_of(indexed, tmp_path)
@@ -71,7 +71,7 @@ def test_a_source_goes_on_or_starts_anew_in_a_later_phase(tmp_path: Path) -> Non
     assert len(set(inputs(anew, 12))) == 96
 
 
-def test_phases_of_a_blend_take_what_is_next_of_each_source(tmp_path: Path) -> None:
+def test_phases_of_a_blend_continue_each_source(tmp_path: Path) -> None:
     for name, start in (("a", 0), ("b", 1000)):
         write_documents(tmp_path / name, (start + 20 * document + np.arange(20) for document in range(20)), "<i4")
     order, seen = TrainingOrder(take_up=lambda source, prefix, format: cut_anew(source, format)), []
@@ -87,7 +87,7 @@ def test_phases_of_a_blend_take_what_is_next_of_each_source(tmp_path: Path) -> N
     assert max(Counter(seen).values()) == 1, "800 tokens in all, of which 460 are taken"
 
 
-def test_a_run_goes_on_in_a_source_at_each_phase(tmp_path: Path) -> None:
+def test_a_run_continues_in_a_source_at_each_phase(tmp_path: Path) -> None:
     prefix = write_documents(tmp_path / "text", [np.arange(200) % 40])
     phases = tmp_path / "phases.yaml"
     phases.write_text(f"- {{data-path: {prefix}}}\n- {{from-samples: 8, data-path: {prefix}, lr: 1e-3}}\n")

@@ -66,7 +66,7 @@ def test_steps_of_a_cpu_leave_nothing_to_say_of_single_element_wise_operations(h
     assert set(fit.errors(h100, measured(h100))) - set(fit.errors(cpu, measured(h100))) == {"element-wise"}
 
 
-def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported_before_measuring(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder.yaml").mkdir()
     for path in (tmp_path / "file" / "mine.yaml", tmp_path / "folder.yaml"):

@@ -75,7 +75,7 @@ def test_bytes_at_the_bandwidth_of_a_copy(h100: DeviceFile) -> None:
     assert replace(h100, copy_tb_per_second=5.9).memory_us(2.95e9) == pytest.approx(500)
 
 
-def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, h100: DeviceFile) -> None:
+def test_a_wrong_device_file_is_reported(tmp_path: Path, h100: DeviceFile) -> None:
     with pytest.raises(ValueError, match="no device h1000; those that are known: a100, a100_40gb, b200, gh200, h100"):
         read_device("h1000")
     for name, said in (("no.yaml", "no such file: .*no.yaml$"), (".", " is a folder"), ("a.yml", " must end in .yaml")):

@@ -122,7 +122,7 @@ def test_plan() -> None:
     assert sum(layers) == 7
 
 
-def test_bytes_of_states_are_those_of_the_plan_as_json(tmp_path: Path) -> None:
+def test_bytes_of_states_match_the_plan_as_json(tmp_path: Path) -> None:
     """Those of ranks, and of states and slots in host memory. test_measured_memory.py compares the plan with runs."""
     offload = "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.25"
     shown = pretrain(f"{RIGHT} {offload} --json {tmp_path / 'plan.json'}", code=0).stdout
@@ -196,7 +196,7 @@ def test_a_plan_notes_a_checkpoint_that_only_the_run_needs(more: str, tmp_path: 
     assert f"--load {tmp_path}/no: does not exist, and is not the folder of --save; correct the path" in done.stderr
 
 
-def test_files_that_a_run_misses_are_problems_behind_its_plan(tmp_path: Path) -> None:
+def test_missing_files_are_problems_after_the_plan(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     missing = f"--valid v={tmp_path}/y --save {tmp_path}/file --load {tmp_path}/no --exit-on-missing-checkpoint"
     flags = f"{RIGHT.replace('--mock-data', '')} {missing} --data-path {tmp_path}/x"
@@ -303,7 +303,7 @@ def test_a_plan_says_whether_it_fits() -> None:
     assert f"  does not fit: pp {fullest['pp_rank']} holds most, " in shown
 
 
-def test_a_reader_that_has_enough_ends_a_plan_in_peace() -> None:
+def test_a_closed_pipe_ends_a_plan_cleanly() -> None:
     command = [sys.executable, pretrain_gpt.__file__, *RIGHT.split()]
     reading, writing = os.pipe()
     os.close(reading)

@@ -54,7 +54,7 @@ def simulated(run: Expected, steps: int, segments: int = 3000) -> dict[str, floa
 
 
 @pytest.mark.parametrize(("run", "steps"), CASES)
-def test_shares_are_those_of_a_simulated_run(run: Expected, steps: int) -> None:
+def test_shares_match_a_simulated_run(run: Expected, steps: int) -> None:
     found, drawn = run.shares(steps), simulated(run, steps)
     assert found.goodput == pytest.approx(drawn["goodput"], abs=0.015)
     assert found.restarts == pytest.approx(drawn["restarts"], abs=0.015)

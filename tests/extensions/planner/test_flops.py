@@ -86,7 +86,7 @@ def _flops_of_an_update(rank, world_size, config):
         return counter.get_total_flops()
 
 
-def test_planned_flops_are_those_of_the_iterations() -> None:
+def test_planned_flops_match_the_iterations() -> None:
     """Queries, keys, values, gate and up are matrices of their own; embeddings, output layer and norms are none."""
     flags = f"{TINY} --swiglu --group-query-attention --num-query-groups 2 --optimizer muon --muon-num-ns-steps 3"
     config = resolve_legal(parse_args(flags.split()), 1)
@@ -95,7 +95,7 @@ def test_planned_flops_are_those_of_the_iterations() -> None:
     assert update_flops(config.model, replace(config.optimizer, optimizer="adam")) == 0
 
 
-def test_planned_flops_of_a_chain_are_those_of_its_links() -> None:
+def test_planned_flops_of_a_chain_match_its_links() -> None:
     load_extensions([str(ROOT / "examples/shampoo.py")])
     config = resolve_legal(parse_args(f"{TINY} --swiglu --optimizer shampoo".split()), 1)
     planned = update_flops(config.model, config.optimizer)

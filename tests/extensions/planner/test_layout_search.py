@@ -165,7 +165,7 @@ def test_the_search_finds_what_trying_every_layout_finds(tried: Tried, share: fl
 
 
 @pytest.mark.parametrize("most_timed", [1, 2])
-def test_a_search_that_times_few_families_says_what_it_may_have_missed(tried: Tried, most_timed: int) -> None:
+def test_a_search_of_few_families_prints_a_bound_for_the_others(tried: Tried, most_timed: int) -> None:
     limit = max(found.fullest.total for found in tried.every)
     fastest = LayoutSearch(tried.costs, limit).best(10)
     few = LayoutSearch(tried.costs, limit, most_timed=most_timed)
@@ -203,7 +203,7 @@ def test_a_search_that_may_leave_layouts_out_finds_some_that_fit(tried: Tried) -
         assert min(seconds) == found[0].step.seconds or (early.effort.bound or 0.0) <= min(seconds)
 
 
-def test_what_is_offloaded_fits_the_host(tried: Tried) -> None:
+def test_offloaded_data_fits_the_host(tried: Tried) -> None:
     costs = LayoutCosts(tried.costs.run, replace(tried.costs.device, host_memory_gib=1e-6), 2)
     limit = max(found.fullest.total for found in tried.every if not found.host) // 4
     assert any(each.host for each in LayoutSearch(tried.costs, limit).best(10))
@@ -223,7 +223,7 @@ def test_the_given_layout_is_ranked_among_the_suggested(tried: Tried) -> None:
         assert all(each.layout.shape == own.layout.shape for each in missing) and len(missing) < 2
 
 
-def test_a_runs_own_layout_is_told_from_its_flags(tried: Tried) -> None:
+def test_a_runs_own_layout_is_recognized_from_its_flags(tried: Tried) -> None:
     for found in tried.every:
         assert SearchedRun(found.config, WORLD).own_layout == found.layout
 
@@ -281,7 +281,7 @@ def test_the_verdict_on_illegal_flags_is_followed_by_layouts(capsys: pytest.Capt
     assert only["hours"] == 4 * only["time"]["seconds"] / 3600
 
 
-def test_the_verdict_says_where_the_given_layout_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_ranks_the_given_layout(capsys: pytest.CaptureFixture[str]) -> None:
     own = [*RUN, *"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()]
     own += "--global-batch-size 1 --dry-run --suggest --device h100 --world-size 1".split()
     with pytest.raises(SystemExit) as ended:
@@ -299,7 +299,7 @@ def test_runs_whose_batch_grows_are_searched() -> None:
     assert LayoutCosts(run, read_device("h100"), 2).divides(2, 1, 1, 2)
 
 
-def test_what_no_layout_changes_is_told_without_a_search() -> None:
+def test_problems_of_every_layout_are_reported_without_a_search() -> None:
     config = resolve(parse_args([*RUN, "--tp", "3", "--train-tokens", "1e6", "--lr-warmup-iters", "5"]), WORLD)
     problems = validate(config, WORLD)
     flags = {problem.flag for problem in SearchedRun(config, WORLD).unavoidable(problems)}
@@ -346,7 +346,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("flags", "said"), MISTAKES)
-def test_mistakes_are_told(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_reported(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command_line([*RUN, *flags.split()], Launch())
     assert said in "".join(capsys.readouterr())

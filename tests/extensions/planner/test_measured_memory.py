@@ -238,7 +238,7 @@ def check(world_size: int, flags: str, beyond: int = 1) -> None:
 
 
 @pytest.mark.skipif(not installed("overlap"), reason="overlap is deleted")
-def test_passes_in_turns_hold_what_is_planned() -> None:
+def test_alternating_passes_hold_the_planned_bytes() -> None:
     """Between actions, but for a scalar of each micro-batch; both passes' peaks may fall together."""
     in_turns = "--pp 2 --pipeline-schedule interleaved --overlap-moe-expert-parallel-comm"
     for measured, planned in compare(4, f"{EXPERTS} {in_turns}"):

@@ -148,7 +148,7 @@ def test_plans_for_cpus_are_made_on_fake_tensors_which_know_their_device() -> No
     assert fake_stage.planned(batch_of(CASES["gpt"]), lambda meta: meta) is True
 
 
-def test_what_fails_on_both_says_what_fake_tensors_say() -> None:
+def test_an_error_on_both_devices_has_the_message_of_fake_tensors() -> None:
     def fails(meta: bool) -> None:
         raise ValueError(f"on {'meta' if meta else 'fake'} tensors")
 

@@ -227,13 +227,13 @@ GRIDS: dict[str, tuple[int, int, Callable[[], list[Case]]]] = {
 
 @pytest.mark.grid("whole", [False], [True])
 @pytest.mark.parametrize("name", GRIDS)
-def test_what_is_planned_is_kept(name: str, whole: bool) -> None:
+def test_saved_activations_equal_the_plan(name: str, whole: bool) -> None:
     world_size, stride, cases = GRIDS[name]
     with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
         assert differing(world_size, cases()[:: 1 if whole else stride]) == []
 
 
-def test_fused_regions_keep_no_more_than_what_they_replace() -> None:
+def test_fused_regions_save_at_most_the_bytes_that_they_replace() -> None:
     """But for the numbers of norms in fp32."""
     for model in (GPT, LLAMA):
         batches = (MicroBatch(model, each, SAMPLES, "cuda") for each in (BF16, FUSED))

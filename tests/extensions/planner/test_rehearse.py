@@ -87,7 +87,7 @@ def test_data_traffic_of_a_dense_model_is_not_called_that_of_experts() -> None:
     assert code == 0 and "\n  dp_cp  " in text and "expt" not in text, text
 
 
-def test_a_rank_whose_process_is_ended_is_told_beside_the_others_in_json() -> None:
+def test_a_killed_rank_is_reported_with_the_others_in_json() -> None:
     flags = f"{SMALL} --extension {FIXTURE} --normalization PlantedNorm --planted-fault killed --ranks 4,5 --json"
     done = run_program("pretrain_gpt.py", *flags.split(), "--load", "no", "--exit-on-missing-checkpoint")
     found = json.loads(done.stdout)  # and nothing else

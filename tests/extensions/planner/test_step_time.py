@@ -49,7 +49,7 @@ def replay(device: DeviceFile, *events: Event) -> dict[str, float]:
     return Replay(device, Network(device, 8), groups, host_us=0.0).run(events)
 
 
-def test_a_collective_is_hidden_behind_a_product_and_the_rest_is_exposed(device: DeviceFile) -> None:
+def test_a_collective_overlaps_a_product_and_the_rest_is_exposed(device: DeviceFile) -> None:
     product = 1e-6 * device.gemm_us("bf16", 8192, 8192, 8192)
     gather = 3 / 4 * 4e9 / 100e9 + 1e-6 * (10 + 3 * 1)
     start, wait = Collective("all_gather", 4 * 10**9, "tp", 1), Wait(1)
@@ -203,7 +203,7 @@ OF_INDUCTOR = {
 
 
 @pytest.mark.parametrize("run", OF_INDUCTOR)
-def test_bytes_of_a_layer_beside_those_of_the_compiled_kernels(run: str) -> None:
+def test_bytes_of_a_layer_compared_with_compiled_kernels(run: str) -> None:
     precision, more, tolerance = OF_INDUCTOR[run]
     recipe, flags = (more or "delayed", "") if precision == "fp8" else ("", more)
     given = PRECISIONS[precision].format(format="hybrid", recipe=recipe)

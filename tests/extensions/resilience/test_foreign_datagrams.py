@@ -67,7 +67,7 @@ WRONG_BEATS = [*changed(BEAT, {"end": ("",), "ages": ({},)})]
 WRONG_FINDINGS = [*changed(FINDINGS, dict.fromkeys(KINDS, ({},)) | {"gone": ([],), "fine": ([],)})]
 
 
-def test_messages_are_told_from_others() -> None:
+def test_messages_are_distinguished_from_foreign_datagrams() -> None:
     check_beat(unseal(TOKEN, seal(TOKEN, BEAT)), 2)
     check_findings(unseal(TOKEN, seal(TOKEN, FINDINGS)), 2)
     for data in STRANGERS:

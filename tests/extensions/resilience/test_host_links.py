@@ -70,7 +70,7 @@ def test_a_host_without_a_network_is_found_by_all_that_watch_it_and_finds_them(h
     assert found == {host: {"silent": [2]} for host in watching} | {2: {"silent": watching}}
 
 
-def test_what_is_lost_one_way_is_found_on_both_sides_with_its_direction() -> None:
+def test_a_one_way_loss_is_found_on_both_sides_with_its_direction() -> None:
     cluster = Cluster(3)
     cluster.beat(2)
     cluster.lost = {(0, 1)}
@@ -78,7 +78,7 @@ def test_what_is_lost_one_way_is_found_on_both_sides_with_its_direction() -> Non
     assert [cluster.found(host) for host in range(3)] == [{"deaf": [1]}, {"silent": [0]}, {}]
 
 
-def test_a_link_that_loses_half_of_all_messages_is_no_fault() -> None:
+def test_a_link_that_loses_half_of_all_messages_is_not_a_fault() -> None:
     cluster = Cluster(4)
     cluster.share_lost = 0.5
     for _ in range(1000):
@@ -86,7 +86,7 @@ def test_a_link_that_loses_half_of_all_messages_is_no_fault() -> None:
         assert all(cluster.found(host) == {} for host in range(4))
 
 
-def test_a_host_that_was_never_heard_is_told_apart() -> None:
+def test_a_host_that_was_never_heard_is_reported_separately() -> None:
     cluster = Cluster(2)
     cluster.cut(1)
     cluster.beat(TIMEOUT + 2 * BEAT)
@@ -104,7 +104,7 @@ def test_a_host_that_says_that_it_ends_is_not_waited_for(end: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["failed", "lost"])
-def test_a_host_that_failed_is_found_though_nothing_else_tells_of_it(end: str) -> None:
+def test_a_failed_host_is_found_without_other_signs(end: str) -> None:
     cluster = Cluster(3)
     cluster.beat(2)
     cluster.links[0].hear(cluster.links[1].message(cluster.now, end), 1, cluster.now)

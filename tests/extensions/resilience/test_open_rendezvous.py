@@ -26,7 +26,7 @@ def test_a_call_that_does_not_return_is_an_error_and_others_are_as_they_were() -
             hanging()
 
 
-def test_a_file_tells_that_the_agent_waits_for_other_hosts(tmp_path: Path) -> None:
+def test_a_file_reports_that_the_agent_waits_for_other_hosts(tmp_path: Path) -> None:
     file = tmp_path / "waits"
 
     def fail() -> Any:

@@ -173,7 +173,7 @@ def test_a_damaged_lease_is_written_again(held: Held) -> None:
 
 
 @pytest.mark.parametrize("fate", ["deleted", "renamed"])
-def test_a_folder_that_is_gone_is_told_once_and_taken_again(
+def test_a_missing_folder_is_reported_once_and_leased_again(
     fate: str, held: Held, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lease, folder, errors = held

@@ -18,7 +18,7 @@ def looks_in(save: Path, **flags: str) -> StopFiles:
     return StopFiles(config, Watchdog())
 
 
-def test_a_trigger_file_that_cannot_be_removed_is_told_once(
+def test_a_trigger_file_that_cannot_be_removed_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = looks_in(tmp_path)

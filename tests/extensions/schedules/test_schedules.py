@@ -156,7 +156,7 @@ def test_what_is_refused(flags: str, told: str) -> None:
     assert told in "\n".join(map(str, problems))
 
 
-def test_pieces_that_leave_out_the_rest_are_told() -> None:
+def test_pieces_that_do_not_cover_the_run_are_reported() -> None:
     for text, said in (
         ("warm-up 10%, linear 30%", True),
         ("warm-up 10%, hold rest", False),
@@ -193,7 +193,7 @@ def trained(folder: Path, flags: str) -> list[dict[str, float]]:
     return [line for line in lines if "lm_loss" in line]
 
 
-def test_a_branch_goes_on_from_its_run_and_resumes_to_the_bit(tmp_path: Path) -> None:
+def test_a_branch_continues_from_its_run_and_resumes_to_the_bit(tmp_path: Path) -> None:
     stable = trained(tmp_path / "stable", "--train-iters 8 --save-interval 4")
     source = tmp_path / "stable" / "iter_0000004"
     branch = f"--train-iters 8 --branch-from {source} {BRANCH}"

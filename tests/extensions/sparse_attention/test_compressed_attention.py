@@ -108,7 +108,7 @@ CASES = [
 @pytest.mark.parametrize("sparse_loss", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("number", "chunk", "recompute"), CASES)
-def test_gradients_are_those_of_the_literal_form(
+def test_gradients_match_the_literal_form(
     number: int, chunk: int, packed: bool, sparse_loss: bool, recompute: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows alone (layer 0), selected keys of two windows (1), all keys of 3 tokens (2)."""
@@ -136,7 +136,7 @@ def test_modules_of_further_tokens_have_ratios_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("flags", "expected"), [("", 64), ("--v-head-dim 512", 448), ("--qk-head-dim 100", 100)])
-def test_channels_without_position_follow_from_those_of_values(flags: str, expected: int) -> None:
+def test_channels_without_position_follow_from_value_channels(flags: str, expected: int) -> None:
     """A key is a value too."""
     variant = "--multi-latent-attention --experimental-attention-variant dsv4_hybrid --csa-compress-ratios [4]*4"
     config = resolve(parse_args(f"{TINY} {variant} {flags}".split()), 1)

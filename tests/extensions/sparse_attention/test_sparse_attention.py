@@ -108,7 +108,7 @@ def check_layer(layer: Any, x: Tensor, context: Any, expected: Tensor, loss: Ten
 @pytest.mark.parametrize("sparse_loss", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("chunk", "topk"), [(1, 5), (600, 5), (2**25, 5), (600, 16)])
-def test_gradients_are_those_of_the_dense_formula_with_a_mask(
+def test_gradients_match_the_dense_formula_with_a_mask(
     recompute: str | None, sparse_loss: bool, packed: bool, chunk: int, topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """16 keys are as many as there are tokens: multi-latent attention."""
@@ -149,7 +149,7 @@ def test_selection_prefers_the_later_of_equal_scores() -> None:
             assert [key for key in found if key >= 0] == sorted(sorted(legal, key=lambda k: (-row[k], -k))[:topk])
 
 
-def test_of_scores_that_are_no_numbers_keys_are_selected_that_exist() -> None:
+def test_scores_of_nan_select_existing_keys() -> None:
     scores = torch.arange(12.0).view(2, 1, 6)
     scores[1, 0, 2:] = torch.nan
     found = largest(scores, 3)

@@ -154,7 +154,7 @@ def test_a_view_that_is_not_utf_8_spoils_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("codec", "found"), [("utf-16", "UTF-16"), ("utf-16-be", "UTF-16"), ("latin-1", "LATIN1")])
-def test_another_encoding_is_told_with_the_remedy(tmp_path: Path, codec: str, found: str) -> None:
+def test_another_encoding_is_reported_with_the_remedy(tmp_path: Path, codec: str, found: str) -> None:
     (tmp_path / "a.jsonl").write_bytes('{"text": "é"}'.encode(codec))
     (chunk,) = read_chunks(find_inputs([str(tmp_path / "a.jsonl")]), Reading(), 1 << 20)
     with pytest.raises(ValueError, match=f"^not UTF-8: .*, such as by iconv -f {found} -t UTF-8$"):
@@ -170,7 +170,7 @@ def test_another_encoding_is_told_with_the_remedy(tmp_path: Path, codec: str, fo
     ],
     ids=["latin-1", "utf-16", "semicolons"],
 )
-def test_a_table_of_another_dialect_is_told_with_the_remedy(tmp_path: Path, text: bytes, said: str) -> None:
+def test_a_table_of_another_dialect_is_reported_with_the_remedy(tmp_path: Path, text: bytes, said: str) -> None:
     (tmp_path / "a.csv").write_bytes(text)
     with pytest.raises(ValueError, match=f"a.csv: cannot be read after row 0: {said}$"):
         documents(tmp_path / "a.csv")
@@ -218,7 +218,7 @@ MISNAMED = [
 
 
 @pytest.mark.parametrize(("name", "content", "said"), MISNAMED)
-def test_what_is_not_what_its_name_says(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+def test_files_whose_content_contradicts_their_name(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(str(tmp_path / name)) + ".*" + re.escape(said)):
         documents(tmp_path / name)

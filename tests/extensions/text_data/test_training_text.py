@@ -102,7 +102,7 @@ def tokenized(
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet", "folder"])
-def test_samples_of_text_are_those_of_the_dataset_it_would_become(tmp_path: Path, written: str, name: str) -> None:
+def test_samples_of_text_match_the_dataset_it_would_become(tmp_path: Path, written: str, name: str) -> None:
     if name == "folder":
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.json").write_bytes(json_array(TEXTS[:9]))
@@ -404,7 +404,7 @@ def test_tools_and_plans_tell_text_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.grid("seed", [7], range(30))
-def test_damage_is_told_or_does_no_harm(seed: int, tmp_path: Path) -> None:
+def test_damage_is_reported_or_harmless(seed: int, tmp_path: Path) -> None:
     """Of each kind of input one file."""
     (tmp_path / "made").mkdir()
     found = [

@@ -237,7 +237,7 @@ SPELLED = "x <|im_end|> y </s> the fox<|a|> <|b|> <|endoftext|>"
 
 
 @pytest.mark.parametrize("files", FOLDERS.values(), ids=FOLDERS)
-def test_special_tokens_are_those_of_transformers(tmp_path, files):
+def test_special_tokens_match_transformers(tmp_path, files):
     transformers = pytest.importorskip("transformers")
     folder = hf_folder(tmp_path / "hf", files)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
@@ -322,7 +322,7 @@ def test_an_id_beyond_all_vocabularies_is_refused(tmp_path):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))
 
 
-def test_a_regular_expression_that_gives_up_is_told(tmp_path):
+def test_a_regular_expression_that_gives_up_is_reported(tmp_path):
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     folder = write_tokenizer(tmp_path, {"a": 0, "b": 1}, pre_tokenizer=split)
     tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))
