@@ -1,1 +1,1 @@
-"""Observation of runs: dashboards, diagnosis, evaluation."""
+"""Observability of runs: dashboards, diagnosis, evaluation."""

@@ -1,5 +1,4 @@
-"""Converts a checkpoint from one format to another: opens the source, plans the target, and writes it to a
-folder that appears complete or not at all."""
+"""Converts a checkpoint between formats: opens the source, plans the target, and writes the output atomically."""
 
 from __future__ import annotations
 
@@ -34,10 +33,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def new_folder(final: Path, force: bool | None = False) -> Iterator[Path]:
-    """Yields a temporary folder beside `final`, and renames it to `final` if the body succeeds.
+    """Yield a temporary folder beside `final`, and rename it to `final` if the body succeeds.
 
-    If the body fails, the temporary folder is deleted. One that a killed process left is deleted by the next one. With
-    `force` an existing model folder is replaced; at no moment is `final` half-written. Raises ValueError otherwise.
+    If the body fails, the temporary folder is deleted. Remains of a killed process are deleted by the next conversion.
+    With `force` an existing model folder is replaced; `final` is never half-written. Raises ValueError if `final`
+    exists otherwise.
     """
     refuse(final, force)
     scratch = final.with_name(f".{final.name}.incomplete")
@@ -57,8 +57,10 @@ def new_folder(final: Path, force: bool | None = False) -> Iterator[Path]:
 
 
 def refuse(final: Path, force: bool | None) -> None:
-    """Raises ValueError if `final` must not or cannot be written. `force` allows to replace a model folder, and nothing
-    else; None: the program has no such flag."""
+    """Raise ValueError if `final` must not or cannot be written.
+
+    `force` permits replacing a model folder, but nothing else. It is None if the program has no such flag.
+    """
     try:
         vacant = not final.exists() or (final.is_dir() and not any(final.iterdir()))
         why = why_unwritable(final.absolute().parent)
@@ -89,7 +91,7 @@ def _publish(scratch: Path, final: Path, force: bool | None) -> None:
 
 @contextmanager
 def _locked(folder: Path, final: Path) -> Iterator[None]:
-    """Holds a lock on a folder. Raises ValueError if another process holds it."""
+    """Hold a lock on a folder. Raises ValueError if another process holds it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,7 +107,7 @@ WEEK = 7 * 24 * 3600.0
 
 
 def recognize(path: PurePath) -> Format:
-    """The format of the checkpoint in a folder. Raises ValueError if it has none."""
+    """Return the format of the checkpoint in a folder. Raises ValueError if there is none."""
     kind = kind_of(path)
     found = DCPFormat() if kind in OURS else PATH_KINDS[kind]
     if not isinstance(found, Format):
@@ -115,7 +117,7 @@ def recognize(path: PurePath) -> Format:
 
 
 def formats() -> dict[str, Format]:
-    """Name -> format, ours first."""
+    """Return the formats by name, ours first."""
     others = [kind for kind in map(PATH_KINDS.__getitem__, PATH_KINDS) if isinstance(kind, Format)]
     return {each.format: each for each in (DCPFormat(), *others)}
 
@@ -126,24 +128,35 @@ class Input:
 
     format: str
     paths: tuple[PurePath, ...]
-    """The place from which its weights are read."""
+    """Paths from which the weights are read."""
 
     open: Callable[[Options], Source]
 
     @classmethod
     def at(cls, path: PurePath) -> Input:
-        """The model in a folder. Raises ValueError if there is none."""
+        """Return the model in a folder. Raises ValueError if there is none."""
         kind = recognize(path)
         return cls(kind.format, (path,), partial(kind.open, path))
 
 
 class Conversion:
-    """A planned conversion of a folder, or of another `Input`. ValueError, in one line, for whatever is known before a
-    weight is read."""
+    """A planned conversion of a folder, or of another `Input`."""
 
     def __init__(
         self, given: PurePath | Input, output: Path, to: str | None, options: Options, force: bool | None = False
     ) -> None:
+        """Plan the conversion.
+
+        Args:
+            given: Folder or input to convert.
+            output: Folder to write.
+            to: Name of the target format; None selects the usual one.
+            options: Options of the output.
+            force: True to replace an existing model folder; None if the program has no such flag.
+
+        Raises:
+            ValueError: A problem that is visible before a weight is read, in one line.
+        """
         given = given if isinstance(given, Input) else Input.at(given)
         known = formats()
         usual = next((name for name, each in known.items() if each.usual), "dcp")
@@ -163,9 +176,9 @@ class Conversion:
         return (*self.source.notes, *self.target.notes)
 
     def run(self, workers: int, show: Callable[[int], None] = lambda total: None) -> None:
-        """Converts with this many processes. `show` is called with the bytes written so far.
+        """Convert with this many processes; calls `show` with the bytes written so far.
 
-        Raises ValueError or CheckpointError; the output folder is then as it was.
+        Raises ValueError or CheckpointError, and leaves the output folder as it was.
         """
         try:
             with new_folder(self.output, self.force) as folder:
@@ -182,9 +195,9 @@ class Conversion:
             raise ValueError(self._failure(error)) from error
 
     def _failure(self, error: Exception) -> str:
-        """One line for a file that cannot be written or read: a full disk, a faulty one, missing rights."""
+        """Return one line for a file that cannot be read or written: a full or faulty disk, or missing permissions."""
         cause = error if isinstance(error, OSError) else error.__cause__
-        if isinstance(cause, ValueError):  # of a tensor that was made while a checkpoint was written
+        if isinstance(cause, ValueError):  # of a tensor that was read while a checkpoint was written
             return str(cause)
         if not isinstance(cause, OSError) or cause.strerror is None:
             return str(error)
@@ -224,7 +237,7 @@ class Conversion:
 
 
 def _counted(show: Callable[[int], None]) -> Written:
-    """Adds up the bytes of one process."""
+    """Add up the bytes of one process."""
     total = 0
 
     def written(count: int) -> None:
@@ -236,7 +249,7 @@ def _counted(show: Callable[[int], None]) -> Written:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """A number format of weights by its name in torch. Raises ValueError for another name."""
+    """Parse a dtype of weights by its torch name. Raises ValueError for another name."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     if name not in names:
         raise ValueError(f"{name!r} must be one of {', '.join(names)}")
@@ -247,7 +260,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 
 
 def parse_bytes(text: str) -> int:
-    """`5GB`, `500MB`, `2GiB` or a number of bytes. Raises ValueError."""
+    """Parse `5GB`, `500MB`, `2GiB` or a number of bytes. Raises ValueError."""
     digits = text.rstrip("KMGiBkmgb")
     unit = text[len(digits) :].upper()
     if unit not in UNITS or not digits.replace(".", "", 1).isdigit() or (size := int(float(digits) * UNITS[unit])) < 1:

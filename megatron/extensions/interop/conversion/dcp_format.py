@@ -1,4 +1,4 @@
-"""This framework's checkpoints as a source and a target of conversions."""
+"""This program's checkpoints as a source and a target of conversions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STATE_KINDS = (MAIN_PARAM, "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class DCPSource(Source):
-    """An opened checkpoint, its files verified: itself, or the latest of a folder."""
+    """An open checkpoint with verified files: the given one, or the latest of a folder."""
 
     def __init__(self, path: PurePath, options: Options) -> None:
         remarks: list[str] = []
@@ -71,7 +71,7 @@ class DCPSource(Source):
         self.progress = None if converted(checkpoint) else progress
 
     def _state(self, wanted: str) -> str:
-        """Start of the keys of a callback's state. Raises ValueError if there is none of this name, or several."""
+        """Return the key prefix of a callback's state. Raises ValueError unless exactly one state has this name."""
         kept = [key.removeprefix(CALLBACKS) for key in self.checkpoint.tensors if key.startswith(CALLBACKS)]
         trained = [name for name, meta in self.metas.items() if not self.config.optimizer.freezes(meta)]
         ends = tuple(f".{name}" for name in trained[:1])
@@ -89,8 +89,11 @@ class DCPSource(Source):
         return wanted or self.checkpoint.tensors[model_key(name)].dtype
 
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
-        """The parameter as the model had it; in another dtype the optimizer's main parameter if there is one. With
-        averages, the average of a parameter that was trained."""
+        """Return a whole parameter.
+
+        In its own dtype, it is the model's parameter; in another dtype, it is the optimizer's main parameter if there
+        is one. If averages were requested, it is the average of a trained parameter.
+        """
         if self.averages is not None and (average := f"{self.averages}{name}") in self.checkpoint.tensors:
             return self.checkpoint.read(average).to(self.dtype(name, wanted))
         key, main = model_key(name), optimizer_key(MAIN_PARAM, name)
@@ -99,7 +102,7 @@ class DCPSource(Source):
         return self.checkpoint.read(key).to(self.dtype(name, wanted))
 
     def check_data(self) -> None:
-        """Nothing: checksums were compared when it was opened."""
+        """Do nothing: checksums were verified when the checkpoint was opened."""
 
     def training(self) -> TrainingState | None:
         tensors = self.checkpoint.tensors
@@ -125,7 +128,7 @@ class DCPSource(Source):
 
 
 class DCPTarget(Target):
-    """A folder with a checkpoint of iteration 0 that has weights only, run_config.yaml, and the tokenizer's files."""
+    """A folder with a checkpoint of iteration 0 that holds only weights, run_config.yaml, and the tokenizer's files."""
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source, self.options = source, options
@@ -143,12 +146,12 @@ class DCPTarget(Target):
         self.nbytes = sum(made.nbytes for made in self.tensors.values())
         self.config = replace(source.config, checkpoint=CheckpointConfig())
         if source.side_files:
-            # The folder's absolute path at its end, where the files will be.
+            # Absolute path of the final folder, where the files will be.
             folder = output.resolve() / TOKENIZER_FOLDER
             self.config = replace(self.config, tokenizer=tokenizer_config(folder, source.side_files))
 
     def payload(self) -> dict[str, Any]:
-        """Everything of the checkpoint that is not a tensor."""
+        """Return everything in the checkpoint that is not a tensor."""
         training = self.training
         payload = {
             "format_version": FORMAT_VERSION,
@@ -188,7 +191,7 @@ class DCPTarget(Target):
 
 
 class DCPFormat:
-    """Checkpoints of this program."""
+    """The format of this program's checkpoints."""
 
     format = "dcp"
     usual = False

@@ -1,1 +1,1 @@
-"""There are no flags: formats are kinds of paths, see `formats.Format`."""
+"""This extension has no flags. Formats are kinds of paths, see `formats.Format`."""

@@ -1,8 +1,9 @@
-"""Formats that checkpoints can be converted between: what a source provides, and what a target does with it.
+"""Interfaces of checkpoint formats: sources, which provide a model, and targets, which write it.
 
-A format is one `Source`, one `Target`, or both. They meet in our names of parameters (`ParamMeta.name`): a source reads
-a whole parameter of that name, a target asks for one after another and drops it once it is written. Beside them are the
-files of a tokenizer in the folder of a model, as Hugging Face names them. This module does not import torch.
+A format is one `Source`, one `Target`, or both. They exchange parameters by our names (`ParamMeta.name`): a source
+reads a whole parameter, and a target requests one after another and drops each once it is written. In addition, a
+source provides the tokenizer files of the model's folder, as Hugging Face names them. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -30,62 +31,66 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Choices of a user for the output."""
+    """User options of the output."""
 
     dtype: torch.dtype | None = None
-    """Number format of all weights; None: as stored."""
+    """Dtype of all weights; None keeps the stored dtypes."""
 
     max_shard_bytes: int = 5_000_000_000
-    """Hugging Face: largest file of weights."""
+    """Hugging Face target: maximum size of a weights file."""
 
     family: str | None = None
-    """Hugging Face: family to write; None: that of the source, or the first that can express the model."""
+    """Hugging Face target: family to write; None selects the source's family, or the first one that can express the
+    model."""
 
     weights_only: bool = False
-    """Leave out the optimizer's state and the run's progress."""
+    """Omit the optimizer's state and the run's progress."""
 
     weights: str | None = None
-    """Ours as a source: a state of a callback to take in place of the weights that were trained, such as an average:
-    `CALLBACK.STATE`, or `CALLBACK` if it has one."""
+    """Source in our format: callback state to use instead of the trained weights, such as an average.
+
+    The form is `CALLBACK.STATE`, or `CALLBACK` if it has only one state.
+    """
 
     make_vocab_size_divisible_by: int = 128
-    """Hugging Face as a source: the vocabulary is padded to a multiple of this."""
+    """Hugging Face source: pad the vocabulary to a multiple of this number."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """State of the run in a source, beside the model's weights, so that a run can resume where another left off."""
+    """Training state of a source beside the model's weights, with which a run can resume where another stopped."""
 
     progress: Progress
     step_count: int
-    """Updates made, in Adam's bias correction."""
+    """Number of updates in Adam's bias correction."""
 
     kinds: tuple[str, ...]
-    """Kinds of the optimizer's state: "main_param", "exp_avg" and so on."""
+    """Kinds of optimizer state: "main_param", "exp_avg" and so on."""
 
     read: Callable[[str, str], Tensor]
-    """(kind, name of a parameter) -> the whole state."""
+    """Maps (kind, parameter name) to the whole state."""
 
     dtype: Callable[[str, str], torch.dtype]
-    """The dtype in which `read` returns it."""
+    """The dtype in which `read` returns a state."""
 
     loss_scaler: Mapping[str, float] = field(default_factory=dict)
-    """State of fp16's loss scale: "scale", and of a dynamic one "good_steps" and "allowance"."""
+    """State of fp16's loss scaler: "scale", and for a dynamic one "good_steps" and "allowance"."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The Hugging Face model that weights came from, as checkpoints remember it (`Progress.origin`)."""
+    """Hugging Face model from which the weights were loaded, as checkpoints record it (`Progress.origin`)."""
 
     model_type: str | None = None
-    """Its family; None if it is unknown."""
+    """Family of the model; None if it is unknown."""
 
     token_ids: Mapping[str, object] = field(default_factory=dict)
-    """Token ids under their names in config.json, for a model without tokenizer files."""
+    """Token ids by their names in config.json, for a model without tokenizer files."""
 
     @classmethod
     def of(cls, stored: Mapping[str, object]) -> Origin:
-        """The origin in a checkpoint, which may come from anyone. Entries of wrong types are left out."""
+        """Read the origin recorded in a checkpoint. Entries of wrong types are dropped, because the checkpoint may be
+        untrusted."""
         model_type, ids = stored.get("model_type"), stored.get("token_ids")
         known = ids.items() if isinstance(ids, dict) else ()
         return cls(
@@ -95,51 +100,51 @@ class Origin:
 
 
 def _are_ids(value: object) -> bool:
-    """Return whether a value is a token id, or a list of them as several tokens may end a text."""
+    """Return whether a value is a token id, or a list of token ids, because several tokens may end a text."""
     return all(type(each) is int and each >= 0 for each in (value if isinstance(value, list) else [value]))
 
 
 class Source(ABC):
-    """A model on disk. Its constructor raises ValueError, in one line, for whatever cannot be read or expressed."""
+    """A model on disk. Its constructor raises ValueError, in one line, if the model cannot be read or expressed."""
 
     config: RunConfig
-    """Model, tokenizer and number format; other sections have no meaning."""
+    """Model, tokenizer and number format; other sections are meaningless here."""
 
     metas: Mapping[str, ParamMeta]
     """All parameters by name."""
 
     states: Collection[str] = ()
-    """Names of what the model keeps beside parameters and the source has; a target makes what is missing."""
+    """Names of the model's untrained tensors that the source has; a target initializes the missing ones."""
 
     origin: Origin = Origin()
-    """The Hugging Face model that the weights came from; of unknown family if there is none."""
+    """Hugging Face model from which the weights came; its family is unknown if there is none."""
 
     side_files: Mapping[str, Path] = {}
-    """Name in a Hugging Face folder -> file of the tokenizer or of settings of generation, to be copied along."""
+    """Tokenizer and generation files to copy, by their names in a Hugging Face folder."""
 
     notes: tuple[str, ...] = ()
-    """Lines for the user."""
+    """Messages for the user."""
 
     progress: Progress | None = None
-    """Position of the run that saved the weights; None if the source does not record one."""
+    """Progress of the run that saved the weights; None if the source does not record it."""
 
     merged: Mapping[str, object] | None = None
-    """Description of the merged checkpoints in JSON types, for the metadata of the output."""
+    """Description of the merged checkpoints, in JSON types, for the output's metadata."""
 
     def training(self) -> TrainingState | None:
-        """The state of training, if the source has one. Raises ValueError if it has one that cannot be read."""
+        """Return the training state, if the source has one. Raises ValueError if it cannot be read."""
         return None
 
     @abstractmethod
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
-        """The dtype in which `read` returns a parameter: `wanted`, or as stored."""
+        """Return the dtype in which `read` returns a parameter: `wanted`, or the stored dtype."""
 
     @abstractmethod
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
-        """A whole parameter or state. Raises ValueError or OSError."""
+        """Return a whole parameter or state. Raises ValueError or OSError."""
 
     def read_state(self, meta: ParamMeta, dtype: torch.dtype) -> Tensor:
-        """Buffers of the model beside parameters; zeros, as it starts, where the source has none."""
+        """Return an untrained tensor of the model; zeros, its initial value, if the source lacks it."""
         if meta.name in self.states:
             return self.read(meta.name, dtype)
         from torch import zeros
@@ -148,11 +153,11 @@ class Source(ABC):
 
     @abstractmethod
     def check_data(self) -> None:
-        """Raises ValueError for what can be seen only by reading weights."""
+        """Raise ValueError for problems that are visible only by reading weights."""
 
 
 def few(problems: Sequence[str], limit: int) -> str:
-    """The first problems in one line, with the number of the others."""
+    """Join the first problems in one line, with the number of further ones."""
     return "; ".join(problems[:limit]) + (f"; and {len(problems) - limit} more" if len(problems) > limit else "")
 
 
@@ -161,45 +166,44 @@ Written = Callable[[int], None]
 
 
 class Target(ABC):
-    """Output of a conversion. The constructor plans all of it, and raises ValueError if the format cannot express
-    the model."""
+    """Output of a conversion. The constructor plans it and raises ValueError if the format cannot express the model."""
 
     nbytes: int
-    """Bytes of all tensors."""
+    """Number of bytes in all tensors."""
 
     notes: tuple[str, ...] = ()
-    """Lines for the user."""
+    """Messages for the user."""
 
     @abstractmethod
     def write(self, folder: Path, world: Axis, written: Written) -> None:
-        """Writes the weights. Collective over `world`, whose processes share the work."""
+        """Write the weights. Collective over `world`, whose processes share the work."""
 
     @abstractmethod
     def finish(self, folder: Path) -> None:
-        """Writes all other files. Called once, after the weights."""
+        """Write all other files. Called once, after the weights."""
 
 
 @runtime_checkable
 class Format(Protocol):
-    """A format that models are converted from and to. A kind of path, registered in `PATH_KINDS`, may be one."""
+    """A format from and to which models are converted. A kind of path in `PATH_KINDS` may implement it."""
 
     @property
     def format(self) -> str:
-        """Its name, for --to."""
+        """Name of the format for --to."""
 
     @property
     def usual(self) -> bool:
-        """True if checkpoints of this program are converted to it where --to says nothing."""
+        """True if checkpoints of this program are converted to it by default."""
 
     def open(self, path: PurePath, options: Options) -> Source:
-        """Opens a path: in any storage for checkpoints of ours, on the local disk for other formats."""
+        """Open a path: in any storage for our checkpoints, on the local disk for other formats."""
 
     def plan(self, source: Source, folder: Path, options: Options) -> Target:
-        """Plans what to write into the folder where the output will lie."""
+        """Plan the output of a conversion into the folder `final`."""
 
 
 MERGE_FILE = "merge.json"
-"""File of an output of any format that has `Source.merged`."""
+"""File that describes `Source.merged` in an output of any format."""
 
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (
@@ -216,14 +220,14 @@ TOKENIZER_FILES = (
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:
-    """The files of a folder that belong to its tokenizer."""
+    """List the files of a folder that belong to its tokenizer."""
     return (folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
 
 
 def tokenizer_config(folder: PurePath, names: Collection[str] | None = None) -> TokenizerConfig:
-    """Flags for the tokenizer of a Hugging Face folder that has, or will have, files of these names.
+    """Return the tokenizer flags for a Hugging Face folder with files of these names.
 
-    They name no tokenizer if the files are those of none.
+    The flags name no tokenizer if the files do not form one.
     """
     names = storage_of(folder).names(folder) if names is None else names
     if "tokenizer.json" in names:
@@ -238,7 +242,8 @@ def tokenizer_config(folder: PurePath, names: Collection[str] | None = None) -> 
 
 
 def side_files_of(tokenizer: TokenizerConfig) -> dict[str, Path]:
-    """The files of a run's tokenizer, by their names in a Hugging Face folder, that are where the run had them."""
+    """Return a run's tokenizer files, by their names in a Hugging Face folder, if they still exist at the run's
+    paths."""
     found: dict[str, Path] = {}
     tokenizer = with_local_files(tokenizer)
     if tokenizer.tokenizer_type == "HuggingFaceTokenizer":

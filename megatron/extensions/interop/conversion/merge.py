@@ -1,4 +1,4 @@
-"""Chooses checkpoints to merge and their weights, and opens their weighted mean as the input of a conversion."""
+"""Selects checkpoints to merge and their weights, and opens their weighted mean as a conversion's input."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ RECORD_VERSION = 1
 
 @dataclass(frozen=True)
 class Selection:
-    """The checkpoints to merge, as the user names them."""
+    """The user's selection of checkpoints to merge."""
 
     inputs: Sequence[PurePath]
     last: int | None = None
-    """Take this many of the newest checkpoints of the one input, a folder of checkpoints."""
+    """Number of newest checkpoints to use from a single input, which is a folder of checkpoints."""
 
     stable: bool = False
-    """For `last`: leave out checkpoints whose last update did not use the peak learning rate."""
+    """For `last`: skip checkpoints whose last update did not use the peak learning rate."""
 
     iterations: Sequence[int] = ()
-    """Take these of the one input; of several inputs, when each was saved."""
+    """Iterations to use from a single input; with several inputs, the iteration of each."""
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """The weights of the checkpoints: `given`, those of a `decay`, or equal ones."""
+    """Weights of the checkpoints: `given` explicitly, derived from a `decay`, or equal."""
 
     given: Sequence[float] | None = None
     allow_unnormalized: bool = False
@@ -53,11 +53,11 @@ class Chosen:
 
     path: PurePath
     iteration: int | None
-    """As its folder or the user says."""
+    """Iteration according to the folder or the user."""
 
 
 def checkpoints_in(root: PurePath) -> dict[int, PurePath]:
-    """The folders iter_N in a folder that are complete checkpoints, or models of another format, by iteration."""
+    """Map iterations to the complete checkpoints, or models in another format, among a folder's iter_N folders."""
     found: dict[int, PurePath] = dict(saved_folders(root))
     for name in storage_of(root).names(root):
         if match := re.fullmatch(r"iter_(\d+)", name):
@@ -70,8 +70,7 @@ def checkpoints_in(root: PurePath) -> dict[int, PurePath]:
 
 
 def choose(selection: Selection) -> list[Chosen]:
-    """The checkpoints that a selection means, oldest first where they are those of a run. Raises ValueError if one is
-    missing."""
+    """Return the selected checkpoints, oldest first if they come from a run. Raises ValueError if one is missing."""
     inputs, iterations = selection.inputs, selection.iterations
     if selection.last is None and (len(inputs) > 1 or not iterations):
         if iterations and len(iterations) != len(inputs):
@@ -112,7 +111,7 @@ def _last(selection: Selection, saved: dict[int, PurePath]) -> list[int]:
 
 
 def merged_input(chosen: Sequence[Chosen], weighting: Weighting, with_state: bool) -> Input:
-    """The weighted mean as the input of a conversion, which opens the checkpoints."""
+    """Return the weighted mean as the input of a conversion, which opens the checkpoints."""
     paths = tuple(each.path for each in chosen)
     return Input("merge", paths, partial(_open, chosen, weighting, with_state))
 
@@ -133,7 +132,7 @@ def _open(chosen: Sequence[Chosen], weighting: Weighting, with_state: bool, opti
 def _record(
     paths: Sequence[PurePath], iterations: Sequence[int | None], weights: Sequence[float], decay: Decay | None
 ) -> dict[str, object]:
-    """Returns a description of the merged checkpoints for metadata. URLs in it have no credentials."""
+    """Return a description of the merged checkpoints for metadata. URLs in it contain no credentials."""
     sources = [
         {"path": redacted(str(path)), "iteration": iteration, "weight": weight}
         for path, iteration, weight in zip(paths, iterations, weights, strict=True)
@@ -143,7 +142,7 @@ def _record(
 
 
 def _iteration(chosen: Chosen, source: Source) -> int | None:
-    """When a checkpoint was saved. Raises ValueError if it says something else than the user."""
+    """Return a checkpoint's iteration. Raises ValueError if it contradicts the user's."""
     own = None if source.progress is None else source.progress.iteration
     if own is not None and chosen.iteration is not None and own != chosen.iteration:
         raise ValueError(f"--iterations: {chosen.path} is of iteration {own}, not {chosen.iteration}")
@@ -174,7 +173,7 @@ def _weights(
 
 
 def _refuse_other_rates(chosen: Sequence[Chosen], sources: Sequence[Source], iterations: Sequence[int]) -> None:
-    """Raises ValueError if the run's learning rate was not constant from the first checkpoint to the last."""
+    """Raise ValueError if the run's learning rate was not constant from the first to the last checkpoint."""
     rate = learning_rates(sources[-1].config)
     if rate is None:
         return
@@ -200,7 +199,7 @@ def _remarks(config: RunConfig, iterations: Sequence[int], chosen: Sequence[Chos
 
 
 def learning_rates(config: RunConfig) -> Callable[[int], float] | None:
-    """Iteration -> learning rate of its update in the run with this configuration; None if that does not tell."""
+    """Map each iteration to the learning rate of its update in a run with this configuration; None if it is unknown."""
     training = config.training
     if (
         config.optimizer.lr is None
@@ -218,7 +217,7 @@ def learning_rates(config: RunConfig) -> Callable[[int], float] | None:
 
 
 def _rates(rate: Callable[[int], float], iterations: Sequence[int]) -> tuple[float, float]:
-    """The least and the largest learning rate at both ends of each stretch between two checkpoints."""
+    """Return the smallest and largest learning rate at both ends of each interval between two checkpoints."""
     ends = [rate(each) for before, after in pairwise(iterations) for each in (before + 1, after)]
     return min(ends), max(ends)
 

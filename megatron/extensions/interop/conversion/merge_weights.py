@@ -1,20 +1,20 @@
-"""Weights of the checkpoints in a merge: equal, given by hand, or those that emulate a decay of the learning rate. This
-module does not import torch.
+"""Weights of the checkpoints in a merge: equal, given by the user, or emulating a learning rate decay. This module does
+not import torch.
 
-The emulation is that of Warmup-Stable-Merge (arXiv 2507.17634, theorem 3.1). Let theta_0, ..., theta_k be checkpoints
-of a run with a constant learning rate, and g_i the sum of the run's updates between theta_{i-1} and theta_i. A weighted
-mean of the checkpoints scales these updates:
+The emulation follows Warmup-Stable-Merge (arXiv:2507.17634, theorem 3.1). Let theta_0, ..., theta_k be checkpoints of a
+run with a constant learning rate, and g_i the sum of the run's updates between theta_{i-1} and theta_i. A weighted mean
+of the checkpoints scales these updates:
 
     sum_j c_j theta_j = theta_0 + sum_i w_i g_i    with    w_i = c_i + c_{i+1} + ... + c_k    and    sum_j c_j = 1
 
-A run that decays from theta_0 on scales each update by the ratio of its learning rate to the constant one. So w_i is
-the mean of this ratio over the updates between theta_{i-1} and theta_i, and the weights are
+A run that decays from theta_0 on scales each update by the ratio of its learning rate to the constant one. Therefore
+w_i is the mean of this ratio over the updates between theta_{i-1} and theta_i, and the weights are
 
     c_0 = 1 - w_1,    c_j = w_j - w_{j+1},    c_k = w_k
 
-The merged weights equal those of the decayed run if updates are proportional to the learning rate and do not depend on
-the weights, and if the ratio, or the update, is constant between two checkpoints. Otherwise they are an approximation,
-which leaves out that a decayed run has other gradients, and that momentum delays updates.
+The merged weights equal the decayed run's weights if updates are proportional to the learning rate and independent of
+the weights, and if the ratio or the update is constant between two checkpoints. Otherwise they are an approximation: it
+ignores that a decayed run computes other gradients and that momentum delays updates.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.param_scheduler import WSD_ANNEAL, ScheduleLength, wsd
 
 STYLES = tuple(WSD_ANNEAL)
-"""Shapes of a decay: values of --lr-wsd-decay-style."""
+"""Shapes of a decay: the values of --lr-wsd-decay-style."""
 
 TOLERANCE = 1e-6
-"""How far the sum of weights may be from one."""
+"""Largest deviation of the sum of weights from one."""
 
 
 @dataclass(frozen=True)
 class Decay:
-    """A decay of the learning rate to emulate: a final anneal of --lr-decay-style WSD."""
+    """A learning rate decay to emulate: the final anneal of --lr-decay-style WSD."""
 
     style: str
     floor: float = 0.0
-    """Learning rate at the end, as a share of the rate before the decay."""
+    """Final learning rate as a fraction of the rate before the decay."""
 
 
 def equal_weights(count: int) -> list[float]:
@@ -48,8 +48,10 @@ def equal_weights(count: int) -> list[float]:
 
 
 def given_weights(values: Sequence[float], count: int, allow_unnormalized: bool) -> list[float]:
-    """Weights from --weights. Raises ValueError unless there is one for each of `count` checkpoints, all are finite,
-    and they sum to one or need not."""
+    """Validate weights from --weights.
+
+    Raises ValueError unless there is one finite weight for each of `count` checkpoints and they sum to one or need not.
+    """
     if len(values) != count:
         raise ValueError(
             f"--weights has {len(values)} values for {count} checkpoints; give one for each, in their order"
@@ -66,7 +68,8 @@ def given_weights(values: Sequence[float], count: int, allow_unnormalized: bool)
 
 
 def decay_weights(decay: Decay, positions: Sequence[float], iterations: Sequence[int]) -> list[float]:
-    """Weights of checkpoints of a run with a constant learning rate that emulate a decay from the first to the last.
+    """Return checkpoint weights that emulate a decay from the first to the last checkpoint of a run with a constant
+    rate.
 
     The learning rate of each update is that of a run whose --lr-wsd-decay-samples span the checkpoints, so it depends
     on the samples before the update, as in training. The formula is in the docstring of this module.

@@ -1,5 +1,4 @@
-"""The weighted mean of several models as a source of conversions: one tensor after another, read from one model after
-another."""
+"""The weighted mean of several models as a conversion source. Reads each tensor from one model after another."""
 
 from __future__ import annotations
 
@@ -30,12 +29,11 @@ class Part:
 
 
 class MergedSource(Source):
-    """The weighted mean of models that differ in nothing but their weights.
+    """The weighted mean of models that differ only in their weights.
 
-    A tensor is summed in fp32, or in fp64 if a model stores it so, in the order of the parts, and rounded once. A
-    process holds the sum and one model's tensor, however many models there are. A run in 16 bits contributes its
-    optimizer's fp32 weights. The configuration, the tokenizer and the position are those of the last part that has
-    them.
+    A tensor is summed in fp32, or in fp64 if a model stores it in fp64, in the order of the parts, and rounded once. A
+    process holds the sum and one model's tensor, regardless of the number of models. A 16-bit run contributes its
+    optimizer's fp32 weights. Configuration, tokenizer and progress come from the last part that has them.
 
     Raises ValueError if the models differ, and on reading if a tensor is not finite.
     """
@@ -64,7 +62,7 @@ class MergedSource(Source):
             yield f"not all models have {few(lost, 3)}, which start as in a new model"
 
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
-        """The widest of the models' number formats."""
+        """Return the widest of the models' number formats."""
         return wanted or reduce(torch.promote_types, (part.source.dtype(name, None) for part in self.parts))
 
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
@@ -76,7 +74,7 @@ class MergedSource(Source):
         return self._mean(name, precision, reads).to(dtype)
 
     def _mean(self, name: str, precision: torch.dtype, reads: Iterable[Callable[[], Tensor]]) -> Tensor:
-        """The weighted sum of what `reads` return, one for each part."""
+        """Return the weighted sum of the results of `reads`, one per part."""
         total: Tensor | None = None
         for part, read in zip(self.parts, reads, strict=True):
             tensor = read()
@@ -92,7 +90,7 @@ class MergedSource(Source):
             part.source.check_data()
 
     def training(self) -> TrainingState | None:
-        """The mean of the optimizers' states if they are to be merged; the last model's position in its run."""
+        """Return the mean of the optimizers' states, if they are merged, with the last model's progress."""
         if not self.with_state:
             return None
         states = [self._state(part) for part in self.parts]
@@ -127,7 +125,7 @@ def _precision(dtype: torch.dtype) -> torch.dtype:
 
 
 def _refuse_not_finite(tensor: Tensor, name: str, path: PurePath) -> None:
-    """Raises ValueError for a NaN or an infinity, without a copy of the tensor."""
+    """Raise ValueError for NaN or infinite values, without copying the tensor."""
     if not tensor.numel():
         return
     least, largest = (float(end) for end in tensor.aminmax())
@@ -138,7 +136,8 @@ def _refuse_not_finite(tensor: Tensor, name: str, path: PurePath) -> None:
 
 
 def refuse_different(parts: Sequence[Part]) -> None:
-    """Raises ValueError if two models have other parameters, or compute other outputs from equal parameters."""
+    """Raise ValueError if two models have different parameters, or would compute different outputs from equal
+    parameters."""
     one = parts[0]
     for two in parts[1:]:
         if problems := [*_other_tensors(one, two), *_other_fields(one, two)]:
@@ -164,8 +163,10 @@ def _other_fields(one: Part, two: Part) -> list[str]:
 
 
 def opened_alike(paths: Sequence[PurePath], options: Options) -> list[Source]:
-    """Opens models. A format that pads the vocabulary on reading pads it like the others. Raises ValueError for a path
-    without a model."""
+    """Open models. Formats that pad the vocabulary when read pad it to the same size as the other models.
+
+    Raises ValueError for a path without a model.
+    """
     sources = [recognize(path).open(path, options) for path in paths]
     rows = [source.config.model.padded_vocab_size for source in sources]
     padded = replace(options, make_vocab_size_divisible_by=max(rows))

@@ -1,4 +1,4 @@
-"""Local copies of Hugging Face folders in another storage, which all processes of a host share.
+"""Local copies of Hugging Face folders from another storage, shared by all processes of a host.
 
 This module does not import torch.
 """
@@ -12,12 +12,15 @@ from megatron.core.dist_checkpointing.file_storage import local_folder
 
 
 def local_model(folder: PurePath) -> Path:
-    """The folder of a model on the local disk: of a stored one, links to copies of its files. Raises ValueError."""
+    """Return a model's folder on the local disk. For a remote folder it contains links to copies of its files.
+
+    Raises ValueError.
+    """
     return _local(folder, _of_model)
 
 
 def local_config(folder: PurePath) -> Path:
-    """As `local_model`, without weights."""
+    """Return a local folder as `local_model` does, without weights."""
     return _local(folder, _of_config)
 
 

@@ -1,6 +1,6 @@
-"""Output folders in another storage than the local disk: written to a temporary folder, then uploaded.
+"""Output folders in storages other than the local disk: written to a temporary folder, then uploaded.
 
-The folder holds `.unfinished` until all its files are there. An upload that fails leaves none.
+The folder contains `.unfinished` until all its files are there. A failed upload leaves no folder.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of
 
 @contextmanager
 def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Path]:
-    """Yields the folder to write: `output` itself if it is on the local disk, else a temporary one, which is uploaded
-    if the body succeeds.
+    """Yield the folder to write: `output` if it is local, else a temporary folder that is uploaded if the body
+    succeeds.
 
     Raises ValueError if `output` cannot be written, or if it exists and is not a model that `force` permits to replace.
     """
@@ -43,7 +43,7 @@ def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Pa
 
 
 def upload(folder: Path, final: PurePath) -> None:
-    """Publishes a copy of a folder. Raises OSError; then there is none."""
+    """Publish a copy of a folder. Raises OSError and leaves no copy if that fails."""
     storage = storage_of(final)
     storage.begin(final, keeps_names=True)
     try:

@@ -1,4 +1,4 @@
-"""Streamed checkpoints: memory is that of the tensor being written and the next."""
+"""Streaming checkpoint writer: memory holds only the tensor being written and the next one."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from megatron.core.torch_private import wrapper_tensor
 from megatron.extensions.interop.conversion.formats import Written
 
 FILE_BYTES = 5_000_000_000
-"""Size from which a new file is begun, so that ranks that load can share the reading."""
+"""File size from which a new file is started, so that loading ranks can share the reading."""
 
 
 AHEAD_BYTES = 1 << 30
-"""Largest tensor that is made while the one before it is written."""
+"""Largest tensor that is read while the previous one is written."""
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
 
 
 def made_ahead(jobs: Sequence[tuple[int, Callable[[], T]]]) -> Iterator[T]:
-    """Calls functions in order and yields their results. While one is used, the next is made on a thread.
+    """Call functions in order and yield their results, computing the next one on a thread meanwhile.
 
-    `jobs`: (bytes of the result, function). Results above AHEAD_BYTES are not made ahead. A failure is raised in its
-    turn.
+    `jobs` are pairs (bytes of the result, function). Results above AHEAD_BYTES are not computed ahead. A failure is
+    raised when its result is due.
     """
     with ThreadPoolExecutor(1, "made-ahead") as pool:
         waiting: Future[T] | None = None
@@ -50,7 +50,7 @@ def made_ahead(jobs: Sequence[tuple[int, Callable[[], T]]]) -> Iterator[T]:
 
 
 class StreamingWriter(DataWriter):
-    """Begins a new file from a size on, and makes one tensor while the one before it is written."""
+    """Writer that limits file sizes and reads each tensor while the previous one is written."""
 
     file_bytes = FILE_BYTES
 
@@ -59,15 +59,15 @@ class StreamingWriter(DataWriter):
 
 
 class StreamedTensor(ShardedBoxes):
-    """A tensor to save whose parts are made when they are written. Nothing holds them before or after that.
+    """A tensor to save whose parts are created only when they are written.
 
-    `make` returns the whole tensor, of this shape and dtype; `parts` are instead the entries along the first dim that
-    this process writes, each made by itself. The writer must be one that drops what it has written:
-    `storage.save(..., writer=StreamingWriter)`.
+    `make` returns the whole tensor with this shape and dtype. Alternatively, `parts` creates separate entries along the
+    first dim that this process writes. Use a writer that drops tensors after writing: `storage.save(...,
+    writer=StreamingWriter)`.
     """
 
     parts: Mapping[tuple[int, ...], Callable[[], Tensor]]
-    """Offset -> what makes the part there."""
+    """Maps an offset to the function that creates the part there."""
 
     part_shape: tuple[int, ...]
 
@@ -102,7 +102,7 @@ class StreamedTensor(ShardedBoxes):
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor of a target: its shape and dtype there, and what reads it."""
+    """A target's tensor: shape, dtype, and the function that reads it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -113,7 +113,7 @@ class Made:
         return prod(self.shape) * self.dtype.itemsize
 
     def counted(self, written: Written) -> Callable[[], Tensor]:
-        """Returns a function that computes the tensor at the time when it is written, and counts it."""
+        """Return a function that computes the tensor when it is written, and counts its bytes."""
 
         def make() -> Tensor:
             written(self.nbytes)
@@ -123,7 +123,7 @@ class Made:
 
 
 def share(tensors: Mapping[Key, Made], world: Axis) -> Iterator[tuple[Key, Made]]:
-    """The tensors that this process writes: each goes to the one with the fewest bytes so far."""
+    """Return the tensors that this process writes. Each tensor goes to the process with the fewest bytes so far."""
     loads = [0] * world.size
     for key, made in tensors.items():
         turn = loads.index(min(loads))

@@ -1,7 +1,7 @@
-"""Hugging Face folders: a run starts from one (--load), checkpoints are converted to and from them, and a run exports
-its own (--export-hf-interval, --export-hf-dir).
+"""Hugging Face folders: starts a run from one (--load), converts checkpoints to and from them, and exports a run's
+checkpoints (--export-hf-interval, --export-hf-dir).
 
-Read `families` first, which describes each `model_type`. `read_config` and `write_config` translate config.json, with
-`config_json`, and `weights` and `layouts` the tensors. `continued_training` begins a run from a folder, `export` writes
-folders while a run trains.
+Start with `families`, which describes each `model_type`. `read_config` and `write_config` translate config.json,
+together with `config_json`; `weights` and `layouts` translate the tensors. `continued_training` starts a run from a
+folder, and `export` writes folders during training.
 """

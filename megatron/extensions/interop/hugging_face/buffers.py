@@ -1,4 +1,4 @@
-"""Tensors of Hugging Face files that are no weights but follow from the configuration."""
+"""Tensors in Hugging Face files that are not weights but follow from the configuration."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron.extensions.interop.hugging_face.read_config import fields_of
 from megatron.extensions.interop.hugging_face.safetensors_file import TensorSpec
 
 Buffer = tuple[TensorSpec, Callable[[], Tensor]]
-"""Shape and dtype, and a function that computes the values."""
+"""Shape and dtype of a buffer, and the function that computes its values."""
 
 
 def buffers_of(config: TransformerConfig, model_type: str, dtype: torch.dtype) -> Iterator[tuple[str, Buffer]]:
-    """Names and values of the buffers in a family's files."""
+    """Return the names and values of the buffers in a family's files."""
     if model_type == "minimax":
         yield from _lightning_decays(config, dtype)
     if model_type == "longcat_flash":
@@ -43,8 +43,10 @@ def _lightning_decays(config: TransformerConfig, dtype: torch.dtype) -> Iterator
 
 
 def _experts_without_computation(config: TransformerConfig, dtype: torch.dtype) -> Iterator[tuple[str, Buffer]]:
-    """Gates and ups that the class of LongCat-Flash has for experts without computation, and does not use. It refuses
-    files without them; we write zeros."""
+    """Return gate and up weights of LongCat-Flash's experts without computation.
+
+    Their class has these weights, does not use them, and refuses files without them; we write zeros.
+    """
     first, zero_experts = config.num_experts or 0, fields_of(config)["moe_zero_experts"]
     count = zero_experts if isinstance(zero_experts, int) else 0
     spec = TensorSpec((config.moe_ffn_size, config.hidden_size), dtype)
@@ -56,7 +58,8 @@ def _experts_without_computation(config: TransformerConfig, dtype: torch.dtype) 
 
 
 def lightning_decay(name: str, config: TransformerConfig, layer: int, block: int) -> Tensor:
-    """A buffer of MiniMax's lightning attention, in fp32: the rates of heads, or decays within a block of tokens."""
+    """Return a buffer of MiniMax's lightning attention, in fp32: the decay rates of heads, or decays within a block of
+    tokens."""
     heads, last = config.num_attention_heads, config.num_layers - 1
     base = 1 / (2 ** (8 / heads))
     rate = (base ** (torch.arange(heads) + 1) * (1 - layer / (last + 1e-5) + 1e-5))[:, None, None]

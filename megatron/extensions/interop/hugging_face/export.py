@@ -1,9 +1,9 @@
-"""Hugging Face exports of a run's checkpoints, written by a process of their own while training continues.
+"""Hugging Face exports of a run's checkpoints, written by a separate process while training continues.
 
     python -m megatron.extensions.interop.hugging_face.export CHECKPOINT OUTPUT \\
         [--extension FILE.py] [--hf-family NAME|FILE]
 
-converts a checkpoint that is complete on disk, so that training gives it nothing but disk and processor time.
+converts a checkpoint that is complete on disk, so an export costs training only disk and processor time.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ PACKAGE = Path(__file__).resolve().parents[4]
 
 
 COUNTS = struct.Struct("qq")
-"""Bytes written and bytes in all, as the process of an export reports them."""
+"""Written and total bytes, as an export process reports them."""
 
 
 class ExportProcess:
-    """The process of one export. It sees no GPU, and gives way to training."""
+    """The process of one export. It sees no GPU and runs at a lower priority than training."""
 
     def __init__(self, checkpoint: PurePath, output: PurePath, families: Sequence[str]) -> None:
         self.checkpoint, self.began = checkpoint, time.monotonic()
-        # A file, because a pipe fills up while nobody reads it during training.
+        # A file, because a pipe would fill up while nobody reads it during training.
         self._counts = tempfile.TemporaryFile()  # noqa: SIM115
         fd = self._counts.fileno()
         paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -68,7 +68,7 @@ class ExportProcess:
         return self._process.poll() is not None
 
     def wait(self) -> tuple[int, list[str]]:
-        """Shows how far it is until it ends. Returns its exit code and output."""
+        """Wait for the export and show its progress. Returns its exit code and output."""
         bar: ProgressBar | None = None
         while True:
             try:
@@ -88,7 +88,7 @@ class ExportProcess:
         return self._process.returncode, said.strip().splitlines()
 
     def progress(self) -> tuple[int, int]:
-        """Bytes written so far, and bytes in all; zeros until the first is written."""
+        """Written and total bytes; zeros until the first bytes are written."""
         counts = os.pread(self._counts.fileno(), COUNTS.size, 0)
         return COUNTS.unpack(counts) if len(counts) == COUNTS.size else (0, 0)
 
@@ -99,7 +99,7 @@ class ExportProcess:
 
 
 class HFExporter:
-    """Exports checkpoints one after another, in order. On one rank.
+    """Exports checkpoints one after another, in order, on one rank.
 
     `held` are the checkpoints that must not be deleted.
     """
@@ -118,14 +118,17 @@ class HFExporter:
         self._said = set[str]()
 
     def add(self, iteration: int, checkpoint: PurePath) -> None:
-        """Queues a complete checkpoint if its turn has come."""
+        """Queue a complete checkpoint if it is due for export."""
         if iteration % self.interval == 0:
             self.held.append(checkpoint)
             self._waiting.append((checkpoint, self.root / checkpoint.name))
 
     def poll(self, wait: bool = False) -> list[str]:
-        """Starts the next export when the one before has ended. Returns a line for each that has ended, and its notes
-        where they are new; with `wait`, after all of them."""
+        """Start the next export when the previous one has ended.
+
+        Returns a line for each export that has ended, with its new notes. With `wait`, returns after all exports have
+        ended.
+        """
         lines: list[str] = []
         while self._waiting or self._running is not None:
             if self._running is None:
@@ -144,8 +147,7 @@ class HFExporter:
         return lines
 
     def abandon(self) -> list[str]:
-        """Ends the export in progress and forgets those that wait, for a process that must leave. Returns a line for
-        each."""
+        """Stop the current export and drop the queued ones, before the process exits. Returns a line for each."""
         lines = [f"{output} was not exported: the run stops" for _, output in self._waiting]
         if self._running is not None:
             self._running.terminate()
@@ -155,15 +157,15 @@ class HFExporter:
 
 
 class HFExports(Callback):
-    """The exports of a run's checkpoints."""
+    """Starts exports during a run."""
 
     def exporter(self, held: list[PurePath]) -> HFExporter:
         return HFExporter(self.config, held)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exports one checkpoint, in place of an earlier export of it, with the extensions and families of its run. Returns
-    the exit code."""
+    """Export one checkpoint with its run's extensions and families, replacing an earlier export. Returns the exit
+    code."""
     load()
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("checkpoint")
@@ -173,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--counts", type=int, help="file descriptor for the progress")
     args = parser.parse_args(argv)
     os.nice(10)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that temporary files are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that temporary files are removed
     try:
         load_extensions(args.extension)
         add_families(args.hf_family)

@@ -1,7 +1,7 @@
-"""Hugging Face families: names and layouts of weights, and keys of config.json. This module does not import torch.
+"""Hugging Face families: weight names and layouts, and keys of config.json. This module does not import torch.
 
-A `Rule` pairs one of our parameters with their tensors. A `Family` has the rules of a `model_type` and maps the keys of
-its config.json to our fields. `family_files` reads them from files.
+A `Rule` pairs one of our parameters with Hugging Face tensors. A `Family` holds the rules of a `model_type` and maps
+the keys of its config.json to our fields. `family_files` reads families from files.
 """
 
 from __future__ import annotations
@@ -22,179 +22,198 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our parameters and their tensors. `{i}` is the layer number, `{i/2}` and `{i%2}` are half of it and the
-    rest, `{e}` stands for every expert. Of a multi-token prediction module `{i}` is the depth from 0, `{n}` that number
-    counted on from the layers."""
+    """One of our parameters and the Hugging Face tensors that form it.
+
+    `{i}` is the layer number, `{i/2}` and `{i%2}` its half and remainder; `{e}` stands for every expert. In a
+    multi-token prediction module, `{i}` is the depth from 0, and `{n}` is that number counted on from the layers.
+    """
 
     ours: str
     theirs: tuple[str, ...]
     layout: str | Layout = "Same"
-    """How they make up ours: the name of one in `named_layouts`, or a `Layout` of your own."""
+    """How the tensors form our parameter: a name in `named_layouts`, or a custom `Layout`."""
 
 
 class Adapter(ABC):
-    """Reads and writes keys of config.json that have rules of their own, see `adapters`."""
+    """Reads and writes config.json keys that have special rules, see `adapters`."""
 
     @abstractmethod
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
-        """The fields of a model, given those of the family's tables. Raises ValueError."""
+        """Return the fields of a model, given the fields from the family's tables. Raises ValueError."""
 
     def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
-        """The keys of a model, given those of the family's tables; `stated` are all fields of `config` with the values
-        that follow from others."""
+        """Return the keys of a model.
+
+        Args:
+            hf: Keys from the family's tables.
+            config: The model.
+            stated: All fields of `config`, including derived values.
+            family: The family to write.
+        """
         return hf
 
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type` of Hugging Face."""
+    """One Hugging Face `model_type`."""
 
     model_type: str
     architecture: str
     rules: tuple[Rule, ...]
 
     prefix: str
-    """Prefix of their names. Files of the bare decoder lack it."""
+    """Prefix of Hugging Face tensor names. Files of the bare decoder lack it."""
 
     keys: Mapping[str, str]
-    """Key of config.json -> field of TransformerConfig, for equal values. In a file null removes a key of the base."""
+    """Maps a config.json key to the TransformerConfig field with the same value. In a file, null removes a key of the
+    base."""
 
     fixed: Mapping[str, object]
-    """Fields of TransformerConfig that are fixed for the family."""
+    """TransformerConfig fields with a fixed value in this family."""
 
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Defaults of keys that a config.json may lack."""
+    """Default values of keys that a config.json may lack."""
 
     class_defaults: Mapping[str, object] = field(default_factory=dict)
-    """Value of each key that their configuration class has, where a config.json lacks it. None if the class derives it
-    from other keys; see `derived_values`."""
+    """Default of each key in the family's configuration class.
+
+    None means that the class derives the value from other keys; see `derived_values`.
+    """
 
     class_names: Mapping[str, str] = field(default_factory=dict)
-    """Other names by which that class knows its keys."""
+    """Other names of keys in the family's configuration class."""
 
     only: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    """Keys with the only values that we support; we write the first one."""
+    """Supported values of keys; the first one is written."""
 
     ignored: Sequence[str] = (".rotary_emb.inv_freq",)
-    """Suffixes of names of tensors that are not weights."""
+    """Suffixes of tensor names that are not weights."""
 
     quantized: Sequence[str] = ()
-    """Methods of quantization whose weights are read, by their name in config.json."""
+    """Quantization methods whose weights can be read, by their names in config.json."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Another spelling of a part of names of tensors -> the usual one."""
+    """Alternative spellings of parts of tensor names, mapped to the usual ones."""
 
     left_out: Sequence[str] = ()
-    """Prefixes of names of tensors of modules that their class does not have either."""
+    """Prefixes of tensors of modules that the transformers class lacks too."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other spellings of keys of config.json."""
+    """Alternative spellings of config.json keys."""
 
     spelling: Mapping[str, str] = field(default_factory=dict)
-    """Usual name of a key that has rules of its own -> its name in this family's config.json."""
+    """Maps the usual name of a key with special rules to its name in this family's config.json."""
 
     multi_token: Sequence[Rule] = ()
-    """Rules of the multi-token prediction modules, where their files have them."""
+    """Rules of multi-token prediction modules, if the family's files contain them."""
 
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Their names of further tensors of such a module -> our parameter that they are copies of."""
+    """Names of further tensors of such a module, mapped to our parameters that they copy."""
 
     multi_token_key: str | None = None
-    """Key with the number of these modules."""
+    """Key with the number of multi-token prediction modules."""
 
     unwritten: Sequence[str] = ()
-    """Keys that only say how a config.json without newer keys is read."""
+    """Keys that only affect how a config.json without newer keys is read."""
 
     layers_each: int = 1
-    """Our layers for each one that config.json counts."""
+    """Number of our layers per layer that config.json counts."""
 
     windows_below: str | None = None
-    """Key with a number: layers from this one on have no window, where a config.json does not list kinds of layers."""
+    """Key of the first layer without a window, for a config.json that does not list layer kinds."""
 
     window_groups: int = 1
-    """Key/value heads of a layer with a sliding window, for each one of other layers."""
+    """Key/value heads of a layer with a sliding window, per key/value head of other layers."""
 
     earlier_tokens: str | None = None
-    """Key with the earlier tokens in a sliding window, where that is given: one less than --window-size."""
+    """Key with the number of earlier tokens in a sliding window, which is --window-size minus one."""
 
     width_without_experts: str | None = None
-    """Key with the width of the MLP of a model of 0 experts, beside experts that of the shared expert."""
+    """Key of the MLP width in a model without experts; in MoE models it is the shared expert's width."""
 
     adapters: Sequence[Adapter] = ()
-    """Read and write keys with rules of their own, in this order. A file names classes of `config_json.adapters`, and
-    "like" for those of the base."""
+    """Adapters that read and write keys with special rules, in this order.
+
+    A file names classes of `config_json.adapters`, and "like" for the base's adapters.
+    """
 
     rotary_by_adapter: bool = False
     """True if an adapter reads the rotary embedding."""
 
     rotary_layers: str = "all"
-    """Layers with a rotary embedding: "all", those with sliding "windows", or these "windows, if any"."""
+    """Layers with a rotary embedding: "all", only "windows" (layers with a sliding window), or "windows, if any"."""
 
     equal: Mapping[str, str] = field(default_factory=dict)
-    """Key -> the key whose value it must have, where it is given."""
+    """Maps a key to another key that must have the same value, if given."""
 
     same: Mapping[str, str] = field(default_factory=dict)
-    """Field of TransformerConfig -> the field whose value it has."""
+    """Maps a TransformerConfig field to another field with the same value."""
 
     powers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Field of TransformerConfig -> keys of config.json, of whose values to these powers it is the product. The first
-    one is that which follows from the field."""
+    """Maps a TransformerConfig field to config.json keys and exponents; the field is the product of these powers.
+
+    Writing computes the first key from the field.
+    """
 
     layer_types: Sequence[str] = ()
-    """Kinds of the first layers, which repeat, where a config.json does not list them."""
+    """Repeating kinds of layers, for a config.json that does not list them."""
 
     first_layer_types: Sequence[str] = ()
-    """Kinds of the first layers, in place of those of `layer_types`."""
+    """Kinds of the first layers, which override `layer_types`."""
 
     last_layer_type: str | None = None
-    """Kind of the last layer, in place of that of `layer_types`."""
+    """Kind of the last layer, which overrides `layer_types`."""
 
     needed_layer_type: str | None = None
-    """Kind of the last layer if no other layer is of this kind."""
+    """Kind of the last layer if no other layer has this kind."""
 
     linear_kind: str = "linear_attention"
-    """Kind in layer_types of a layer with linear attention."""
+    """Value in layer_types for a layer with linear attention."""
 
     values: Mapping[str, Mapping[object, object]] = field(default_factory=dict)
-    """Key of config.json -> its values, the only ones that we support -> those of our field. If several have the same
-    meaning, we write the first one."""
+    """Maps the supported values of a config.json key to values of our field.
+
+    If several have the same meaning, the first one is written.
+    """
 
     file: str = "an extension"
-    """The place where it is stated, for messages."""
+    """File that defines the family, for messages."""
 
 
 FAMILIES = Registry("model_type", NoFacts, protocol=Family)
-"""The families by their `model_type`; a file of --hf-family adds one without code.
+"""Registered families by `model_type`. A file in --hf-family adds one without code.
 
     FAMILIES.register("pebble", replace(FAMILIES["llama"], model_type="pebble", rules=RULES))
 """
 
-# Values of keys that a config.json lacks, as the configuration class of transformers has or derives them.
+# Values of keys that a config.json lacks, as the transformers configuration class sets or derives them.
 
 ROTARY = "rope_parameters"
 
 UNSET = (None, "auto")
-"""Values by which a class says that it derives a key from others."""
+"""Values by which a class marks a key that it derives from other keys."""
 
 
 def usual_names(family: Family) -> dict[str, str]:
-    """Other spelling of a key -> the name by which the family's tables call it."""
+    """Maps other spellings of keys to the names in the family's tables."""
     names = dict(family.aliases) | {theirs: usual for usual, theirs in family.spelling.items()}
     of_class = {name: names.get(usual, usual) for name, usual in family.class_names.items()}
     return {name: usual for name, usual in of_class.items() if name != usual and name not in family.keys} | names
 
 
 def by_precedence(given: Iterable[str], family: Family) -> list[str]:
-    """Keys in the order in which later ones replace earlier ones. Other spellings are last, as classes read them after
-    the usual keys."""
+    """Return the keys in override order: later ones replace earlier ones.
+
+    Other spellings come last, because classes read them after the usual keys.
+    """
     return sorted(given, key=lambda key: key in family.aliases or key in family.class_names)
 
 
 def usual_values(family: Family, names: Mapping[str, str]) -> Fields:
-    """The value of each key that a config.json lacks, under the family's usual names.
+    """Return the value of each key that a config.json lacks, under the family's usual names.
 
-    The class's default goes first. Where it is None, the class derives the value from others, and the family's default
-    says what follows.
+    The class's default takes precedence. If it is None, the class derives the value from other keys, and the family's
+    default states the result.
     """
     of_class = {names.get(key, key): value for key, value in family.class_defaults.items()}
     return {**family.defaults, **{key: value for key, value in of_class.items() if _stands(key, value, family)}}
@@ -205,12 +224,12 @@ def _stands(key: str, value: object, family: Family) -> bool:
 
 
 def inner_values(hf_config: Values, family: Family) -> Fields:
-    """Values of keys inside an object that the family reads one by one, as `object.key`."""
+    """Return values inside an object that the family reads individually, as `object.key`."""
     found: Fields = {}
     nested = (known for known in (*family.keys, *family.defaults, *family.aliases) if "." in known)
     for outer in {known.partition(".")[0] for known in nested}:
         inner = hf_config.get(outer) or family.defaults.get(outer)
-        if outer == ROTARY:  # an older name goes first, and the longest context is that before scaling by default
+        if outer == ROTARY:  # an older name takes precedence; the longest context defaults to the unscaled one
             inner = hf_config.get("rope_scaling") or inner
             longest = "max_position_embeddings"
             usual = {f"original_{longest}": hf_config.get(longest, family.class_defaults.get(longest))}
@@ -248,11 +267,11 @@ DERIVED: Mapping[str, Callable[[Values], object]] = {
     "ssm_multipliers": lambda hf: [1.0] * 5,
     "mlp_multipliers": lambda hf: [1.0] * 2,
 }
-"""Key -> what classes derive it from, in the order in which they do."""
+"""Maps a key to the functions by which classes derive it from other keys, in the classes' order."""
 
 
 def derived_values(hf: Values, family: Family, names: Mapping[str, str]) -> Fields:
-    """The values of keys that the family's class derives, where a config.json leaves them open."""
+    """Return the values of keys that the family's class derives because a config.json does not set them."""
     open_keys = {names.get(key, key) for key, value in family.class_defaults.items() if value in UNSET}
     found: Fields = {}
     for key, derive in DERIVED.items():

@@ -1,9 +1,9 @@
-"""Reads Hugging Face families from files: those of the folder `families`, and a user's own (--hf-family). This module
-does not import torch.
+"""Reads Hugging Face families from the folder `families` and from a user's files (--hf-family). This module does not
+import torch.
 
-A file NAME.json describes the `model_type` NAME: keys of `Family`, and how the rules of its weights are put together.
-It adds to the base or family that it is `like`. A key that is unknown, a value of a wrong type, or a name of nothing is
-a ValueError of one line with the file, the key and the rule. The default of a key with listed values is the first one.
+A file NAME.json describes the `model_type` NAME: keys of `Family`, and the rules of its weights. It extends the base or
+family that it names in `like`. An unknown key, a wrong type, or a name that does not exist raises a ValueError of one
+line with file, key and rule. The default of a key with listed values is the first one.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ SCHEMA: dict[str, Any] = get_type_hints(Family) | {
     "multi_token_layer": str,
     "multi_token_weights": Texts,
 }
-"""Key of a file -> type of its value. `like` names a base or another family. `weights` are names of tables of
-weights.json, "like" for those of the base, and tables of its own, of which later ones replace what earlier ones have.
-`layer` is the prefix of their names in a layer. `multi_token_weights` are those of multi-token prediction modules
-outside of their layer, which has the family's weights and is called `multi_token_layer`."""
+"""Maps each key of a file to the type of its value.
+
+`like` names a base or another family. `weights` names tables of weights.json, "like" for the base's tables, or contains
+tables; later ones override earlier ones. `layer` is the prefix of tensor names in a layer. `multi_token_weights` are
+the weights of multi-token prediction modules outside their layer; the layer has the family's weights and is called
+`multi_token_layer`.
+"""
 
 SCHEMA["keys"] = Mapping[str, str | None]
 for _computed in ("model_type", "rules", "multi_token", "file", "class_defaults", "class_names"):
     del SCHEMA[_computed]
 
 OF_OUR_FIELDS = {"keys": True, "powers": False, "fixed": False, "same": False}
-"""Tables whose values, or else whose keys, are fields of TransformerConfig."""
+"""Tables whose values, or otherwise keys, are fields of TransformerConfig."""
 
 
 @cache
@@ -52,18 +55,20 @@ def _shared(name: str) -> dict[str, dict[str, Any]]:
 
 
 def missing_part(kind: str, name: object) -> str | None:
-    """The part of models that is not built and that a family, or a setting other than those supported, needs; None if
-    none is known. `kind` is "families" or "settings"."""
+    """Return the unsupported part of the model that a family or setting needs; None if none is known.
+
+    `kind` is "families" or "settings".
+    """
     return _shared("missing_parts")[kind].get(name) if isinstance(name, str) else None
 
 
 def common_keys() -> list[str]:
-    """Keys that every configuration class of transformers has."""
+    """Return the keys that every transformers configuration class has."""
     return list(_shared("class_defaults")["common"])
 
 
 def __getattr__(name: str) -> Family:
-    """A built-in family by its `model_type` in capitals: `family_files.GEMMA3_TEXT`."""
+    """Return a built-in family by its `model_type` in capitals: `family_files.GEMMA3_TEXT`."""
     if not name.isupper() or not FOLDER.joinpath(f"{name.lower()}.json").is_file():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _family(name.lower(), f"families/{name.lower()}.json", _built_in(name.lower()))
@@ -79,7 +84,7 @@ def is_family_file(value: str) -> bool:
 
 
 def family_to_write(values: Iterable[str]) -> str | None:
-    """The family that --hf-family names for exports, if it does, once its files are read. Raises ValueError."""
+    """Return the family that --hf-family selects for exports, if any, after reading its files. Raises ValueError."""
     names = [each for each in values if not is_family_file(each)]
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)} are two families to write; give one NAME, and files as FILE.json")
@@ -90,7 +95,7 @@ def family_to_write(values: Iterable[str]) -> str | None:
 
 
 def add_families(values: Iterable[str]) -> None:
-    """Registers the families of a user's files, each under the file's name. Raises ValueError."""
+    """Register the families of a user's files under the files' names. Raises ValueError."""
     for each in filter(is_family_file, values):
         path = Path(each).expanduser().resolve()
         name = path.stem
@@ -105,14 +110,14 @@ def add_families(values: Iterable[str]) -> None:
 
 
 def _built_in(name: str) -> dict[str, Any]:
-    """The table of a built-in family, with the defaults of its class in transformers."""
+    """Return the table of a built-in family, with the defaults of its transformers class."""
     table = _parsed(FOLDER.joinpath(f"{name}.json"), f"families/{name}.json")
     own = _shared("class_defaults")["families"].get(name)
     return table if own is None else table | {"class_defaults": own["defaults"], "class_names": own["names"]}
 
 
 def _parsed(path: Any, shown: str) -> dict[str, Any]:
-    """The table of a file, checked. Raises ValueError."""
+    """Parse and check a file. Raises ValueError."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
     except FileNotFoundError:
@@ -134,7 +139,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _misfit(table: Mapping[str, Any]) -> Iterator[str]:
-    """Problems of a file's keys and values."""
+    """Yield the problems of a file's keys and values."""
     for key, value in table.items():
         if key not in SCHEMA:
             yield f"{key}: is no key of a family{near(key, SCHEMA)}"
@@ -158,7 +163,7 @@ def _misfit(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def misspelled_names(table: dict[str, Any]) -> Iterator[str]:
-    """Problems of the names in the tables of a file, compared with those of the built-in families."""
+    """Yield misspelled names in a file's tables, compared with the built-in families."""
     known = [*_shared("bases").values(), *map(_built_in, built_in_names())]
     keys = {key for each in known for key in config_keys(each)} | {*common_keys()}
     tables = [part for each in known for part in each.get("weights", ()) if isinstance(part, dict)]
@@ -169,7 +174,7 @@ def misspelled_names(table: dict[str, Any]) -> Iterator[str]:
 
 
 def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
-    """Problems of a value that is not of a type of SCHEMA."""
+    """Yield the problems of a value whose type does not match SCHEMA."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Mapping and isinstance(value, dict):
         for name, each in value.items():
@@ -190,8 +195,10 @@ def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
 
 
 def _whole(table: dict[str, Any]) -> dict[str, Any]:
-    """Returns a table merged with the table that it names by `like`, if any. Its statement about a key or field
-    replaces the base's fixed value, and the default of that key in the base's class."""
+    """Return a table merged with the table that it names in `like`, if any.
+
+    A key or field in the table overrides the base's fixed value, and the default of that key in the base's class.
+    """
     own = dict(table)
     like = own.pop("like", None)
     if like is None:
@@ -221,9 +228,11 @@ def _whole(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rules(weights: Texts, our_layer: str, their_layer: str) -> Iterator[Rule]:
-    """Rules of a table of weights, ours -> theirs. Theirs are separated by spaces, and follow the name of a layout and
-    a colon unless the layout is "Same". A name that begins with a dot is one in a layer; `*` is both weight and
-    bias."""
+    """Parse a weights table to rules, ours -> theirs.
+
+    Their names are separated by spaces, after the name of a layout and a colon unless the layout is "Same". A name that
+    starts with a dot belongs to a layer; `*` stands for both weight and bias.
+    """
 
     def whole(name: str, layer: str, kind: str) -> str:
         return (layer + name if name.startswith(".") else name).replace("*", kind)
@@ -236,16 +245,16 @@ def _rules(weights: Texts, our_layer: str, their_layer: str) -> Iterator[Rule]:
 
 
 def _by_name(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Rules, the last one of each of our parameters."""
+    """Keep only the last rule of each of our parameters."""
     return tuple({rule.ours: rule for rule in rules}.values())
 
 
 def _family(model_type: str, file: str, own: dict[str, Any]) -> Family:
-    """The family of a file's table. Raises ValueError if something is missing in it."""
+    """Build the family of a file's table. Raises ValueError if something is missing."""
     table = _whole(own)
     if missing := [key for key in ("architecture", "prefix", "weights", "keys", "fixed") if key not in table]:
         raise ValueError(f"{file}: {missing[0]}: is missing; state it, or say which base this family is like")
-    booleans = {"true": True, "false": False, "null": None}  # JSON has texts only as keys
+    booleans = {"true": True, "false": False, "null": None}  # JSON has only string keys
     values = {
         key: {booleans.get(theirs, theirs): ours for theirs, ours in each.items()}
         for key, each in table.pop("values", {}).items()

@@ -1,8 +1,8 @@
-"""Checks the names inside the tables of a user's family file: parameters, and keys of config.json. This module does not
-import torch.
+"""Checks names in the tables of a user's family file: parameters, and config.json keys. This module does not import
+torch.
 
-A name that no built-in family knows may be one of the user's own, as of a key that only their config.json has. It is
-refused where it must refer to something that exists, or where it is nearly a key that the family has.
+A name that no built-in family knows may be the user's own, such as a key that only their config.json has. It is refused
+if it must refer to something that exists, or if it closely resembles an existing key.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from difflib import get_close_matches
 from typing import Any
 
 OF_CONFIG = ("keys", "values", "defaults", "only", "equal")
-"""Tables by keys of config.json."""
+"""Tables indexed by config.json keys."""
 
 SINGLE = ("multi_token_key", "earlier_tokens", "windows_below", "width_without_experts")
-"""Keys of a file whose value is a key of config.json."""
+"""File keys whose value is a config.json key."""
 
 ALIKE = 0.85
-"""Similarity from which a new key is taken for a misspelled one."""
+"""Similarity from which a new key counts as misspelled."""
 
 
 def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message with the most similar known name, if one is similar."""
+    """Return a message suffix with the most similar known name, if there is a similar one."""
     close = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; nearest: {close[0]}" if close else ""
 
 
 def config_keys(table: Mapping[str, Any]) -> set[str]:
-    """Keys of config.json that a family's table names."""
+    """Return the config.json keys that a family's table names."""
     found = {key for kind in OF_CONFIG for key in table.get(kind, {})}
     found |= {*table.get("spelling", {}), *table.get("spelling", {}).values(), *table.get("class_names", {})}
     found |= {*table.get("aliases", {}), *table.get("aliases", {}).values(), *table.get("class_defaults", {})}
@@ -37,7 +37,7 @@ def config_keys(table: Mapping[str, Any]) -> set[str]:
 
 
 def parameters(weights: Iterable[str]) -> set[str]:
-    """Names of parameters in tables of weights, each with `weight`, `bias`, and the `*` that stands for both."""
+    """Return the parameter names in weights tables, each with `weight`, `bias`, and `*` for both."""
     found = set[str]()
     for name in weights:
         stem, _, last = name.rpartition(".")
@@ -48,7 +48,7 @@ def parameters(weights: Iterable[str]) -> set[str]:
 def misspelled(
     own: Mapping[str, Any], base: Mapping[str, Any], known_keys: set[str], known_parameters: set[str]
 ) -> Iterator[str]:
-    """Problems of the names in a file's tables.
+    """Yield the problems of names in a file's tables.
 
     Args:
         own: the file.

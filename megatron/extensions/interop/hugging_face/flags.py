@@ -1,4 +1,4 @@
-"""Flags of exports and families, the built-in families, and where the code for Hugging Face folders is.
+"""Flags of exports and families, the built-in families, and entry points for Hugging Face folders.
 
 This module does not import torch.
 """
@@ -64,7 +64,7 @@ _USUAL = (
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "exaone_moe", "afmoe", "qwen3_next", "apertus"),
     *("bailing_moe", "exaone4", "mimo_v2_flash", "step3p5", "gpt_oss", "gemma2", "gemma3_text", "llama4_text"),
 )
-"""Families that are tried first where several can express a model, in this order."""
+"""Families to try first if several can express a model, in this order."""
 
 _FILES = sorted(name[: -len(".json")] for name in os.listdir(os.path.join(os.path.dirname(__file__), "families")))
 

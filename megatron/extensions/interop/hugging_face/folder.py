@@ -1,7 +1,7 @@
 """Hugging Face model folders: config.json, and weights in one file or in shards with an index.
 
-Folders may come from untrusted sources. Weights are safetensors, or .bin files that are loaded with `weights_only`; no
-other pickle is read, and the index may name files of its own folder only. Every problem is a ValueError of one line.
+Folders may come from untrusted sources. Weights are safetensors, or .bin files loaded with `weights_only`. No other
+pickle is read, and the index may name only files in its own folder. Every problem raises a ValueError of one line.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class HFFolder:
-    """An opened folder: `config` is its config.json, `tensors` its weights by name, on disk. For a multimodal model
-    both are those of its text model. Raises ValueError."""
+    """An open folder: `config` is its config.json, `tensors` its on-disk weights by name.
+
+    For a multimodal model, both belong to its text model. Raises ValueError.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,12 +42,15 @@ class HFFolder:
 
 
 def _open_weights(folder: Path, named: object) -> dict[str, Sliceable]:
-    """The weights of a folder, from the files in which transformers looks, in its order. `named` is the value of
-    transformers_weights in config.json, the file of weights or their index in place of the usual ones."""
+    """Open the weights of a folder from the files that transformers would read, in the same order.
+
+    `named` is the value of transformers_weights in config.json, which names a weights file or index other than the
+    usual ones.
+    """
     if named is not None:
         return _open_named(folder, named)
     for index, single, read in ((SAFE_INDEX, SAFE, read_header), (BIN_INDEX, BIN, _BinFiles().read)):
-        if (folder / single).is_file():  # as transformers, also beside an index, which an earlier model may have left
+        if (folder / single).is_file():  # like transformers, even beside an index that an earlier model may have left
             return {**read(folder / single)}
         if (folder / index).is_file():
             return _open_shards(folder, index, read)
@@ -91,13 +96,13 @@ def _open_shards(folder: Path, index: str, read: Callable[[Path], Mapping[str, S
 
 
 class _BinFiles:
-    """Files of torch.save, loaded with `weights_only` and mapped into memory where possible. One is open at a time."""
+    """torch.save files, loaded with `weights_only` and memory-mapped if possible. One file is open at a time."""
 
     def __init__(self) -> None:
         self._open: tuple[Path, dict[str, Tensor]] | None = None
 
     def read(self, path: Path) -> dict[str, _BinTensor]:
-        """The tensors of a file. Raises ValueError if it holds anything else."""
+        """Return the tensors of a file. Raises ValueError if it contains anything else."""
         tensors = self.tensors(path)
         return {name: _BinTensor(tuple(value.shape), value.dtype, self, path, name) for name, value in tensors.items()}
 
@@ -121,7 +126,7 @@ class _BinTensor(TensorSpec):
 def _load_bin(path: Path) -> dict[str, Tensor]:
     try:
         found = load_torch_file(path)
-    except Exception as error:  # whatever a damaged or malicious file makes the reader raise
+    except Exception as error:  # any exception that a damaged or malicious file can cause
         raise ValueError(f"{path} is refused, as it is not a plain file of tensors: {why_refused(error)}") from None
     if not isinstance(found, dict) or not all(
         isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
@@ -135,7 +140,7 @@ def _load_bin(path: Path) -> dict[str, Tensor]:
 
 
 def plan_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> dict[str, dict[str, TensorSpec]]:
-    """Divides tensors, in their order, among files of at most `max_bytes`, or of one tensor if that is larger."""
+    """Divide tensors, in order, among files of at most `max_bytes`; a larger tensor gets its own file."""
     shards: list[dict[str, TensorSpec]] = [{}]
     size = 0
     for name, spec in specs.items():
@@ -150,7 +155,7 @@ def plan_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> dict[str, di
 
 
 def index_of(shards: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, object]:
-    """Content of model.safetensors.index.json."""
+    """Return the content of model.safetensors.index.json."""
     total = sum(spec.nbytes for shard in shards.values() for spec in shard.values())
     weight_map = {name: file for file, shard in shards.items() for name in shard}
     return {"metadata": {"total_size": total}, "weight_map": weight_map}

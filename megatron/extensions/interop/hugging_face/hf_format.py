@@ -1,5 +1,7 @@
-"""Hugging Face folders as a source and a target of conversions, and a check of what was converted: the logits of a
-folder, computed by transformers, beside those of our checkpoint, in fp32."""
+"""Hugging Face folders as a source and a target of conversions.
+
+Also checks conversions by comparing the logits of transformers with our checkpoint's, in fp32.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 class HFSource(Source):
-    """An opened Hugging Face folder. Names and shapes of all weights are checked before one is read."""
+    """An open Hugging Face folder. Names and shapes of all weights are checked before any is read."""
 
     def __init__(self, path: Path, options: Options) -> None:
         folder = HFFolder(path)
@@ -96,7 +98,7 @@ WITHOUT_MODULES = "which no program needs to predict one token at a time"
 
 
 class HFTarget(Target):
-    """A Hugging Face folder to write: config.json, weights in shards, and the files of the tokenizer."""
+    """A Hugging Face folder to write: config.json, weights in shards, and tokenizer files."""
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source, self.options = source, options
@@ -132,7 +134,7 @@ class HFTarget(Target):
         return self.source.dtype(placement.meta.name, self.options.dtype)
 
     def _converted(self, placement: Placement) -> tuple[Tensor, ...]:
-        """A parameter or a state, as their tensors."""
+        """Convert a parameter or state to Hugging Face tensors."""
         if placement.state_dtype is None:
             return placement.to_theirs(self.source.read(placement.meta.name, self.options.dtype))
         return placement.to_theirs(self.source.read_state(placement.meta, self._dtype(placement)))
@@ -169,8 +171,11 @@ class HFTarget(Target):
 
 
 def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str | None) -> tuple[str, str | None]:
-    """The family of an export: the one that the user wants, that of the model's origin where the model still fits, or
-    the first that can express it; and a notice where it is another one than the origin."""
+    """Select the family of an export, with a notice if it differs from the model's origin.
+
+    It is the requested family, else the origin's family if the model still fits, else the first that can express the
+    model.
+    """
     if wanted is not None or origin is None:
         return wanted or choose_family(config), None
     try:
@@ -188,25 +193,28 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def origin_of(hf_config: Mapping[str, object]) -> Origin:
-    """The family and the token ids of a config.json, for checkpoints of the model."""
+    """Return the family and the token ids of a config.json, for the model's checkpoints."""
     return Origin(str(hf_config["model_type"]), stated_token_ids(hf_config))
 
 
 def stated_token_ids(hf_config: Mapping[str, object]) -> dict[str, object]:
-    """The ids of a config.json, or the defaults of its class where the vocabulary has them."""
+    """Return the token ids in a config.json, or the class's defaults if the vocabulary contains them."""
     usual, tokens = family_of(hf_config).class_defaults, config_from_hf(hf_config).vocab_size or 0
     known = {key: value for key, value in usual.items() if type(value) is int and value < tokens}
     return {key: hf_config.get(key, known.get(key)) for key in TOKEN_IDS}
 
 
 def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
-    """Ids of the tokens that begin, end and pad a text, and a remark if the tokenizer cannot be read. An id is None if
-    nothing names it: without the key transformers takes its class's, which may be another token."""
+    """Return the ids of the tokens that begin, end and pad a text, and a remark if the tokenizer cannot be read.
+
+    An id is None if nothing names it, because without the key transformers uses the class's default, which may be
+    another token.
+    """
     config, known = source.config, {key: source.origin.token_ids.get(key) for key in TOKEN_IDS}
     if config.tokenizer.tokenizer_type is None:
         return known, "the checkpoint names no tokenizer: no tokenizer files are written"
     if config.tokenizer.tokenizer_type == "NullTokenizer" and source.origin.token_ids:
-        return known, None  # it counts ids and knows none of the model's
+        return known, None  # it counts ids and knows no token of the model
     try:
         tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
         pad = _pad_token_id(tokenizer, source.side_files)
@@ -218,7 +226,7 @@ def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
 
 
 def _pad_token_id(tokenizer: Tokenizer, side_files: Mapping[str, Path]) -> int | None:
-    """The token that the tokenizer's settings name, or the id in the settings of generation."""
+    """Return the token in the tokenizer's settings, or the id in the generation settings."""
     settings, generation = (
         read_json(side_files[name]) if name in side_files else {}
         for name in ("tokenizer_config.json", GENERATION_CONFIG)
@@ -247,7 +255,7 @@ class LogitDifference:
 
     @property
     def equal(self) -> bool:
-        """True if the difference is one of rounding in fp32."""
+        """True if the difference can be explained by fp32 rounding."""
         return self.largest <= 0.01 * max(self.scale, 1e-3)
 
     def __str__(self) -> str:
@@ -256,7 +264,7 @@ class LogitDifference:
 
 
 def compare_logits(hf_folder: PurePath, checkpoint: PurePath, text: str) -> LogitDifference:
-    """Runs both models on a text, on the CPU in fp32. Both are in memory at once.
+    """Run both models on a text, on the CPU in fp32. Both are in memory at once.
 
     Raises ValueError if transformers is not installed or the text has no tokens.
     """
@@ -275,13 +283,13 @@ def compare_logits(hf_folder: PurePath, checkpoint: PurePath, text: str) -> Logi
 
 
 def require_transformers() -> None:
-    """Raises ValueError if transformers is not installed."""
+    """Raise ValueError if transformers is not installed."""
     if find_spec("transformers") is None:
         raise ValueError("--check needs the package transformers: pip install transformers")
 
 
 def _tokens(folder: Path, text: str, vocab_size: int, longest: int) -> Tensor:
-    """Ids [1, s] of a text; without a tokenizer its bytes, modulo the vocabulary."""
+    """Return the ids [1, s] of a text; without a tokenizer, its bytes modulo the vocabulary size."""
     tokenizer = tokenizer_config(folder)
     if tokenizer.tokenizer_type is None:
         ids = [byte % vocab_size for byte in text.encode()]

@@ -1,6 +1,6 @@
-"""How our parameters are made of Hugging Face's tensors, and the other way round, bit for bit.
+"""Bit-exact conversion between our parameters and Hugging Face tensors.
 
-The classes of layouts are here; `named_layouts` has those that the files of families name.
+This module defines the layout classes. `named_layouts` contains the layouts that family files name.
 """
 
 from __future__ import annotations
@@ -17,50 +17,56 @@ from megatron.core.config.model import TransformerConfig
 from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
 
 Box = tuple[slice, ...]
-"""One slice with a start and a stop for each dim."""
+"""A slice with a start and a stop for each dim."""
 
 
 class Layout:
-    """How one of our parameters is made of their tensors, and the other way round, bit for bit."""
+    """Bit-exact conversion of one of our parameters from and to Hugging Face tensors."""
 
     def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
-        """Converts their tensors to our parameter. Their shapes are those that `theirs` gives."""
+        """Convert their tensors to our parameter. Their shapes equal the ones that `theirs` returns."""
         raise NotImplementedError
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
-        """Converts our parameter to their tensors. It may be on the meta device."""
+        """Convert our parameter to their tensors. It may be on the meta device."""
         raise NotImplementedError
 
     def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
-        """A box of `ours`. Their tensors may be on disk; overridden where less than all of them needs to be read."""
+        """Return a box of `ours`.
+
+        Their tensors may be on disk; subclasses override this method if they need to read only parts of them.
+        """
         return self.ours(config, [tensor[()] for tensor in tensors])[box]
 
 
 @dataclass(frozen=True)
 class Pieces(Layout):
-    """Ours consists of pieces: their tensors, or sections of a single one, with their dims in another order."""
+    """Our parameter consists of pieces: their tensors, or sections of a single tensor, with permuted dims."""
 
     pattern: str | tuple[str, ...] = "... -> ..."
-    """Dims of theirs and of the piece, as "(g n d) ... -> g n d ...": axes in brackets are one dim, row-major, "1" is a
-    dim of size 1, and "..." are any others. Of a tuple each is the pattern of one piece."""
+    """Dims of their tensor and of the piece, as "(g n d) ... -> g n d ...".
+
+    Axes in parentheses form one dim, row-major; "1" is a dim of size 1, and "..." stands for any other dims. A tuple
+    contains one pattern per piece.
+    """
 
     sizes: Callable[[TransformerConfig], Mapping[str, int]] = lambda config: {}
-    """Sizes of axes. One axis of a dim may be left out, whose size follows from the others'."""
+    """Sizes of axes. One axis of each dim may be omitted; its size follows from the others."""
 
     joined: int | None = None
-    """The dim of ours along which pieces are concatenated; None for a single piece."""
+    """Our dim along which pieces are concatenated; None for a single piece."""
 
     counts: Callable[[TransformerConfig], Sequence[int]] | None = None
-    """Sizes of the pieces along it; None for 1 each."""
+    """Sizes of the pieces along that dim; None means 1 each."""
 
     section: int | None = None
-    """Dim of the single tensor along which the pieces are concatenated, each in proportion to its count."""
+    """Dim of the single tensor along which the pieces are concatenated, in proportion to their counts."""
 
     sections: int | None = None
-    """Pieces that lie so in the first of several tensors, where each of the others is a piece."""
+    """Number of pieces concatenated in the first of several tensors; each other tensor is one piece."""
 
     may_be_thirds: bool = False
-    """Files may also have equal parts of all rows in the tensors, as transformers saves what its class has in one."""
+    """True if files may also contain the rows in equal parts, as transformers saves one fused tensor of its class."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         pieces: Sequence[Tensor] = (parameter,)
@@ -94,7 +100,7 @@ class Pieces(Layout):
         return cat(found, dim=self.joined)
 
     def _piece(self, config: TransformerConfig, at: int, tensor: Sliceable, box: Box) -> Tensor:
-        """A box of a piece. Of theirs it reads, in each dim, the range that the box has of the outermost axis."""
+        """Return a box of a piece. Reads, in each dim of their tensor, only the box's range of the outermost axis."""
         theirs, ours = self._sides(at)
         further = len(tensor.shape) - len(_dims(theirs, 0))
         sizes, axes = self.sizes(config), _dims(ours, further)
@@ -122,7 +128,7 @@ class Pieces(Layout):
 
 
 class _Section:
-    """The section number `at` of a tensor's dim, whose length is divided in proportion to `counts`."""
+    """Section `at` of a tensor's dim, whose length is divided in proportion to `counts`."""
 
     def __init__(self, tensor: Sliceable, dim: int, start: int, counts: Sequence[int], at: int) -> None:
         self.tensor = tensor
@@ -142,7 +148,7 @@ class _Section:
 
 
 def rearranged(x: Tensor, source: str, target: str, sizes: Mapping[str, int]) -> Tensor:
-    """A tensor whose dims are those of one side of a pattern, with the dims of the other."""
+    """Rearrange the dims of a tensor from one side of a pattern to the other."""
     further = x.ndim - len(_dims(source, 0))
     before, after = _dims(source, further), _dims(target, further)
     found: dict[str, int] = {}
@@ -154,21 +160,25 @@ def rearranged(x: Tensor, source: str, target: str, sizes: Mapping[str, int]) ->
 
 
 def _dims(side: str, further: int) -> list[list[str]]:
-    """The axes of each dim of one side of a pattern: "(g n) 1 ..." with two more dims is [[g, n], [], [.0], [.1]]."""
+    """Return the axes of each dim on one side of a pattern: "(g n) 1 ..." with two more dims is [[g, n], [], [.0],
+    [.1]]."""
     spelled = side.replace("...", " ".join(f".{number}" for number in range(further)))
     return [[] if dim == "1" else dim.strip("()").split() for dim in re.findall(r"\([^)]*\)|\S+", spelled)]
 
 
 def _axis_sizes(size: int, names: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of the axes of a dim, of which one may not be among `sizes`."""
+    """Return the sizes of a dim's axes, one of which may be missing in `sizes`."""
     rest = size // prod(sizes.get(name, 1) for name in names)
     return {name: sizes.get(name, rest) for name in names}
 
 
 @dataclass(frozen=True)
 class HeadsOfGroups(Layout):
-    """linear_qkv, which holds the heads of each query group as [groups, heads, channels of a head, ...] if all of them
-    have one width, and as [groups, rows, ...] otherwise."""
+    """Layout of linear_qkv.
+
+    Our tensor has the heads of each query group as [groups, heads, channels of a head, ...] if all have the same width,
+    and as [groups, rows, ...] otherwise.
+    """
 
     even: Layout
     uneven: Layout
@@ -184,7 +194,7 @@ class HeadsOfGroups(Layout):
 
 
 class VocabularyRows(Layout):
-    """Rows of the vocabulary: ours are padded with zeros to the padded vocabulary."""
+    """Vocabulary rows; ours are zero-padded to the padded vocabulary size."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         return (parameter[: config.vocab_size],)
@@ -197,7 +207,7 @@ class VocabularyRows(Layout):
 
 
 class StackedExperts(Layout):
-    """Gate and up of all experts as [E, 2, ffn, h]; they store them expert by expert."""
+    """Gate and up of all experts as [E, 2, ffn, h]; Hugging Face stores them expert by expert."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         return parameter.flatten(0, 1).unbind()
@@ -209,8 +219,10 @@ class StackedExperts(Layout):
 
 @dataclass(frozen=True)
 class OneOfThree(Layout):
-    """One number of three, which other parameters share a tensor of theirs with: those that have the same name are
-    added up. Adding -0.0 changes no number."""
+    """One of three numbers that share a Hugging Face tensor with other parameters.
+
+    Tensors with the same name are added up. Adding -0.0 changes no number.
+    """
 
     place: int
 
@@ -222,7 +234,7 @@ class OneOfThree(Layout):
 
 
 class WithConstantsOfXIELU(Layout):
-    """xIELU's second scalar, beside which they store its slope at zero and a bound of its exponent."""
+    """The second scalar of xIELU, beside which Hugging Face stores its slope at zero and a bound of its exponent."""
 
     constants = 0.5, -1e-6
 
@@ -238,15 +250,15 @@ class WithConstantsOfXIELU(Layout):
 
 @dataclass(frozen=True)
 class Reordered(Layout):
-    """Another layout with the channels along a dim of ours in another order."""
+    """Another layout with reordered channels along one of our dims."""
 
     base: Layout
     dim: int
     order: Callable[[TransformerConfig], list[int]]
-    """For each channel of ours the number of theirs."""
+    """Index of their channel for each of our channels."""
 
     but_values: bool = False
-    """True if the values of each query group, the last rows of dim 1, stay as they are."""
+    """True if the values of each query group, the last rows of dim 1, keep their order."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         back = torch.tensor(self.order(config), device=parameter.device).argsort()

@@ -1,8 +1,8 @@
-"""The layouts that the files of Hugging Face families name, by subject.
+"""Layouts that Hugging Face family files name, by subject.
 
-`"QueryGroups: .q_proj.weight .k_proj.weight .v_proj.weight"` in a family's table of weights names one of them. The
-comments give the families that a layout is for, and the shapes of their tensors where those do not follow from it. A
-weight and its bias share a layout: the bias has only the first dims.
+`"QueryGroups: .q_proj.weight .k_proj.weight .v_proj.weight"` in a family's weights table names one of them. Comments
+list the families that use a layout, and the shapes of their tensors if these are not obvious. A weight and its bias
+share a layout: the bias has only the first dims.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megatron.extensions.interop.hugging_face.layouts import (
 )
 
 ROWS = "(g n) ... -> g n ..."
-"""Rows of groups, one group after the other: ours has a dim of its own for the groups."""
+"""Rows of groups, one group after another; our tensor has a separate dim for groups."""
 
 HEADS = "(g n d) ... -> g n d ..."
-"""The same for groups of heads of d channels."""
+"""Like ROWS, for groups of heads with d channels."""
 
 TAPS = "(g n) 1 t -> g n t"
-"""The same for the taps of convolutions, [channels, 1, taps]."""
+"""Like ROWS, for convolution taps, [channels, 1, taps]."""
 
 
 def option(config: TransformerConfig, name: str) -> int:
-    """The value of a flag of whichever extension states it."""
+    """Return the value of a flag, whichever extension defines it."""
     return next(getattr(each, name) for each in config.extension_options if hasattr(each, name))
 
 
@@ -44,9 +44,9 @@ WHOLE_TENSORS: dict[str, Layout] = {
     "Transposed": Pieces("... o -> o ..."),
     # Several tensors of one shape, such as gate and up of a gated MLP, along a new first dim of ours.
     "Stacked": Pieces("... -> 1 ...", joined=0),
-    # LFM2's short convolution: three projections of one width, one after another.
+    # LFM2's short convolution: three consecutive projections of one width.
     "Thirds": Pieces("(third c) ... -> third c ...", lambda config: {"third": 3}),
-    # DeepSeek-V4's hyper-connections: three of our factors are one tensor of theirs.
+    # DeepSeek-V4's hyper-connections: one tensor holds three of our factors.
     "FirstOfThree": OneOfThree(0),
     "SecondOfThree": OneOfThree(1),
     "ThirdOfThree": OneOfThree(2),
@@ -54,7 +54,7 @@ WHOLE_TENSORS: dict[str, Layout] = {
 }
 
 PAIR = "pair"
-"""The axis of gate and up of a gated MLP, in this order."""
+"""The axis of gate and up in a gated MLP, in this order."""
 
 
 def _gate_and_up(config: TransformerConfig) -> Mapping[str, int]:
@@ -62,7 +62,7 @@ def _gate_and_up(config: TransformerConfig) -> Mapping[str, int]:
 
 
 MLPS_AND_EXPERTS: dict[str, Layout] = {
-    # Phi 3, GLM: [2 * ffn, h], all gates before all ups. Granite's experts have the same with a dim of experts.
+    # Phi 3, GLM: [2 * ffn, h], all gates before all ups. Granite's experts add a dim of experts.
     "GateUpRows": Pieces("(pair o) ... -> pair o ...", _gate_and_up),
     "ExpertGateUpRows": Pieces("e (pair o) ... -> e pair o ...", _gate_and_up),
     # Mixtral: two tensors for each expert. Ours has [experts, 2, ffn, h].
@@ -93,13 +93,14 @@ def _attention_heads(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def _of_group(*tensors: str) -> Callable[[TransformerConfig], list[int]]:
-    """Heads of a query group in each of their tensors: those of all queries ("q"), twice as many ("pairs"), or one."""
+    """Return the heads of a query group in each of their tensors: all queries ("q"), twice as many ("pairs"), or
+    one."""
     numbers = {"q": 1, "pairs": 2}
     return lambda config: [numbers.get(each, 0) * config.queries_per_group or 1 for each in tensors]
 
 
 def _with_swapped_halves(config: TransformerConfig) -> list[int]:
-    """For each channel of a head the one that is half a head away."""
+    """Map each channel of a head to the channel half a head away."""
     return [(at + config.head_dim // 2) % config.head_dim for at in range(config.head_dim)]
 
 
@@ -115,7 +116,7 @@ ATTENTION: dict[str, Layout] = {
     "QueryGatePairs": Pieces(
         ("(g q pair d) ... -> g (pair q) d ...", HEADS, HEADS), _query_groups, 1, _of_group("pairs", "k", "v")
     ),
-    # MiMo-V2-Flash, Step 3.5, Laguna: queries, gates if there are any, keys and values; heads may differ in width.
+    # MiMo-V2-Flash, Step 3.5, Laguna: queries, gates if any, keys and values; head widths may differ
     "RowsOfGroups": HeadsOfGroups(
         even=Pieces(HEADS, _query_groups, 1, lambda config: [count for count in config.head_counts if count]),
         uneven=Pieces(
@@ -125,24 +126,24 @@ ATTENTION: dict[str, Layout] = {
             lambda config: [rows for rows in config.group_rows if rows],
         ),
     ),
-    # Ling: one tensor with the rows of all queries, then those of all keys, then those of all values.
+    # Ling: one tensor with all query rows, then all key rows, then all value rows
     "JoinedQueryGroups": Pieces(HEADS, _query_groups, 1, _of_group("q", "k", "v"), section=0),
-    # GPT-2: the same along the last dim, which is the only one of a bias.
+    # GPT-2: likewise along the last dim, which is the only dim of a bias
     "JointHeads": Pieces("... (g n d) -> g n d ...", _query_groups, 1, _of_group("q", "k", "v"), section=-1),
-    # BLOOM, GPT-NeoX: query, key and value head by head, which is our order.
+    # BLOOM, GPT-NeoX: query, key and value head by head, which is our order
     "GroupByGroup": Pieces(HEADS, _query_groups),
-    # CodeGen: four blocks of heads, each with all of its queries, then all values, then all keys.
+    # CodeGen: four blocks of heads, each with all its queries, then all values, then all keys
     "BlocksOfHeads": Reordered(
         Pieces("(m p n d) ... -> (m n) p d ...", lambda config: {"m": 4, "p": 3, "d": config.head_dim}),
         1,
         lambda config: [0, 2, 1],
     ),
-    # nanochat rotates in the other direction, so that the halves of queries and keys change places.
+    # nanochat rotates in the other direction, so the halves of queries and keys are swapped
     "SwappedQueryGroups": Reordered(QUERIES_KEYS_VALUES, 2, _with_swapped_halves, but_values=True),
-    # DiffLlama: the group half of all groups behind a group is the other one of its pair.
+    # DiffLlama: half of all groups away from a group is the other group of its pair
     "PairsOfGroups": Pieces("(two p n d) ... -> p two n d ...", _pairs_of_groups, 2, _of_group("q", "k", "v")),
     "Heads": Pieces("(g d) ... -> g d ...", _attention_heads),
-    # MiniMax's lightning attention: query, key and value of each head in one tensor, its gate in another.
+    # MiniMax's lightning attention: query, key and value of each head in one tensor, its gate in another
     "HeadsAndGates": Pieces(ROWS, _attention_heads, 1, lambda config: (3 * config.head_dim, config.head_dim)),
     # DeepSeek-V4: outputs of groups of heads, [groups * rank, channels of a group].
     "OutputGroups": Pieces("(g r) ... -> g r ...", lambda config: {"g": option(config, "o_groups")}),
@@ -150,7 +151,7 @@ ATTENTION: dict[str, Layout] = {
 
 
 def _pairs_of_halves(first: int, rotated: int) -> list[int]:
-    """`first` channels as they are, then those of two halves as the pairs that rotate together."""
+    """Keep the first `first` channels, then interleave two halves into the pairs that rotate together."""
     return [*range(first), *(first + half + at for at in range(rotated // 2) for half in (0, rotated // 2))]
 
 
@@ -172,19 +173,19 @@ def _indexer_channels(config: TransformerConfig) -> list[int]:
     return [len(of_head) * head + at for head in range(option(config, "dsa_indexer_n_heads")) for at in of_head]
 
 
-# Channels that rotate together are pairs here, and lie half the rotated channels apart there.
+# Channels that rotate together are adjacent here; in their layout they are half the rotated channels apart.
 ROTATED_HALVES: dict[str, Layout] = {
-    # MiniCPM 3: the last channels of each head, and of the latent of keys and values.
+    # MiniCPM 3: last channels of each head, and of the key/value latent
     "HeadsOfHalves": Reordered(Pieces("(g d) ... -> g d ...", _attention_heads), 1, _head_channels),
     "LatentOfHalves": Reordered(Pieces(), 0, _latent_channels),
-    # DeepSeek-V3.2: the first channels of the indexer's heads, and of its key.
+    # DeepSeek-V3.2: first channels of the indexer's heads and of its key
     "IndexerHeadsOfHalves": Reordered(Pieces(), 0, _indexer_channels),
     "IndexerKeyOfHalves": Reordered(Pieces(), 0, _indexer_key_channels),
 }
 
 
 class DeltaNets(Protocol):
-    """The shape of gated delta nets."""
+    """Shape of gated delta nets."""
 
     linear_num_key_heads: int
     linear_num_value_heads: int
@@ -192,7 +193,7 @@ class DeltaNets(Protocol):
 
 
 def delta_nets(config: TransformerConfig) -> DeltaNets:
-    """The shape of gated delta nets: options of whichever extension states their heads."""
+    """Return the shape of gated delta nets from the options of whichever extension defines their heads."""
     found: DeltaNets = next(each for each in config.extension_options if hasattr(each, "linear_num_key_heads"))
     return found
 
@@ -202,7 +203,7 @@ def _key_heads(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def _of_key_head(config: TransformerConfig) -> tuple[int, ...]:
-    """Rows of a key head: queries, keys, values, gates, writing strengths, decays."""
+    """Return the rows of a key head: queries, keys, values, gates, writing strengths, decays."""
     return delta_nets(config).linear_channels
 
 
@@ -216,14 +217,14 @@ def _of_key_head_in_two(config: TransformerConfig) -> tuple[int, int]:
 
 
 DELTA_NETS: dict[str, Layout] = {
-    # Qwen3-Next: two tensors, each with all rows of a key head together.
+    # Qwen3-Next: two tensors, each with all rows of a key head together
     "KeyHeads": Pieces(ROWS, _key_heads, 1, _of_key_head_in_two),
-    # Qwen3.5: one tensor with the rows of all queries, then all keys, then all values, and three more.
+    # Qwen3.5: one tensor with all query rows, then all keys, then all values, and three further tensors
     "KeyHeadsApart": Pieces(ROWS, _key_heads, 1, _of_key_head, section=0, sections=3),
-    # Olmo Hybrid: six tensors, and a convolution for each of the first three.
+    # Olmo Hybrid: six tensors, and a convolution for each of the first three
     "KeyHeadsOfEach": Pieces(ROWS, _key_heads, 1, _of_key_head),
     "ConvolutionsOfEach": Pieces(TAPS, _key_heads, 1, _convolved_of_key_head, may_be_thirds=True),
-    # One convolution of all queries, then all keys, then all values.
+    # one convolution over all queries, then all keys, then all values
     "ConvolvedHeads": Pieces(TAPS, _key_heads, 1, _convolved_of_key_head, section=0),
 }
 
@@ -238,10 +239,10 @@ def _convolved_of_kimi_head(config: TransformerConfig) -> tuple[int, int, int]:
 
 
 KIMI_DELTA_ATTENTION: dict[str, Layout] = {
-    # Four tensors: query, key, value and writing strength of each head; and convolutions of the first three.
+    # four tensors (query, key, value and writing strength of each head), and convolutions of the first three
     "KimiHeads": Pieces(ROWS, _kimi_heads, 1, lambda config: (*_convolved_of_kimi_head(config), 1)),
     "KimiConvolutions": Pieces(TAPS, _kimi_heads, 1, _convolved_of_kimi_head),
-    # Low-rank projections to the channels of all heads, and a decay for each head.
+    # low-rank projections to the channels of all heads, and a decay per head
     "KimiRows": Pieces("(g d) ... -> g d ...", _kimi_heads),
     "KimiDecays": Pieces("1 1 g 1 -> g"),
 }
@@ -252,8 +253,10 @@ def _mamba_groups(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def mamba_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
-    """Rows of a group in the projection of Mamba-2: gates, inputs, B, C and step sizes. Its shape is options of
-    whichever extension states it."""
+    """Return the rows of a group in Mamba-2's projection: gates, inputs, B, C and step sizes.
+
+    The shape is given by options of whichever extension defines it.
+    """
     channels, states = option(config, "mamba_head_dim"), option(config, "mamba_state_dim")
     all_heads = option(config, "mamba_num_heads") or 2 * config.hidden_size // channels
     heads = all_heads // option(config, "mamba_num_groups")
@@ -267,11 +270,11 @@ def _convolved_of_mamba_group(config: TransformerConfig) -> tuple[int, ...]:
 
 MAMBA: dict[str, Layout] = {
     # Mamba-2: one tensor with the gates of all groups, then all inputs, B, C and step sizes; convolutions of inputs, B
-    # and C, and their biases.
+    # and C, with biases.
     "GroupsOfHeads": Pieces(ROWS, _mamba_groups, 1, mamba_channels, section=0),
     "ConvolvedGroups": Pieces(TAPS, _mamba_groups, 1, _convolved_of_mamba_group, section=0),
     "GroupsOfBiases": Pieces("(g n) -> g n", _mamba_groups, 1, _convolved_of_mamba_group, section=0),
-    # Mamba-1: decays of several states for each channel. Ours is one dim.
+    # Mamba-1: decays of several states per channel; our tensor has one dim
     "FlatStates": Pieces("c n -> (c n)", lambda config: {"n": option(config, "mamba1_state_dim")}),
 }
 

@@ -1,5 +1,7 @@
-"""Hugging Face folders as a kind of path: a run starts from one, and models are converted from and to them. No torch
-before they are."""
+"""Hugging Face folders as a kind of path: --load accepts them, and conversions read and write them.
+
+torch is imported only when a folder is opened.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def _has_config(folder: PurePath) -> bool:
 
 
 class HuggingFaceFolder:
-    """The folder of a model: `StatesFlags`, `LoadsModels` and a `Format`."""
+    """A model folder: `StatesFlags`, `LoadsModels` and a `Format`."""
 
     format = "hf"
     usual = True

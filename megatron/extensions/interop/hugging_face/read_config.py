@@ -1,8 +1,8 @@
-"""Reads a model's configuration from Hugging Face's config.json, with the tables of `families`. This module does not
+"""Reads a model's configuration from Hugging Face's config.json with the tables of `families`. This module does not
 import torch.
 
 Everything but `read_json` is a pure function. A setting that we cannot express is an error, never an approximation. A
-config.json may come from anyone: what has the wrong type or an impossible value is a ValueError of one line.
+config.json may be untrusted, so a wrong type or an impossible value raises a ValueError of one line.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MULTIMODAL = {
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A file that holds one JSON object. Raises ValueError otherwise."""
+    """Read a file that contains one JSON object. Raises ValueError otherwise."""
     try:
         value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -69,8 +69,10 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def text_model(hf_config: Values) -> tuple[dict[str, object], str]:
-    """The config.json of the text model of a folder, and what the names of its weights begin with: of a multimodal
-    model its part for text, which alone is read, and of others the file as it is. Raises ValueError."""
+    """Return the config.json of a folder's text model, and the name prefix of its weights.
+
+    Of a multimodal model only the text part is read; otherwise the file is returned unchanged. Raises ValueError.
+    """
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in MULTIMODAL:
         return dict(hf_config), ""
@@ -82,7 +84,7 @@ def text_model(hf_config: Values) -> tuple[dict[str, object], str]:
 
 
 def family_of(hf_config: Values) -> Family:
-    """Family of a config.json. Raises ValueError for an unknown one."""
+    """Return the family of a config.json. Raises ValueError for an unknown one."""
     model_type = hf_config.get("model_type")
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
@@ -93,7 +95,7 @@ def family_of(hf_config: Values) -> Family:
 
 
 LAYER_BY_LAYER = "per_layer_config"
-"""Key that changes others for some layers, in every family."""
+"""Key that overrides other keys for some layers, in every family."""
 
 IDLE = {
     *(
@@ -110,11 +112,11 @@ IDLE = {
     *("rope_scaling", "rope_parameters", "attn_implementation", "_attn_implementation", "tie_word_embeddings"),
     *("transformers_weights", "layer_types", "output_attentions"),
 }
-"""Keys of any family's config.json that describe no layer, or that are read apart from the tables."""
+"""Keys in any family's config.json that describe no layer, or that are read separately from the tables."""
 
 
 OLDER = ("compress_ratios", "compress_rate_csa", "compress_rate_hca", "num_hash_layers", "qk_rope_head_dim")
-"""Keys of older files, in families with `compress_rates`."""
+"""Keys in older files of families with `compress_rates`."""
 
 
 WRITTEN: Mapping[str, Callable[[Values], object]] = {
@@ -126,12 +128,14 @@ WRITTEN: Mapping[str, Callable[[Values], object]] = {
     "attention_layers": lambda hf: repeated(entries(hf, "attention_types"), len(entries(hf, "attention_layers")) + 1),
     "final_w_init_variance_scale": lambda hf: 2 / number(hf, "num_hidden_layers"),
 }
-"""Keys that some classes of transformers write beside those that they read, and what they derive them from."""
+"""Keys that some transformers classes write in addition to the keys that they read, and their source."""
 
 
 def unread_keys(hf_config: Values) -> Iterator[str]:
-    """A notice of the keys of a config.json that neither the family nor its class in transformers knows, or that have
-    another value than the class derives."""
+    """Return a notice of unread config.json keys.
+
+    These are unknown to both the family and its transformers class, or have another value than the class derives.
+    """
     family = family_of(hf_config)
     tables = (family.keys, family.defaults, family.only, family.values, family.equal, family.aliases, family.spelling)
     known = {*chain(*tables), *family.spelling.values(), *family.class_defaults, *family.class_names, *IDLE}
@@ -161,7 +165,7 @@ def _is_derived(key: str, whole: Values) -> bool:
 
 
 def config_from_hf(hf_config: Values) -> TransformerConfig:
-    """Converts a config.json. seq_length becomes its longest context.
+    """Convert a config.json. seq_length becomes its longest context.
 
     Raises ValueError listing every setting that cannot be expressed.
     """
@@ -189,7 +193,7 @@ def config_from_hf(hf_config: Values) -> TransformerConfig:
 
 
 def _out_of_bounds(config: TransformerConfig) -> list[str]:
-    """Values outside the bounds of their flags, and groups of experts that have none to choose."""
+    """Yield values outside the bounds of their flags, and expert groups that leave nothing to select."""
     if config.head_dim < 1:
         return [f"a head has no channel: hidden_size {config.hidden_size} for {config.num_attention_heads} heads"]
     flags, values = {flag.field: flag for flag in flags_of("model")}, fields_of(config)
@@ -202,8 +206,7 @@ def _out_of_bounds(config: TransformerConfig) -> list[str]:
 
 
 def _of_single_layers(hf: Values, family: Family, config: TransformerConfig) -> Iterator[str]:
-    """Settings of single layers, which some classes write beside the keys that they follow from, must be those that the
-    family's own keys give."""
+    """Yield per-layer settings that contradict the family's keys. Some classes write both."""
     given = hf.get(LAYER_BY_LAYER) or {}
     layers = {number: own for number, own in given.items() if isinstance(own, dict)} if isinstance(given, dict) else {}
     if not isinstance(given, dict) or len(layers) < len(given):
@@ -256,7 +259,7 @@ def _problems(hf: Values, family: Family) -> Iterator[str]:
 
 
 def _problems_of_experts(hf: Values, family: Family) -> Iterator[str]:
-    """DeepSeek's routing where ours differs from it."""
+    """Yield DeepSeek routing settings that differ from ours."""
     if "n_shared_experts" in family.defaults and (rule := broken_rule(hf["n_shared_experts"], int)):
         yield f"n_shared_experts = {hf['n_shared_experts']!r} must be {rule}"
     if "first_k_dense_replace" in family.defaults and not hf.get("mlp_layer_types"):
@@ -292,7 +295,7 @@ def _config(hf: Values, family: Family) -> TransformerConfig:
 
 
 def _of_tables(hf: Values, family: Family) -> Fields:
-    """The fields that the tables of a family give."""
+    """Return the fields that a family's tables define."""
     fields: Fields = {ours: _our_value(hf[key], family.values.get(key, {})) for key, ours in family.keys.items()}
     fields |= {ours: product_of(hf, powers) for ours, powers in family.powers.items() if fields.get(ours) is None}
     fields |= {ours: fields[other] for ours, other in family.same.items()}
@@ -310,30 +313,30 @@ def _of_tables(hf: Values, family: Family) -> Fields:
 
 
 def _our_value(value: object, values: Mapping[object, object]) -> object:
-    """The value of a field whose key has the value `value`; `values` are those that the family translates."""
+    """Return the field value for the key value `value`; `values` is the family's translation table."""
     value = tuple(value) if isinstance(value, list) else value
     return values.get(value, value)
 
 
 def _positions(hf: Values) -> str:
-    """Kind of position embedding of a family whose models may have none."""
+    """Return the position embedding of a family whose models may have none."""
     return "none" if table(hf, "rope_parameters").get("rope_theta", 0) is None else "rope"
 
 
 def product_of(hf: Values, powers: Mapping[str, float]) -> float | None:
-    """The product of powers of values of keys; None if one of them is not given."""
+    """Return the product of powers of key values; None if a key is missing."""
     if any(hf[key] is None for key in powers):
         return None
     return math.prod(_power(number(hf, key), power) for key, power in powers.items())
 
 
 def _power(value: float, power: float) -> float:
-    """With the rounding of Hugging Face's classes, which divide by a square root."""
+    """Return a power, rounded as in Hugging Face's classes, which divide by a square root."""
     return float(1 / math.sqrt(value)) if power == -0.5 else value**power
 
 
 def fields_of(config: TransformerConfig) -> Fields:
-    """All fields of a model's configuration, those that extensions define included."""
+    """Return all fields of a model's configuration, including fields of extensions."""
     run = run_of(config)
     own = {each.name: getattr(config, each.name) for each in fields(config)}
     return own | {flag.field: value_of(run, flag) for flag in flags_of("model")}

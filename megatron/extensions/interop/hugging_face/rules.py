@@ -1,4 +1,4 @@
-"""Rules of exports to Hugging Face folders, and of families of a user's own. This module does not import torch."""
+"""Rules for Hugging Face exports and for custom families. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
         nearest = interval * max(1, round(wanted / interval)) if interval else wanted
         remedy = f"nearest: {nearest}" if interval else f"add --save-interval {wanted}"
         yield Problem("--export-hf-interval", wanted, rule, remedy)
-    # What no folder can express, before a run is trained whose exports would all fail.
+    # Refuse models that no folder can express before training starts, because every export would fail.
     if wanted is None or c.model.num_layers < 1:
         return
     flag, remedy = "--export-hf-interval", "change the model or remove the flag"
@@ -37,7 +37,7 @@ def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
         else:
             config_to_hf(c.model, family)
     except ArithmeticError:
-        return  # sizes that do not fit: other rules say which
+        return  # sizes do not fit, which other rules report
     except ValueError as error:
         named = ("--hf-family", family, str(error), "select another family, or remove the flag")
         yield Problem(*(named if family is not None else (flag, wanted, str(error), remedy)))

@@ -1,11 +1,11 @@
-"""Safetensors files: headers that are checked before use, slices read from disk, and tensors written one at a time.
+"""Safetensors files: checks headers before use, reads slices from disk, and writes tensors one at a time.
 
     8 bytes   length n of the header, little-endian
     n bytes   header, JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, counted from the header's end
     the rest  the elements of the tensors, row-major, without gaps
 
-The safetensors package maps a file into memory, so that a process that reads a file once holds all of it. Here memory
-is that of the slice that is read, or of the tensor that is written.
+The safetensors package maps a file into memory, so a process that reads it once holds all of it. Here, memory holds
+only the slice being read or the tensor being written.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000
-"""Longest header in bytes, a limit of the format."""
+"""Maximum header length in bytes, a limit of the format."""
 
 BLOCK = 1 << 24
-"""Bytes read at a time where a slice is not contiguous in the file."""
+"""Bytes read at a time if a slice is not contiguous in the file."""
 
 
 class Sliceable(Protocol):
-    """A tensor in memory or on disk: slicing it gives a tensor in memory."""
+    """A tensor in memory or on disk; slicing it returns a tensor in memory."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -67,19 +67,20 @@ class TensorSpec:
         return prod(self.shape) * self.dtype.itemsize
 
     def meta(self) -> Tensor:
-        """A tensor without data."""
+        """Return a tensor without data."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True)
 class FileTensor(TensorSpec):
-    """A tensor in a safetensors file, whose bytes begin at `start`."""
+    """A tensor in a safetensors file, whose bytes start at `start`."""
 
     path: Path
     start: int
 
     def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
-        """Reads a box, one slice per dim and missing ones whole, without steps. Raises ValueError for a short file."""
+        """Read a box without steps: one slice per dim; omitted dims are read whole. Raises ValueError for a truncated
+        file."""
         slices = [*box, *[slice(None)] * (len(self.shape) - len(box))]
         bounds = [each.indices(size)[:2] for each, size in zip(slices, self.shape, strict=True)]
         found = torch.empty([max(0, stop - start) for start, stop in bounds], dtype=self.dtype)
@@ -93,7 +94,7 @@ class FileTensor(TensorSpec):
         return found
 
     def _read(self, file: BinaryIO, row: int, into: Tensor) -> None:
-        """Reads whole rows, from `row` on, into a contiguous tensor."""
+        """Read whole rows from `row` on into a contiguous tensor."""
         file.seek(self.start + row * prod(self.shape[1:]) * self.dtype.itemsize)
         view = bytes_of(into)
         while view:
@@ -103,7 +104,7 @@ class FileTensor(TensorSpec):
             view = view[count:]
 
     def _read_strided(self, file: BinaryIO, bounds: Sequence[tuple[int, int]], into: Tensor) -> None:
-        """Reads blocks of whole rows and keeps the wanted columns."""
+        """Read blocks of whole rows and keep the wanted columns."""
         (first, last), columns = bounds[0], tuple(slice(*each) for each in bounds[1:])
         rows = max(1, BLOCK // (prod(self.shape[1:]) * self.dtype.itemsize))
         for row in range(first, last, rows):
@@ -113,12 +114,12 @@ class FileTensor(TensorSpec):
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, on the same memory."""
+    """Return the bytes of a contiguous tensor as a view of the same memory."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """The tensors of a file. Raises ValueError, in one line, if the file is damaged or cut short."""
+    """Return the tensors of a file. Raises ValueError, in one line, if the file is damaged or truncated."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -142,7 +143,7 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _sizes(name: str, listed: object) -> tuple[int, ...]:
-    """Whole numbers of a header, at least 0. Raises ValueError."""
+    """Return non-negative integers of a header. Raises ValueError."""
     found = tuple(each for each in listed if type(each) is int and each >= 0) if isinstance(listed, list) else ()
     if not isinstance(listed, list) or len(found) < len(listed):
         raise ValueError(f"{name} has a size that is no whole number")
@@ -161,7 +162,7 @@ def _entry(path: Path, name: str, entry: Mapping[str, object], base: int) -> Fil
 
 
 class SafetensorsWriter:
-    """Writes a file whose tensors come one at a time, in any order. Use as a context manager.
+    """Writes a file whose tensors arrive one at a time, in any order. Use it as a context manager.
 
     Raises OSError. On a regular exit every tensor of `specs` must have been added; the file is then synced to disk.
     """
@@ -171,7 +172,7 @@ class SafetensorsWriter:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
         at = 0
-        # Widest elements first: each tensor is then aligned to its elements.
+        # Widest elements first, which aligns every tensor to its element size.
         for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
             self._starts[name] = at
             offsets = [at, at + spec.nbytes]
@@ -193,7 +194,7 @@ class SafetensorsWriter:
         self._file.close()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Writes a tensor. It must have the shape and dtype that were announced."""
+        """Write a tensor with its announced shape and dtype."""
         spec = self._specs[name]
         assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype), (name, tensor.shape, tensor.dtype, spec)
         start = self._base + self._starts.pop(name)

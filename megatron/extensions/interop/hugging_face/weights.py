@@ -1,6 +1,6 @@
 """Converts weights between Hugging Face's names and layouts and ours, with the tables of `families`.
 
-Nothing here opens a file: tensors may be in memory, or on disk and read slice by slice.
+This module opens no file: tensors may be in memory, or on disk and read slice by slice.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
 
 @dataclass(frozen=True)
 class Placement:
-    """One of our parameters or states, and the names of the tensors of theirs that it consists of."""
+    """One of our parameters or states, and the names of the Hugging Face tensors that form it."""
 
     meta: ParamMeta
     theirs: tuple[str, ...]
     layout: Layout
 
     config: TransformerConfig
-    """That of its layer."""
+    """Configuration of its layer."""
 
     state_dtype: str | None = None
-    """Dtype of a model state that is not trained; None for a parameter."""
+    """Dtype of an untrained state; None for a parameter."""
 
     def to_theirs(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        """Our parameter as their tensors, in the order of their names."""
+        """Convert our parameter to their tensors, in the order of their names."""
         return self.layout.theirs(self.config, parameter)
 
 
 class HFWeights:
-    """Their tensors as our parameters, read one at a time, whole or in part.
+    """Hugging Face tensors as our parameters, read one at a time, whole or in part.
 
-    Names, shapes and dtypes are checked when it is made, without reading data: ValueError names every mismatch.
-    Multi-token prediction modules are read as far as both have them.
+    The constructor checks names, shapes and dtypes without reading data, and raises ValueError naming every mismatch.
+    Multi-token prediction modules are read as far as both sides have them.
     """
 
     def __init__(self, tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> None:
@@ -59,7 +59,7 @@ class HFWeights:
         problems = _too_few(self._tensors, config, family)
         stored = multi_token_depths(self._tensors, config, model_type)
         self.depths = min(config.mtp_depths, stored)
-        """Depths of multi-token prediction whose weights are read."""
+        """Multi-token prediction depths whose weights are read."""
         placed = [] if problems else placements(_with_depths(config, self.depths), model_type)
         self.placements = {each.meta.name: each for each in placed}
         buffers = (name for name, _ in buffers_of(config, family.model_type, torch.float32)) if placed else ()
@@ -83,7 +83,7 @@ class HFWeights:
             raise ValueError(f"weights of model_type {model_type}: {few(problems, 8)}")
 
     def _misfit(self, placement: Placement) -> list[str]:
-        """The problem with the tensors of a parameter, if there is one."""
+        """Return the problem with the tensors of a parameter, if there is one."""
         tensors, names = [self._tensors[name] for name in placement.theirs], ", ".join(placement.theirs)
         try:
             found = [list(tensor.shape) for tensor in tensors]
@@ -101,11 +101,11 @@ class HFWeights:
         return []
 
     def dtypes(self, name: str) -> set[torch.dtype]:
-        """The dtypes in which a parameter is stored: several if its tensors differ."""
+        """Return the stored dtypes of a parameter, several if its tensors differ."""
         return {self._tensors[part].dtype for part in self.placements[name].theirs}
 
     def read(self, name: str, box: Box | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A parameter, or a box of it, in a dtype, by default as stored."""
+        """Read a parameter, or a box of it, in a dtype; by default as stored."""
         placement = self.placements[name]
         tensors: Sequence[Sliceable] = [self._tensors[part] for part in placement.theirs]
         if dtype is not None:
@@ -114,8 +114,10 @@ class HFWeights:
         return placement.layout.part(placement.config, tensors, box or whole)
 
     def check_copies(self) -> None:
-        """Raises ValueError if a stored copy of a tied head differs from the embedding, or that of an embedding or head
-        in a multi-token prediction module from these. Reads them."""
+        """Raise ValueError if a stored copy differs from its original.
+
+        Copies are a tied head, and the embedding or head in a multi-token prediction module. Reads these tensors.
+        """
         for copy in self.copies:
             (name,), (original,) = copy.theirs, self.placements[copy.meta.name].theirs
             if not torch.equal(self._tensors[name][()], self._tensors[original][()]):
@@ -128,7 +130,7 @@ class HFWeights:
 
 
 def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[str, Sliceable]:
-    """The tensors of a parameter by their own sizes, of a file in which each has an equal part of all their rows."""
+    """Return a parameter's tensors by their own sizes, for a file that divides all their rows into equal parts."""
     parts = [tensors[name] for name in placement.theirs if name in tensors]
     whole = placement.to_theirs(torch.empty(placement.meta.global_shape, device="meta"))
     expected = [tuple(tensor.shape) for tensor in whole]
@@ -145,7 +147,7 @@ def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[st
 
 @dataclass(frozen=True)
 class RowsOfSeveral:
-    """Rows of tensors of equal shapes, one after another, as one tensor."""
+    """Presents the concatenated rows of several tensors of equal shape as one tensor."""
 
     parts: tuple[Sliceable, ...]
     start: int
@@ -170,13 +172,13 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def _head(family: Family) -> str:
-    """Their name of the output layer's weight."""
+    """Return the Hugging Face name of the output weight."""
     return next(rule.theirs[0] for rule in family.rules if rule.ours == HEAD)
 
 
 @dataclass(frozen=True)
 class _Converted:
-    """A tensor whose slices are converted to a dtype as they are read."""
+    """A tensor whose slices are converted to a dtype when read."""
 
     tensor: Sliceable
     dtype: torch.dtype
@@ -190,8 +192,11 @@ class _Converted:
 
 
 def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
-    """Each parameter and state of a model with its tensors; those of multi-token prediction if the family has modules
-    for it. Raises ValueError if the family has no place for another one."""
+    """Map each parameter and state of a model to its tensors.
+
+    Multi-token prediction is included if the family supports it. Raises ValueError if the family has no place for
+    another parameter.
+    """
     family = family_of({"model_type": model_type})
     rules = {rule.ours: rule for rule in (*family.rules, *family.multi_token)}
     found = []
@@ -219,7 +224,7 @@ def _layout(rule: Rule, family: Family) -> Layout:
 
 
 def copies(config: TransformerConfig, model_type: str) -> list[Placement]:
-    """Further tensors of theirs for the embedding and the head, in each multi-token prediction module."""
+    """Return further Hugging Face tensors that copy the embedding and head in each multi-token prediction module."""
     family = family_of({"model_type": model_type})
     originals = {each.meta.name: each for each in placements(config, model_type)} if config.mtp_depths else {}
     return [
@@ -230,7 +235,7 @@ def copies(config: TransformerConfig, model_type: str) -> list[Placement]:
 
 
 def multi_token_depths(tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> int:
-    """Depths of multi-token prediction whose weights are among the tensors."""
+    """Return the number of multi-token prediction depths whose weights are among the tensors."""
     family = family_of({"model_type": model_type})
     names = [rule.theirs[0] for rule in family.multi_token if rule.ours.endswith(".eh_proj.weight")]
     found = {_numbered(name, str(depth), config) for name in names for depth in range(len(tensors))}
@@ -238,7 +243,7 @@ def multi_token_depths(tensors: Mapping[str, Sliceable], config: TransformerConf
 
 
 def _counts(rule: Rule) -> bool:
-    """Return whether their names have a number of the module."""
+    """Return whether Hugging Face names include a module number."""
     return any(mark in name for name in rule.theirs for mark in ("{i}", "{n}"))
 
 
@@ -247,14 +252,14 @@ def _with_depths(config: TransformerConfig, depths: int) -> TransformerConfig:
 
 
 def _numbered(name: str, number: str, config: TransformerConfig) -> str:
-    """Their name with the number of a layer, or of a multi-token prediction module, filled in."""
+    """Fill the number of a layer or multi-token prediction module into a Hugging Face name."""
     half, rest = divmod(int(number or 0), 2)
     name = name.replace("{i}", number).replace("{i/2}", str(half)).replace("{i%2}", str(rest))
     return name.replace("{n}", str(config.num_layers + int(number or 0)))
 
 
 def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[str, Sliceable]:
-    """Their tensors under full and usual names, without tensors that are not weights."""
+    """Return the tensors under full and usual names, without tensors that are not weights."""
     for other, usual in family.renamed.items():
         tensors = {name.replace(other, usual): tensor for name, tensor in tensors.items()}
     bare = not any(name.startswith(family.prefix) for name in tensors)
@@ -266,7 +271,8 @@ def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[
 
 
 def _too_few(tensors: Mapping[str, Sliceable], config: TransformerConfig, family: Family) -> list[str]:
-    """A problem if there are fewer tensors than layers or experts. Keeps a false number from costing memory."""
+    """Return a problem if there are fewer tensors than layers or experts. Prevents a wrong number from allocating
+    memory."""
     counts = {"num_layers": config.num_layers}
     if any("{e}" in name for rule in family.rules for name in rule.theirs):
         counts["num_experts"] = config.num_experts or 0
@@ -279,25 +285,25 @@ def _too_few(tensors: Mapping[str, Sliceable], config: TransformerConfig, family
 
 
 def _names(rule: Rule, layer: str, config: TransformerConfig) -> Iterator[str]:
-    """Their names with the layer number filled in, expert by expert."""
+    """Fill the layer number into Hugging Face names, expert by expert."""
     names = [_numbered(name, layer, config) for name in rule.theirs]
     if any("{e}" in name for name in names):
         return (name.replace("{e}", str(expert)) for expert in range(config.num_experts or 0) for name in names)
     return iter(names)
 
 
-# MXFP4, as gpt-oss is published: read as bf16, which holds all of its values. Of a matrix, 32 values along the last dim
-# are a block: two 4-bit floats (E2M1) in a byte, the first one in the lower half, and a power of two, whose exponent is
-# stored plus 127 (Open Compute Project, Microscaling Formats 1.0, sections 5.3 and 6.3).
+# MXFP4, the format of gpt-oss, is read as bf16, which represents all of its values. 32 values along a matrix's last dim
+# form a block. Each byte holds two 4-bit floats (E2M1), the first in the lower half, and each block has a power of two,
+# whose exponent is stored plus 127 (Open Compute Project, Microscaling Formats 1.0, sections 5.3 and 6.3).
 
 POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The values of the lower three bits. The fourth is the sign."""
+"""Values of the lower three bits; the fourth is the sign."""
 
 BLOCK = 32
-"""Values that share a power of two."""
+"""Number of values that share a power of two."""
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Endings of the names of a tensor's two parts."""
+"""Suffixes of the names of a tensor's two parts."""
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -308,7 +314,7 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 class Mxfp4Experts:
-    """Matrices of experts [E, in, out], stored as blocks [E, out, in / 32, 16] and scales [E, out, in / 32]."""
+    """Expert matrices [E, in, out], stored as blocks [E, out, in / 32, 16] and scales [E, out, in / 32]."""
 
     dtype = torch.bfloat16
 
@@ -317,7 +323,7 @@ class Mxfp4Experts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Raises ValueError if both parts do not fit together."""
+        """Shape of the matrices. Raises ValueError if the two parts do not match."""
         experts, out, count, half = (*self.blocks.shape, 0, 0, 0, 0)[:4]
         uint8 = self.blocks.dtype == self.scales.dtype == torch.uint8
         if tuple(self.scales.shape) != (experts, out, count) or 2 * half != BLOCK or not uint8:
@@ -335,7 +341,7 @@ class Mxfp4Experts:
 
 
 def with_mxfp4(tensors: Mapping[str, Sliceable]) -> dict[str, Sliceable]:
-    """The tensors of a file, with each pair of parts in MXFP4 as the one tensor that it stands for."""
+    """Return a file's tensors with each pair of MXFP4 parts replaced by the tensor that it represents."""
     pairs = [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]
     whole = [name for name in pairs if name + SCALES in tensors]
     parts = {name + ending for name in whole for ending in (BLOCKS, SCALES)}

@@ -1,7 +1,7 @@
-"""Writes a model's configuration as Hugging Face's config.json, with the tables of `families`. This module does not
+"""Writes a model's configuration as Hugging Face's config.json with the tables of `families`. This module does not
 import torch.
 
-A setting that a family cannot express is an error, never an approximation: what is written is read again and compared.
+A setting that a family cannot express is an error, never an approximation: the output is read back and compared.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ OF_MIXERS = {
     "lightning_": ("lightning_attention",),
     "kda_": ("kimi_delta_attention",),
 }
-"""Prefix of field names -> the only linear attentions that read these fields."""
+"""Maps a field prefix to the linear attentions that alone read such fields."""
 
 
 class Inexpressible(ValueError):
-    """A family lacks settings of a model."""
+    """Raised if a family lacks settings of a model."""
 
     def __init__(self, model_type: str, lost: list[str]) -> None:
         super().__init__(f"model_type {model_type} cannot have {', '.join(lost)}")
@@ -67,7 +67,7 @@ class Inexpressible(ValueError):
 
 
 def config_to_hf(config: TransformerConfig, model_type: str) -> Fields:
-    """Converts to a config.json. Raises ValueError for settings that the family cannot express."""
+    """Convert a model to a config.json. Raises ValueError for settings that the family cannot express."""
     family = family_of({"model_type": model_type})
     hf = _settings(config, family)
     if lost := _lost(config, hf):
@@ -86,12 +86,12 @@ def _settings(config: TransformerConfig, family: Family) -> Fields:
     for adapter in family.adapters:
         hf = adapter.write(hf, config, stated, family)
     if config.head_dim % 2 and config.head_dim == config.hidden_size // config.num_attention_heads:
-        hf = {key: value for key, value in hf.items() if key != "head_dim"}  # transformers refuses odd ones
+        hf = {key: value for key, value in hf.items() if key != "head_dim"}  # transformers refuses odd numbers
     return _spelled(hf, family)
 
 
 def _of_tables(config: TransformerConfig, stated: Values, family: Family) -> Fields:
-    """The keys that the tables of a family give."""
+    """Return the keys that the family's tables define."""
     hf: Fields = {"architectures": [family.architecture], "model_type": family.model_type}
     hf |= {key: legal[0] for key, legal in family.only.items()}
     hf |= {key: _value_in_hf(family, key, stated[ours]) for key, ours in family.keys.items()}
@@ -109,7 +109,7 @@ def _of_tables(config: TransformerConfig, stated: Values, family: Family) -> Fie
 
 
 def _positions_to_hf(config: TransformerConfig, family: Family) -> Fields:
-    """The rotary embedding, or none where the family's models may have none."""
+    """Return the rotary embedding, or none if the family's models may have none."""
     positions = family.fixed.get("position_embedding_type", "any")
     if (config.position_embedding_type if positions in (None, "any") else positions) == "rope":
         return _rotary_to_hf(config, family)
@@ -117,7 +117,7 @@ def _positions_to_hf(config: TransformerConfig, family: Family) -> Fields:
 
 
 def _windows_to_hf(config: TransformerConfig, family: Family) -> Fields:
-    """The sliding window, and the layers that have it."""
+    """Return the sliding window, and the layers that have it."""
     if "window_size" in family.fixed or "window_size" in family.keys.values():
         return {}
     hf: Fields = {"sliding_window": config.window_size}
@@ -129,7 +129,7 @@ def _windows_to_hf(config: TransformerConfig, family: Family) -> Fields:
         hf["attention_types"] = [[["local" if local else "global" for local in config.local_pattern], 1]]
     usual = family.layer_types or "sliding_window_pattern" in family.defaults
     if usual and config.window_size is None and family.rotary_layers == "all":
-        # Some classes want a number, which no layer looks at.
+        # Some classes require a number here, which no layer uses.
         hf["sliding_window"] = family.defaults.get("sliding_window")
     by_number = "no_rope_layers" in family.defaults and any(config.local_pattern)
     if usual or by_number or 0 < sum(config.local_pattern) < config.num_layers:
@@ -138,7 +138,7 @@ def _windows_to_hf(config: TransformerConfig, family: Family) -> Fields:
 
 
 def _spelled(hf: Values, family: Family) -> Fields:
-    """Keys as the family's files spell them: `object.key` inside its object, and numbers of the class's type."""
+    """Spell keys as the family's files do: `object.key` inside its object, and numbers in the class's type."""
     found: Fields = {}
     for key, value in hf.items():
         outer, _, inner = key.partition(".")
@@ -153,7 +153,7 @@ def _spelled(hf: Values, family: Family) -> Fields:
 
 
 def _as_class(value: object, key: str, family: Family) -> object:
-    """Return a whole number as a float where the family's class has a float, as newer classes refuse another type."""
+    """Return an integer as a float if the family's class uses a float, because newer classes refuse another type."""
     usual = family.class_defaults.get(key)
     if usual is None:
         usual = family.defaults.get(key)
@@ -161,7 +161,7 @@ def _as_class(value: object, key: str, family: Family) -> object:
 
 
 def _factor(hf: Values, stated: Values, field: str, powers: Mapping[str, float]) -> Fields:
-    """The first of the keys that a field is a product of, with the value that follows from the others'."""
+    """Return the first of a field's factor keys, with the value that follows from the field and the other keys."""
     (key, power), *others = powers.items()
     if stated[field] is None or any(hf.get(other) is None for other, _ in others):
         return {}
@@ -174,14 +174,15 @@ def _factor(hf: Values, stated: Values, field: str, powers: Mapping[str, float])
 
 
 def _lost(config: TransformerConfig, hf: Values) -> list[str]:
-    """Settings of a model that a config.json made of it does not express."""
+    """Return the settings of a model that a config.json made from it does not express."""
     expected, found = settings_of(config), settings_of(config_from_hf(hf))
     lost = [f"{name} = {value!r}" for name, value in expected.items() if found.get(name, value) != value]
     return lost + _unconditional_parts(config)
 
 
 def _unconditional_parts(config: TransformerConfig) -> list[str]:
-    """Routers and residual streams that extensions give every model, whatever its flags say. No key stands for them."""
+    """Return routers and residual streams that extensions add to every model, regardless of flags. No key represents
+    them."""
     plain = replace(config, extension_options=())
     of_experts = (number for number, kind in enumerate(plain.layers) if kind.experts)
     routers = {router_of(plain, number, in_training=False) for number in of_experts}
@@ -191,7 +192,7 @@ def _unconditional_parts(config: TransformerConfig) -> list[str]:
 
 
 def _value_in_hf(family: Family, key: str, value: object) -> object:
-    """The value of a key of config.json that means `value` of our field; another if there is none."""
+    """Return the config.json value that means `value` of our field; an arbitrary other value if there is none."""
     if key not in family.values:
         return list(value) if isinstance(value, tuple) else value
     values = family.values[key]
@@ -199,7 +200,7 @@ def _value_in_hf(family: Family, key: str, value: object) -> object:
 
 
 def choose_family(config: TransformerConfig) -> str:
-    """The first family that can express a model. Raises ValueError that says what the nearest one lacks."""
+    """Return the first family that can express a model. Raises ValueError with what the nearest one lacks."""
     problems: list[ValueError] = []
     for model_type in FAMILIES:
         try:
@@ -227,7 +228,7 @@ def _rotary_to_hf(config: TransformerConfig, family: Family) -> Fields:
 
 
 def _scaling_to_hf(config: TransformerConfig) -> Fields:
-    """Scaling for contexts longer than those of pretraining; empty without any."""
+    """Return the scaling for contexts longer than in pretraining; empty without scaling."""
     if config.use_rope_scaling:
         return {key: getattr(config, ours) for key, ours in LLAMA3_SCALING.items()} | {"rope_type": "llama3"}
     if _stretches(config):
@@ -245,7 +246,7 @@ def _scaling_to_hf(config: TransformerConfig) -> Fields:
 
 
 def _rotary_by_kind(config: TransformerConfig, hf: Fields, scaling: Fields) -> Fields:
-    """The rotary embeddings of layers with a sliding window and of others. Only the latter are scaled."""
+    """Return the rotary embeddings of layers with a sliding window and of other layers. Only the latter are scaled."""
     full = {"rope_type": "default", **scaling, "rope_theta": config.rotary_base}
     local: Fields = {"rope_type": "default", "rope_theta": config.window_rotary_base}
     local = full if config.window_rotary_base is None else local
@@ -262,14 +263,14 @@ def _stretches(config: TransformerConfig) -> bool:
 
 
 def _in_proportion(config: TransformerConfig) -> bool:
-    """Return whether frequencies in proportion to the rotated channels change anything."""
+    """Return whether proportional frequencies change anything."""
     return config.rotary_type == PROPORTIONAL and config.rotary_percent != 1
 
 
 def _with_derived(config: TransformerConfig) -> Fields:
-    """All fields, those that leave open what others say with the value that follows."""
+    """Return all fields, with unset ones replaced by the values that follow from other fields."""
     fields = fields_of(config)
-    if fields.get("csa_compress_ratios"):  # without those of multi-token prediction modules
+    if fields.get("csa_compress_ratios"):  # without multi-token prediction modules
         ratios = layer_numbers(text(fields, "csa_compress_ratios"), None, least=0)
         fields["csa_compress_ratios"] = str([*ratios[: config.num_layers]])
     mamba_width = whole(fields, "mamba_head_dim") if "mamba_head_dim" in fields else 64
@@ -325,7 +326,7 @@ def _with_derived(config: TransformerConfig) -> Fields:
 
 
 def settings_of(config: TransformerConfig) -> Fields:
-    """Fields that affect the model's outputs, with derived values. Fields without effect are left out."""
+    """Return the fields that affect the model's outputs, with derived values. Fields without effect are omitted."""
     fields = _with_derived(config)
     rotary, attends = config.position_embedding_type == "rope", any(layer.attends for layer in config.layers)
     if not rotary:

@@ -1,9 +1,10 @@
-"""Compares the copies of parameters and optimizer state on all ranks bit by bit (--check-replicas).
+"""Compares the replicas of parameters and optimizer state on all ranks bit by bit (--check-replicas).
 
-Parameters and optimizer state are replicated along the axes of the mesh that do not cut them. Each rank hashes its
-copies on the device, and the smallest and largest hash along an axis show whether all are equal: two small collectives
-an axis, whatever the size of the model. Only when they are not is anything more exchanged, to say what differs, where,
-and with which values."""
+Parameters and optimizer state are replicated along the mesh axes that do not shard them. Each rank hashes its replicas
+on the device, and the smallest and largest hash along an axis show whether all are equal. This takes two small
+collectives per axis, whatever the size of the model. Only if hashes differ do ranks exchange more, to report which
+elements differ, on which ranks and with which values.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +24,17 @@ from megatron.extensions.observe.diagnosis.flags import DiagnosisConfig
 from megatron.training.hooks import Callback, Log, Task
 from megatron.training.run import TrainingRun
 
-# Multipliers of the hash: consecutive multiples of an odd number near 2^64 / golden ratio, made odd.
+# multipliers of the hash: consecutive multiples of 2^64 / golden ratio (rounded to an odd number), made odd
 _GOLDEN = -7046029254386353131
 _CHUNK = 1 << 22
 
 
 class ReplicaError(RuntimeError):
-    """Raised if ranks that should hold equal values differ."""
+    """Raised if replicas differ between ranks."""
 
 
 class ReplicaCheck(Callback):
-    """Compares all replicas every --check-replicas iterations. A difference ends the run."""
+    """Compares all replicas every --check-replicas iterations. A difference stops the run."""
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
         check = partial(check_replicas, run.stages.values(), run.optimizer, run.runtime.state)
@@ -50,9 +51,9 @@ class Replica:
 
 
 def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimizer, state: ParallelState) -> int:
-    """Compares all replicas bit by bit. Collective over the world; returns how many tensors this rank compared.
+    """Compare all replicas bit by bit. Collective over the world; returns the number of compared tensors on this rank.
 
-    Raises ReplicaError, on every rank, naming the first tensor that differs, its ranks and values.
+    Raises ReplicaError on every rank, naming the first tensor that differs, its ranks and values.
     """
     optimizer.finish_param_sync()
     replicas = list(replicas_of(modules, optimizer, state))
@@ -73,7 +74,7 @@ def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimiz
 def replicas_of(
     modules: Collection[nn.Module], optimizer: DistributedOptimizer, state: ParallelState
 ) -> Iterator[Replica]:
-    """Parameters, then optimizer state, in the same order on all ranks of a group."""
+    """Return parameters, then optimizer state, in the same order on all ranks of a group."""
     params: list[Any] = [param for module in modules for param in module.parameters()]
     parts = list(optimizer.ddp.sharded_params())
     sharded = {part.meta.name for part in parts}
@@ -81,7 +82,7 @@ def replicas_of(
     tensors = [(f"parameter {param.meta.name}", param.detach(), param.meta, True) for param in kept]
     tensors += [(f"parameter {part.meta.name}", part.data, part.meta, False) for part in parts]
     whole = not optimizer.config.use_distributed_optimizer
-    states = (piece for piece in optimizer.sharded_state() if piece.own_shape is None)  # others have no replicas
+    states = (piece for piece in optimizer.sharded_state() if piece.own_shape is None)  # other states have no replicas
     tensors += [(f"{p.key} of {p.meta.name}", p.data, p.meta, whole) for p in states]
     for label, values, meta, data_replicated in tensors:
         axes = [*meta.replica_axes, meta.data_axis if data_replicated else f"{meta.data_axis}_copies"]
@@ -92,8 +93,10 @@ def replicas_of(
 
 
 def bit_hash(x: Tensor) -> Tensor:
-    """Scalar int64: sum of the elements' bits times position-dependent odd numbers, modulo 2^64. Any single bit that
-    differs changes it, and the order of summation cannot."""
+    """Return the sum of the elements' bits times position-dependent odd numbers, modulo 2^64, as an int64 scalar.
+
+    Any single-bit difference changes the hash, and the order of summation does not.
+    """
     bits = _bits(x)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, bits.numel(), _CHUNK):
@@ -104,20 +107,21 @@ def bit_hash(x: Tensor) -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """[n] integers of the same size and bits as the elements, in which NaNs are comparable too."""
+    """View the elements as [n] integers of the same size, which makes NaNs comparable."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.contiguous().view(-1).view(integers[x.element_size()])
 
 
 def _different(hashes: Tensor, axis: Axis) -> int | None:
-    """Index of the first hash that differs between ranks of the axis."""
+    """Return the index of the first hash that differs between ranks of the axis."""
     low, high = (all_reduce_(hashes.clone(), axis, op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
     places = (low != high).nonzero()
     return int(places[0]) if len(places) else None
 
 
 def _describe(replica: Replica, name: str, state: ParallelState) -> str:
-    """Differences along an axis. Collective over the axis: all its ranks have found the same difference."""
+    """Describe the differences along an axis. Collective over the axis: all its ranks have found the same
+    difference."""
     axis = state.axis(name)
     values = replica.values.contiguous().view(-1)
     copies = [torch.empty_like(values) for _ in axis.ranks]

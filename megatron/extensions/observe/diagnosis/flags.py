@@ -1,7 +1,4 @@
-"""Flags of diagnosis, their rules, its callbacks, and the configurations that have them.
-
-This module does not import torch.
-"""
+"""Flags, rules and callbacks of diagnosis. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 
 FINDING = "finding.json"
-"""The file of a saved step that says which step it is."""
+"""File that identifies the step saved in a folder."""
 
 
 def _by_torch(config: RunConfig) -> bool:
@@ -56,7 +53,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _unwritten(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem for each flag whose files would go to --save, if that is a URL."""
+    """Yield a problem for each flag whose files would go to --save if --save is a URL."""
     save = config.checkpoint.save
     if save is None or config.checkpoint.save_folder is not None or named_value(config, "tensorboard_dir"):
         return
@@ -67,7 +64,7 @@ def _unwritten(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
 
 
 def _undumped(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
-    """Yields the problems of --dump-step."""
+    """Yield the problems of --dump-step."""
     if own.dump_step is None:
         return
     if own.dump_step_dir is None and config.checkpoint.save_folder is None:
@@ -161,7 +158,7 @@ class DiagnosisConfig:
 @extension_flags("spikes", may_change=True, part_of="checks")
 @dataclass(frozen=True)
 class SpikeFlags:
-    """Steps far above the running means of loss and gradient norm."""
+    """Detection of steps far above the running means of loss and gradient norm."""
 
     check_for_spiky_loss: bool = flag(False, skips_steps=True)
     """Report losses far above the mean of recent steps."""

@@ -1,6 +1,6 @@
-"""--dump-step: saves one step with everything that tools/referee.py needs to verify it.
+"""Saves one step with everything that tools/referee.py needs to verify it (--dump-step).
 
-The folder is a checkpoint of the weights before the step, with the samples as a saved step has them, and in addition
+The folder contains a checkpoint of the weights before the step, the samples in the format of a saved step, and
 
     gradients-RANK.safetensors   gradients of the mean loss on this rank, fp32 or fp64; each is a box of a parameter,
                                  `NAME@OFFSET` with comma-separated offsets, and the metadata has the global shapes
@@ -30,7 +30,7 @@ from megatron.training.run import TrainingRun
 GRADIENTS = "gradients-*.safetensors"
 LOSS = "loss.json"
 SHAPES = "shapes"
-"""Key of the metadata of a file of gradients: the global shape of each parameter, as JSON."""
+"""Metadata key in a gradient file: the global shape of each parameter, as JSON."""
 
 
 class GradientDump(Callback, Meter):
@@ -55,7 +55,7 @@ class GradientDump(Callback, Meter):
         return iteration == self._iteration
 
     def gradients_ready(self, factor: Tensor) -> None:
-        """Called before the update, while the weights are still those of the passes."""
+        """Dump the gradients. Called before the update, while the weights are still those used in the passes."""
         if self._step is None:
             return
         run, step = self.run, self._step
@@ -72,7 +72,7 @@ class GradientDump(Callback, Meter):
         gather_objects(file.name, run.runtime.state.world)  # the dump is complete on return
 
     def _boxes(self, factor: Tensor) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-        """The parts of gradients of which this rank is the first holder, and the global shapes."""
+        """Return the gradient parts that this rank is the first to hold, and the global shapes."""
         boxes: dict[str, Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         state = self.run.runtime.state
@@ -97,7 +97,7 @@ class GradientDump(Callback, Meter):
 
 
 def read_box(name: str) -> tuple[str, tuple[int, ...]]:
-    """Parameter and offset of a key of a file of gradients."""
+    """Parse a key of a gradient file to parameter and offset."""
     parameter, _, offset = name.rpartition("@")
     return parameter, tuple(int(number) for number in offset.split(",") if number)
 

@@ -1,9 +1,10 @@
-"""Finds the rank that caused a hang, from the last collectives of every rank, which torch's flight recorder has.
+"""Finds the rank that caused a hang from the last collectives of every rank in torch's flight recorder.
 
-A rank waits for those of a group that have not entered a collective that it has entered, and for the sender of a
-message. Two that wait for each other have taken different branches; the one that fewer ranks have followed is wrong. So
-is, where more wait in a circle, the one that has left out what all others have done. If there is no circle, ranks that
-others wait for and that wait for nobody are at fault."""
+A rank waits for the ranks of a group that have not entered a collective that it has entered, and for the sender of a
+message. If two ranks wait for each other, they have taken different branches; the branch that fewer ranks have taken is
+wrong. If more ranks wait in a cycle, the rank is at fault that skipped what all others have done. Without a cycle, the
+ranks that others wait for and that wait for nobody are at fault.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from megatron.training.reliability.failure_report import place_in
 from megatron.training.reliability.rank_status import Blame, HangAnalysis, RankStatus, Standing
 
 KEPT = 2000
-"""Collectives that the recorder keeps on each rank."""
+"""Number of collectives that the recorder keeps on each rank."""
 
 MALFORMED = (KeyError, OverflowError, TypeError, ValueError)
 """Errors raised when a value has an unexpected type."""
@@ -29,12 +30,12 @@ MALFORMED = (KeyError, OverflowError, TypeError, ValueError)
 
 @dataclass(frozen=True)
 class Entered:
-    """The last collective that a rank has entered in a group."""
+    """The last collective that a rank entered in a group."""
 
     axis: str
     ranks: tuple[int, ...]
     number: int
-    """How many the rank has entered in this group: equal on all its ranks for the same collective."""
+    """Number of collectives that the rank has entered in this group, equal on all its ranks for the same collective."""
 
     what: str
     """Description such as `all_reduce [4, 8] Float`."""
@@ -43,7 +44,7 @@ class Entered:
 
     @classmethod
     def of(cls, values: Any) -> Entered:
-        """From JSON's types. Raises an error of `MALFORMED` unless they describe a collective."""
+        """Parse a collective in JSON types. Raises an error in `MALFORMED` if the value does not describe one."""
         ranks = tuple(map(int, values["ranks"]))
         if not ranks:
             raise ValueError("a group has ranks")
@@ -54,11 +55,11 @@ class Entered:
 
 
 Group = tuple[str, tuple[int, ...]]
-"""The axis of ranks that do collectives together, equal for groups that do the same ones, and these ranks."""
+"""Axis and ranks of a group. Groups with the same collectives are equal."""
 
 
 def groups_of(state: ParallelState) -> dict[str, Group]:
-    """torch's name of each group of this rank -> the group's identity."""
+    """Map torch's name of each group of this rank to the group's identity."""
     axes = {"all ranks": state.world, **state.axes}
     found: dict[str, Group] = {}
     for name, axis in axes.items():
@@ -68,7 +69,7 @@ def groups_of(state: ParallelState) -> dict[str, Group]:
 
 
 class FlightEntry(TypedDict):
-    """Fields of a collective in torch's flight recorder that are read here."""
+    """Fields of a collective in torch's flight recorder that this module reads."""
 
     is_p2p: bool
     process_group: list[str]
@@ -81,18 +82,21 @@ class FlightEntry(TypedDict):
 
 
 class FlightTrace(TypedDict, total=False):
-    """The records of one backend's recorder."""
+    """Records of one backend's recorder."""
 
     entries: list[FlightEntry]
 
 
 def traces() -> list[FlightTrace]:
-    """The records of every backend's recorder; empty if this torch has none."""
+    """Return the records of every backend's recorder; empty if this torch version has none."""
     return [json.loads(text) if text else {} for text in flight_records()]
 
 
 def last_entered(recorded: list[FlightTrace], groups: Mapping[str, Group], last_pending: bool = False) -> list[Entered]:
-    """The last collective of each of `groups`. `last_pending`: the last one of all has failed, so it is not over."""
+    """Return the last collective of each of `groups`.
+
+    With `last_pending`, the most recent collective has failed, so it counts as pending.
+    """
     found: dict[str, Entered] = {}
     for trace in recorded:
         entries = [e for e in trace.get("entries", []) if not e["is_p2p"] and e["process_group"][0] in groups]
@@ -113,7 +117,7 @@ def _describe(entry: FlightEntry) -> str:
 
 
 ANY_SIZES = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
-"""Collectives in which ranks may bring tensors of different sizes."""
+"""Collectives whose tensors may have different sizes on different ranks."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +129,11 @@ class Waiting:
 
     entered: tuple[Entered, ...] = ()
     message_from: int | None = None
-    """The rank whose message this rank waits for."""
+    """Rank whose message this rank waits for."""
 
     @classmethod
     def of(cls, standing: Standing) -> Waiting:
-        """Returns what a rank waits for, according to its evidence. A rank with malformed evidence waits for nobody."""
+        """Parse a rank's evidence of what it waits for. A rank with malformed evidence waits for nobody."""
         if not isinstance(standing.evidence, list | tuple):
             return cls(standing.place)
         try:
@@ -143,21 +147,21 @@ class Waiting:
         return next((each for each in self.entered if each.pending), None)
 
     def in_group(self, of: Entered) -> Entered | None:
-        """The last collective of this rank in the same group."""
+        """Return this rank's last collective in the same group."""
         return next((each for each in self.entered if (each.axis, each.ranks) == (of.axis, of.ranks)), None)
 
 
 class CollectivesAnalysis(HangAnalysis):
-    """Compares the last collectives of all ranks, which torch's flight recorder keeps."""
+    """Compares the last collectives of all ranks from torch's flight recorder."""
 
     def __init__(self, status: RankStatus) -> None:
         super().__init__(status)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))  # read by `init_process_group`
 
     def evidence(self) -> object:
-        """[last collective of each group, the rank whose message it waits for]."""
+        """Return [last collective of each group, the rank whose message this rank waits for]."""
         status, error = self.status, self.status.error
-        # The last collective of all has failed, unless the error arose in a message between pipeline stages.
+        # The most recent collective has failed, unless the error occurred in a message between pipeline stages.
         last_pending = error is not None and not place_in(error).startswith("p2p.py:")
         groups = groups_of(status.state) if status.state is not None else {}
         entered = last_entered(traces(), groups, last_pending) if groups else []
@@ -177,14 +181,14 @@ class CollectivesAnalysis(HangAnalysis):
 
 
 class LastCollectives(Callback):
-    """Compares the last collectives of all ranks when the run hangs."""
+    """Compares the last collectives of all ranks if the run hangs."""
 
     def hang_analysis(self, status: RankStatus) -> HangAnalysis:
         return CollectivesAnalysis(status)
 
 
 def blame(standings: Mapping[int, Waiting]) -> Blame | None:
-    """The ranks at fault; None if the standings do not show it."""
+    """Return a message that names the ranks at fault; None if the evidence does not show them."""
     waits = {rank: _waits_for(rank, standings) for rank in standings}
     if found := _other_branch(standings):
         return found
@@ -200,8 +204,8 @@ def blame(standings: Mapping[int, Waiting]) -> Blame | None:
 
 
 def _left_out(standings: Mapping[int, Waiting]) -> Blame | None:
-    """The one rank that waits elsewhere than in a collective that all others have entered, each over its group of one
-    axis."""
+    """Return the one rank that waits elsewhere while all others have entered the same collective, each over its group
+    of one axis."""
     found: dict[int, str] = {}
     for rank, me in standings.items():
         others = [standing for other, standing in standings.items() if other != rank]
@@ -257,7 +261,7 @@ def _other_branch(standings: Mapping[int, Waiting]) -> Blame | None:
 
 
 def _clash(a: int, b: int, standings: Mapping[int, Waiting]) -> dict[int, Entered] | None:
-    """The collectives in which two ranks wait for each other, or that they take for the same one."""
+    """Return the collectives in which two ranks wait for each other, or which they confuse with each other."""
     mine = [each for each in standings[a].entered if each.pending and b in each.ranks]
     theirs = [each for each in standings[b].entered if each.pending and a in each.ranks]
     for x in standings[a].entered:
@@ -277,7 +281,8 @@ def _kind(entered: Entered) -> str:
 
 
 def _followed(entered: Entered, standings: Mapping[int, Waiting]) -> tuple[int, float]:
-    """How many ranks have come as far on this axis, in whichever group, and what part of the rank's own group."""
+    """Return how many ranks have reached this point on the axis, in any group, and which fraction of the rank's own
+    group."""
 
     def has(other: Entered) -> bool:
         return other.number > entered.number or (other.number == entered.number and _kind(other) == _kind(entered))

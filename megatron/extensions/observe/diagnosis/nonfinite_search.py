@@ -1,10 +1,11 @@
-"""Finds the origin of a NaN or infinity: runs the step again with hooks on every module.
+"""Finds the origin of a NaN or infinity by running the step again with hooks on every module.
 
-The forward passes come first, with a hook on every module: each rank notes, for each of its stages and micro-batches,
-the first module that puts out an infinity or a NaN. If there is none, the backward passes are run with hooks on the
-gradients of every module's inputs, and the weight gradients are looked at after each action. The first note of all
-ranks counts: forward before backward, then in the order of the model, then by sample; so it does not depend on the
-layout. Random numbers are functions of the seed and a position, so the second time computes what the first did."""
+The forward passes run first. For each of its stages and micro-batches, every rank records the first module whose output
+contains a NaN or infinity. If there is none, the backward passes run with hooks on the gradients of every module's
+inputs, and weight gradients are checked after each action. The first record of all ranks counts: forward before
+backward, then in model order, then by sample, so the result does not depend on the layout. Random numbers are functions
+of the seed and a position, so the second run computes the same values as the first.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +47,17 @@ class Finding:
     """The pass: one of `PASSES`."""
 
     module: str
-    """Name in the whole model; of a weight gradient the parameter's."""
+    """Module name in the whole model; for a weight gradient, the parameter name."""
 
     samples: tuple[int, ...]
-    """Numbers in the run of the samples with such values; all of the micro-batch where a tensor does not tell."""
+    """Numbers in the run of the samples with such values; all samples of the micro-batch if the tensor does not show
+    which."""
 
     microbatch: int
     rank: int
     stage: int
     sources_finite: bool
-    """True if all that the module was given was finite: then it made the value itself."""
+    """True if all inputs of the module were finite, so that the module itself produced the value."""
 
     largest: float = 0.0
     """Largest absolute value among the module's inputs."""
@@ -68,12 +70,12 @@ class Finding:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Sort key; the smallest finding came first."""
+        """Sort key; the smallest is the earliest finding."""
         stage = self.stage if self.where == FORWARD else -self.stage
         return PASSES.index(self.where), stage, self.place, min(self.samples, default=0), self.rank
 
     def same_as(self, other: Finding | None) -> bool:
-        """Return whether another layout found the same."""
+        """Return whether another layout found the same place."""
         return other is not None and (self.where, self.module) == (other.where, other.module)
 
     def describe(self) -> str:
@@ -99,10 +101,15 @@ class Finding:
 
 
 def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale: float) -> Finding | None:
-    """Runs a step again and returns the first value that is not finite; None if all are finite this time.
+    """Run a step again and return the first non-finite value; None if all values are finite this time.
 
-    Collective; the same on every rank. `batches` are the step's micro-batches on this rank, `loss_scale` is the one
-    it ran with. Drops the gradients in the buffers.
+    Collective, with the same result on every rank. Drops the gradients in the buffers.
+
+    Args:
+        passes: Forward and backward passes of the run.
+        step: The step to run again.
+        batches: The step's micro-batches on this rank.
+        loss_scale: The loss scale that the step used.
     """
     world = passes.runtime.state.world
     passes.ddp.finish_grad_sync()  # reductions of the present gradients may be in progress
@@ -131,7 +138,7 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
 
 
 class _Notes:
-    """Findings of this rank: the first finding of each stage and micro-batch."""
+    """The first finding of each stage and micro-batch on this rank."""
 
     def __init__(self, rank: int, executor: PipelineExecutor[GPTModel, Batch], batches: list[Batch]) -> None:
         self.rank = rank
@@ -141,7 +148,7 @@ class _Notes:
         self._calls: dict[tuple[int, int], int] = {}
 
     def look(self, where: str, module: str, results: object, sources: object) -> None:
-        """A module has put out `results` of `sources`, in the action that is being run."""
+        """Check the `results` that a module computed from `sources` in the current action."""
         action = self.executor.current
         assert action is not None
         key = action.stage, action.microbatch
@@ -158,7 +165,7 @@ class _Notes:
         self.found.append(Finding(where, module, samples, *at, fine, largest, place))
 
     def _samples(self, tensor: Tensor, action: Action) -> tuple[int, ...]:
-        """Those with a value that is not finite: activations are [s, b, ...]."""
+        """Return the samples with a non-finite value; activations are [s, b, ...]."""
         numbers = self.samples_of(action)
         if tensor.ndim < 3 or tensor.shape[1] != len(numbers):
             return numbers
@@ -186,7 +193,7 @@ def _look_backward(pipeline: Pipeline, params: Sequence[nn.Parameter], notes: _N
         notes.look(BACKWARD, name, grad_inputs, grad_outputs)
 
     def look_at_gradients(action: Action) -> None:
-        """Called after each action: notes the last parameter in the model whose gradient is not finite."""
+        """Record the last parameter in the model whose gradient is not finite. Called after each action."""
         if notes.found or action.kind not in (Kind.B, Kind.W):
             return
         for place, param in enumerate(reversed(params)):
@@ -207,14 +214,15 @@ def _look_backward(pipeline: Pipeline, params: Sequence[nn.Parameter], notes: _N
 
 
 def _modules(pipeline: Pipeline) -> Iterator[tuple[str, nn.Module]]:
-    """(name in the whole model, module) of this rank's stages."""
+    """Yield (name in the whole model, module) of this rank's stages."""
     for stage, model in pipeline.stages.items():
         for name, module in model.named_modules():
             yield _global_name(model, name, stage), module
 
 
 def _global_name(model: GPTModel, name: str, stage: int) -> str:
-    """`decoder.layers.0.mlp` of a stage that starts with layer 6 is `decoder.layers.6.mlp`."""
+    """Convert a stage's module name: `decoder.layers.0.mlp` in a stage that starts with layer 6 is
+    `decoder.layers.6.mlp`."""
     if not name:
         return LOSS if model.last else f"stage {stage}"
     parts = name.split(".")
@@ -224,7 +232,7 @@ def _global_name(model: GPTModel, name: str, stage: int) -> str:
 
 
 def _largest(tensor: Tensor) -> float:
-    """Largest absolute value; NaN or infinite if there is such a value."""
+    """Return the largest absolute value; NaN or infinite if there is such a value."""
     return tensor.detach().abs().max().item() if tensor.is_floating_point() and tensor.numel() else 0.0
 
 

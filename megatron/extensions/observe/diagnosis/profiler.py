@@ -1,4 +1,4 @@
-"""Profiles some steps of chosen ranks: a trace of torch's profiler, a range for NVIDIA's, and the GPU's allocations."""
+"""Profiles some steps of selected ranks: torch profiler traces, nsys ranges, and GPU memory history."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron.training.step_parts import runs_passes_in_turns
 class Profiler(Callback):
     """Starts after --profile-step-start iterations and stops after --profile-step-end, on the ranks of --profile-ranks.
 
-    On CPUs, and with --use-pytorch-profiler, it writes a trace that Perfetto and Chrome open; otherwise it starts and
-    stops `nsys profile --capture-range=cudaProfilerApi`, with a range of NVTX for each operation and action.
+    On CPUs, and with --use-pytorch-profiler, it writes a trace for Perfetto and Chrome. Otherwise it starts and stops
+    `nsys profile --capture-range=cudaProfilerApi`, with an NVTX range for each operation and action.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -63,7 +63,7 @@ class Profiler(Callback):
             self._ranges.__enter__()
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        # A pass that is interleaved with another one has its own thread.
+        # A pass that is interleaved with another one runs in its own thread.
         threads = profiler_options(all_threads=runs_passes_in_turns(self.config))
         self._profile = profile(
             activities=activities,
@@ -88,8 +88,7 @@ class Profiler(Callback):
             ranges.__exit__(None, None, None)
 
     def _write_memory(self) -> None:
-        """Writes the allocations recorded so far, once: at the end of the profile or of the run, or when memory runs
-        out."""
+        """Write the allocations recorded so far, once: at the end of the profile or run, or when memory runs out."""
         recording, self._recording = self._recording, False
         if recording:
             path = f"{self.options.memory_snapshot_path}.rank{self.rank}"
@@ -98,5 +97,5 @@ class Profiler(Callback):
 
 
 def output_folder(config: RunConfig, name: str) -> Path:
-    """Folder for profiles or traces: in --tensorboard-dir, else in --save, else in the current folder."""
+    """Return the folder for profiles or traces: in --tensorboard-dir, else in --save, else in the current folder."""
     return Path(named_value(config, "tensorboard_dir") or config.checkpoint.save_folder or ".") / name

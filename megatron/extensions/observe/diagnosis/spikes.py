@@ -1,4 +1,5 @@
-"""Steps whose loss or gradient norm is far above its running mean (--check-for-spiky-loss, --check-for-large-grads)."""
+"""Detects steps whose loss or gradient norm is far above its running mean (--check-for-spiky-loss,
+--check-for-large-grads)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ WARM_UP = 10
 
 
 class StepJudge:
-    """Detects spikes: compares loss and gradient norm with their running means, on the device."""
+    """Detects spikes by comparing loss and gradient norm with their running means, on the device."""
 
     def __init__(self, config: RunConfig, device: torch.device, means: tuple[float, ...]) -> None:
         self.skips, own = config.checks.max_skipped_iterations > 0, config.options(SpikeFlags)
@@ -27,10 +28,10 @@ class StepJudge:
         ]
         self.factors = torch.tensor(factors, dtype=torch.float64, device=device)
         self.state = torch.tensor(means or (0.0, 0.0, 0.0), dtype=torch.float64, device=device)
-        """Mean loss, mean gradient norm, and the number of steps in them."""
+        """Mean loss, mean gradient norm, and the number of steps in these means."""
 
     def __call__(self, norm: Tensor, overflow: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """(whether to skip the step, whether it is a spike), each 1 or 0. A skipped step enters no mean."""
+        """Return (skip the step, step is a spike), each 1 or 0. A skipped step does not enter the means."""
         values = torch.stack([sums[0] / sums[1].clamp(min=1.0), norm])
         means, count = self.state[:2], self.state[2]
         above = (values > self.factors * means).any() & (count >= WARM_UP)

@@ -1,9 +1,9 @@
-"""Searches a step that was not finite for its origin, and saves one that ends the run to disk, to be replayed.
+"""Finds the origin of a non-finite step, and saves the step that ends a run for a replay.
 
-    SAVE/nan/iter_0000012/finding.json              which step, and where a value first was not finite
+    SAVE/nan/iter_0000012/finding.json              the step, and the first non-finite value
     SAVE/nan/iter_0000012/run_config.yaml           the configuration
-    SAVE/nan/iter_0000012/samples-00000.npz         the samples, a file for each data-parallel rank
-    SAVE/nan/iter_0000012/iter_0000011/             the checkpoint of the step before
+    SAVE/nan/iter_0000012/samples-00000.npz         the samples, one file per data-parallel rank
+    SAVE/nan/iter_0000012/iter_0000011/             the checkpoint of the previous step
 
 --load accepts the folder too: the run then resumes right before the step.
 """
@@ -68,7 +68,7 @@ class SavedStep:
 
     @classmethod
     def read(cls, folder: Path) -> SavedStep:
-        """Raises ValueError if the folder holds no step."""
+        """Read a folder's saved step. Raises ValueError if it contains none."""
         try:
             values = parse_json((folder / FINDING).read_text())
             finding = values["finding"]
@@ -78,7 +78,7 @@ class SavedStep:
 
 
 class FirstNonFinite(Callback):
-    """Reports where the first value that is not finite was computed."""
+    """Reports where the first non-finite value was computed."""
 
     run: TrainingRun
 
@@ -91,7 +91,7 @@ class FirstNonFinite(Callback):
 
 
 def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
-    """Finds the first value that is not finite, and saves a step that ends the run in --save. Collective."""
+    """Find the first non-finite value, and save a step that ends the run in --save. Collective."""
     step, watchdog = verdict.step, run.runtime.watchdog
     phase = watchdog.status.phase
     watchdog.doing(f"{phase}, running iteration {step.iteration} again to find the first value that is not finite")
@@ -120,7 +120,7 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
 
 
 def not_saved(config: RunConfig) -> str:
-    """A line that a step cannot be saved in --save as it is no folder; empty if it can, or without --save."""
+    """Explain that a step cannot be saved because --save is not a folder; empty if it can, or without --save."""
     save = config.checkpoint.save
     if save is None or config.checkpoint.save_folder is not None:
         return ""
@@ -131,10 +131,17 @@ def not_saved(config: RunConfig) -> str:
 def save_step(
     folder: Path, saved: SavedStep, batches: Sequence[MicroBatch], checkpoint: RunCheckpoint, before: Progress
 ) -> None:
-    """Writes a step without effect into a folder. Collective.
+    """Write a skipped step into a folder. Collective.
 
-    `batches` are the step's samples on this data-parallel rank, `before` is where the run was before the step. Raises
-    CheckpointError, on every rank, if a rank cannot write.
+    Args:
+        folder: Folder to create.
+        saved: Contents of `finding.json`.
+        batches: The step's samples on this data-parallel rank.
+        checkpoint: Writes checkpoints of the run.
+        before: Progress of the run before the step.
+
+    Raises:
+        CheckpointError: A rank cannot write; raised on every rank.
     """
     state, plan = checkpoint.state, checkpoint.plan
     own = checkpoint.config if plan is None else plan.at(saved.step.first_sample).config
@@ -152,12 +159,12 @@ def _begin(folder: Path, config: RunConfig, step: SavedStep) -> None:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     given = tuple((field, value) for field, value in config.given if field != "vocab_size")
-    save_config(replace(config, given=given), folder / CONFIG)  # a replay has no tokenizer to ask for the vocabulary
+    save_config(replace(config, given=given), folder / CONFIG)  # a replay has no tokenizer to count tokens
     (folder / FINDING).write_text(json.dumps(asdict(step), indent=1))
 
 
 def write_samples(batches: Sequence[MicroBatch], path: Path) -> str | None:
-    """Writes the samples of this data-parallel rank; returns the problem if that fails."""
+    """Write the samples of this data-parallel rank; returns the problem if that fails."""
     arrays = {}
     for name in batches[0]:
         parts = [part.cpu().numpy() for batch in batches if (part := batch[name]) is not None]
@@ -171,7 +178,7 @@ def write_samples(batches: Sequence[MicroBatch], path: Path) -> str | None:
 
 
 class SavedSamples:
-    """Data set of the samples of a saved step, under their numbers in the run, of which `micro_batch_size` is."""
+    """Dataset of a saved step's samples, under their numbers in the run."""
 
     def __init__(self, folder: Path, micro_batch_size: int) -> None:
         self.samples: dict[int, Sample] = {}
@@ -186,13 +193,15 @@ class SavedSamples:
         if not self.samples:
             raise ValueError(f"{folder} holds no samples: {SAMPLES}")
         self.order = np.stack(dealt, axis=1).ravel()
-        """The samples, micro-batch after micro-batch of the run, those of all its replicas in turn."""
+        """Sample numbers in the order of the run's micro-batches, with all replicas of each micro-batch in turn."""
 
         self.fingerprint = str(folder)
 
     def deal(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
-        """[micro-batches, replicas, micro_batch_size]: the micro-batches of the run, at any number of replicas, unless
-        they have another size."""
+        """Return the run's micro-batches, [micro-batches, replicas, micro_batch_size], for any number of replicas.
+
+        With another micro-batch size, samples are dealt in order.
+        """
         dealt: NDArray[np.int64] = self.order.reshape(-1, replicas, micro_batch_size)
         return dealt
 

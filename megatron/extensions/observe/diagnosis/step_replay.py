@@ -1,4 +1,4 @@
-"""Replays a saved step at any layout (`tools/replay_step.py`)."""
+"""Replays a saved step under any layout (`tools/replay_step.py`)."""
 
 from __future__ import annotations
 
@@ -28,16 +28,22 @@ from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 
 Prepare = Callable[[TrainingRun], None]
-"""Called with the run before the step, on every rank: for hooks of the caller."""
+"""Called with the run before the step, on every rank, so that the caller can add hooks."""
 
 
 def replay(
     folder: Path, flags: Sequence[str] = (), world_size: int | None = None, prepare: Prepare | None = None
 ) -> Finding | None:
-    """Runs the step saved in `folder` again, and returns where a value first is not finite; None if all are finite.
+    """Run a saved step again and return the first non-finite value; None if all values are finite.
 
-    `flags` say the layout, by default one process; several ranks run on this machine's CPU. Raises ValueError, with
-    every problem, if the flags do not fit or the folder holds no step.
+    Args:
+        folder: Folder of the saved step.
+        flags: Flags of the layout.
+        world_size: Number of ranks on this machine's CPU; the default is one process.
+        prepare: Called with the run before the step.
+
+    Raises:
+        ValueError: The flags do not fit, or the folder contains no step; lists every problem.
     """
     saved, config = SavedStep.read(folder), config_of(folder, flags)
     parallel = config.parallel
@@ -52,8 +58,10 @@ def replay(
 
 
 def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
-    """The configuration that a step is replayed under, not resolved: that of its run with the layout left out, all but
-    the precision, and `flags` added. Raises ValueError for what is wrong with them."""
+    """Return the unresolved configuration for replaying a step: the run's own with `flags` added.
+
+    Only the precision is kept from the run's layout. Raises ValueError for invalid flags.
+    """
     config = parse_args(["--config", str(folder / CONFIG)])
     precision = [each.name for each in fields(PrecisionConfig)]
     kept = {name: getattr(config.parallel, name) for name in (*precision, "cpu")}
@@ -74,8 +82,7 @@ def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
 
 
 def without_data_flags(config: RunConfig) -> RunConfig:
-    """The configuration without the flags of extensions that make, change or deal samples, since the saved samples are
-    used."""
+    """Drop the flags of extensions that create, change or deal samples, because the saved samples are used."""
     for options in config.extension_options:
         if isinstance(options, DividesDocuments | DealsSamples | WrapsDatasets):
             config = config.with_options(type(options)())

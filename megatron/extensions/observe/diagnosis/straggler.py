@@ -1,12 +1,13 @@
-"""Finds slow ranks, by phase of the step.
+"""Finds slow ranks by phase of the step.
 
-Ranks that wait for each other all take the same time, so only a rank's own work counts. On the CPU that
-is the time of a phase without the waits for messages and collectives in it. On CUDA it is the time between events on
-the device: waits for the pipeline's messages and for data parallelism lie outside of them, collectives within a layer
-(TP, CP, EP) do not, so there a slow rank shows as its whole group.
+Ranks that wait for each other all take the same total time, so only a rank's own work counts. On the CPU this is the
+time of a phase without its waits for messages and collectives. On CUDA it is the time between device events. Waits for
+pipeline messages and data parallelism lie outside these events. Collectives within a layer (TP, CP, EP) lie inside
+them, so a slow rank there slows down the times of its whole group.
 
-The end of the gradients' reduction alone is timed with its waits: the others wait for the rank that waits least.
-Nothing here waits for the device: events are read once they have passed."""
+Only the end of the gradient reduction is timed with its waits: there, the rank that waits least is the slow one.
+Nothing here waits for the device: events are read once they have passed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from megatron.training.run import TrainingRun
 
 
 class Waits:
-    """Seconds that the training thread has waited in torch.distributed. Blocking collectives wait there too."""
+    """Seconds that the training thread has waited in torch.distributed, including blocking collectives."""
 
     seconds = 0.0
 
@@ -56,7 +57,7 @@ class Waits:
 
 
 class Stragglers(Callback, Meter):
-    """--log-straggler: compares the ranks' own times in each part of a step."""
+    """Compares the ranks' own times in each part of a step (--log-straggler)."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         world = run.runtime.state.world
@@ -68,7 +69,7 @@ class Stragglers(Callback, Meter):
         return (self,)
 
     def take(self) -> Tensor:
-        """[ranks * parts]: a row with this rank's seconds, so that a sum carries every rank's."""
+        """Return [ranks * parts] with this rank's seconds in its row, so that a sum contains every rank's seconds."""
         table = torch.zeros(self.world.size, len(STEP_PARTS), dtype=torch.float64, device=self.device)
         table[self.world.rank] = torch.tensor(self.clock.take(), dtype=torch.float64)
         return table.flatten()
@@ -93,7 +94,7 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Adds the time of this block to `phase`, if it is a part of a step."""
+        """Add the time of this block to `phase`, if it is a part of a step."""
         if phase not in self.seconds:
             yield
         elif self.cuda and phase != "data":
@@ -110,7 +111,7 @@ class PhaseClock:
             self.seconds[phase] += time.perf_counter() - start_time - waiting
 
     def take(self) -> list[float]:
-        """Seconds of each of STEP_PARTS since the last call. Waits for the device."""
+        """Return the seconds of each of STEP_PARTS since the last call. Waits for the device."""
         self._read(wait=True)
         taken = [self.seconds[phase] for phase in STEP_PARTS]
         self.seconds = dict.fromkeys(STEP_PARTS, 0.0)
@@ -128,14 +129,14 @@ class PhaseClock:
 
 
 def slowest(seconds: Sequence[float], count: int) -> list[tuple[int, float, float]]:
-    """(rank, its seconds, times the median) of the `count` slowest ranks, the slowest first."""
+    """Return (rank, seconds, ratio to the median) of the `count` slowest ranks, the slowest first."""
     median = statistics.median(seconds)
     ranks = sorted(range(len(seconds)), key=lambda rank: (-seconds[rank], rank))[:count]
     return [(rank, seconds[rank], seconds[rank] / median if median > 0 else 1.0) for rank in ranks]
 
 
 def straggler_record(table: Sequence[Sequence[float]], steps: int, config: DiagnosisConfig) -> dict[str, object]:
-    """The log record of a table [rank][phase] of seconds in an interval of `steps` steps, as seconds per step."""
+    """Return the log record of a table [rank][phase] of seconds over `steps` steps, in seconds per step."""
     record: dict[str, object] = {}
     for number, phase in enumerate(STEP_PARTS) if steps else ():
         found = slowest([row[number] / steps for row in table], config.straggler_minmax_count)
@@ -148,7 +149,7 @@ def straggler_record(table: Sequence[Sequence[float]], steps: int, config: Diagn
 
 
 def straggler_line(record: Record, hosts: Sequence[str]) -> list[str]:
-    """The console line with the slowest ranks of each phase, if ranks were compared; else none."""
+    """Return the console line with the slowest ranks of each phase; none if ranks were not compared."""
     if f"straggler_{STEP_PARTS[0]}" not in record:
         return []
     parts = []

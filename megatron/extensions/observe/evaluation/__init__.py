@@ -1,8 +1,9 @@
-"""Downstream tasks of lm-evaluation-harness, run by the harness on the training model at any layout.
+"""Runs downstream tasks with lm-evaluation-harness on the training model under any layout.
 
-Flags: --eval-tasks, --eval-tasks-*. The harness' command evaluates checkpoints: `python -m megatron.lm_eval_model`.
+Flags: --eval-tasks, --eval-tasks-*. To evaluate checkpoints with the harness's own command, use `python -m
+megatron.lm_eval_model`.
 
-Read `in_loop` first: the callback, its task, and a run's model for the harness. `harness` is the class that the harness
-calls, and its tasks; `rows` makes rows of tokens and their batches, `scoring` runs these through the pipeline, and
-`continuation` continues prompts.
+Start with `in_loop`, which contains the callback and a run's model for the harness. `harness` contains the tasks and
+the class that the harness calls. `rows` forms token rows and their batches, `scoring` runs them through the pipeline,
+and `continuation` continues prompts.
 """

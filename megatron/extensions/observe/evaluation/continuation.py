@@ -1,4 +1,4 @@
-"""Greedy continuations of prompts, by the model as it is laid out over the ranks."""
+"""Greedy continuation of prompts by a model that is distributed over ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron.extensions.observe.evaluation.scoring import Scorer
 from megatron.extensions.use.inference.generation import Engine, Request, StageRunner, eos_ids
 
 MOST_TOKENS = 256
-"""lm-evaluation-harness' default of max_gen_toks."""
+"""lm-evaluation-harness's default of max_gen_toks."""
 
 
 class GenerationOptions(TypedDict, total=False):
-    """The generation_kwargs that are read."""
+    """The supported generation_kwargs."""
 
     max_gen_toks: int | None
     max_new_tokens: int | None
@@ -38,8 +38,18 @@ def greedy_request(
     longest: int,
     most_tokens: int = MOST_TOKENS,
 ) -> tuple[Request, int]:
-    """(the continuation of a context, tokens of it that are cut on the left), by generation_kwargs of
-    lm-evaluation-harness. An empty context begins a document. Raises ValueError if there is no room for any of it."""
+    """Return the continuation request of a context, and the number of tokens truncated on the left.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        context: Text to continue; an empty one starts a document.
+        options: generation_kwargs of lm-evaluation-harness.
+        longest: Number of tokens that the model can read.
+        most_tokens: Default of max_gen_toks.
+
+    Raises:
+        ValueError: There is no room for any part of the context.
+    """
     limits = (
         options.get("max_gen_toks"),
         options.get("max_new_tokens"),
@@ -56,7 +66,7 @@ def greedy_request(
 
 
 def until_stop(text: str, request: Request) -> str:
-    """A text up to the first of the strings that end it."""
+    """Truncate a text before the first stop string."""
     for each in request.stop:
         text = text.partition(each)[0]
     return text
@@ -65,10 +75,12 @@ def until_stop(text: str, request: Request) -> str:
 def continue_requests(
     requests: Sequence[Request], tokenizer: Tokenizer, next_tokens: Callable[[Sequence[Sequence[int]]], list[int]]
 ) -> list[str]:
-    """The most likely continuation of each prompt, until one of its strings, an end-of-document token, or its number
-    of tokens. All texts grow together, by one forward pass over each for each token: any layout can compute that.
+    """Return the most likely continuation of each prompt.
 
-    `next_tokens`: texts in tokens -> the next token of each."""
+    A continuation ends at a stop string, at an end-of-document token, or at its number of tokens. All texts grow
+    together: every new token takes one forward pass over each whole text, which any layout can compute. `next_tokens`
+    maps token sequences to the next token of each.
+    """
     new: list[list[int]] = [[] for _ in requests]
     growing = [number for number, request in enumerate(requests) if request.max_new_tokens]
     while growing:
@@ -87,32 +99,34 @@ def continue_requests(
 
 
 def next_tokens(scorer: Scorer, texts: Iterable[Sequence[int]]) -> list[int]:
-    """The most likely token after each text, of the longest part of it that the model can read. Collective."""
+    """Return the most likely token after the longest readable suffix of each text. Collective."""
     rows = [Row((*text[-scorer.longest :], 0), 0) for text in texts]
     return [score.next_token for score in scorer(rows)]
 
 
 ROWS = 64
-"""Texts that grow at once."""
+"""Number of texts that grow at once."""
 
 
 @dataclass(frozen=True)
 class CachedGeneration:
-    """Continues prompts at a layout without context parallelism."""
+    """Continues prompts under a layout without context parallelism."""
 
     stages: Mapping[int, GPTModel]
     state: ParallelState
     layout: PipelineLayout
     tokenizer: Tokenizer
     prefill_tokens: int
-    """Tokens of prompts in one forward pass."""
+    """Number of prompt tokens in one forward pass."""
 
     together: bool = False
-    """True if replicas of the model must run the same passes, because experts or parameters are spread over them. Else
-    they share the prompts."""
+    """True if model replicas must run the same passes, because experts or parameters are sharded over them.
+
+    Otherwise the replicas divide the prompts among themselves.
+    """
 
     def __call__(self, requests: Sequence[Request]) -> list[str]:
-        """The most likely continuation of each prompt, on every rank. Collective."""
+        """Return the most likely continuation of each prompt, on every rank. Collective."""
         control = self.state.world if self.together else self.state.axis("mp")
         first, step = (0, 1) if self.together else (self.state.dp.rank, self.state.dp.size)
         runner = StageRunner(self.stages, self.state, self.layout, control)

@@ -15,7 +15,8 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 
 
 def is_file(name: str) -> bool:
-    """Return whether a word of --eval-tasks is a file or folder, not the name of a task that comes with the harness."""
+    """Return whether a value of --eval-tasks is a file or folder, rather than the name of a built-in task of the
+    harness."""
     return Path(name).exists() or name.endswith((".yaml", ".yml")) or "/" in name
 
 
@@ -41,7 +42,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("downstream tasks", may_change=True, rules=rules)
 @dataclass(frozen=True)
 class EvalTasksConfig:
-    """Downstream tasks that are evaluated during training, or on a checkpoint by --skip-train."""
+    """Downstream tasks that are evaluated during training, or on a checkpoint with --skip-train."""
 
     NO_EFFECT_WITHOUT: ClassVar = "--eval-tasks"
 

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a model as it is laid out over the ranks: the class that it calls, and its tasks.
+"""Connects lm-evaluation-harness to a model that is distributed over ranks: the model class and the tasks.
 
 https://github.com/EleutherAI/lm-evaluation-harness; `pip install .[lm-eval]`.
 """
@@ -46,9 +46,10 @@ def asks_for_sampling(options: GenerationOptions) -> bool:
 
 
 def scored_rows(request: Instance, tokenizer: Tokenizer, longest: int) -> tuple[list[Row], int]:
-    """(rows of a request of log-likelihoods: one, or several of a rolling text; tokens that are cut on the left).
+    """Return the rows of a log-likelihood request and the number of tokens truncated on the left.
 
-    Raises ValueError if it cannot be scored."""
+    A rolling text has several rows. Raises ValueError if the request cannot be scored.
+    """
     if request.request_type == "loglikelihood_rolling":
         return list(rolling_rows(tokenizer, request.args[0], longest)), 0
     context, continuation = request.args
@@ -57,8 +58,17 @@ def scored_rows(request: Instance, tokenizer: Tokenizer, longest: int) -> tuple[
 
 
 def generation(request: Instance, tokenizer: Tokenizer, longest: int, most_tokens: int) -> tuple[Request, int]:
-    """(the continuation that a request asks for, tokens that are cut on the left). Raises ValueError for sampling, and
-    where there is no room for it."""
+    """Return the continuation that a request asks for, and the number of tokens truncated on the left.
+
+    Args:
+        request: Request of the harness.
+        tokenizer: Tokenizer of the model.
+        longest: Number of tokens that the model can read.
+        most_tokens: Default of max_gen_toks.
+
+    Raises:
+        ValueError: The request asks for sampling, or there is no room for its context.
+    """
     context, options = request.args
     if asks_for_sampling(options):
         raise ValueError("generation_kwargs ask for sampling, and decoding is greedy: remove do_sample")
@@ -66,7 +76,7 @@ def generation(request: Instance, tokenizer: Tokenizer, longest: int, most_token
 
 
 class ParallelLM(LM):
-    """A model over several ranks. Every rank is given all requests, which the ranks score together."""
+    """A model over several ranks. Every rank receives all requests, and the ranks score them together."""
 
     def __init__(
         self, tokenizer: Tokenizer, scorer: Scorer, generate: ContinueRequests, max_gen_toks: int = MOST_TOKENS
@@ -78,21 +88,22 @@ class ParallelLM(LM):
         self.max_gen_toks = max_gen_toks
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether it is greedy) of each continuation."""
+        """Return (log-likelihood, whether the continuation is greedy) for each request."""
         return self._cached(requests, self._scores(requests))
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each text."""
+        """Return the log-likelihood of each text."""
         return self._cached(requests, [log for log, _ in self._scores(requests)])
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The most likely continuation of each context. Raises ValueError if generation_kwargs ask for sampling."""
+        """Return the most likely continuation of each context. Raises ValueError if generation_kwargs ask for
+        sampling."""
         longest, most = self.scorer.longest, self.max_gen_toks
         asked = [generation(request, self.tokenizer, longest, most)[0] for request in requests]
         return self._cached(requests, self.generate(asked))
 
     def _scores(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """Equal rows pass through the model once."""
+        """Score rows; equal rows pass through the model once."""
         texts = [scored_rows(request, self.tokenizer, self.scorer.longest)[0] for request in requests]
         different = list(dict.fromkeys(row for rows in texts for row in rows))
         found: dict[Row, Score] = dict(zip(different, self.scorer(different) if different else (), strict=True))
@@ -100,41 +111,41 @@ class ParallelLM(LM):
         return [(sum(each.log_likelihood for each in rows), all(each.is_greedy for each in rows)) for rows in scores]
 
     def _cached(self, requests: Sequence[Instance], results: list[T]) -> list[T]:
-        """The results, which the harness may keep."""
+        """Pass the results to the harness, which may cache them."""
         for request, result in zip(requests, results, strict=True):
             self.cache_hook.add_partial(request.request_type, request.args, result)
         return results
 
 
 SEED = 1234
-"""Seed for the choice of few-shot examples, as in the harness."""
+"""Seed for choosing few-shot examples, as in the harness."""
 
 BOOTSTRAPS = 1000
-"""Samples for the standard error of a metric that has no formula of it, such as a perplexity."""
+"""Number of bootstrap samples for the standard error of metrics without a formula, such as perplexity."""
 
 
 class Results(TypedDict):
-    """The harness' results that are read here."""
+    """The harness results that this module reads."""
 
     results: Mapping[str, Mapping[str, float | str]]
-    """Task -> metric with its filter -> value."""
+    """Maps a task to its metric values; a metric's key includes its filter."""
 
     groups: NotRequired[Mapping[str, Mapping[str, float | str]]]
-    """The same of groups of tasks."""
+    """Like `results`, for groups of tasks."""
 
     samples: Mapping[str, Sequence[Mapping[str, object]]]
-    """Task -> its documents."""
+    """Maps a task to its documents."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The tasks and groups of a run. The same on every rank."""
+    """Tasks and groups of a run, the same on every rank."""
 
     tasks: dict[str, Task]
     groups: dict[str, Group]
     limit: int | None
     notes: tuple[str, ...]
-    """A line for each task of which something is cut."""
+    """A line for each task with truncated requests."""
 
     @classmethod
     def load(
@@ -145,11 +156,19 @@ class Suite:
         limit: int | None = None,
         num_fewshot: int | None = None,
     ) -> Suite:
-        """Reads tasks and builds their requests once. `names` are task files, folders of them, or names of tasks that
-        come with the harness; `longest` is the number of tokens that the model reads.
+        """Read tasks and build their requests once.
 
-        Raises ValueError with all problems, a line each."""
-        os.environ.setdefault("DISABLE_MULTIPROC", "1")  # bootstraps would fork the process that trains
+        Args:
+            names: Task files, folders of them, or names of the harness's built-in tasks.
+            tokenizer: Tokenizer of the model.
+            longest: Number of tokens that the model can read.
+            limit: Number of documents per task; None means all.
+            num_fewshot: Number of few-shot examples; None keeps each task's own.
+
+        Raises:
+            ValueError: Lists all problems, one per line.
+        """
+        os.environ.setdefault("DISABLE_MULTIPROC", "1")  # bootstrapping would fork the training process
         disable_progress_bars()
         suite = cls({}, {}, limit, ())
         problems = list[str]()
@@ -163,7 +182,7 @@ class Suite:
                     keys = _keys(each) if is_file(name) else {}
                     if not Path(name).is_dir() or (not each.name.startswith("_") and keys.keys() & {"group", "task"}):
                         suite._add(manager.load([keys.get("group", str(each))]))
-                except Exception as error:  # of the harness, of the data, or of functions of the task
+                except Exception as error:  # from the harness, the data, or a task's functions
                     problems.append(f"--eval-tasks {each}: {type(error).__name__}: {error}")
         for task in suite.tasks.values():
             if num_fewshot is not None and task.get_config("num_fewshot") != 0:
@@ -181,7 +200,7 @@ class Suite:
         return cls(suite.tasks, suite.groups, limit, tuple(notes))
 
     def _add(self, loaded: TaskDict) -> None:
-        """Adds tasks and groups. A group may name tasks that are there already."""
+        """Add tasks and groups. A group may name tasks that were already added."""
         groups = loaded.get("groups", {})
         for name in () if groups else loaded["tasks"].keys() & self.tasks.keys():
             if not any(name in group.child_names for group in self.groups.values()):
@@ -190,7 +209,7 @@ class Suite:
         self.groups.update(groups)
 
     def _cut(self, task: Task, tokenizer: Tokenizer, longest: int) -> int:
-        """Builds a task's requests and returns how many are cut. Raises the first error."""
+        """Build a task's requests and return how many are truncated. Raises the first error."""
         task.set_fewshot_seed(SEED)
         with _quietly():
             task.build_all_requests(limit=self.limit, rank=0, world_size=1)
@@ -203,8 +222,10 @@ class Suite:
         return cut
 
     def evaluate(self, model: ParallelLM) -> Results:
-        """The harness' results: "results" and, of each document, "samples". Collective. Leaves the state of random
-        generators as it is."""
+        """Run the harness and return its "results" and the "samples" of each document. Collective.
+
+        The state of random generators is unchanged.
+        """
         for task in self.tasks.values():
             task.set_fewshot_seed(SEED)
         loaded = {"tasks": self.tasks, "groups": self.groups}
@@ -215,7 +236,7 @@ class Suite:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the harness' bars and lines of progress. What other threads print is still seen."""
+    """Suppress the harness's progress output. Output of other threads is still shown."""
     no_bar = partial(tqdm.tqdm, disable=True)
     bars = ((module, "tqdm", no_bar) for module in (tqdm, lm_eval.api.task))
     with replaced(*bars, (lm_eval.api.metrics, "print", lambda *values, **options: None)):
@@ -223,13 +244,13 @@ def _quietly() -> Iterator[None]:
 
 
 def _keys(path: Path) -> dict[str, object]:
-    """The keys of a task file, without what it includes. Its functions are not called."""
+    """Return the keys of a task file without its includes, and without calling its functions."""
     node = compose_yaml(path.read_text(encoding="utf-8"), any_tag=True)
     return {key.value: value.value for key, value in node.value} if node is not None and node.id == "mapping" else {}
 
 
 def record_of(results: Results) -> dict[str, float]:
-    """Values and standard errors by their names in records: eval/TASK/METRIC, with the filter's name where there are
+    """Return values and standard errors by their record names: eval/TASK/METRIC, plus the filter's name if there are
     filters."""
     record = {}
     for task, values in {**results["results"], **results.get("groups", {})}.items():

@@ -26,10 +26,10 @@ from megatron.training.run import TrainingRun
 
 
 class EvalTasks(Callback):
-    """--eval-tasks: evaluates tasks on the training model every --eval-tasks-interval iterations."""
+    """Evaluates tasks on the training model every --eval-tasks-interval iterations (--eval-tasks)."""
 
     def on_setup(self, runtime: Runtime) -> None:
-        """Reads the tasks. Raises ValueError with every problem of their files."""
+        """Read the tasks. Raises ValueError with every problem of their files."""
         options, model = self.config.options(EvalTasksConfig), self.config.model
         tokenizer = build_tokenizer(self.config.tokenizer, model.vocab_size)
         if not runtime.is_main:
@@ -55,8 +55,10 @@ class EvalTasks(Callback):
 
 
 def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
-    """Evaluates all tasks and logs their scores, unless the run is asked to stop meanwhile. Dropout is off, and neither
-    gradients nor any state of the training changes. Collective."""
+    """Evaluate all tasks and log their scores, unless the run is asked to stop in the meantime. Collective.
+
+    Dropout is disabled, and neither gradients nor any training state changes.
+    """
     config = run.config
     runtime = run.runtime
     iteration = run.progress.iteration
@@ -81,8 +83,11 @@ def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
 
 
 def model_of(run: TrainingRun) -> ParallelLM:
-    """A run's model at its layout. It continues texts with cached keys and values, or under context parallelism, which
-    has no such cache, by passes over whole texts."""
+    """Return a run's model under its layout.
+
+    It continues texts with a key/value cache. Under context parallelism, which does not support this cache, it runs a
+    pass over the whole text per token.
+    """
     config = run.config
     runtime = run.runtime
     pipeline = run.pipeline
@@ -107,7 +112,7 @@ def model_of(run: TrainingRun) -> ParallelLM:
 
 
 def _write_samples(folder: Path, iteration: int, samples: Mapping[str, Sequence[Mapping[str, object]]]) -> None:
-    """One line of JSON for each document of each task and filter."""
+    """Write one line of JSON for each document of each task and filter."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = (
         json.dumps({"task": task, **sample}, ensure_ascii=False, default=handle_non_serializable) + "\n"

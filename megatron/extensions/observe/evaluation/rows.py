@@ -1,9 +1,8 @@
-"""Rows of tokens that a model is run on, from contexts and continuations, and batches of them. This module does not
-import torch.
+"""Token rows for a model, made from contexts and continuations, and their batches. This module does not import torch.
 
-A row is what the model reads, and the labels are the tokens that follow each; log-likelihoods are of the last
-`scored` of them. As in lm-evaluation-harness, what is too long is cut on the left. Batches are of rows of about one
-length, and the same on every rank.
+A row contains the model's input tokens; each label is the next token. Log-likelihoods cover the last `scored` labels.
+As in lm-evaluation-harness, long rows are truncated on the left. Batches contain rows of similar length and are the
+same on every rank.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from math import ceil
 from megatron.core.tokenizers import Tokenizer, tokenize_beginning
 
 SHORTEST = 16
-"""Batches are not made shorter than this."""
+"""Minimum row length of a batch."""
 
 ROUND = 16
-"""Micro-batches that go through the pipeline in one run of it, for each of its ranks."""
+"""Number of micro-batches per pipeline rank in one run of the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +26,14 @@ class Row:
     """One sequence of a forward pass."""
 
     tokens: tuple[int, ...]
-    """The tokens that are read, and the one after them."""
+    """The input tokens and the token after them."""
 
     scored: int
-    """The log-likelihoods of this many tokens at the end are summed."""
+    """Number of tokens at the end whose log-likelihoods are summed."""
 
     @property
     def length(self) -> int:
-        """Tokens that are read."""
+        """Number of input tokens."""
         return len(self.tokens) - 1
 
 
@@ -46,14 +45,14 @@ class Score:
     """Log-likelihood of the scored tokens, in nats."""
 
     is_greedy: bool
-    """True if each of them is the most likely one."""
+    """True if each of them is the most likely token."""
 
     next_token: int
-    """The most likely label of the row's last place."""
+    """The most likely token after the row."""
 
 
 def prefix_token(tokenizer: Tokenizer) -> int:
-    """The token before a text without context. Raises ValueError if the tokenizer has none."""
+    """Return the token before a text without context. Raises ValueError if the tokenizer has none."""
     for token in (tokenizer.bos, tokenizer.eos, tokenizer.eod):
         if token is not None:
             return token
@@ -61,9 +60,19 @@ def prefix_token(tokenizer: Tokenizer) -> int:
 
 
 def continuation_row(tokenizer: Tokenizer, context: str, continuation: str, longest: int) -> tuple[Row, int]:
-    """(row of a continuation, tokens that were cut). Spaces at the end of the context are taken as its continuation's
-    first, which is how they are tokenized. Raises ValueError for a continuation without tokens, or longer than
-    `longest`."""
+    """Return the row of a continuation and the number of truncated tokens.
+
+    Spaces at the end of the context are moved to the start of the continuation, which matches tokenization.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        context: Text before the continuation.
+        continuation: Text to score.
+        longest: Maximum row length.
+
+    Raises:
+        ValueError: The continuation has no tokens, or more than `longest`.
+    """
     if context:
         spaces = len(context) - len(context.rstrip())
         if spaces:
@@ -84,8 +93,11 @@ def continuation_row(tokenizer: Tokenizer, context: str, continuation: str, long
 
 
 def rolling_rows(tokenizer: Tokenizer, text: str, longest: int) -> Iterator[Row]:
-    """Rows that score each token of a text once: the first begins with the prefix token, each further one with the last
-    token of the one before, and the last reaches back to be full, so that it has context."""
+    """Return rows that score each token of a text once.
+
+    The first row starts with the prefix token, each further one with the last token of the previous row. The last row
+    reaches back to full length, so that it has context.
+    """
     tokens: Sequence[int] = [prefix_token(tokenizer), *tokenize_beginning(tokenizer, text)]
     for start in range(0, len(tokens) - 1, longest):
         end = min(start + longest, len(tokens) - 1)
@@ -94,21 +106,23 @@ def rolling_rows(tokenizer: Tokenizer, text: str, longest: int) -> Iterator[Row]
 
 @dataclass(frozen=True)
 class Round:
-    """Micro-batches of one shape, run one after another on each replica of the model."""
+    """Micro-batches of one shape, run one after another on each model replica."""
 
     length: int
-    """Tokens of a row; shorter rows are padded on the right."""
+    """Tokens per row; shorter rows are padded on the right."""
 
     size: int
-    """Rows of a micro-batch."""
+    """Rows per micro-batch."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """[replica][micro-batch]: numbers of its rows; at the end of a plan fewer than `size`, or none."""
+    """[replica][micro-batch]: row numbers; at the end of a plan fewer than `size`, or none."""
 
 
 def batch_lengths(longest: int, divisor: int) -> tuple[int, ...]:
-    """Lengths that batches may have, ascending: `longest` halved as long as `divisor` divides it. Few of them, so that
-    compiled kernels see few shapes."""
+    """Return the permitted batch lengths, ascending: `longest` halved as long as `divisor` divides it.
+
+    A small number of lengths limits the shapes that kernels are compiled for.
+    """
     found = [longest]
     while found[-1] % (2 * divisor) == 0 and found[-1] // 2 >= SHORTEST:
         found.append(found[-1] // 2)
@@ -118,8 +132,15 @@ def batch_lengths(longest: int, divisor: int) -> tuple[int, ...]:
 def plan_rounds(
     lengths: Sequence[int], allowed: Sequence[int], budget: int, replicas: int, per_round: int = ROUND
 ) -> Iterator[Round]:
-    """Batches of at most `budget` tokens each, or of one row: the longest rows first. Rows of similar length form a
-    batch, and the `replicas` receive batches in turn."""
+    """Yield batches, the longest rows first. Rows of similar length form a batch.
+
+    Args:
+        lengths: Length of each row.
+        allowed: Permitted batch lengths.
+        budget: Maximum tokens per batch, unless it has only one row.
+        replicas: Number of model replicas, which receive batches in turn.
+        per_round: Micro-batches per replica in one round.
+    """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
 
     def padded(number: int) -> int:
@@ -127,7 +148,7 @@ def plan_rounds(
 
     for length, group in groupby(order, key=padded):
         rows = list(group)
-        few = 1 << (ceil(len(rows) / replicas) - 1).bit_length()  # a power of two: where rows are few, few shapes
+        few = 1 << (ceil(len(rows) / replicas) - 1).bit_length()  # a power of two, so few rows have few shapes
         size = min(max(1, budget // length), few)
         batches = [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
         batches += [()] * (-len(batches) % replicas)

@@ -1,4 +1,4 @@
-"""Log-likelihoods of rows of tokens, by the model as it is laid out over the ranks."""
+"""Log-likelihoods of token rows, computed by a model that is distributed over ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megatron.extensions.observe.evaluation.rows import Round, Row, Score, batch
 
 
 class Stopped(Exception):
-    """The run is asked to stop before all rows are scored; on every rank."""
+    """Raised on every rank if the run is asked to stop before all rows are scored."""
 
 
 def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int, ...]:
-    """Lengths that the layout can compute, up to a legal one."""
+    """Return the row lengths that the layout can compute, up to a legal one."""
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     divisor = sequence_divisor(cp, tp, parallel.sequence_parallel)
     name = linear_format(parallel)
@@ -36,23 +36,26 @@ def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int
 
 @dataclass(frozen=True)
 class Scorer:
-    """Runs rows through a model in batches. `forward` takes micro-batches of one shape, as each rank holds them, and
-    returns `token_scores` of each on the ranks of the last stage, and [] elsewhere."""
+    """Runs rows through a model in batches.
+
+    `forward` takes micro-batches of one shape, as each rank holds them. It returns `token_scores` of each on the ranks
+    of the last stage, and [] elsewhere.
+    """
 
     forward: Callable[[list[Batch]], list[Tensor]]
     lengths: tuple[int, ...]
-    """Row lengths of batches, ascending. The last one is the longest length of a row."""
+    """Permitted row lengths of batches, ascending. The last one is the maximum row length."""
 
     budget: int
-    """Tokens of a batch."""
+    """Tokens per batch."""
 
     state: ParallelState
     device: torch.device
     go_on: Callable[[], bool] = lambda: True
-    """Asked before each round, on all ranks."""
+    """Called before each round, on all ranks; scoring stops if it returns False."""
 
     progress: Callable[[int, int], None] = lambda done, rounds: None
-    """Told how many rounds of how many are done, before the first one and after each."""
+    """Called with the number of finished and total rounds, before the first round and after each."""
 
     @property
     def longest(self) -> int:
@@ -60,7 +63,7 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Row]) -> list[Score]:
-        """The scores of all rows, on every rank. Collective: all ranks pass the same rows. Raises Stopped."""
+        """Return the scores of all rows, on every rank. Collective: all ranks pass the same rows. Raises Stopped."""
         table = torch.zeros(len(rows), 3, dtype=torch.float64, device=self.device)
         plan = list(plan_rounds([row.length for row in rows], self.lengths, self.budget, self.state.dp.size))
         self.progress(0, len(plan))
@@ -73,12 +76,15 @@ class Scorer:
         return [Score(log, wrong == 0, int(token)) for log, wrong, token in table.tolist()]
 
     def _run(self, each: Round, rows: Sequence[Row], table: Tensor) -> None:
-        """Adds to `table` [rows, 3], on one rank of those that hold the same tokens, sums over scored tokens of their
-        log-likelihood and of 1 where another is more likely, and the most likely label at the last place."""
+        """Add to `table` [rows, 3]: the summed log-likelihood, the number of scored tokens that are not the most likely
+        ones, and the most likely last label.
+
+        Of the ranks that hold the same tokens, only one adds.
+        """
         mine = each.microbatches[self.state.dp.rank]
         wholes = [_batch([rows[number] for number in numbers], each) for numbers in mine]
         batches = [whole.local_to(self.state.cp).to(self.device) for whole in wholes]
-        # Nothing comes back but on the last stage.
+        # only the last stage returns results
         for numbers, batch, (logs, tokens) in zip(mine, batches, self.forward(batches), strict=False):
             if not self.state.tp.first or not numbers:
                 continue
@@ -90,14 +96,14 @@ class Scorer:
 
 
 def _places(batch: Batch) -> Tensor:
-    """[s] index in their rows of the tokens that this rank holds."""
+    """Return the row positions [s] of the tokens on this rank."""
     if batch.places is not None:
         return batch.places
     return torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
 
 
 def _batch(rows: Sequence[Row], shape: Round) -> Batch:
-    """Rows filled up with zeros, whose loss mask is 1 where a label is scored."""
+    """Return rows padded with zeros; their loss mask is 1 for scored labels."""
     tokens = torch.zeros(shape.size, shape.length + 1, dtype=torch.int64)
     mask = torch.zeros(shape.size, shape.length)
     for number, row in enumerate(rows):
@@ -109,7 +115,8 @@ def _batch(rows: Sequence[Row], shape: Round) -> Batch:
 def scores_by(
     executor: PipelineExecutor[GPTModel, Batch], parallel: ModelParallelConfig, state: ParallelState
 ) -> Callable[[list[Batch]], list[Tensor]]:
-    """`Scorer.forward` by the executor of a rank's stages. Micro-batches have any shape that the layout can compute."""
+    """Return `Scorer.forward` for the executor of a rank's stages. Micro-batches may have any shape that the layout
+    supports."""
     shards = state.tp.size if parallel.sequence_parallel else 1
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
 
@@ -124,8 +131,10 @@ def scores_by(
 
 @torch.no_grad()
 def token_scores(model: GPTModel, hidden: Tensor | None, batch: Batch) -> Tensor:
-    """[2, b, s] fp64, by the last stage: the log-likelihood of each label, and the most likely token in its place. The
-    same on all tensor-parallel ranks; no rank holds the logits of the others."""
+    """Return [2, b, s] fp64 on the last stage: each label's log-likelihood, and the most likely token in its place.
+
+    The result is equal on all tensor-parallel ranks; no rank holds the logits of the others.
+    """
     size = model.config.vocab_size
     assert size is not None
     logits = model.local_logits(hidden, batch)
@@ -136,9 +145,11 @@ def token_scores(model: GPTModel, hidden: Tensor | None, batch: Batch) -> Tensor
 
 @torch.no_grad()
 def most_likely(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
-    """The most likely token: logits [s, b, V/t] -> ids [s, b] int64, of ranks with equal logits the lowest.
+    """Return the most likely tokens: logits [s, b, V/t] -> ids [s, b] int64.
 
-    Two numbers a token are gathered, not the logits. Columns from `vocab_size` on are padding."""
+    On ties, the lowest id wins. Only two numbers per token are gathered, not the logits. Columns from `vocab_size` on
+    are padding.
+    """
     start, stop = local_rows(logits.shape[-1] * tp.size, tp)
     columns = max(0, min(vocab_size, stop) - start)
     best = torch.full((2, *logits.shape[:-1]), -torch.inf, dtype=torch.float64, device=logits.device)

@@ -1,7 +1,7 @@
-"""Goodput: the share of a run's wall time, earlier starts included, in which its weights were trained.
+"""Goodput: the share of a run's wall time, including earlier starts, that was spent on useful training.
 
 Flags: --log-goodput.
 
-Read `accounts` first: the parts of the time, and what a resumed run takes over from `run_events.jsonl`. `hooks`
-measures the parts of one start.
+Start with `accounts`, which defines the parts of the time and how a resumed run continues from `run_events.jsonl`.
+`hooks` measures the parts of one start.
 """

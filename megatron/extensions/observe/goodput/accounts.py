@@ -1,13 +1,13 @@
-"""The wall time of a run by what it was spent on, over all its starts. This module does not import torch.
+"""Breakdown of a run's wall time over all its starts. This module does not import torch.
 
 Goodput is useful step time over wall time:
 
     wall    = useful + startup + evaluation + save + repeated + rolled_back + skipped + idle + other
     goodput = useful / wall
 
-Each start writes the event `goodput` to `run_events.jsonl`, with the seconds of every part up to then. The next start
-continues from the last such event. It also looks for the event at the iteration that it resumes from: step time that is
-not yet in that event has to be spent again, so it becomes `repeated`.
+Each start writes `goodput` events to `run_events.jsonl` with the seconds of every part so far. The next start continues
+from the last such event. It also looks up the event at the iteration from which it resumes. Step time that this event
+does not contain must be spent again, so it becomes `repeated`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PARTS = {
     "idle": "idle between starts",
     "other": "other",
 }
-"""The parts of the wall time, and their names in the log."""
+"""Parts of the wall time, and their names in the log."""
 
 ADDED = ("rolled_back",)
-"""Parts that events of older runs do not have: they count as 0 there."""
+"""Parts that events of older runs lack; they count as 0 there."""
 
 EVENT = "goodput"
-"""The event of `run_events.jsonl`: iteration, "began" (first start, seconds since 1970), and "seconds" by part."""
+"""Event in `run_events.jsonl`: iteration, "began" (first start, seconds since 1970), and "seconds" by part."""
 
 Seconds = dict[str, float]
 
@@ -52,7 +52,7 @@ class Earlier:
 
 @dataclass(frozen=True)
 class _Event:
-    """One event `goodput`."""
+    """A `goodput` event."""
 
     iteration: int
     began: float
@@ -60,12 +60,12 @@ class _Event:
 
     @property
     def of_steps(self) -> float:
-        """Step time that the weights of its iteration contain, with that of skipped steps."""
+        """Step time that produced the weights of its iteration, including skipped steps."""
         return self.seconds["useful"] + self.seconds["skipped"]
 
 
 def none() -> Seconds:
-    """No time in any part."""
+    """Return zero seconds for every part."""
     return dict.fromkeys(PARTS, 0.0)
 
 
@@ -76,12 +76,12 @@ def goodput(seconds: Mapping[str, float]) -> float:
 
 
 def values(seconds: Mapping[str, float]) -> dict[str, float]:
-    """The values of a metric record: `goodput`, and `goodput_PART_seconds` of each part."""
+    """Return the values of a metric record: `goodput`, and `goodput_PART_seconds` for each part."""
     return {"goodput": goodput(seconds)} | {f"goodput_{part}_seconds": seconds[part] for part in PARTS}
 
 
 def line(record: Mapping[str, object]) -> str:
-    """The line of the log, from a record with `values`. Parts below 0.05 % are left out."""
+    """Return the log line of a record with `values`. Parts below 0.05 % are omitted."""
     found = {part: float(str(record[f"goodput_{part}_seconds"])) for part in PARTS}
     wall = sum(found.values())
     shares = {part: 100 * spent / wall if wall > 0 else 0.0 for part, spent in found.items()}
@@ -90,13 +90,14 @@ def line(record: Mapping[str, object]) -> str:
 
 
 def earlier_starts(events: Iterable[Mapping[str, object]], iteration: int, started: float) -> Earlier:
-    """Return what earlier starts of a run have spent, for a process that started at `started`, in seconds since 1970,
-    and resumes from `iteration`. The events are read once and not kept: a long run has many.
+    """Return the time that earlier starts of a run have spent.
 
-    A start at iteration 0 begins a new run if there are saves that it could have resumed from.
+    The process started at `started`, in seconds since 1970, and resumes from `iteration`. Events are read once and not
+    kept, because a long run has many. A start at iteration 0 begins a new run if there are saves from which it could
+    have resumed.
     """
     last: _Event | None = None
-    contained: _Event | None = None  # the newest of the same run at the iteration, or else at the largest before it
+    contained: _Event | None = None  # newest of the same run at the iteration, or at the largest earlier one
     saved = 0.0
     for event in events:
         saved = max(saved, _save_time(event))
@@ -122,19 +123,19 @@ def earlier_starts(events: Iterable[Mapping[str, object]], iteration: int, start
 
 
 def last_account(events: Iterable[Mapping[str, object]]) -> tuple[int, Seconds] | None:
-    """(iteration, seconds by part) of the last event `goodput`; None without one."""
+    """Return (iteration, seconds by part) of the last `goodput` event; None if there is none."""
     found = [event for event in map(_event_of, events) if event is not None]
     return (found[-1].iteration, found[-1].seconds) if found else None
 
 
 def _save_time(event: Mapping[str, object]) -> float:
-    """When a save has succeeded; 0 for all other events."""
+    """Return the time of a successful save; 0 for other events."""
     succeeded = event.get("event") == "save" and "error" not in event
     return (_number(event.get("time")) or 0.0) if succeeded else 0.0
 
 
 def _event_of(event: Mapping[str, object]) -> _Event | None:
-    """An event `goodput`; None for all others, and for a damaged one."""
+    """Parse a `goodput` event; None for other and damaged events."""
     seconds, iteration = event.get("seconds"), event.get("iteration")
     began = _number(event.get("began"))
     if event.get("event") != EVENT or not isinstance(seconds, Mapping) or not isinstance(iteration, int):
@@ -145,7 +146,7 @@ def _event_of(event: Mapping[str, object]) -> _Event | None:
 
 
 def _number(value: object) -> float | None:
-    """A number that is not negative; None for all else."""
+    """Return a non-negative number; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if 0 <= value < float("inf") else None

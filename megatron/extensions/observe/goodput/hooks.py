@@ -1,4 +1,4 @@
-"""--log-goodput: measures the parts of the wall time on the first rank, and logs them over all starts of the run."""
+"""Measures the parts of the wall time on the first rank, and logs them over all starts of the run (--log-goodput)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megatron.training.reliability.run_status import each_event, record_event
 from megatron.training.run import TrainingRun
 
 KEPT = 10_000
-"""Steps of which the seconds are known until then, as a run may go back to any of them."""
+"""Number of recent steps whose seconds are known, because a run may roll back to any of them."""
 
 EVENT_SECONDS = 30.0
-"""Least time between two events of log lines; each save has one too."""
+"""Minimum seconds between two events for log lines; every save also writes an event."""
 
 
 class Goodput(Callback, Meter):
-    """The parts of the wall time of a run. The first rank measures, and all log what it has found."""
+    """Parts of a run's wall time. The first rank measures, and all ranks log its results."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -60,7 +60,7 @@ class Goodput(Callback, Meter):
         self._record_event()
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
-        """The step time as each step ends: a save at the end of the run is not part of it."""
+        """Record step time when each step ends, so that a save at the end of the run does not count."""
         return (Task("goodput", 1, self._step_ended, counts=True, reads_result=False),) if self._measures else ()
 
     def _step_ended(self) -> None:
@@ -70,13 +70,15 @@ class Goodput(Callback, Meter):
         self._keep_until(self._run.progress.iteration)
 
     def _keep_until(self, iteration: int) -> None:
-        """Keeps the seconds of steps in the log lines until an iteration."""
+        """Keep the seconds of steps in log lines up to an iteration."""
         known = [float(iteration), self._own["useful"], self._own["skipped"]]
         self._until[iteration % KEPT] = torch.tensor(known, dtype=torch.float64)
 
     def _notice_rollback(self) -> None:
-        """Moves the time of steps that were taken back since the last one, and of going back, to their part. The run
-        has another interval then, though the one before was not logged."""
+        """Move the time of undone steps, and of the rollback itself, to `rolled_back`.
+
+        The run starts another interval, although the previous one was not logged.
+        """
         before, own = self._at_step[0], self._own
         if self._run.interval is before or before is self._counted:
             return
@@ -87,7 +89,8 @@ class Goodput(Callback, Meter):
         own["rolled_back"] += max(0.0, self._unmeasured(self._with_steps(self._at_step[1])) - self._other)
 
     def take(self) -> Tensor:
-        """Seconds of each part from the first start on, [parts] float64; zeros on ranks that do not measure."""
+        """Return the seconds of each part since the first start, [parts] float64; zeros on ranks that do not
+        measure."""
         spent = torch.zeros(len(PARTS), dtype=torch.float64)
         if self._measures:
             self._notice_rollback()
@@ -102,7 +105,7 @@ class Goodput(Callback, Meter):
         return [accounts.line(record)]
 
     def on_log(self, run: RunView, record: Record) -> None:
-        """Ends the interval: what follows belongs to the next."""
+        """End the interval; later time belongs to the next interval."""
         if self._measures:
             interval = self._run.interval
             steps = record["step_time"] * max(1, len(interval.results))
@@ -112,7 +115,7 @@ class Goodput(Callback, Meter):
 
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[None]:
-        """From the first data set to `on_evaluation`: only then has the device finished."""
+        """Measure from the first dataset to `on_evaluation`, because only then has the device finished."""
         began = self._evaluation[0] if self._evaluation else time.perf_counter()
         try:
             yield
@@ -138,7 +141,8 @@ class Goodput(Callback, Meter):
         self._record_event()
 
     def _with_steps(self, step_seconds: float) -> Seconds:
-        """Own seconds with those of the steps since the last log line, divided by the number of skipped steps."""
+        """Return this start's seconds plus the steps since the last log line, divided by the number of skipped
+        steps."""
         interval, own = self._run.interval, dict(self._own)
         if interval is self._counted:
             return own
@@ -150,18 +154,18 @@ class Goodput(Callback, Meter):
         return own
 
     def _seconds(self, own: Seconds) -> Seconds:
-        """Seconds of each part since the first start; what no part has measured in this start is `other`."""
+        """Return the seconds of each part since the first start; unmeasured time of this start is `other`."""
         if self._evaluation is not None:
             own["evaluation"] += self._evaluation[1] - self._evaluation[0]
         own["other"] = self._unmeasured(own)
         return {part: self._earlier.seconds[part] + own[part] for part in PARTS}
 
     def _unmeasured(self, own: Seconds) -> float:
-        """Seconds of this start that no part has measured."""
+        """Return the seconds of this start that no part has measured."""
         return max(0.0, time.perf_counter() - self._began - sum(own.values()))
 
     def _record_event(self) -> None:
-        """Writes the parts up to the last step to `run_events.jsonl`, if the run has a --save folder."""
+        """Write the parts up to the last step to `run_events.jsonl`, if the run has a --save folder."""
         if not self._measures:
             return
         self._event_at = time.perf_counter()
@@ -173,11 +177,14 @@ class Goodput(Callback, Meter):
 
 
 _counted_pids: set[int] = set()
-"""This process, once a run has counted its start."""
+"""Ids of processes whose start a run has already counted."""
 
 
 def process_age() -> float:
-    """Seconds since this process started, for its first run; 0 for later runs, and where the system does not say."""
+    """Return the seconds since this process started, for its first run.
+
+    Returns 0 for later runs, and if the system does not provide the start time.
+    """
     if os.getpid() in _counted_pids:
         return 0.0
     _counted_pids.add(os.getpid())

@@ -1,9 +1,9 @@
-"""Logs beside the console and `metrics.jsonl`: TensorBoard, Weights & Biases, Prometheus, samples, losses, sums.
+"""Logs other than the console and `metrics.jsonl`: TensorBoard, Weights & Biases, Prometheus, samples, losses, sums.
 
 Flags: --tensorboard-dir, --wandb-project and related flags, --prometheus-port, --sample-log, --log-source-loss,
 --log-params-norm, --log-num-zeros-in-grad, --log-format megatron, --log-throughput.
 
-Read `flags` first. `dashboards` and `prometheus` have the sinks of records, `megatron_format` the names of their values
-and the console's lines as Megatron-LM has them, `terminal` those that fit into a terminal. `meters` has losses of data
-sets, the norm of the parameters, zeros in the gradient, and the samples of each step.
+Start with `flags`. `dashboards` and `prometheus` contain record sinks. `megatron_format` contains Megatron-LM's value
+names and console lines, `terminal` the lines that fit into a terminal. `meters` measures losses by dataset, the
+parameter norm, zeros in the gradient, and the samples of each step.
 """

@@ -1,4 +1,4 @@
-"""Sinks of metric records: TensorBoard, Weights & Biases."""
+"""Sinks of metric records: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FLUSHED_SECONDS = 300
-"""TensorBoard's thread flushes every 120 s; the next record learns of what it could not write."""
+"""TensorBoard's thread flushes every 120 s; the next record then learns which records failed."""
 
 MOST_RECENT = 10_000
-"""Records that are kept while TensorBoard's files cannot be written."""
+"""Number of records kept while TensorBoard's files cannot be written."""
 
 
 class TensorBoardSink:
     """Writes the numbers of each record as TensorBoard scalars with Megatron-LM's tags, and the configuration as text.
 
-    A resumed run hides what earlier ones wrote of later iterations. TensorBoard hides by step whatever the tag, so the
-    curves over samples lose more than that: hidden steps are written again from the records of `metrics.jsonl`.
+    A resumed run hides later iterations of earlier runs. TensorBoard hides by step regardless of the tag, which affects
+    curves over samples too, so hidden steps are written again from the records of `metrics.jsonl`.
 
-    If a write fails, for example on a full disk, one warning is printed, and a later file gets all records of the last
-    `FLUSHED_SECONDS` and since. `metrics.jsonl` has every record."""
+    If a write fails, for example on a full disk, one warning is printed. A later file then contains all records since
+    `FLUSHED_SECONDS` before the failure. `metrics.jsonl` has every record.
+    """
 
     def __init__(self, config: RunConfig, iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -80,7 +81,7 @@ class TensorBoardSink:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Gives the file up that cannot be written, for a time that doubles."""
+        """Stop using a file that cannot be written, for a period that doubles each time."""
         try:
             yield
         except OSError as error:
@@ -95,10 +96,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs records to Weights & Biases with Megatron-LM's names. Raises ValueError if the package is not installed,
-    or the run cannot be started.
+    """Logs records to Weights & Biases with Megatron-LM's names.
 
-    A run that resumes continues the run of Weights & Biases whose id is in `wandb_run_id.txt`.
+    A resumed run continues the Weights & Biases run whose id is in `wandb_run_id.txt`. Raises ValueError if the package
+    is not installed, or if the run cannot be started.
     """
 
     def __init__(self, config: RunConfig, iteration: int) -> None:

@@ -1,14 +1,14 @@
-"""--document-loss-log: the loss of each document in evaluations.
+"""Logs the loss of each document in evaluations (--document-loss-log).
 
-One JSON object a line, for each document of an evaluation, the highest loss first:
+The file contains one JSON object per line for each document of an evaluation, the highest loss first:
 
     {"iteration": 100, "split": "valid", "set": "", "source": "a_text_document", "document": 412, "tokens": 96,
      "loss": 3.71}
 
-`set` is the name of a validation set (--valid NAME=PREFIX), `source` the data set of a blend, `document` the number in
-it that tools/inspect_dataset.py --document takes, or null if the data set has none. `tokens` are those whose loss
-counts, `loss` is their mean. The loss of a token belongs to the document that contains the token, so the prediction of
-a document's first token, from the end of the one before it, counts as the document's own.
+`set` is the name of a validation set (--valid NAME=PREFIX), and `source` is the dataset in a blend. `document` is the
+number for tools/inspect_dataset.py --document, or null if the dataset has no document numbers. `tokens` is the number
+of tokens whose loss counts, and `loss` is their mean. The loss of a token belongs to the document that contains the
+token, including its first token, which is predicted from the end of the previous document.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ Document = tuple[str, int | None]
 
 
 class DocumentLosses(Callback, Meter):
-    """The losses by document on one rank. The last pipeline stage adds those of its samples and places, and the first
-    rank of each tensor-parallel group counts."""
+    """Losses by document on one rank.
+
+    The last pipeline stage adds its samples and positions; only the first rank of each tensor-parallel group counts.
+    """
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.run, self.evaluation = run, None
@@ -54,7 +56,7 @@ class DocumentLosses(Callback, Meter):
     """The evaluation in progress."""
 
     def _add(self, losses: Tensor, batch: Batch) -> None:
-        """Adds losses [s/cp, b] to the documents of the tokens that they predict. Waits for the device."""
+        """Add losses [s/cp, b] to the documents of the predicted tokens. Waits for the device."""
         if self.evaluation is None:
             return
         mask = batch.loss_mask.double()
@@ -75,7 +77,7 @@ class DocumentLosses(Callback, Meter):
 
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[None]:
-        """Collective over the world, at the end of an evaluation that was not stopped."""
+        """Write the losses. Collective over the world, at the end of an evaluation that was not stopped."""
         self.evaluation, self.found = evaluation, defaultdict[Document, list[float]](lambda: [0.0, 0.0])
         try:
             yield

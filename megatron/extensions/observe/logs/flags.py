@@ -1,4 +1,4 @@
-"""Flags of logs, and where their sinks and formats are. This module does not import torch."""
+"""Flags of logs, and entry points of their sinks and formats. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Megatron-LM's tags of TensorBoard and Weights & Biases, and its console lines (--log-format megatron), for dashboards
-and programs that are made for them. This module does not import torch."""
+"""Megatron-LM's tags for TensorBoard and Weights & Biases, and its console lines (--log-format megatron).
+
+They serve dashboards and programs written for Megatron-LM. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,18 @@ TAGS = {
     "peak_memory_bytes": "mem-max-allocated-bytes",
     "moe_aux_loss": "load_balancing_loss",
 }
-"""Name in our records -> Megatron-LM's tag."""
+"""Maps a name in our records to Megatron-LM's tag."""
 
 OVER_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-norm", "num-zeros", "params-norm")
-"""Tags that have a twin "... vs samples", drawn over the samples consumed. Those of evaluations have one too."""
+"""Tags with an additional "... vs samples" curve over consumed samples. Evaluation tags have one too."""
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
-    """(tag, value, step) of each number of a record. Values that Megatron-LM does not log keep our name; values of a
-    table have that of the table before it and the number of the row after it."""
+    """Yield (tag, value, step) for each number of a record.
+
+    Values that Megatron-LM does not log keep our name. Values of a table get the table's name as prefix and the row
+    number as suffix.
+    """
     for key, value in record.items():
         if isinstance(value, Mapping):
             yield from ((f"{key}/{tag}", number, record["iteration"]) for tag, number in _of_table(value))
@@ -49,8 +54,10 @@ def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
 
 
 def _of_table(columns: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """(COLUMN/ROW, value) of a table in a record: lists of equal length, the first of which numbers the rows. For a
-    list the largest value is one; null is none. Nothing of any other mapping."""
+    """Yield (COLUMN/ROW, value) of a table in a record: lists of equal length, the first of which numbers the rows.
+
+    A list as a value is replaced by its maximum, and null is skipped. Other mappings yield nothing.
+    """
     if not all(isinstance(values, list) for values in columns.values()):
         return
     first, *names = columns or [""]
@@ -63,7 +70,7 @@ def _of_table(columns: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def tag_of(key: str) -> str:
-    """Megatron-LM's tag of a value of our records: "valid_loss" is "lm loss validation"."""
+    """Return Megatron-LM's tag for a value of our records: "valid_loss" becomes "lm loss validation"."""
     if found := re.fullmatch(r"source_(.+)_loss", key):
         return f"lm loss source {found[1]}"
     if found := re.fullmatch(r"(valid|test)(?:_(.+))?_(loss|perplexity)", key):
@@ -76,7 +83,7 @@ def tag_of(key: str) -> str:
 
 
 class MegatronLines(LogLines):
-    """Lines with the words and numbers that parsers of Megatron-LM's logs look for."""
+    """Log lines in the format that parsers of Megatron-LM's logs expect."""
 
     def start(self, run: RunView) -> Iterator[str]:
         count = sum(parameter.numel() for stage in run.stages.values() for parameter in stage.parameters())
@@ -86,7 +93,16 @@ class MegatronLines(LogLines):
         return progress_line(record, self.train_iters, self.config.options(LogsConfig).log_throughput)
 
     def evaluation(self, iteration: int, split: str, name: str, loss: float) -> Iterator[str]:
-        """The lines of a validation during the training name no split; at its end there are those of "valid" too."""
+        """Yield the lines of an evaluation.
+
+        A validation during training does not name its split. The last one also yields lines that name "valid".
+
+        Args:
+            iteration: Iteration of the evaluation.
+            split: "valid" or "test".
+            name: Name of one of several validation sets.
+            loss: Mean loss in nats.
+        """
         training = self.config.training
         if split == "test":
             yield evaluation_lines("test", iteration, loss, name)
@@ -104,7 +120,7 @@ class MegatronLines(LogLines):
 
 
 def progress_line(record: Record, train_iters: int, throughput: bool, now: datetime | None = None) -> str:
-    """The line of a log interval. A loss that is not above 0, as that of an interval without updates, is left out."""
+    """Return the line of a log interval. A loss that is not positive, as in an interval without updates, is omitted."""
     parts = [
         f"iteration {record['iteration']:8d}/{train_iters:8d}",
         f"consumed samples: {record['consumed_samples']:12d}",
@@ -134,8 +150,14 @@ def progress_line(record: Record, train_iters: int, throughput: bool, now: datet
 
 
 def evaluation_lines(split: str, iteration: int, loss: float, name: str = "") -> str:
-    """The three lines of an evaluation: the loss between two rulers. `split`: "test", "valid", or "" for that of a
-    validation during the training, whose line names no split. `name`: of one validation set of several."""
+    """Return the three lines of an evaluation: the loss between two rulers.
+
+    Args:
+        split: "test", "valid", or "" for a validation during training, whose line names no split.
+        iteration: Iteration of the evaluation.
+        loss: Mean loss in nats.
+        name: Name of one of several validation sets.
+    """
     where = f"iteration {iteration}" + {"test": " on test set", "valid": " on validation set", "": ""}[split]
     where += f" on {name}" if name else ""
     line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
@@ -144,5 +166,5 @@ def evaluation_lines(split: str, iteration: int, loss: float, name: str = "") ->
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), of a loss of at most 20 as Megatron-LM has it."""
+    """Return exp(loss); the loss is limited to 20, as in Megatron-LM."""
     return math.exp(min(20.0, loss))

@@ -1,16 +1,16 @@
-"""Losses of each data set of a blend, norm of all parameters, zeros in the gradient, and the samples of each step.
+"""Measures losses by dataset of a blend, the parameter norm, zeros in the gradient, and the samples of each step.
 
---sample-log has one JSON object a line, of samples in order, as they came out of the data iterators:
+--sample-log writes one JSON object per line with the samples in the order in which the data iterators returned them:
 
     {"iteration": 3, "samples": [16, 23], "origins": ["data_text_document:412+96", ...],
      "documents": [[[412, 96, 30], [7, 0, 35]], ...], "crc32": ["5b0ea3c1", ...]}
 
-`samples` are the first and the last by their number in the run, `origins` the dataset with the document and the token
-in it where each begins, `documents` the parts of each with document, first token and number of tokens, `crc32` sums of
-the token ids that the model was given. tools/inspect_dataset.py --sample-log decodes a step.
+`samples` are the numbers of the first and last sample in the run. `origins` are the dataset, document and token at
+which each sample starts. `documents` lists the parts of each sample as document, first token and number of tokens.
+`crc32` are checksums of the token ids that the model received. tools/inspect_dataset.py --sample-log decodes a step.
 
-The first rank of every data-parallel group of a step reports its samples, so the file shows the samples trained, not
-those planned: the same seed and data give the same file at every layout, micro-batch size and number of workers.
+The first rank of every data-parallel group reports its samples, so the file shows the samples that were trained rather
+than planned. The same seed and data give the same file under every layout, micro-batch size and number of workers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.training.run import TrainingRun
 
 
 class SourceLosses(Callback):
-    """Losses of each data set of a blend (--log-source-loss)."""
+    """Losses by dataset of a blend (--log-source-loss)."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         run.data.add_source_ids()
@@ -45,7 +45,7 @@ class SourceLosses(Callback):
 
 
 class SourceTallies(Tallies):
-    """The losses by source on one rank: the last pipeline stage adds those of a sample to the row of its source."""
+    """Losses by source on one rank. The last pipeline stage adds each sample's loss to the row of its source."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.names = run.data.sources.names
@@ -58,7 +58,7 @@ class SourceTallies(Tallies):
             model.loss_watchers.append(self._add)
 
     def _add(self, losses: Tensor, batch: Batch) -> None:
-        """Adds the loss sum and the tokens of each sample to the row of its source: losses [s, b]."""
+        """Add each sample's loss sum and number of tokens to the row of its source; losses are [s, b]."""
         if batch.source_ids is not None:
             (tally,), mask = self.tallies, batch.loss_mask
             sums = (losses.t() * mask.to(losses.dtype)).sum(dim=1, dtype=tally.dtype)
@@ -66,7 +66,7 @@ class SourceTallies(Tallies):
             tally.index_add_(0, batch.source_ids, counts)
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
-        """Mean loss of each source; None where no token of it counted."""
+        """Return the mean loss of each source; None if no token of it counted."""
         return {f"source_{name}_loss": mean for name, mean in zip(self.names, means(summed), strict=True)}
 
     def report_evaluation(self, summed: Tensor, split: str) -> dict[str, float]:
@@ -75,8 +75,10 @@ class SourceTallies(Tallies):
 
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[Tensor]:
-        """Sums of evaluations in this block on this rank, [sources, 2] float64, when it ends. A training step that is
-        not settled yet keeps its tallies."""
+        """Yield the evaluation sums of this block on this rank, [sources, 2] float64, which are complete when it ends.
+
+        A training step that is not settled yet keeps its tallies.
+        """
         kept = [tally.clone() for tally in self.tallies]
         self.discard_step()
         found = torch.zeros_like(self.totals)
@@ -88,8 +90,7 @@ class SourceTallies(Tallies):
 
 
 class ModelSums(Callback, Meter):
-    """Sums over the elements of the model, each counted once over the world (--log-params-norm,
-    --log-num-zeros-in-grad)."""
+    """Sums over all elements of the model, each counted once (--log-params-norm, --log-num-zeros-in-grad)."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         options = self.config.options(LogsConfig)
@@ -100,8 +101,10 @@ class ModelSums(Callback, Meter):
 
     @torch.no_grad()
     def take(self) -> Tensor:
-        """[squares of parameters, zeros in gradients] float64 of this rank's share, after an update. Main parameters
-        count, and gradients as they were clipped."""
+        """Return [squares of parameters, zeros in gradients] float64 of this rank's share, after an update.
+
+        Main parameters count, and gradients after clipping.
+        """
         squares = zeros = torch.zeros((), dtype=torch.float64, device=self.run.runtime.device)
         for parameter, grad in self._shards():
             if self.norm:
@@ -115,7 +118,7 @@ class ModelSums(Callback, Meter):
         return ({"params_norm": squares**0.5} if self.norm else {}) | ({"num_zeros": zeros} if self.zeros else {})
 
     def _shards(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """(values, gradient) of what this rank counts, flat; frozen parameters have no gradient."""
+        """Yield flat (values, gradient) pairs that this rank counts; frozen parameters have no gradient."""
         state = self.run.runtime.state
         for shard in self.run.optimizer.shards:
             for piece, span in shard.owned_pieces(*shard.bucket.shard_range):
@@ -130,7 +133,7 @@ class ModelSums(Callback, Meter):
 
 
 class SampleLog(Callback):
-    """--sample-log."""
+    """Writes the samples of each step (--sample-log)."""
 
     def on_start(self, run: RunView) -> None:
         assert isinstance(run, TrainingRun)
@@ -147,7 +150,7 @@ class SampleLog(Callback):
             run.data.watchers.append(self._write)
 
     def _write(self, step: Step, batches: Sequence[MicroBatch]) -> None:
-        """A collective of the data-parallel ranks."""
+        """Write the samples of a step. Collective over the data-parallel ranks."""
         mine = [sample for batch in batches for sample in _samples(batch)]
         found = sorted(sample for part in gather_objects(mine, self._dp) for sample in part)
         if self._sink is None:
@@ -170,7 +173,7 @@ class SampleLog(Callback):
 
 
 def _samples(batch: MicroBatch) -> list[tuple[int, int]]:
-    """(number, checksum of its tokens) of every sample."""
+    """Return (number, checksum of the tokens) of every sample."""
     numbers, tokens = batch["sample_index"], batch["tokens"]
     assert numbers is not None and tokens is not None
     return [

@@ -1,4 +1,4 @@
-"""Sink of metric records that a Prometheus server scrapes: `http://HOST:PORT/metrics` of the first rank."""
+"""Prometheus sink of metric records, served by the first rank at `http://HOST:PORT/metrics`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PREFIX = "paritrain"
 
 
 class PrometheusSink:
-    """Serves the last value of every number of the records as a gauge, `paritrain_lm_loss` for `lm_loss`, and the time
-    of the last record as `paritrain_last_record_seconds`. The tables of records are left out.
+    """Serves the last value of each record number as a gauge, such as `paritrain_lm_loss` for `lm_loss`.
 
-    Raises ValueError if `prometheus_client` is not installed, or if the port cannot be used.
+    The time of the last record is `paritrain_last_record_seconds`. Tables in records are omitted. Raises ValueError if
+    `prometheus_client` is not installed, or if the port cannot be used.
     """
 
     def __init__(self, config: RunConfig, iteration: int) -> None:
@@ -52,7 +52,7 @@ class PrometheusSink:
             self._updated = time.time()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The gauges, for `prometheus_client`, on a thread of its server."""
+        """Return the gauges for `prometheus_client`, which calls this on a thread of its server."""
         from prometheus_client.core import GaugeMetricFamily
 
         with self._lock:
@@ -70,12 +70,13 @@ class PrometheusSink:
 
 
 def _name(key: str) -> str:
-    """A metric record's key with the letters that Prometheus takes: `valid_my.set_loss` is `valid_my_set_loss`."""
+    """Convert a record key to letters that Prometheus accepts: `valid_my.set_loss` becomes `valid_my_set_loss`."""
     return re.sub(r"[^a-zA-Z0-9_]", "_", key)
 
 
 def _is_number(value: object) -> bool:
-    """True for numbers, NaN and infinities included; not for truth values and those beyond a double."""
+    """Return True for numbers, including NaN and infinities, but not for booleans and integers beyond a double's
+    range."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return isinstance(value, float) or (math.isfinite(value) and abs(value) < 2**1023)

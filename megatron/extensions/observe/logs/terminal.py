@@ -1,4 +1,4 @@
-"""The console's lines on a terminal: at most two rows for an interval. This module does not import torch."""
+"""Console lines for a terminal: at most two rows per interval. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.training.metrics.console import LogLines, parts_by_weight
 from megatron.training.metrics.sinks import Record
 
 ROWS = 2
-"""Rows of a terminal that an interval may take."""
+"""Maximum number of terminal rows per interval."""
 
 
 class TerminalLines(LogLines):
@@ -21,8 +21,16 @@ class TerminalLines(LogLines):
 
 
 def terminal_lines(record: Record, train_iters: int, width: int, metrics: Sequence[str] = ()) -> str:
-    """Fits into two rows of `width` characters of a terminal: what went wrong in the interval, then the rest by what is
-    looked at most. The metrics file has every field."""
+    """Fit a record into two terminal rows: errors of the interval first, then other values by importance.
+
+    The metrics file contains every field.
+
+    Args:
+        record: The record.
+        train_iters: Length of the run in iterations.
+        width: Width of the terminal in characters.
+        metrics: Names of additional metrics.
+    """
     kept: list[str] = []
     for part in parts_by_weight(record, train_iters, metrics):
         if _fits([*kept, part], width):
@@ -36,7 +44,7 @@ def _fits(parts: list[str], width: int) -> bool:
 
 
 def _rows(parts: list[str], width: int) -> list[str]:
-    """Parts side by side, as many in a row as there is room for."""
+    """Join parts side by side, as many per row as fit."""
     rows: list[str] = []
     for part in parts:
         longer = f"{rows[-1]} | {part}" if rows else f" {part}"

@@ -1,14 +1,14 @@
-"""Estimates the gradient noise scale from the norms of small and large batches' gradients. This module does not import
+"""Estimates the gradient noise scale from the gradient norms of small and large batches. This module does not import
 torch.
 
 The simple noise scale is tr(S) / |G|^2, with G the gradient of the expected loss and S the covariance of one sample's
-gradient. The squared norm of a mean gradient over B samples has the expectation |G|^2 + tr(S) / B, so that two batch
-sizes tell both terms without bias (McCandlish et al., arXiv 1812.06162, appendix A.1):
+gradient. The squared norm of a mean gradient over B samples has the expectation |G|^2 + tr(S) / B, so two batch sizes
+give unbiased estimates of both terms (McCandlish et al., arXiv 1812.06162, appendix A.1):
 
     tr(S) = (|G_small|^2 - |G_large|^2) / (1 / B_small - 1 / B_large)
     |G|^2 = (B_large |G_large|^2 - B_small |G_small|^2) / (B_large - B_small)
 
-Their ratio in one step means little. Both are averaged over many steps, and their ratio is taken then.
+Their ratio in a single step is meaningless. Both are averaged over many steps before the ratio is taken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 BLOCKS = 20
-"""Most blocks of steps of which the jackknife leaves out one at a time."""
+"""Maximum number of step blocks in the jackknife, which omits one at a time."""
 
 NORMAL_95 = 1.96
 """Standard errors on each side of a 95% interval."""
@@ -27,20 +27,19 @@ NORMAL_95 = 1.96
 
 @dataclass(frozen=True)
 class Coefficients:
-    """How the squared norms of a step enter an estimate: `small` times that of a small batch plus `large` times that
-    of the large one."""
+    """Coefficients of a step's squared norms in an estimate: `small` for the small batch, `large` for the large one."""
 
     small: float
     large: float
 
     @classmethod
     def of_noise(cls, small: float, large: float) -> Coefficients:
-        """For tr(S), from numbers of samples."""
+        """Return the coefficients for tr(S); arguments are numbers of samples."""
         return cls(1 / (1 / small - 1 / large), -1 / (1 / small - 1 / large))
 
     @classmethod
     def of_signal(cls, small: float, large: float) -> Coefficients:
-        """For |G|^2, from numbers of samples."""
+        """Return the coefficients for |G|^2; arguments are numbers of samples."""
         return cls(-small / (large - small), large / (large - small))
 
 
@@ -54,18 +53,20 @@ class Estimate:
 
 
 class Window:
-    """The estimates of tr(S) and |G|^2 in the latest steps."""
+    """Estimates of tr(S) and |G|^2 in the latest steps."""
 
     def __init__(self, steps: int) -> None:
         self.rows: deque[tuple[float, float]] = deque(maxlen=steps)
 
     def add(self, rows: Iterable[Sequence[float]]) -> None:
-        """Adds steps, [tr(S), |G|^2] each. A step without update, which has two zeros, does not count."""
+        """Add [tr(S), |G|^2] of steps. A step without an update, which has two zeros, does not count."""
         self.rows.extend((noise, signal) for noise, signal in rows if noise or signal)
 
     def estimate(self) -> Estimate | None:
-        """The ratio of the means, and its interval from a jackknife over blocks of steps; None where noise hides the
-        gradient, or with fewer than two steps."""
+        """Return the ratio of the means, and its interval from a jackknife over blocks of steps.
+
+        Returns None if noise hides the gradient, or with fewer than two steps.
+        """
         rows = list(self.rows)
         count = min(BLOCKS, len(rows))
         noise, signal = (sum(row[side] for row in rows) for side in (0, 1))

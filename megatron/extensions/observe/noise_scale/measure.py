@@ -1,13 +1,14 @@
-"""Takes two squared norms out of each step, without a pass of its own.
+"""Measures two squared gradient norms in each step without an extra pass.
 
-The small batch is the first micro-batch of each replica: its gradient stands in `main_grad` between its backward and
-that of the second micro-batch, or the reduction. The large batch is the global batch, whose gradient stands in the
-reduced buffers before the update. Sums over shards and the mean over replicas are left to the sum at a log line.
+The small batch is the first micro-batch of each replica. `main_grad` holds its gradient between its backward and the
+backward of the second micro-batch, or the reduction. The large batch is the global batch, whose gradient is in the
+reduced buffers before the update. Sums over shards and the mean over replicas are computed in the reduction at a log
+line.
 
-What counts are the matrices that tensor parallelism cuts, whose gradients each rank has whole: gradients of vectors are
-partial sums with sequence parallelism, and those of tied embeddings with pipeline parallelism. So the estimate is that
-of the same parameters at every layout. An expert sees the tokens of all ranks of its expert-parallel group: its small
-batch is so many micro-batches.
+Only matrices that tensor parallelism shards count, because their gradients are complete on each rank. Gradients of
+vectors are partial sums under sequence parallelism, and gradients of tied embeddings under pipeline parallelism. The
+estimate therefore covers the same parameters under every layout. An expert sees the tokens of all ranks of its
+expert-parallel group, so its small batch consists of that many micro-batches.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ CUTS = ("tp", "expt_tp", "ep")
 
 
 def counts(meta: ParamMeta, model: TransformerConfig) -> bool:
-    """Return whether a parameter's gradient is whole on its rank at every layout."""
+    """Return whether a parameter's gradient is complete on its rank under every layout."""
     copied = meta.role == "embedding" and bool(model.tied_embeddings or model.mtp_depths)
     return meta.matrix and len(meta.global_shape) > 1 and not copied and any(axis in meta.sharded for axis in CUTS)
 
 
 @dataclass
 class Parameters:
-    """Matrices with small batches of one size, on this rank."""
+    """Matrices on this rank whose small batches have the same size."""
 
     replicas: int
-    """Ranks that have a small batch each."""
+    """Number of ranks with a small batch."""
 
     shards: list[Tensor] = field(default_factory=list)
     """Reduced gradients that this rank counts."""
@@ -55,21 +56,21 @@ class Parameters:
 
 @dataclass
 class Watched:
-    """A parameter whose gradient is measured when the first micro-batch of a step has added to it."""
+    """A parameter whose gradient is measured after the first micro-batch of a step has been added."""
 
     param: nn.Parameter
     into: Parameters
     before: Callable[[], object] | None
-    """Hook that runs after each contribution outside of a measurement. It may reduce the gradient."""
+    """Hook that runs after each contribution when nothing is measured. It may reduce the gradient."""
 
     reports: int = 0
-    """Contributions in this step."""
+    """Number of contributions in this step."""
 
     of_microbatch: int = 0
-    """Contributions of a micro-batch, as the first step has shown; 0 until then."""
+    """Number of contributions per micro-batch, learned from the first step; 0 until then."""
 
     def added(self) -> None:
-        """After a contribution."""
+        """Count a contribution."""
         self.reports += 1
         if self.reports == self.of_microbatch:
             self.into.small.append(_norm(self.param.main_grad))  # type: ignore[attr-defined]
@@ -84,7 +85,7 @@ def _norm(grad: Tensor) -> Tensor:
 
 
 class NoiseScale(Callback, Meter):
-    """--log-noise-scale."""
+    """Logs the gradient noise scale (--log-noise-scale)."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -120,7 +121,10 @@ class NoiseScale(Callback, Meter):
         return (self,)
 
     def _kind(self, meta: ParamMeta) -> Parameters | None:
-        """Where a parameter counts; None if it does not. Experts whose ranks have parts of samples do not."""
+        """Return the group in which a parameter counts; None if it does not.
+
+        Experts whose ranks hold parts of samples do not count.
+        """
         if not counts(meta, self.config.model):
             return None
         if meta.expert:
@@ -157,7 +161,7 @@ class NoiseScale(Callback, Meter):
             )
 
     def _squares(self, norms: Sequence[Tensor]) -> Tensor:
-        """Sum of the squares, float64."""
+        """Return the sum of squares, float64."""
         if not norms:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return torch.stack(list(norms)).double().square().sum()
@@ -171,7 +175,7 @@ class NoiseScale(Callback, Meter):
         self._now = None
 
     def take(self) -> Tensor:
-        """[steps * 2]: this rank's share of tr(S) and |G|^2 in each step since the last call."""
+        """Return [steps * 2]: this rank's share of tr(S) and |G|^2 in each step since the last call."""
         rows, self._rows = self._rows, []
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=self._device), *rows])
 

@@ -1,1 +1,1 @@
-"""Keys of config.json: values by type, layers, rotary embeddings, and adapters of families with rules of their own."""
+"""Keys of config.json: values by type, layers, rotary embeddings, and adapters for families with special keys."""

@@ -1,10 +1,10 @@
-"""Keys of config.json with rules of their own: classes that a family's file names under "adapters". This module does
-not import torch.
+"""Adapters of config.json keys with special rules, which a family's file names under "adapters". This module does not
+import torch.
 
-`read` takes the fields of TransformerConfig that the family's tables give, and the values of config.json under the
-family's names. It returns the fields with those that its keys determine, or raises ValueError for values that we cannot
-express. `write` takes the keys that the tables give, and returns them with its own. A file's adapters are called in its
-order.
+`read` receives the fields of TransformerConfig from the family's tables, and the values of config.json under the
+family's names. It returns the fields with the ones that its keys determine, or raises ValueError for values that we
+cannot express. `write` receives the keys from the tables and returns them with its own. The adapters of a file are
+called in order.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from megatron.extensions.interop.hugging_face.families import Adapter, Family
 from megatron.extensions.layers.hybrid_layers.flags import EXPERTS
 
 FIELDS_OF = {"M": ("mamba_",), EXPERTS: ("moe_", "num_experts")}
-"""Letter of a layer -> what fields begin with that only such layers have."""
+"""Maps a layer letter to the prefix of the fields that only such layers use."""
 
 
 class GroupsByTwoExperts(Adapter):
-    """Groups of experts, each scored by the sum of its two best (DeepSeek-V3)."""
+    """Expert groups, each scored by the sum of its two best experts (DeepSeek-V3)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if hf["n_group"] == 1 or fields["moe_router_topk"] == 2 * whole(hf, "topk_group"):
@@ -66,7 +66,7 @@ class GroupsByTwoExperts(Adapter):
 
 
 class GroupsByBestExpert(Adapter):
-    """Groups of experts, of which the best ones are those of the largest score (DeepSeek-V2)."""
+    """Expert groups, each scored by its best expert (DeepSeek-V2)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if hf["topk_method"] == "greedy":
@@ -82,7 +82,7 @@ class GroupsByBestExpert(Adapter):
 
 
 class FirstLayersDense(Adapter):
-    """Layers with experts: by a list of all layers if there is one, else all but the first, or each N-th of these."""
+    """MoE layers: listed for all layers, or all but the first layers, or every N-th of those."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if hf.get("mlp_layer_types"):
@@ -106,7 +106,7 @@ class FirstLayersDense(Adapter):
 
 
 class ListedLayersDense(Adapter):
-    """Layers with experts: each N-th one that `mlp_only_layers` does not list (Qwen's mixtures)."""
+    """MoE layers: every N-th layer that `mlp_only_layers` does not list (Qwen's MoE models)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         dense, step = entries(hf, "mlp_only_layers"), count(hf, "decoder_sparse_step")
@@ -119,7 +119,7 @@ class ListedLayersDense(Adapter):
 
 
 class LayersWithExperts(Adapter):
-    """Layers with experts: a list of them, or each N-th one (Llama 4)."""
+    """MoE layers: listed, or every N-th layer (Llama 4)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"moe_layer_freq": moe_layers_from_hf(hf)}
@@ -142,7 +142,7 @@ class LinearAttention(Adapter):
 
 
 class PeriodsOfLayers(Adapter):
-    """Layers with attention and layers with experts, each by a period and an offset (Jamba)."""
+    """Attention layers and MoE layers, each given by a period and an offset (Jamba)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         attention, experts = periodic(hf, "attn"), periodic(hf, "expert")
@@ -158,15 +158,15 @@ class PeriodsOfLayers(Adapter):
 
 
 def _period(of: str, layers: Sequence[bool]) -> dict[str, int]:
-    """Period and offset of some layers, as far as they have these."""
+    """Return the period and offset of some layers, as far as they can be expressed."""
     first, *others = [number for number, chosen in enumerate(layers) if chosen] or [len(layers)]
     period = others[0] - first if others else len(layers) + 1
     return {f"{of}_layer_period": period, f"{of}_layer_offset": first}
 
 
 class RecurrentBlocks(Adapter):
-    """Kinds of layers that repeat, a factor of the embeddings, and an MLP whose width counts both halves of its gated
-    layer (RecurrentGemma)."""
+    """Repeating layer kinds, an embedding scale, and an MLP width that counts both halves of its gated layer
+    (RecurrentGemma)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         kinds = list(islice(cycle(entries(hf, "block_types")), whole(fields, "num_layers")))
@@ -183,14 +183,14 @@ class RecurrentBlocks(Adapter):
 
 
 def _in_bf16(value: float) -> float:
-    """The nearest number in bf16, in which RecurrentGemma keeps the factor of embeddings."""
+    """Round to bf16, in which RecurrentGemma stores the embedding scale."""
     (bits,) = struct.unpack("I", struct.pack("f", value))
     (rounded,) = struct.unpack("f", struct.pack("I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))
     return float(rounded)
 
 
 class LettersOfLayers(Adapter):
-    """Fields and keys of kinds of layers that the pattern of letters lacks are left out (Nemotron-H)."""
+    """Drops fields and keys of layer kinds that the letter pattern lacks (Nemotron-H)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         letters = text(fields, "hybrid_layer_pattern")
@@ -202,7 +202,7 @@ class LettersOfLayers(Adapter):
 
 
 class SameLetter(Adapter):
-    """All layers are of the kind of one letter (Mamba)."""
+    """All layers have the kind of one letter (Mamba)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"hybrid_layer_pattern": text(fields, "hybrid_layer_pattern") * whole(fields, "num_layers")}
@@ -225,7 +225,7 @@ class WidthToMultiple(Adapter):
 
 
 class HeadsByLayer(Adapter):
-    """Attention heads of each layer, which are the same in all layers of a kind (Laguna)."""
+    """Attention heads per layer, equal in all layers of a kind (Laguna)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if not hf["num_attention_heads_per_layer"]:
@@ -239,7 +239,7 @@ class HeadsByLayer(Adapter):
 
 
 class RotaryBasesByLayer(Adapter):
-    """Rotary bases of each layer, which are the same in all layers of a kind (Granite with sliding windows)."""
+    """Rotary bases per layer, equal in all layers of a kind (Granite with sliding windows)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | bases_from_hf(hf, family) if hf["layer_rope_theta"] else fields
@@ -251,7 +251,7 @@ class RotaryBasesByLayer(Adapter):
 
 
 class RotaryBaseOfAttention(Adapter):
-    """The rotary base among the settings of attention, which that of the whole model must not contradict (DBRX)."""
+    """Rotary base in the attention settings, which must agree with the model's own (DBRX)."""
 
     key = "attn_config.rope_theta"
 
@@ -268,7 +268,7 @@ class RotaryBaseOfAttention(Adapter):
 
 
 class LayersWithoutRotary(Adapter):
-    """Layers without rotary embedding: by a list, or each N-th one (SmolLM3, Llama 4)."""
+    """Layers without rotary embedding: listed, or every N-th layer (SmolLM3, Llama 4)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"no_rope_freq": pattern_text([not rotated for rotated in rotated_layers(hf)], usual=False)}
@@ -295,7 +295,7 @@ class ChunksAndTemperature(Adapter):
 
 
 class SelectingLayers(Adapter):
-    """Layers that select keys, and layers that take the selection of an earlier one (GLM with sparse attention)."""
+    """Layers that select keys, and layers that reuse an earlier layer's selection (GLM with sparse attention)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | selections_from_hf(hf)
@@ -307,7 +307,7 @@ class SelectingLayers(Adapter):
 
 
 class CompressedAttention(Adapter):
-    """Layers with compressed keys, layers that route by hashes, and both rotary embeddings (DeepSeek-V4)."""
+    """Layers with compressed keys, hash-routed layers, and both rotary embeddings (DeepSeek-V4)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | compressed_from_hf(hf)
@@ -348,4 +348,4 @@ ADAPTERS: Mapping[str, Adapter] = {
         HalvesOfWindows,
     )
 }
-"""The adapters by the names that files state."""
+"""Adapters by the names that files use."""

@@ -1,4 +1,4 @@
-"""Layers of DeepSeek-V4 in a config.json: their kinds, routing by hashes, and both rotary embeddings.
+"""Layers of DeepSeek-V4 in config.json: kinds, hash routing, and both rotary embeddings.
 
 This module does not import torch.
 """
@@ -19,14 +19,14 @@ from megatron.extensions.interop.hugging_face.config_json.read_layers import LOC
 from megatron.extensions.interop.hugging_face.config_json.read_rotary import yarn_from_hf
 
 SELECTED, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
-"""Layers of DeepSeek-V4 that select compressed keys, or see all."""
+"""Layers of DeepSeek-V4 that select compressed keys, or see all of them."""
 
 KIND_OF_RATIO: dict[object, str] = {0: LOCAL, 4: SELECTED, 128: COMPRESSED}
-"""Entry of `compress_ratios` in older files -> kind of the layer."""
+"""Maps an entry of `compress_ratios` in older files to the layer kind."""
 
 
 def compressed_from_hf(hf: Values) -> Fields:
-    """Tokens of each layer's compressed keys, layers routed by hashes, rotated channels, and both rotary bases."""
+    """Return the compression ratio of each layer, hash-routed layers, rotated channels, and both rotary bases."""
     fields: Fields = {"csa_compress_ratios": str(_ratios(hf))}
     if hashed := _hashed_layers(hf):
         fields["moe_n_hash_layers"] = hashed
@@ -34,7 +34,7 @@ def compressed_from_hf(hf: Values) -> Fields:
 
 
 def _ratios(hf: Values) -> list[object]:
-    """Tokens of a compressed key in each layer; 0 for layers that have none."""
+    """Return the tokens per compressed key in each layer; 0 for layers without compressed keys."""
     layers = whole(hf, "num_hidden_layers")
     rates = table(hf, "compress_rates") or {SELECTED: 4, COMPRESSED: 128}
     older = {SELECTED: hf.get("compress_rate_csa"), COMPRESSED: hf.get("compress_rate_hca")}
@@ -48,7 +48,7 @@ def _ratios(hf: Values) -> list[object]:
 
 
 def _kinds(hf: Values) -> list[object]:
-    """The kind of each layer: by a list, by one of older files, or as the class has it."""
+    """Return the kind of each layer: from a list, from the list in older files, or the class's default."""
     older = entries(hf, "compress_ratios")
     if unknown := [ratio for ratio in {*older} if ratio not in KIND_OF_RATIO]:
         raise ValueError(f"config.json: compress_ratios has {sorted(unknown, key=str)}, supported: 0, 4 and 128")
@@ -57,7 +57,7 @@ def _kinds(hf: Values) -> list[object]:
 
 
 def _hashed_layers(hf: Values) -> int:
-    """Number of the first layers that route tokens by hashes."""
+    """Return how many of the first layers use hash routing."""
     if not hf["mlp_layer_types"]:
         usual = whole(hf, "num_hash_layers") if "num_hash_layers" in hf else 3
         return min(usual, whole(hf, "num_hidden_layers"))
@@ -68,7 +68,8 @@ def _hashed_layers(hf: Values) -> int:
 
 
 def _rotated_channels(hf: Values) -> Fields:
-    """Channels of a head that are rotated and those that are not. The rotated ones are all of their own vector."""
+    """Return the rotated and unrotated channels of a head. The rotated channels come from a separate vector as a
+    whole."""
     width = whole(hf, "head_dim")
     percent = 0.125 if hf.get("qk_rope_head_dim") is None else number(hf, "qk_rope_head_dim") / width
     if hf.get("partial_rotary_factor"):
@@ -82,7 +83,7 @@ def _rotated_channels(hf: Values) -> Fields:
 
 
 def _both_rotary(hf: Values) -> Fields:
-    """The rotary embeddings of usual keys and of compressed ones, which alone may be scaled."""
+    """Return the rotary embeddings of ordinary and of compressed keys. Only the latter may be scaled."""
     both = table(hf, "rope_scaling") or table(hf, "rope_parameters")
     main, scaled = table(both, "main"), table(both, "compress")
     if not (main and scaled):
@@ -106,8 +107,10 @@ def _both_rotary(hf: Values) -> Fields:
 
 
 def compressed_to_hf(config: TransformerConfig, stated: Values, scaling: Values) -> Fields:
-    """The keys of a model whose layers with compressed keys have one ratio other than 4 at most. `scaling` is that
-    of the rotary embedding of compressed keys."""
+    """Return the keys of a model whose compressing layers have at most one ratio other than 4.
+
+    `scaling` applies to the rotary embedding of compressed keys.
+    """
     layers, given = config.num_layers, stated["csa_compress_ratios"]
     ratios = layer_numbers(given if isinstance(given, str) else "", layers, least=0)
     heavy = next((ratio for ratio in ratios if ratio not in (0, 4)), 128)

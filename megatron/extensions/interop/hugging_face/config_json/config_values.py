@@ -1,7 +1,7 @@
-"""Values of a config.json by type. This module does not import torch.
+"""Typed access to values of a config.json. This module does not import torch.
 
-A config.json may come from anyone, so that every value is an `object` until one of these functions has looked at it.
-They raise TypeError for a value of another type, and KeyError for an absent number or text.
+A config.json may be untrusted, so each value is an `object` until one of these functions has checked it. They raise
+TypeError for a value of another type, and KeyError for a missing number or string.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 Values = Mapping[str, object]
-"""Key -> value."""
+"""Maps keys to values."""
 
 Fields = dict[str, object]
-"""Field of TransformerConfig -> value."""
+"""Maps fields of TransformerConfig to values."""
 
 
 def whole(values: Values, key: str) -> int:
-    """A whole number."""
+    """Return an integer."""
     value = values[key]
     if not isinstance(value, int):
         raise TypeError(f"{key} = {str(value)[:80]!r} must be a whole number")
@@ -24,7 +24,7 @@ def whole(values: Values, key: str) -> int:
 
 
 def number(values: Values, key: str) -> float:
-    """A number. A whole number stays one."""
+    """Return a number. An integer stays an integer."""
     value = values[key]
     if not isinstance(value, (int, float)):
         raise TypeError(f"{key} = {str(value)[:80]!r} must be a number")
@@ -32,7 +32,7 @@ def number(values: Values, key: str) -> float:
 
 
 def text(values: Values, key: str) -> str:
-    """A text."""
+    """Return a string."""
     value = values[key]
     if not isinstance(value, str):
         raise TypeError(f"{key} = {str(value)[:80]!r} must be a text")
@@ -40,7 +40,7 @@ def text(values: Values, key: str) -> str:
 
 
 def entries(values: Values, key: str) -> list[object]:
-    """A list; an empty one for null and for a key that is absent."""
+    """Return a list; [] for null and for a missing key."""
     value = values.get(key)
     if not value:
         return []
@@ -50,7 +50,7 @@ def entries(values: Values, key: str) -> list[object]:
 
 
 def table(values: Values, key: str) -> dict[str, object]:
-    """An object; an empty one for null and for a key that is absent."""
+    """Return an object; {} for null and for a missing key."""
     value = values.get(key)
     if not value:
         return {}

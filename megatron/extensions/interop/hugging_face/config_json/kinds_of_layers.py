@@ -1,4 +1,4 @@
-"""Keys of config.json that have a value for each kind of layer, with or without a sliding window. No torch."""
+"""Keys of config.json with separate values for layers with and without a sliding window. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
 
 class RotaryOfKinds(Adapter):
-    """Rotary embeddings of layers with and without a sliding window; null for none (Command A Vision, Beam)."""
+    """Rotary embeddings of layers with and without a sliding window; null means none (Command A Vision, Beam)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         given = table(hf, "rope_parameters")
@@ -76,7 +76,7 @@ CONVOLUTION = "conv"
 
 
 class ConvolutionsAndWindows(Adapter):
-    """Layers with a short convolution, with attention in a sliding window, or with attention to all tokens (LFM3)."""
+    """Layers with a short convolution, sliding-window attention, or full attention (LFM3)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         layers = whole(hf, "num_hidden_layers")
@@ -94,7 +94,7 @@ class ConvolutionsAndWindows(Adapter):
 
     @staticmethod
     def _usual(layer: int) -> str:
-        """The kind of a layer where no list says so."""
+        """Return the kind of a layer if no list states it."""
         if layer % 4 == 2:
             return FULL
         return LOCAL if layer and layer % 4 == 0 else CONVOLUTION
@@ -130,7 +130,7 @@ class KimiHeadsOfModel(Adapter):
 
 
 class WithoutLogitScale(Adapter):
-    """No factor of logits where the key has null (Command A Vision)."""
+    """No logit scale if the key is null (Command A Vision)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | ({"logits_scaling": 1.0} if fields.get("logits_scaling") is None else {})

@@ -1,4 +1,4 @@
-"""Settings of Command A+ in a config.json: the mean of experts, and layers before those with experts. No torch."""
+"""Settings of Command A+ in a config.json: averaging of experts, and layers before the MoE layers. No torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from megatron.extensions.interop.hugging_face.config_json.read_layers import (
 from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
 MODULE = "mean_of_experts"
-"""The layer that averages, see `megatron.extensions.layers.mean_of_experts`."""
+"""The averaging layer, see `megatron.extensions.layers.mean_of_experts`."""
 
 
 class MeanOfExperts(Adapter):
-    """Sum or mean of a shared expert and others; either norm; and windows whose period restarts after the first layers,
-    which have no experts and may have a rotary embedding without a window."""
+    """Sum or mean of shared and routed experts, either norm, and windows whose period restarts after the dense layers.
+
+    The first layers have no experts and may have a rotary embedding without a window.
+    """
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         layers = whole(hf, "num_hidden_layers")
@@ -79,8 +81,10 @@ def _first(hf: Values) -> int:
 
 
 def _usual_windows(hf: Values, layers: int) -> Iterator[bool]:
-    """Return whether each layer has a window if no list states it: all but each N-th of the first layers, then all but
-    each M-th of the others."""
+    """Return whether each layer has a window if no list states it.
+
+    All but every N-th of the first layers have one, then all but every M-th of the others.
+    """
     counts: Sequence[int] = _first(hf), layers - _first(hf)
     for key, number in zip(("prefix_dense_sliding_window_pattern", "sliding_window_pattern"), counts, strict=True):
         for layer in range(number):

@@ -1,4 +1,4 @@
-"""Which layers of a config.json are of which kind: linear, windowed, chunked, with experts, rotated."""
+"""Reads layer kinds from a config.json: linear, windowed, chunked, MoE, rotary."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ FULL = "full_attention"
 LOCAL = "sliding_attention"
 CHUNKED = "chunked_attention"
 LINEAR = "linear_attention"
-"""In layer_types of config.json, a layer that sees all earlier tokens, and those with a sliding window, chunked
-attention or linear attention."""
+"""Kinds in layer_types of config.json: full attention, sliding window, chunked attention, linear attention."""
 
 LETTERS = {LINEAR: "M", "mamba": "M", FULL: "*", "attention": "*", "mlp": DENSE, "moe": EXPERTS}
-"""In layers_block_type of config.json, layers of one sublayer, and the letter of each."""
+"""Kinds of single-sublayer layers in layers_block_type of config.json, and their letters."""
 
 
 def broken_rule(value: object, hint: object) -> str | None:
-    """Rule that a number of config.json breaks. Sizes are positive, and other numbers at least 0."""
+    """Return the rule that a number of config.json breaks. Sizes must be positive, and other numbers at least 0."""
     kinds = get_args(hint) or (hint,)
     if value is None:
         return None if type(None) in kinds else "a number"
@@ -46,7 +45,7 @@ def broken_rule(value: object, hint: object) -> str | None:
 
 
 def count(values: Values, key: str) -> int:
-    """A whole number above 0. Raises ValueError for another value."""
+    """Return a positive integer. Raises ValueError for another value."""
     value = values.get(key)
     if type(value) is not int or value <= 0:
         raise ValueError(f"config.json: {key} = {value!r} must be {broken_rule(value, int)}")
@@ -54,7 +53,7 @@ def count(values: Values, key: str) -> int:
 
 
 def pattern_from_hf(hf: Values) -> Fields:
-    """Megatron-LM's letters of layers, which newer files state as a list of kinds, and their number."""
+    """Return Megatron-LM's layer letters, which newer files state as a list of kinds, and the number of layers."""
     if hf.get("layers_block_type") is None:
         letters = [*text(hf, "hybrid_override_pattern")]
     else:
@@ -65,7 +64,7 @@ def pattern_from_hf(hf: Values) -> Fields:
 
 
 def usual_kinds(family: Family, layers: int) -> list[str]:
-    """The kind of each layer of a family whose kinds repeat, where a config.json does not list them."""
+    """Return the kind of each layer of a family with repeating kinds, if a config.json does not list them."""
     kinds = [kind for kind, _ in zip(cycle(family.layer_types), range(layers), strict=False)]
     kinds[: len(family.first_layer_types)] = family.first_layer_types[:layers]
     if family.last_layer_type:
@@ -76,10 +75,11 @@ def usual_kinds(family: Family, layers: int) -> list[str]:
 
 
 def linear_layers(hf: Values, family: Family) -> list[bool]:
-    """By layer, whether it has linear attention: by a list, by one of the others, or all but each N-th."""
+    """Return whether each layer has linear attention: from a list, from one of the other lists, or all but every
+    N-th."""
     legacy = {"mamba": LINEAR, "conv": LINEAR, "attention": FULL}
     listed = [legacy.get(str(each), each) for each in entries(hf, "layer_types")]
-    counted = entries(hf, "linear_attn_config.kda_layers")  # from 1
+    counted = entries(hf, "linear_attn_config.kda_layers")  # 1-based
     if not listed and counted:
         listed = [LINEAR if layer + 1 in counted else FULL for layer in range(whole(hf, "num_hidden_layers"))]
 
@@ -94,13 +94,13 @@ def linear_layers(hf: Values, family: Family) -> list[bool]:
 
 
 def periodic(hf: Values, of: str) -> list[bool]:
-    """By layer, whether it is one that follows from a period and an offset (Jamba)."""
+    """Return whether each layer follows from a period and an offset (Jamba)."""
     period, offset = count(hf, f"{of}_layer_period"), hf[f"{of}_layer_offset"]
     return [layer % period == offset for layer in range(whole(hf, "num_hidden_layers"))]
 
 
 def window_from_hf(hf: Values, family: Family) -> Fields:
-    """The sliding window, and the layers that have it."""
+    """Return the sliding window, and the layers that have it."""
     window = hf.get("sliding_window")
     if family.earlier_tokens and hf.get(family.earlier_tokens) is not None:
         window = whole(hf, family.earlier_tokens) + 1
@@ -114,8 +114,7 @@ def window_from_hf(hf: Values, family: Family) -> Fields:
 
 
 def windows(hf: Values, family: Family) -> list[bool]:
-    """Return whether each layer of a model with a sliding window uses it: by layer_types, or as follows from a
-    period."""
+    """Return whether each layer of a model with a sliding window uses it, from layer_types or from a period."""
     has_first = "max_window_layers" in hf and hf.keys() & {"use_sliding_window", "sliding_window_pattern"}
     first = number(hf, "max_window_layers") if has_first else 0
     period = number(hf, "sliding_window_pattern") if hf.get("sliding_window_pattern") else 0
@@ -136,7 +135,7 @@ def windows(hf: Values, family: Family) -> list[bool]:
 
 
 def repeated(groups: Iterable[object], most: int) -> list[object]:
-    """The first kinds of layers of groups [kinds, times], which may state any numbers."""
+    """Return the first layer kinds from groups [kinds, times], whose numbers are unchecked."""
     return list(islice(_repeated(groups), most))
 
 
@@ -152,8 +151,7 @@ def _repeated(groups: Iterable[object]) -> Iterator[object]:
 def listed_layers(
     hf: Values, key: str, kinds: tuple[object, object], usual: Callable[[int], object] = lambda layer: True
 ) -> list[bool]:
-    """Return whether each layer is of the second of two kinds: by a list of all layers, else by its number as `usual`
-    says."""
+    """Return whether each layer has the second of two kinds, from a list of all layers or else from `usual(number)`."""
     layers = whole(hf, "num_hidden_layers") if "num_hidden_layers" in hf else 0
     found = entries(hf, key) or [kinds[bool(usual(layer))] for layer in range(layers)]
     if unknown := set(found) - {*kinds}:
@@ -164,7 +162,7 @@ def listed_layers(
 
 
 def chunks_from_hf(hf: Values) -> Fields:
-    """Chunked attention, and the layers that have it: by default those with a rotary embedding."""
+    """Return chunked attention, and the layers that have it: by default, the layers with a rotary embedding."""
     rotated = [] if hf["layer_types"] else rotated_layers(hf)
     local = listed_layers(hf, "layer_types", (FULL, CHUNKED), lambda layer: rotated[layer])
     if hf["attention_chunk_size"] is None or not any(local):
@@ -174,12 +172,12 @@ def chunks_from_hf(hf: Values) -> Fields:
 
 
 def selecting(period: int, offset: int, layers: int) -> list[bool]:
-    """Return whether each layer selects keys: the first `offset` ones do, and each `period`-th after them."""
+    """Return whether each layer selects keys: the first `offset` layers do, and every `period`-th one after them."""
     return [max(number - offset, 0) % period == 0 for number in range(1, layers + 1)]
 
 
 def selections_from_hf(hf: Values) -> Fields:
-    """Which layers select keys: the first ones, and each N-th after them."""
+    """Return which layers select keys: the first ones, and every N-th one after them."""
     period = count(hf, "index_topk_freq")
     offset = whole(hf, "index_skip_topk_offset")
     layers = whole(hf, "num_hidden_layers")
@@ -194,7 +192,7 @@ def selections_from_hf(hf: Values) -> Fields:
 
 
 def moe_layers_from_hf(hf: Values) -> str:
-    """--moe-layer-freq of a list of the layers with experts, or of their distance."""
+    """Return --moe-layer-freq from a list of MoE layers, or from their interval."""
     layers, step = whole(hf, "num_hidden_layers"), count(hf, "interleave_moe_layer_step")
     listed = entries(hf, "moe_layers") if hf["moe_layers"] is not None else range(step - 1, layers, step)
     if not (chosen := set(listed)) <= set(range(layers)) or not chosen:
@@ -203,11 +201,11 @@ def moe_layers_from_hf(hf: Values) -> str:
 
 
 def rotated_layers(hf: Values) -> list[bool]:
-    """By layer, whether it has a rotary embedding: by a list, or all but each N-th."""
+    """Return whether each layer has a rotary embedding, from a list, or all but every N-th."""
     interval = number(hf, "no_rope_layer_interval") if hf.get("no_rope_layer_interval") else 0
     return listed_layers(hf, "no_rope_layers", (0, 1), lambda layer: not interval or (layer + 1) % interval)
 
 
 def pattern_text(layers: Sequence[bool], usual: bool) -> str | None:
-    """A pattern of layers as the text of a flag; None if all are as usual."""
+    """Format a layer pattern as the text of a flag; None if all layers have the default."""
     return None if all(layer == usual for layer in layers) else str([int(layer) for layer in layers])

@@ -1,4 +1,4 @@
-"""Reads rotary embeddings of a config.json: bases, rotated channels, and scaling for longer contexts.
+"""Reads rotary embeddings from a config.json: bases, rotated channels, and scaling for longer contexts.
 
 This module does not import torch.
 """
@@ -28,7 +28,7 @@ YARN_SCALING = {
 }
 
 PROPORTIONAL = "proportional"
-"""Frequencies of a whole head, of which some are 0."""
+"""Frequencies computed for the whole head, some of which are 0."""
 
 LLAMA3_SCALING = {
     "factor": "rope_scaling_factor",
@@ -39,8 +39,10 @@ LLAMA3_SCALING = {
 
 
 def rotary_from_hf(hf: Values, family: Family) -> Fields:
-    """Reads rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` of newer files, which may
-    have them for each kind of layer."""
+    """Read rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` in newer files.
+
+    Newer files may have separate parameters for each layer kind.
+    """
     given = table(hf, "rope_scaling") or table(hf, "rope_parameters")
     usual_percent = rotated_fraction(hf, family)
     merged = {**(table(given, FULL) if FULL in given else given)}
@@ -58,8 +60,10 @@ def _percent(rotary: Values, usual: float) -> float:
 
 
 def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fields:
-    """The rotary base and the rotated part of heads in layers with a sliding window; None where they are the same as
-    in other layers."""
+    """Return the rotary base and rotated fraction of heads in layers with a sliding window.
+
+    Each is None if it equals the value of other layers.
+    """
     none: Fields = {"window_rotary_base": None, "window_rotary_percent": None}
     if FULL not in given:
         base = hf.get("rope_local_base_freq")
@@ -81,9 +85,9 @@ def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fi
 
 
 def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_layer: bool) -> Fields:
-    """Scaling for contexts longer than those of pretraining."""
+    """Return the scaling for contexts longer than in pretraining."""
     kind = rotary.get("rope_type", rotary.get("type", "default"))
-    if kind in ("llama3", "yarn"):  # a key of the class goes first, then that of the object, then the longest context
+    if kind in ("llama3", "yarn"):  # precedence: the class's key, then the object's key, then the longest context
         beside = "original_max_position_embeddings" in family.class_defaults and not by_kind_of_layer
         rotary["original_max_position_embeddings"] = (
             (beside and hf["original_max_position_embeddings"])
@@ -109,13 +113,13 @@ def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_l
 
 
 def _may_be_proportional(family: Family) -> bool:
-    """Return whether models of a family may have frequencies in proportion to the rotated channels: its usual ones
-    have."""
+    """Return whether models of a family may use frequencies proportional to the rotated channels, as its default config
+    does."""
     return table(table(family.defaults, "rope_parameters"), FULL).get("rope_type") == PROPORTIONAL
 
 
 def rotated_fraction(hf: Values, family: Family) -> float:
-    """Fraction of a head's channels that are rotated; MiniMax M2 and GPT-J count them."""
+    """Return the fraction of a head's channels that are rotated. MiniMax M2 and GPT-J state their number."""
     if "partial_rotary_factor" in hf:
         return number(hf, "partial_rotary_factor")
     if not hf.get("rotary_dim"):
@@ -129,7 +133,7 @@ def rotated_fraction(hf: Values, family: Family) -> float:
 
 
 def yarn_from_hf(scaling: Values, hf: Values) -> Fields:
-    """Settings of YaRN. The factor of rotated channels may be given as such, or by mscale and mscale_all_dim."""
+    """Return YaRN settings. The attention factor is given directly, or by mscale and mscale_all_dim."""
     longest = number(hf, "max_position_embeddings")
     given: Fields = {"original_max_position_embeddings": longest}
     given |= {key: value for key, value in scaling.items() if value is not None}
@@ -150,7 +154,7 @@ def yarn_from_hf(scaling: Values, hf: Values) -> Fields:
 
 
 def bases_from_hf(hf: Values, family: Family) -> Fields:
-    """Rotary bases of layers, 0 for those without rotary embedding."""
+    """Return the rotary base of each layer, 0 for layers without rotary embedding."""
     full, local = by_kind(hf, family, "layer_rope_theta", without=0)
     scaling = table(hf, "rope_scaling") or table(hf, "rope_parameters")
     if scaling.get("rope_type", "default") != "default" and full and local and full != local:
@@ -163,8 +167,10 @@ def bases_from_hf(hf: Values, family: Family) -> Fields:
 
 
 def by_kind(hf: Values, family: Family, key: str, without: object = None) -> tuple[object, object]:
-    """From a list by layer, the value of layers that see all earlier tokens, and of those with a sliding window; None
-    if there are none, apart from those with the value `without`."""
+    """Return the values of layers with full attention and of layers with a sliding window, from a list by layer.
+
+    A value is None if there are no such layers, ignoring layers with the value `without`.
+    """
     listed = entries(hf, key)
     local = windows(hf, family) if hf.get("sliding_window") else [False] * whole(hf, "num_hidden_layers")
     if len(listed) != len(local):

@@ -1,1 +1,1 @@
-"""Training that continues from a Hugging Face folder in --load: flags, weights, and changes of its rotary positions."""
+"""Continued training from a Hugging Face folder in --load: flags, weights, and changed rotary positions."""

@@ -1,4 +1,4 @@
-"""Rows of the vocabulary that a run adds to those of a Hugging Face folder."""
+"""Initializes vocabulary rows that a run adds to a Hugging Face folder's vocabulary."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ from megatron.extensions.interop.hugging_face.layouts import VocabularyRows
 from megatron.extensions.interop.hugging_face.weights import HFWeights
 
 ROWS = 256
-"""Rows that are read at a time for a mean."""
+"""Rows read at a time for a mean."""
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The tokens of a run from the folder's `vocab_size` up to `tokens`, and how their rows are initialized."""
+    """Tokens of a run from the folder's `vocab_size` up to `tokens`, and the initialization of their rows."""
 
     weights: HFWeights
-    """The folder's, for its own vocabulary."""
+    """Weights of the folder, for its own vocabulary."""
 
     tokens: int
     averaged: int
-    """Rows in the mean: the first ones of the folder."""
+    """Number of the folder's first rows that are averaged."""
 
     drawn: bool
-    """New rows are drawn as for a new model, in place of the mean."""
+    """Draw new rows as in a new model, instead of using the mean."""
 
     _means: dict[str, Tensor] = field(default_factory=dict)
 
     def concerns(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether dim 0 of a parameter or state, of this shape in the run, is the vocabulary."""
+        """Return whether dim 0 of a parameter or state with this shape in the run is the vocabulary."""
         placement = self.weights.placements[name]
         return isinstance(placement.layout, VocabularyRows) or placement.meta.global_shape != shape
 
     def fill(self, name: str, box: LocalBox) -> None:
-        """Fills a box of such a parameter: the folder's rows, new rows, and zeros for those that pad the vocabulary.
-        Rows to be drawn keep the values that the model was built with. A table of integers has no mean: its rows are
-        drawn."""
+        """Fill a box of such a parameter with the folder's rows, new rows, and zeros for vocabulary padding.
+
+        Rows to be drawn keep their initial values from building the model. A table of integers has no mean, so its rows
+        are drawn.
+        """
         (first, *columns), data = box
         others = tuple(slice(start, start + size) for start, size in zip(columns, data.shape[1:], strict=True))
         theirs = self._within(self.weights.config.vocab_size or 0, box)
@@ -55,14 +57,13 @@ class NewTokens:
 
     @staticmethod
     def _within(tokens: int, box: LocalBox) -> int:
-        """How many rows of a box are below a number of tokens."""
+        """Return how many rows of a box are below a number of tokens."""
         return min(max(tokens - box[0][0], 0), len(box[1]))
 
     def mean(self, name: str) -> Tensor:
-        """The mean row of a parameter [V, ...] -> [...], computed in fp64 and rounded to fp32.
+        """Return the mean row of a parameter [V, ...] -> [...], computed in fp64 and rounded to fp32.
 
-        Rows are added one to one in a fixed order, so that it has the same bits on all ranks and for any number of
-        threads.
+        Rows are added one by one in a fixed order, so all ranks get the same bits for any number of threads.
         """
         if name not in self._means:
             whole = [slice(0, size) for size in self.weights.placements[name].meta.global_shape[1:]]
@@ -77,7 +78,7 @@ class NewTokens:
         return self._means[name]
 
     def described(self, source: str) -> str:
-        """The line at start."""
+        """Return the startup log line."""
         old, new = self.weights.config.vocab_size or 0, self.tokens
         how = "drawn as for a new model" if self.drawn else f"initialized as the mean of {self.averaged} rows, {source}"
         line = f" {new - old} new token{'s' * (new - old > 1)} (from id {old}): rows {how}"
@@ -87,7 +88,7 @@ class NewTokens:
 
 
 def _sum_of_rows(rows: Tensor) -> Tensor:
-    """[n, ...] -> [...], by halves."""
+    """[n, ...] -> [...], summed by halves."""
     while len(rows) > 1:
         half = len(rows) // 2
         pairs = rows[:half] + rows[half : 2 * half]
@@ -96,8 +97,10 @@ def _sum_of_rows(rows: Tensor) -> Tensor:
 
 
 def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
-    """The rows of a folder's vocabulary that belong to tokens, and why: those below the size of its tokenizer, or all
-    if it has none that can be read."""
+    """Return the rows of a folder's vocabulary that belong to tokens, and the reason.
+
+    These are the rows below the size of its tokenizer, or all rows if it has no readable tokenizer.
+    """
     named = tokenizer_config(path)
     if named.tokenizer_type is None:
         return vocab_size, "all rows of the folder, which has no tokenizer"
@@ -109,7 +112,7 @@ def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
 
 
 def refused_vocabulary(load: str, theirs: int, ours: int) -> str:
-    """The error of a vocabulary below the folder's."""
+    """Return the error for a vocabulary smaller than the folder's."""
     return (
         f"--load {load} has a vocabulary of {theirs} tokens, and the run one of {ours}, so that rows of trained tokens "
         f"would be lost: give --vocab-size {theirs} or more, or a tokenizer that fits the model"

@@ -1,4 +1,4 @@
-"""Flags of a run that starts from a Hugging Face folder in --load: the model's, and the tokenizer's.
+"""Sets model and tokenizer flags of a run that starts from a Hugging Face folder in --load.
 
 This module does not import torch.
 """
@@ -37,10 +37,10 @@ from megatron.training.config.run_config import RunConfig
 
 
 def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
-    """The configuration with the model of the Hugging Face folder in --load, and its tokenizer.
+    """Return the configuration with the model and tokenizer of the Hugging Face folder in --load.
 
-    Flags of the model that were given hold if they change no output, or if continued training may change them, such as
-    --rotary-base; the others are added to the reader's problems.
+    Explicit model flags are kept if they do not change the outputs, or if continued training may change them, such as
+    --rotary-base. Other contradictions are added to the reader's problems.
     """
     load = config.checkpoint.load
     assert load is not None
@@ -94,7 +94,7 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
 
 
 def _other_format(load: str, hf_config: Mapping[str, object], config: RunConfig) -> Iterator[str]:
-    """A notice where a model of 16 bits would silently become one of 32, as flags name no format."""
+    """Return a notice if a 16-bit model would silently become a 32-bit one because no flag states the number format."""
     stored, run = hf_config.get("dtype", hf_config.get("torch_dtype")), config.parallel
     flag = {"bfloat16": "--bf16", "float16": "--fp16"}.get(str(stored))
     if flag and run.params_dtype == "float32" and not run.fp32:
@@ -103,7 +103,7 @@ def _other_format(load: str, hf_config: Mapping[str, object], config: RunConfig)
 
 
 def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
-    """Return whether a field's value changes what a model computes."""
+    """Return whether a field's value changes the model's outputs."""
     try:
         return settings_of(with_fields(model, {field: value})) != settings_of(model)
     except (ValueError, ArithmeticError, TypeError):
@@ -111,8 +111,10 @@ def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
 
 
 def _is_free(config: RunConfig, model: TransformerConfig, field: str, value: object) -> bool:
-    """Return whether continued training may change a field of the folder's model. A larger vocabulary adds tokens; it
-    is known later only if the tokenizer adds to --vocab-size."""
+    """Return whether continued training may change a field of the folder's model.
+
+    A larger vocabulary adds tokens. It is not known yet here if the tokenizer adds to --vocab-size.
+    """
     if field == "vocab_size":
         return config.tokenizer.tokenizer_type == "NullTokenizer" or (
             isinstance(value, int) and value > (model.vocab_size or 0)

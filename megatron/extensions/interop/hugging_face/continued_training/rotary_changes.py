@@ -1,8 +1,8 @@
-"""Rotary embeddings and context lengths that continued training changes from those of a Hugging Face folder. This
-module does not import torch.
+"""Changes of rotary embedding and context length in continued training from a Hugging Face folder. This module does not
+import torch.
 
-The shapes of weights do not depend on them, so that flags of a run may differ from config.json. The run's checkpoints
-and exports have the new values.
+The weights' shapes do not depend on these settings, so a run's flags may differ from config.json. The run's checkpoints
+and exports record the new values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCHEMES: Mapping[str, object] = {
     "use_rope_scaling": False,
     "rotary_seq_len_interpolation_factor": None,
 }
-"""Fields that select YaRN, the scaling of Llama 3.1 or linear interpolation -> the value without it."""
+"""Fields that select YaRN, Llama 3.1 scaling or linear interpolation, with their values when disabled."""
 
 ROTARY_FIELDS = (
     *("rotary_base", "window_rotary_base"),
@@ -31,12 +31,15 @@ ROTARY_FIELDS = (
     *YARN_SCALING.values(),
     *("mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"),
 )
-"""Fields of models with rotary embeddings that flags may change."""
+"""Fields of rotary models that flags may change."""
 
 
 def replaced_scaling(model: TransformerConfig, own: Mapping[str, object], given: Collection[str]) -> dict[str, object]:
-    """Fields that follow if flags select a scaling: the folder's scaling ends, and the new one stretches the folder's
-    original context length. `own` are the run's fields, `given` those that the user gave."""
+    """Return the fields that follow if flags select a scaling.
+
+    The folder's scaling is disabled, and the new one stretches the folder's original context length. `own` are the
+    run's fields, `given` the fields that the user set.
+    """
     schemes = [field for field in SCHEMES if field in given]
     in_use = {field for field in SCHEMES if (model.yarn if field == "rope_type" else getattr(model, field))}
     fields = {field: value for field, value in SCHEMES.items() if schemes and field in in_use and field not in given}
@@ -52,8 +55,10 @@ def replaced_scaling(model: TransformerConfig, own: Mapping[str, object], given:
 def longest_sequence(
     model: TransformerConfig, own: Mapping[str, object], source: Path, given: Collection[str]
 ) -> tuple[dict[str, object], list[Problem]]:
-    """The field max_position_embeddings of a run with longer sequences than the folder's config.json allows, and a
-    problem if they do not fit a learned table, or if no flag says that they are meant."""
+    """Return max_position_embeddings for sequences longer than the folder's config.json allows.
+
+    A problem is added if the sequences exceed a learned table, or if no flag states that they are intended.
+    """
     longest, length = model.max_position_embeddings, whole(own, "seq_length")
     if longest is None or longest >= length or "max_position_embeddings" in given:
         return {}, []
@@ -73,8 +78,10 @@ def longest_sequence(
 
 
 def changed_fields(model: TransformerConfig, own: Mapping[str, object]) -> list[str]:
-    """Rotary fields in which a run computes something else than the folder's model; none if a value is invalid, which
-    rules report."""
+    """Return the rotary fields in which the run computes something else than the folder's model.
+
+    Returns none if a value is invalid, which other rules report.
+    """
     try:
         read = settings_of(model).keys() | settings_of(with_fields(model, own)).keys()
     except (ValueError, ArithmeticError, TypeError):
@@ -83,7 +90,7 @@ def changed_fields(model: TransformerConfig, own: Mapping[str, object]) -> list[
 
 
 def rotary_notices(model: TransformerConfig, own: Mapping[str, object], source: Path) -> Iterator[str]:
-    """A notice that lists the flags which differ from config.json, with both values."""
+    """Return a notice that lists flags that differ from config.json, with both values."""
     changed = changed_fields(model, own)
     before, after = model.max_position_embeddings, own["max_position_embeddings"]
     if before and isinstance(after, int) and after > before:
@@ -110,7 +117,7 @@ def _stretches(model: TransformerConfig) -> bool:
 
 
 def _original_length(model: TransformerConfig) -> int:
-    """The context length before any scaling."""
+    """Return the context length before any scaling."""
     if _stretches(model):
         return model.original_max_position_embeddings
     if model.use_rope_scaling:

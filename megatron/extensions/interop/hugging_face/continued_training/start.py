@@ -1,4 +1,4 @@
-"""Loads the weights of a Hugging Face folder, of which each rank reads its own part."""
+"""Loads the weights of a Hugging Face folder; each rank reads its own part."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from megatron.training.progress import Progress
 def load_start(
     checkpoint: RunCheckpoint, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
 ) -> Progress:
-    """Loads the folder in --load into parameters and the optimizer, and returns where the run stands. Collective.
+    """Load the folder in --load into parameters and optimizer, and return the run's progress. Collective.
 
-    It has the weights of iteration 0. If --save holds checkpoints already, the run resumes from these, so that the same
-    command resumes it; --finetune starts again. Raises ValueError if something does not fit.
+    The weights count as iteration 0. If --save already holds checkpoints, the run resumes from them, so the same
+    command resumes it; --finetune starts over. Raises ValueError if something does not fit.
     """
     config, world = checkpoint.config, checkpoint.state.world
     options, load = config.checkpoint, config.checkpoint.load
@@ -61,11 +61,11 @@ def load_start(
 
 @torch.no_grad()
 def load_hf_weights(checkpoint: RunCheckpoint, path: Path, say: Callable[[str], None]) -> tuple[int, Origin]:
-    """Reads this rank's boxes of all parameters, and of the optimizer's main parameters, from a Hugging Face folder.
-    Says how the rows of tokens are initialized that the folder does not have.
+    """Read this rank's boxes of all parameters and main parameters from a Hugging Face folder.
 
-    Returns the depths of multi-token prediction that it has, and what checkpoints remember of it. Raises ValueError if
-    the run's vocabulary is smaller than the folder's, or the weights do not fit.
+    Logs how rows of tokens that the folder lacks are initialized. Returns the folder's multi-token prediction depths,
+    and its description for checkpoints. Raises ValueError if the run's vocabulary is smaller than the folder's, or if
+    the weights do not fit.
     """
     config, state = checkpoint.config, checkpoint.state
     folder = HFFolder(path)
@@ -105,8 +105,10 @@ def load_trained_stages(
     device: torch.device | str = "cpu",
     number_format: str | None = None,
 ) -> tuple[dict[int, GPTModel], RunConfig]:
-    """As `megatron.training.checkpoints.checkpointing.load_stages`. Raises ValueError if the folder holds no model that
-    can be read."""
+    """Load stages as `megatron.training.checkpoints.checkpointing.load_stages` does.
+
+    Raises ValueError if the folder holds no readable model.
+    """
     source = HFSource(path, Options())
     on_first_rank(source.check_data, state.world)
     stages = stages_without_weights(source.config, layout_of(source.config), state, device, number_format)

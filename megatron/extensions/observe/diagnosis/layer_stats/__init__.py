@@ -1,1 +1,1 @@
-"""Statistics of each layer (--log-layer-stats): collection, reduction, and rules that detect outliers."""
+"""Per-layer statistics (--log-layer-stats): collection, reduction, and detection of outliers."""

@@ -1,8 +1,9 @@
 """Hooks that measure the outputs, attention logits and routers of a model's layers.
 
-Nothing here knows the layout. A mean of squares is a sum of squares and a number of elements, each summed over the
-world: ranks that hold other tokens, other features or a replica all add theirs, and the ratio is that of one process.
-So any layer is measured, a user's own too: its output, and that of each module within it that has matrices.
+The code is independent of the layout. A mean of squares is a sum of squares and a number of elements, both summed over
+the world. Ranks with other tokens, other features or replicas all add their part, and the ratio equals that of one
+process. Any layer can therefore be measured, including custom ones: its output, and the output of each module in it
+that has matrices.
 """
 
 from __future__ import annotations
@@ -24,24 +25,26 @@ from megatron.core.transformer.recompute import computing_again
 from megatron.extensions.observe.diagnosis.layer_stats.alarms import OUTPUT
 
 Key = tuple[str, int]
-"""(statistic, number of the layer in the model). The layers of multi-token prediction count on after the last one."""
+"""(statistic, layer number in the model). Layers of multi-token prediction are numbered after the last layer."""
 
 QUERIES = "query_norm"
 KEYS = "key_norm"
 LOGITS = "attention_logit_max"
-"""Maxima. Queries are scaled, so that no logit is above the product of the first two."""
+"""Maxima. Queries are scaled, so no logit exceeds the product of the first two."""
 
 ENTROPY, LOAD = "router_entropy", "expert_load"
 
 LOOKED_UP, LOOKUPS = "looked_up_squares", "lookups"
-"""Statistics of the embedding rows that tokens look up on each tensor-parallel rank: the sum of squares, and the
-number of lookups. Their "layers" are the ranks."""
+"""Statistics of the embedding rows that tokens look up on each tensor-parallel rank.
+
+They are the sum of squares and the number of lookups, with ranks as "layers".
+"""
 
 
 class ActivationTaps:
-    """Measurements of the layers of one rank's stages since `begin`: sums, numbers of elements, and maxima.
+    """Measurements of the layers of one rank's stages since `begin`: sums, element counts and maxima.
 
-    Does nothing but in a training pass while it is `active`, and nothing when a pass is computed again.
+    It measures only in training passes while it is `active`, and ignores recomputation.
     """
 
     def __init__(self, stages: Mapping[int, GPTModel], device: torch.device, compiled: bool) -> None:
@@ -100,13 +103,15 @@ class ActivationTaps:
             logits.clear()
 
     def end(self) -> None:
-        """After the last backward pass and before the update: takes what others have noted, and measures no more."""
+        """Collect the measurements of other components and stop measuring. Call it after the last backward and before
+        the update."""
         for number, logits in self.logits.items():
             self.maxima[LOGITS, number].copy_(logits.values.max())
         self.active = False
 
     def loads(self) -> dict[int, Tensor]:
-        """Tokens that the routers of this rank have given to each expert [E], by layer. Call it before the update."""
+        """Return the tokens that this rank's routers assigned to each expert [E], by layer. Call it before the
+        update."""
         return {number: balance.tally[: balance.num_experts] for number, balance in self.balances.items()}
 
     @torch.no_grad()
@@ -125,7 +130,7 @@ class ActivationTaps:
 
     @torch.no_grad()
     def _lookup(self, table: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
-        """args: tokens [b, s]; out [s, b, h], or [s/tp, b, h] under sequence parallelism"""
+        """args: tokens [b, s]; out [s, b, h], or [s/tp, b, h] under sequence parallelism."""
         if self._measures():
             assert isinstance(table, VocabParallelEmbedding)
             tokens, tp = args[0].t(), table.axis
@@ -158,7 +163,7 @@ class ActivationTaps:
 
 
 def sum_of_squares_of_rows(x: Tensor) -> Tensor:
-    """x [..., h] -> float64 scalar, added up in fp32 (fp64 for fp64) within rows only."""
+    """x [..., h] -> float64 scalar. Only the sums within rows are fp32 (fp64 for fp64 inputs)."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=_precise(x)).double().square().sum()
 
 
@@ -167,7 +172,7 @@ def _precise(x: Tensor) -> torch.dtype:
 
 
 def _layers(model: GPTModel) -> Iterator[tuple[TransformerBlock, int, nn.Module]]:
-    """(block, number in the model, layer) of each transformer layer, those of multi-token prediction included."""
+    """Yield (block, number in the model, layer) for each transformer layer, including multi-token prediction."""
     for layer in model.decoder.layers:
         yield model.decoder, int(layer.number), layer  # type: ignore[arg-type]
     for module in model.mtp.layers if model.mtp is not None else ():

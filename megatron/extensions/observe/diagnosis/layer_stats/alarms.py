@@ -1,4 +1,4 @@
-"""Names the layer or the tensor-parallel rank whose statistics are out of line. This module does not import torch.
+"""Identifies layers and tensor-parallel ranks whose statistics are outliers. This module does not import torch.
 
 Layers are compared by each statistic of `layers` that is a number, and parameters of one kind, as all
 `mlp.linear_fc1.weight`, by their weights. Tensor-parallel ranks are compared by the norms of the weights and gradients
@@ -29,31 +29,31 @@ from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 OUTPUT, GAIN = "output_rms", "output_gain"
-"""Root mean square of what a layer puts out, and that over the one of the layer before."""
+"""Root mean square of a layer's output, and its ratio to the previous layer's."""
 
 
 class Parameter(NamedTuple):
-    """Facts about a parameter that reading its norms needs."""
+    """Properties of a parameter that are needed to interpret its norms."""
 
     layer: int | None
-    """Number of its layer in the model; None outside of layers."""
+    """Number of the parameter's layer in the model; None outside layers."""
 
     expert: bool
     sharded: bool
-    """True if tensor-parallel ranks hold parts of it; otherwise copies."""
+    """True if tensor-parallel ranks hold parts of the parameter, False if they hold copies."""
 
     init: str
     """Initialization of its values: the `kind` of `Init`."""
 
     @property
     def random(self) -> bool:
-        """True if its initial values are random numbers."""
+        """True if its initial values are random."""
         return self.init in ("normal", "uniform", "log_of_uniform")
 
 
 @dataclass
 class LayerRecord:
-    """The statistics of one iteration, as they are logged.
+    """Logged statistics of one iteration.
 
     `layers` holds values by statistic and layer, `parameters` the L2 norms of each parameter by name, and `shards` the
     L2 norms of each tensor-parallel rank's part or copy of the parameter.
@@ -64,13 +64,20 @@ class LayerRecord:
     parameters: dict[str, dict[str, float]] = field(default_factory=dict)
     shards: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     facts: dict[str, Parameter] = field(default_factory=dict)
-    """Facts about the parameters; they are not logged."""
+    """Properties of the parameters; they are not logged."""
 
     def add_layer(self, statistic: str, number: int, value: float | list[float]) -> None:
         self.layers.setdefault(statistic, {})[number] = value
 
     def add_parameter(self, name: str, parameter: Parameter, quantity: str, squares: Sequence[float]) -> None:
-        """`squares`: sum of each tensor-parallel rank. Those of experts are of whichever ranks hold them."""
+        """Add the norms of a parameter.
+
+        Args:
+            name: Name of the parameter.
+            parameter: Its properties.
+            quantity: The measured quantity, such as its gradient.
+            squares: Sum of squares of each tensor-parallel rank. For experts, the sums of whichever ranks hold them.
+        """
         copies = not (parameter.expert or parameter.sharded)
         total = squares[0] if copies else sum(squares)
         self.facts[name] = parameter
@@ -82,15 +89,15 @@ class LayerRecord:
             of_layer[parameter.layer] = (of_layer.get(parameter.layer, 0.0) ** 2 + total) ** 0.5
 
     def add_gains(self) -> None:
-        """Adds what follows from the outputs of two layers."""
+        """Add the ratios of consecutive layers' outputs."""
         outputs = self.layers.get(OUTPUT, {})
         for number, value in outputs.items():
             if before := outputs.get(number - 1):
                 self.add_layer(GAIN, number, value / before)
 
     def as_json(self) -> dict[str, object]:
-        """The record of metrics.jsonl: rows of layers are lists in the order of `layer`; null where a layer has no
-        such value."""
+        """Return the record for metrics.jsonl. Layer rows are lists in the order of `layer`, with null for missing
+        values."""
         numbers = sorted({number for values in self.layers.values() for number in values})
         rows = {name: [values.get(number) for number in numbers] for name, values in sorted(self.layers.items())}
         found: dict[str, object] = {"iteration": self.iteration, "layers": {"layer": numbers} | rows}
@@ -109,34 +116,37 @@ Member = TypeVar("Member", bound=Hashable)
 
 @dataclass(frozen=True)
 class Growth:
-    """By which factor the fitted line of a member rises over a window, against the median of its group."""
+    """Factor by which a member's fitted line rises over a window, relative to the group's median."""
 
     factor: float
     others: float
-    """That of the other member that changes most, in either direction."""
+    """Factor of the other member that changes most, in either direction."""
 
 
 @dataclass
 class _Track:
-    """The logarithms of a member's last values, and the slopes of the windows that end in them, less the group's."""
+    """Logarithms of a member's last values, and slopes of the windows that end in them, minus the group's slope."""
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     slopes: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW + HISTORY))
     above: int = 0
-    """Number of consecutive records in which the member was out of line."""
+    """Number of consecutive records in which the member was an outlier."""
 
     told: bool = False
-    """True if that was said, and the line still rises by more than the threshold."""
+    """True if the outlier was reported and the line still rises by more than the threshold."""
 
     @property
     def earlier(self) -> list[float]:
-        """Steepness of the windows that share no record with the current one, in order of size."""
+        """Steepness of the windows that share no record with the current one, sorted."""
         return sorted(map(abs, list(self.slopes)[:-WINDOW]))
 
 
 class GrowthRule(Generic[Member]):
-    """The rule for one group. Nothing is said of a member before it has `warm_up` earlier windows. Members of one
-    `family` are not compared: where one of two grows against the other, the other shrinks."""
+    """Outlier rule of one group.
+
+    A member is not reported before it has `warm_up` earlier windows. Members of the same `family` are not compared: if
+    one of two grows relative to the other, the other shrinks.
+    """
 
     def __init__(
         self, threshold: float, warm_up: int, family: Callable[[Member], object] = lambda member: member
@@ -147,8 +157,10 @@ class GrowthRule(Generic[Member]):
         self._tracks: dict[Member, _Track] = {}
 
     def add(self, values: Mapping[Member, float]) -> dict[Member, Growth]:
-        """Takes the values of a record. Returns the members that are out of line since this record. A value that is not
-        above 0, or not finite, restarts the member."""
+        """Add the values of a record. Returns the members that became outliers with this record.
+
+        A value that is not positive, or not finite, restarts its member.
+        """
         fit = {name: math.log(value) for name, value in values.items() if value > 0 and math.isfinite(value)}
         for name in self._tracks.keys() - fit.keys():
             del self._tracks[name]
@@ -179,7 +191,7 @@ class GrowthRule(Generic[Member]):
 
 
 def _slope(values: deque[float]) -> float:
-    """Returns the slope of the least-squares line through values that are one record apart."""
+    """Return the slope of the least-squares line through values that are one record apart."""
     middle = (len(values) - 1) / 2
     return sum((x - middle) * y for x, y in enumerate(values)) / sum((x - middle) ** 2 for x in range(len(values)))
 
@@ -194,25 +206,27 @@ FEWEST = 3
 OF_RANKS = ("weight_norm", "grad_norm", "output_norm")
 
 EQUAL = 1e-12
-"""Relative difference of norms of parts below which they hold the same values: those of n random numbers differ by
-about 1 / sqrt(2 n)."""
+"""Relative difference of part norms below which the parts hold the same values.
+
+The norms of n independent random numbers differ by about 1 / sqrt(2 n).
+"""
 
 ROUNDING = 1e-6
-"""Relative difference of norms of copies that may be rounding."""
+"""Relative difference of copies' norms that rounding may cause."""
 
 
 class LayerAlarms:
-    """Judges the records of a run, one after another. After a resumption it starts from empty."""
+    """Judges the records of a run one after another. A resumed run starts without history."""
 
     def __init__(self, threshold: float) -> None:
-        """`threshold` is --layer-growth-threshold; 0 disables alarms."""
+        """Create the alarms. `threshold` is --layer-growth-threshold; 0 disables them."""
         self.threshold = threshold
         self._layers: dict[str, GrowthRule[int]] = {}
         self._ranks: dict[str, GrowthRule[tuple[str, int]]] = {}
         self._told: set[str] = set()
 
     def judge(self, record: LayerRecord) -> list[str]:
-        """Return a line for each layer and parameter that is out of line since this record."""
+        """Return a line for each layer and parameter that became an outlier with this record."""
         if not self.threshold:
             return []
         lines = [*self._of_layers(record), *self._of_parts(record), *self._of_ranks(record)]
@@ -232,7 +246,8 @@ class LayerAlarms:
             yield line + "".join(f"; its {name} by {_factor(grown[name].factor)}" for name in more)
 
     def _of_parts(self, record: LayerRecord) -> Iterator[str]:
-        """Alarms of the parts and copies of a parameter on the tensor-parallel ranks, one for each."""
+        """Return alarms about the parts and copies of a parameter on tensor-parallel ranks, at most one per
+        parameter."""
         for name, norms in record.shards.items():
             facts, weights = record.facts[name], norms["weight_norm"]
             line = None
@@ -277,8 +292,10 @@ def _factor(value: float) -> str:
 
 
 def _by_layer(record: LayerRecord) -> dict[str, dict[int, float]]:
-    """Values of layers by statistic, and norms of weights by kind of parameter. A layer that puts out more makes all
-    after it do so: `output_gain` identifies it."""
+    """Return layer values by statistic, and weight norms by kind of parameter.
+
+    A layer with a larger output also enlarges the outputs of all later layers; `output_gain` identifies it.
+    """
     found = {
         name: values
         for name, values in record.layers.items()
@@ -293,7 +310,7 @@ def _by_layer(record: LayerRecord) -> dict[str, dict[int, float]]:
 
 
 def _equal(norms: list[float]) -> tuple[int, int] | None:
-    """The first two ranks whose norms are equal and not 0."""
+    """Return the first two ranks whose norms are equal and nonzero."""
     for rank, norm in enumerate(norms):
         for other in range(rank):
             if norm > 0 and abs(norm - norms[other]) <= EQUAL * norm:

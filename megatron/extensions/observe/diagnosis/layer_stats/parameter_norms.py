@@ -1,7 +1,7 @@
-"""Norms of weights, gradients and updates, parameter by parameter and tensor-parallel rank by rank.
+"""Norms of weights, gradients and updates, by parameter and tensor-parallel rank.
 
-Each data-parallel rank adds up the squares of its own shard, whatever the sharding strategy is, so a plain sum over the
-world counts each element of the model once for each tensor-parallel rank that holds it.
+Each data-parallel rank sums the squares of its own shard under any sharding strategy. A plain sum over the world
+therefore counts each element of the model once per tensor-parallel rank that holds it.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.torch_private import foreach_norm, foreach_sub_
 
 QUANTITIES = ("weight_norm", "grad_norm", "update_norm")
-"""Norms of the weights after a step, of the gradient before clipping, and of the change of the weights."""
+"""Measured norms: weights after a step, gradient before clipping, and change of the weights."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Terms of one bucket that this rank adds up: elements [start, stop) of the optimizer's shard of it."""
+    """This rank's terms from one bucket: elements [start, stop) of the optimizer's shard of it."""
 
     shard: Shard
     start: int
     stop: int
     pieces: tuple[tuple[str, int, int], ...]
-    """(name, start, stop) of each parameter that counts, in elements from `start` on. Both are multiples of
-    `ALIGNMENT`: the padding behind a parameter is zero."""
+    """(name, start, stop) of each counted parameter, in elements relative to `start`.
+
+    Both are multiples of `ALIGNMENT`: the padding after a parameter is zero.
+    """
 
 
 class ParameterSquares:
     """Sums of squares [tp, parameters, quantities] float64 of one rank; the rows of other tensor-parallel ranks are 0.
 
-    Of a parameter that is not cut over tensor-parallel ranks every one of them adds its own copy, so that copies can be
-    compared. Of other replicas, as those of a tied embedding, the first one counts. Frozen parameters do not.
+    If a parameter is not sharded over tensor-parallel ranks, each of them adds its own copy, so that copies can be
+    compared. Of other replicas, such as a tied embedding, only the first one counts. Frozen parameters do not count.
     """
 
     def __init__(self, optimizer: DistributedOptimizer, state: ParallelState, rows: Mapping[str, int]) -> None:
-        """`rows`: the row of each trained parameter of the model."""
+        """Create the table. `rows` is the row of each trained parameter of the model."""
         self.tp, self.device = state.tp, optimizer.ddp.device
         self.shape = state.tp.size, len(rows), len(QUANTITIES)
         parts = (_part(shard, state) for shard in optimizer.shards)
@@ -56,15 +58,17 @@ class ParameterSquares:
 
     @torch.no_grad()
     def before_update(self, factor: Tensor) -> None:
-        """Measures the gradients, which the optimizer is to multiply by `factor`, and keeps a copy of the main
-        parameters of this rank until `after_update`."""
+        """Measure the gradients, which the optimizer will multiply by `factor`.
+
+        Keeps a copy of this rank's main parameters until `after_update`.
+        """
         grads = [part.shard.bucket.owned_grads[part.start : part.stop] for part in self._parts]
         self._gradients = self._squares(grads) * factor.square()
         self._before = [part.shard.read_main(part.start, part.stop).clone() for part in self._parts]
 
     @torch.no_grad()
     def after_update(self) -> Tensor:
-        """The table of this step, flat."""
+        """Return the flattened table of this step."""
         assert self._gradients is not None, "before_update has not been called"
         after = [part.shard.read_main(part.start, part.stop) for part in self._parts]
         if after:
@@ -76,7 +80,7 @@ class ParameterSquares:
         return table.flatten()
 
     def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Sums of squares of all pieces, in order: 1-D float64. `tensors` holds those of each part."""
+        """Return the sums of squares of all pieces, in order, as 1-D float64. `tensors` holds one tensor per part."""
         found = [torch.zeros(0, dtype=torch.float64, device=self.device)]
         for part, values in zip(self._parts, tensors, strict=True):
             found.append(_squares_of(part, values).to(self.device, non_blocking=True))
@@ -84,11 +88,11 @@ class ParameterSquares:
 
 
 def _squares_of(part: _Part, values: Tensor) -> Tensor:
-    """Sums of squares of the pieces of a part: 1-D float64, where the values are."""
+    """Return the sums of squares of a part's pieces, as 1-D float64 on the values' device."""
     if values.is_cuda:
         views = [values[start:stop] for _, start, stop in part.pieces]
         return torch.stack(foreach_norm(views, 2, torch.float64)).square()
-    # As `grad_norm.sum_of_squares`, and one pass for all parameters of a bucket.
+    # Like `grad_norm.sum_of_squares`, but in one pass over all parameters of a bucket.
     dtype = torch.promote_types(values.dtype, torch.float32)
     squares = torch.linalg.vector_norm(values.view(-1, ALIGNMENT), dim=1, dtype=dtype).double().square_()
     return torch.stack([squares[start // ALIGNMENT : stop // ALIGNMENT].sum() for _, start, stop in part.pieces])

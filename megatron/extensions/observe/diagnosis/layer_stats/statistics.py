@@ -1,8 +1,9 @@
-"""Statistics of each layer: norms of weights, gradients and updates, activations, attention logits, routers.
+"""Per-layer statistics: norms of weights, gradients and updates, activations, attention logits, routers.
 
-A step that is measured leaves one flat tensor of sums and one of maxima on the device. Those of an interval are reduced
-together when it is logged, the sums with everything else that is logged then, so nothing waits before. The tables are
-the same on every rank, and rows are named by the number of the layer and the name of the parameter in the whole model.
+A measured step leaves one flat tensor of sums and one of maxima on the device. The tensors of an interval are reduced
+together when it is logged, and the sums in the same collective as other logged values, so nothing waits before that.
+The tables are the same on every rank. Rows are identified by the layer number and the parameter name in the whole
+model.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ BOUND, EMBEDDING = "attention_logit_bound", "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class _Rows:
-    """Contents of the tables of all ranks, row by row. Equal on all ranks."""
+    """Rows of the tables of all ranks. Equal on all ranks."""
 
     parameters: dict[str, Parameter]
     sums: tuple[Key, ...]
@@ -64,7 +65,7 @@ class _Rows:
 
 
 class LayerStatistics(Callback, Meter):
-    """--log-layer-stats: the statistics of one rank's part of the model."""
+    """Measures the statistics of one rank's part of the model (--log-layer-stats)."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         options = self.config.options(DiagnosisConfig)
@@ -78,7 +79,7 @@ class LayerStatistics(Callback, Meter):
         self._iteration: int | None = None
         """Number of the current step if it is measured, else None."""
         self.found: list[LayerRecord] = []
-        """The records of the last log interval."""
+        """Records of the last log interval."""
 
         self._alarms = LayerAlarms(options.layer_growth_threshold)
         compiled = config.parallel.compiles(self.device.type)
@@ -115,7 +116,7 @@ class LayerStatistics(Callback, Meter):
         self._iteration = None
 
     def _table(self) -> Tensor:
-        """Sums and counts of activations, and loads of experts, flat."""
+        """Return sums and counts of activations, and expert loads, flattened."""
         table = torch.zeros(len(self.rows.sums), 2, dtype=torch.float64, device=self.device)
         for row, (key, value) in zip(self._sum_rows, self.taps.sums.items(), strict=True):
             table[row, 0] = value
@@ -132,16 +133,16 @@ class LayerStatistics(Callback, Meter):
         return maxima
 
     def take(self) -> Tensor:
-        """The sums of the steps measured since the last call, flat."""
+        """Return the flattened sums of the steps measured since the last call."""
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=self.device), *(s for _, s, _ in self._measured)])
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
-        """Returns nothing: `write` writes a separate record for each measured step. Collective."""
+        """Return nothing: `write` writes a separate record for each measured step. Collective."""
         self.found = self.records(summed)
         return {}
 
     def write(self, log: Log) -> None:
-        """Writes the records of layers, and prints what is out of line in them."""
+        """Write the layer records, and print outliers."""
         for record in self.found:
             lines = self._alarms.judge(record)
             log.write(record.as_json() | ({"layer_alarms": lines} if lines else {}))
@@ -149,8 +150,10 @@ class LayerStatistics(Callback, Meter):
                 log.say(f" {line}")
 
     def records(self, summed: Tensor) -> list[LayerRecord]:
-        """The measurements, from the sum of `take` over the world. Collective over the world if there are maxima; waits
-        for the device."""
+        """Return the records from the sum of `take` over the world.
+
+        Collective over the world if there are maxima; waits for the device.
+        """
         measured, self._measured = self._measured, []
         if not measured:
             return []
@@ -190,7 +193,8 @@ class LayerStatistics(Callback, Meter):
         return record
 
     def notice(self) -> str | None:
-        """Logged instead of a value that the kernels do not return; None where all are as they are named."""
+        """Return a notice about values that are logged in place of ones that the kernels do not return; None if there
+        are none."""
         maxima = self.rows.maxima
         hidden = sorted(number for statistic, number in maxima if statistic == QUERIES)
         if not hidden:
@@ -204,7 +208,7 @@ class LayerStatistics(Callback, Meter):
 
 
 def _parameters(stages: Mapping[int, GPTModel]) -> dict[str, Parameter]:
-    """The trained parameters of a rank's stages, by name."""
+    """Return the trained parameters of a rank's stages by name."""
     found: dict[str, Parameter] = {}
     for model in stages.values():
         layer_of: dict[str, int] = {}
@@ -218,5 +222,5 @@ def _parameters(stages: Mapping[int, GPTModel]) -> dict[str, Parameter]:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Key that sorts `layers.10` after `layers.9`."""
+    """Return a key that sorts `layers.10` after `layers.9`."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

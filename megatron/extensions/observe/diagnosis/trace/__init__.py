@@ -1,1 +1,1 @@
-"""Traces of training steps: all ranks on one clock, in one file that Perfetto opens."""
+"""Traces of training steps: one file for Perfetto with all ranks on one clock."""

@@ -1,9 +1,9 @@
-"""One trace from the spans of all ranks: on one clock, with arrows for messages, and the pipeline's part of each step
-as measured and as simulated with the measured times. This module does not import torch.
+"""Assembles one trace from the spans of all ranks: on one clock, with arrows for messages, and with the measured and
+the simulated pipeline of each step. This module does not import torch.
 
-An action's time is that of its slice without the wait for its message, which comes first. The plan runs the action
-lists of the run with the median time of each kind of action of each stage, so that what it lacks beside the measurement
-is the scatter of these times and the waits that they cause.
+An action's time is the time of its slice without the initial wait for its message. The simulation runs the run's action
+lists with the median time of each kind of action on each stage. The measurement exceeds it by the variation of these
+times and the resulting waits.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from megatron.extensions.observe.diagnosis.trace.trace_file import (
 from megatron.extensions.plan.simulator.simulator import Simulation, StageCosts, simulate
 
 PIPELINE = "pipeline"
-"""Category of the slices of actions."""
+"""Category of action slices."""
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One pipeline's actions of one iteration, by pipeline rank. Microseconds since the beginning of the trace."""
+    """One pipeline's actions of one iteration, by pipeline rank, in microseconds since the start of the trace."""
 
     iteration: int
     ranks: tuple[int, ...]
-    """The pipeline's ranks of the world, in order of stage."""
+    """Global ranks of the pipeline, in stage order."""
 
     timeline: list[list[Timed]]
-    """Compute actions, each from where its message was there."""
+    """Compute actions, each starting at the arrival of its message."""
 
     @property
     def start(self) -> float:
@@ -56,7 +56,7 @@ class MeasuredStep:
 
     @property
     def bubble(self) -> float:
-        """Idle share of the step between the first start and the last end of all ranks, as `Simulation.bubble`."""
+        """Idle share of the step between the first start and the last end of all ranks, as in `Simulation.bubble`."""
         busy = sum(covered((timed.start, timed.stop) for timed in timeline) for timeline in self.timeline)
         return 1 - busy / (len(self.ranks) * self.makespan) if self.makespan else 0.0
 
@@ -66,7 +66,7 @@ class MeasuredStep:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of spans: passes that run in turns overlap."""
+    """Return the length of the union of spans, because passes that run in turns overlap."""
     total, reached = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, reached))
@@ -75,8 +75,10 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def measured_steps(trace: Trace) -> list[MeasuredStep]:
-    """Every pipeline's part of every traced iteration, those of an iteration in order of their first rank. On GPUs by
-    the times of the device's streams."""
+    """Return every pipeline's part of every traced iteration, by first rank within an iteration.
+
+    On GPUs, times are taken from the device streams.
+    """
     pipelines = trace["otherData"]["pipelines"]
     of_rank = {rank: number for number, ranks in enumerate(pipelines) for rank in ranks}
     found: dict[tuple[int, int], dict[int, dict[Action, Timed]]] = defaultdict(lambda: defaultdict(dict))
@@ -95,7 +97,7 @@ def measured_steps(trace: Trace) -> list[MeasuredStep]:
 
 
 def actions_of(trace: Trace) -> list[tuple[Event, Action, float]]:
-    """Slices of the actions of training steps, each with its action, and when the wait for its message ended."""
+    """Return the slices of training actions, each with its action and the end of the wait for its message."""
     device = trace["otherData"]["device"] == "cuda"
     gpu = {
         (event["pid"], event["tid"])
@@ -130,8 +132,8 @@ def actions_of(trace: Trace) -> list[tuple[Event, Action, float]]:
 
 
 def median_costs(steps: Sequence[MeasuredStep], waited: Sequence[float] = ()) -> StageCosts:
-    """The median time of each kind of action on each stage, and of the messages that ranks `waited` for, in
-    microseconds."""
+    """Return the median times, in microseconds, of each kind of action on each stage and of the messages that ranks
+    `waited` for."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for step in steps:
         for timeline in step.timeline:
@@ -145,15 +147,18 @@ def median_costs(steps: Sequence[MeasuredStep], waited: Sequence[float] = ()) ->
     whole = [median(Kind.B, stage) for stage in stages]
     halves = [median(Kind.I, stage) for stage in stages]
     weights = [median(Kind.W, stage) for stage in stages]
-    # A list has either whole backwards of a stage or their halves; where it has both, the halves count.
+    # A list has either whole backwards of a stage or their halves; if both occur, the halves count.
     backwards = [half or back for half, back in zip(halves, whole, strict=True)]
     forwards = [median(Kind.F, stage) for stage in stages]
     return StageCosts(forwards, backwards, weights, comm=statistics.median(waited) if waited else 0.0)
 
 
 def message_times(trace: Trace, steps: Sequence[MeasuredStep]) -> list[float]:
-    """How long messages took for which a rank was waiting when they were computed, in microseconds: from the end of
-    the action that computed one to the begin of the action that uses it. Others arrive in time, whatever they take."""
+    """Return the times, in microseconds, of messages for which a rank was already waiting when they were computed.
+
+    A time runs from the end of the action that computed the message to the start of the action that uses it. Other
+    messages arrive in time, however long they take.
+    """
     stops: dict[tuple[int, int, Action], float] = {}
     owners: dict[tuple[int, int, int], int] = {}
     for step in steps:
@@ -177,7 +182,7 @@ def message_times(trace: Trace, steps: Sequence[MeasuredStep]) -> list[float]:
 
 
 def message_arrows(slices: Mapping[Action, Event]) -> list[tuple[str, Event, Event]]:
-    """(name, slice of the send, slice of the action that uses what it sends) of one pipeline's step."""
+    """Yield (name, sending slice, slice of the action that uses the message) for one pipeline's step."""
     found = []
     for action, source in slices.items():
         if action.kind in SENDS:
@@ -189,7 +194,7 @@ def message_arrows(slices: Mapping[Action, Event]) -> list[tuple[str, Event, Eve
 
 
 def summary(steps: Sequence[MeasuredStep], plan: Simulation | None) -> dict[str, float]:
-    """Figures of the pipeline in the trace: medians over iterations and pipelines."""
+    """Return pipeline figures of the trace: medians over iterations and pipelines."""
     if not steps:
         return {}
     found = {
@@ -202,7 +207,7 @@ def summary(steps: Sequence[MeasuredStep], plan: Simulation | None) -> dict[str,
 
 
 SpanRow = tuple[str, str, str, int, int, Mapping[str, object]]
-"""[track, name, category, start, stop, args], times in nanoseconds of the rank's own clock."""
+"""[track, name, category, start, stop, args]; times are in nanoseconds of the rank's own clock."""
 
 
 @dataclass(frozen=True)
@@ -215,12 +220,15 @@ class RankTrace:
     """Coordinates, host and memory, for `otherData`."""
 
     to_common: Callable[[int], int]
-    """Maps nanoseconds of the rank's clock to those of rank 0's."""
+    """Convert nanoseconds of the rank's clock to rank 0's clock."""
 
 
 def assemble(ranks: Sequence[RankTrace], other: Mapping[str, object], lists_of: Callable[[int], Lists] | None) -> Trace:
-    """The trace of all ranks, in order. `other` is copied to `otherData`, and has `pipelines` and `device`;
-    `lists_of(microbatches)` are the action lists of a step, for the plan."""
+    """Assemble the trace of all ranks, in order.
+
+    `other` is copied to `otherData`; it contains `pipelines` and `device`. `lists_of(microbatches)` returns the action
+    lists of a step, for the simulation.
+    """
     origin = min((rank.to_common(row[3]) for rank in ranks for row in (*rank.spans, *rank.in_flight)), default=0)
     events: list[Event] = []
     tracks: list[list[str]] = []
@@ -261,7 +269,7 @@ def assemble(ranks: Sequence[RankTrace], other: Mapping[str, object], lists_of: 
 
 
 def rank_name(rank: int, facts: Mapping[str, Any]) -> str:
-    """As "rank 5 (pp 1, tp 1) on HOST": without the axes along which all ranks are at 0."""
+    """Format a rank as "rank 5 (pp 1, tp 1) on HOST", without the axes along which all ranks are at 0."""
     coords = ", ".join(f"{axis} {at}" for axis, at in facts.get("coords", {}).items())
     return f"rank {rank}{f' ({coords})' if coords else ''} on {facts.get('host', '?')}"
 
@@ -275,7 +283,7 @@ def _microseconds(to_common: Callable[[int], int], origin: int) -> Callable[[int
 
 
 def _add_arrows(trace: Trace) -> None:
-    """From each send to the action on the other rank that uses the message."""
+    """Add an arrow from each send to the action on the other rank that uses the message."""
     pipeline = {rank: number for number, ranks in enumerate(trace["otherData"]["pipelines"]) for rank in ranks}
     steps: dict[tuple[int, int], dict[Action, Event]] = defaultdict(dict)
     for event, action, _ in actions_of(trace):
@@ -289,8 +297,11 @@ def _add_arrows(trace: Trace) -> None:
 
 
 def _add_plan(trace: Trace, step: MeasuredStep, at: float, plan: Simulation, tracks: Sequence[int]) -> None:
-    """The planned actions of a step on a track of each rank. It begins `at` the time of the measured one, or later: a
-    step that was quicker than planned ends before its plan does."""
+    """Add the simulated actions of a step on a track of each rank.
+
+    The simulation starts `at` the time of the measured step, or later: if a step was faster than simulated, the
+    previous simulation has not ended yet.
+    """
     for rank, track, timeline in zip(step.ranks, tracks, plan.timeline, strict=True):
         for action, start, stop in timeline:
             if action.kind in TIMED and stop > start:

@@ -1,9 +1,8 @@
-"""Spans of one rank while it is traced, on the host's clock and, on GPUs, between events of the stream; those of
-collectives and messages by wrapping torch.distributed for that time.
+"""Records the spans of one rank while it is traced, on the host's clock and, on GPUs, between stream events.
 
-Nothing is wrapped outside of traced steps, so that those cost nothing. A collective that blocks is a span of its
-thread. One that is launched is in flight until the wait for it has returned, and that wait is a span of its thread; the
-collective may have ended earlier.
+Collectives and messages are recorded by wrapping torch.distributed. Nothing is wrapped outside traced steps, so those
+cost nothing. A blocking collective is a span of its thread. An asynchronous collective is in flight until the wait for
+it has returned, and that wait is a span of its thread; the collective may have ended earlier.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Wait = Callable[Concatenate[dist.Work, P], bool]
 
 
 class Span(NamedTuple):
-    """Something that took time. Times are nanoseconds of `time.perf_counter_ns`, which processes of one host share."""
+    """A timed interval. Times are nanoseconds of `time.perf_counter_ns`, which all processes of a host share."""
 
     track: str
     name: str
@@ -45,10 +44,11 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Collects the spans of a rank. Never waits for the device before `take`.
+    """Collects the spans of a rank. It does not wait for the device before `take`.
 
-    A span of a thread is within, or beside, the others of that thread. `in_flight` are those of collectives, which may
-    overlap. On CUDA each span of a thread has a second one between two events of the current stream."""
+    Spans of one thread are nested or disjoint. `in_flight` are the spans of collectives, which may overlap. On CUDA
+    each span of a thread has a second one between two events of the current stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.cuda = device, device.type == "cuda"
@@ -65,18 +65,18 @@ class Recorder:
             self._origin_ns = time.perf_counter_ns()
 
     def span(self, name: str, category: str, args: Mapping[str, object] | None = None) -> _OpenSpan:
-        """A context manager that records the time of its block."""
+        """Return a context manager that records the time of its block."""
         return _OpenSpan(self, name, category, args or {})
 
     def track(self) -> str:
-        """The name of the calling thread's track."""
+        """Return the name of the calling thread's track."""
         thread = threading.get_ident()
         if thread not in self._tracks:
             self._tracks[thread] = f"thread {len(self._tracks)}"
         return self._tracks[thread]
 
     def event(self) -> torch.cuda.Event | None:
-        """An event recorded in the current stream; None on CPU."""
+        """Record an event in the current stream; returns None on CPU."""
         if not self.cuda:
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -84,13 +84,13 @@ class Recorder:
         return event
 
     def add(self, span: Span, start: torch.cuda.Event | None = None, stop: torch.cuda.Event | None = None) -> None:
-        """Adds a span of the calling thread, with the events between which the device was at work on it."""
+        """Add a span of the calling thread, with the events between which the device worked on it."""
         self.spans.append(span)
         if start is not None and stop is not None:
             self._events.append((span, start, stop))
 
     def take(self) -> list[Span]:
-        """Spans of threads, and of the device's streams. Waits for the device."""
+        """Return the spans of threads and of device streams. Waits for the device."""
         if not self.cuda:
             return self.spans
         torch.cuda.synchronize(self.device)
@@ -105,7 +105,7 @@ class Recorder:
 
 
 class _OpenSpan:
-    """One block under way."""
+    """A block that has not ended yet."""
 
     __slots__ = ("args", "category", "event", "name", "recorder", "start")
 
@@ -148,7 +148,7 @@ AXES_OF_MODULES = {
     ".distributed.": DATA_AXES,
     ".optimizer.": DATA_AXES,
 }
-"""Part of a module's name -> the axes that it means, where others have the same ranks."""
+"""Maps part of a module's name to the axes that it uses, for axes with the same ranks."""
 
 PURPOSES = {
     "start_grad_sync": "gradient reduction",
@@ -162,7 +162,7 @@ PURPOSES = {
 
 
 class CollectiveTaps:
-    """Wraps the functions of torch.distributed that training calls, and the wait for what they launch."""
+    """Wraps the torch.distributed functions that training calls, and the waits for the collectives that they launch."""
 
     def __init__(self, recorder: Recorder, state: ParallelState) -> None:
         self.recorder = recorder
@@ -176,7 +176,7 @@ class CollectiveTaps:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Records until the end of the block."""
+        """Record until the end of the block."""
         there = {name: label for name, label in (COLLECTIVES | MESSAGES).items() if hasattr(dist, name)}
         taps = {name: self._collective(getattr(dist, name), label) for name, label in there.items()}
         with replaced(
@@ -213,7 +213,7 @@ class CollectiveTaps:
             start = time.perf_counter_ns()
             works = function(operations)
             span = Span(self.recorder.track(), name, "communication", start, start, facts)
-            for work in works:  # NCCL has one for all of them
+            for work in works:  # NCCL uses one work object for all of them
                 self._launched.setdefault(id(work), (work, span))
             return works
 
@@ -237,7 +237,7 @@ class CollectiveTaps:
         return tap
 
     def _describe(self, label: str, args: Iterable[object], kwargs: Mapping[str, Any]) -> tuple[str, dict[str, object]]:
-        """The name of a call, as "all-reduce dp: gradient reduction", and what else is known of it."""
+        """Return a call's name, such as "all-reduce dp: gradient reduction", and its other known properties."""
         group = kwargs.get("group")
         module, function = caller(sys._getframe(2))
         axes = self._axes.get(id(group), ["world"])
@@ -255,8 +255,10 @@ class CollectiveTaps:
 
 
 def axis_of(axes: Sequence[str], module: str) -> str:
-    """Which of the axes that share a group is meant, by the module that asks. Autograd's passes do not report it: then
-    all that a layer may mean, as "cp/ep"."""
+    """Return which of several axes with the same group is meant, according to the calling module.
+
+    Autograd's passes do not report their module, so the result names all axes that a layer may use, such as "cp/ep".
+    """
     for part, preferred in AXES_OF_MODULES.items():
         if part in module:
             return next((axis for axis in axes if axis in preferred), axes[0])
@@ -264,7 +266,7 @@ def axis_of(axes: Sequence[str], module: str) -> str:
 
 
 def caller(frame: FrameType | None) -> tuple[str, str]:
-    """(module, function) of the library that asked for a collective; of autograd's, the pass that is being run."""
+    """Return (module, function) of the library code that called a collective; in autograd, the pass that is running."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("megatron.") and module not in (__name__, "megatron.core.collectives"):

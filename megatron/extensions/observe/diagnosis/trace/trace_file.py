@@ -1,9 +1,9 @@
-"""The file of a trace: JSON in the trace-event format of Chrome, gzipped, which Perfetto opens. This module does not
-import torch.
+"""Trace files: gzipped JSON in Chrome's trace-event format, which Perfetto opens. This module does not import torch.
 
-Format: "Trace Event Format" of the Chromium project. Each rank is a process, `pid`; its threads are tracks. Times, `ts`
-and `dur`, are microseconds since the beginning of the trace on the clock of rank 0's host. `otherData` holds facts
-about the run."""
+Format: "Trace Event Format" of the Chromium project. Each rank is a process (`pid`), and its threads are tracks. Times,
+`ts` and `dur`, are microseconds since the start of the trace on the clock of rank 0's host. `otherData` holds facts
+about the run.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PLANNED_TRACK = "planned"
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Writes a trace, atomically. If that fails, as on a full disk, no file remains."""
+    """Write a trace atomically. If that fails, for example on a full disk, no file remains."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as new, gzip.open(new, "wt", encoding="utf-8", compresslevel=6) as file:
         json.dump(trace, file, separators=(",", ":"), allow_nan=False)
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a trace, gzipped or not. Raises ValueError if it is not one of this program's, or damaged."""
+    """Read a trace, gzipped or not. Raises ValueError if it is damaged or not written by this program."""
     try:
         data = path.read_bytes()
         trace = parse_json(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
@@ -43,7 +43,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def process_events(rank: int, name: str, tracks: Iterable[str]) -> Iterator[Event]:
-    """Names of a rank and its tracks, numbered from 0 in the order given."""
+    """Return events that name a rank and its tracks, numbered from 0 in the given order."""
     yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
     for number, track in enumerate(tracks):
@@ -54,7 +54,17 @@ def process_events(rank: int, name: str, tracks: Iterable[str]) -> Iterator[Even
 def slice_event(
     rank: int, track: int, name: str, category: str, start: float, stop: float, args: Mapping[str, object]
 ) -> Event:
-    """A span of a track, in microseconds. Both ends are rounded, so that what touches does not overlap."""
+    """Return the event of a span on a track. Times are in microseconds.
+
+    Args:
+        rank: Global rank.
+        track: Number of the track.
+        name: Name to display.
+        category: Category of the span.
+        start: Start of the span. Both ends are rounded, so adjacent spans do not overlap.
+        stop: End of the span.
+        args: Properties to display.
+    """
     begin, end = round(start, 3), round(stop, 3)
     place = {"ph": "X", "pid": rank, "tid": track, "ts": begin, "dur": round(end - begin, 3)}
     return place | {"name": name, "cat": category, "args": args}
@@ -63,17 +73,20 @@ def slice_event(
 def async_events(
     rank: int, number: int, name: str, category: str, start: float, stop: float, args: Mapping[str, object]
 ) -> list[Event]:
-    """Both ends of a span that may overlap others of its rank, such as a collective in flight."""
+    """Return the two events of a span that may overlap others of its rank, such as a collective in flight.
+
+    `number` identifies the pair; other arguments are as in `slice_event`.
+    """
     common = {"pid": rank, "tid": 0, "id": f"{rank}.{number}", "name": name, "cat": category}
     begin = {"ph": "b", "ts": round(start, 3), "args": args} | common
     return [begin, {"ph": "e", "ts": round(stop, 3)} | common]
 
 
 def flow_events(number: int, name: str, source: Event, target: Event) -> list[Event]:
-    """An arrow from one slice to a later one: a message and the action that uses it."""
+    """Return the events of an arrow from one slice to a later one: a message and the action that uses it."""
     events = []
     for phase, at, more in (("s", source, {}), ("f", target, {"bp": "e"})):
-        # Within the slice, and not before the message was sent.
+        # within the slice, and not before the message was sent
         ts = max(at["ts"], source["ts"]) if phase == "f" else at["ts"]
         place = {"pid": at["pid"], "tid": at["tid"], "ts": ts}
         events.append({"ph": phase, "id": number, "name": name, "cat": "message"} | place | more)
@@ -91,14 +104,16 @@ FIELDS = {
 
 
 MOST = 2.0**53
-"""Numbers up to here are exact to one."""
+"""Largest number that is exact to one."""
 
 ACTION_CATEGORIES = ("pipeline", PLANNED_TRACK)
 
 
 def why_unreadable(trace: object) -> str | None:
-    """Why something is not a trace that readers can rely on: what `otherData` says of the ranks, and the fields of each
-    event. None if it is one."""
+    """Return why a trace is unreliable for readers; None if it is valid.
+
+    Checks the ranks in `otherData` and the fields of each event.
+    """
     if not isinstance(trace, dict):
         return "otherData has no ranks"
     other = trace.get("otherData")
@@ -125,7 +140,7 @@ def why_unreadable(trace: object) -> str | None:
 
 
 def _wrong_layout(other: Mapping[str, object], count: int) -> str | None:
-    """Return whether sizes and pipelines are those of `count` ranks."""
+    """Return whether sizes and pipelines contradict a world of `count` ranks."""
     layout, pipelines = other.get("layout"), other.get("pipelines")
     axes = ("tp", "cp", "dp", "pp", "ep", "expt_tp")
     if not isinstance(layout, dict) or not all(_is_number(layout.get(axis)) and layout[axis] >= 1 for axis in axes):
@@ -144,7 +159,7 @@ def _is_number(value: object) -> bool:
 
 
 def malformed(number: int, event: object) -> str | None:
-    """Problems of a single event; None for nothing."""
+    """Return the problem of a single event; None if it is valid."""
     if not isinstance(event, dict):
         return f"event {number} is no object"
     phase = str(event.get("ph"))

@@ -1,11 +1,11 @@
-"""--trace: records some steps of all ranks and writes them to one file.
+"""Records some steps of all ranks and writes them to one file (--trace).
 
-Differences between the clocks of hosts are measured by ping-pong over the store of the process groups. Processes of one
-host share a clock (Linux: CLOCK_MONOTONIC), so one rank of each host compares its own with rank 0's. It notes its time,
-sends, and notes its time again when the answer arrives, which carries the time of rank 0 in between. If both ways take
-equally long, that time is the middle of the two; whatever they take, it lies between them, so half of the round trip
-bounds the error. The shortest of some round trips counts (NTP, RFC 5905, section 10). Both messages pass the store
-once, and neither rank asks it for a value before it has noted the time.
+Clock offsets between hosts are measured by ping-pong over the rendezvous store. Processes of one host share a clock
+(Linux: CLOCK_MONOTONIC), so one rank of each host compares its clock with rank 0's. It reads its clock, sends a
+message, and reads its clock again when the answer with rank 0's time arrives. If both directions take equally long,
+rank 0's time is the middle of the two readings. In any case it lies between them, so half of the round trip bounds the
+error. The shortest of several round trips counts (NTP, RFC 5905, section 10). Both messages pass through the store
+once, and neither rank polls the store before it has read its clock.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from megatron.training.run import TrainingRun
 
 ROUND_TRIPS = 24
 MALFORMED = (IndexError, KeyError, RecursionError, TypeError, ValueError, zlib.error)
-"""Errors of reading a dump of other bytes or types than expected."""
+"""Errors raised when reading a dump with unexpected bytes or types."""
 
 Clock = Callable[[], int]
 
 
 @dataclass(frozen=True)
 class Offset:
-    """Offset from a host's clock to that of rank 0's host, measured at the time `at` of the host's own clock."""
+    """Offset from a host's clock to rank 0's, measured at time `at` of the host's own clock."""
 
     at: int
     nanoseconds: int = 0
     round_trip: int = 0
-    """The shortest of those measured, in nanoseconds; half of it bounds the error."""
+    """Shortest measured round trip in nanoseconds; half of it bounds the error."""
 
 
 def host_identity() -> tuple[str, str]:
-    """(name, identity of the running kernel): equal on ranks whose clocks are one."""
+    """Return (name, identity of the running kernel), which is equal on ranks that share a clock."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return socket.gethostname(), socket.gethostname()
@@ -73,10 +73,16 @@ def host_identity() -> tuple[str, str]:
 def measure(
     store: dist.Store, rank: int, identities: Sequence[str], meeting: str, clock: Clock = time.perf_counter_ns
 ) -> Offset:
-    """This rank's offset, if it is the first of its host; that of its host's first rank is what counts for others.
+    """Measure this rank's offset, if it is the first rank of its host; the result holds for all ranks of the host.
 
-    Collective over the first ranks of all hosts, which call it with the same `identities` (of the ranks, in order).
-    Keys of the store begin with `meeting`, which must be new.
+    Collective over the first ranks of all hosts.
+
+    Args:
+        store: The rendezvous store.
+        rank: Global rank.
+        identities: Host identities of all ranks, in order; equal on all ranks.
+        meeting: Prefix of the store keys; must not have been used before.
+        clock: Clock to read, in nanoseconds.
     """
     firsts = [identities.index(identity) for identity in dict.fromkeys(identities)]
     if rank == 0:
@@ -117,7 +123,7 @@ def _ask(store: dist.Store, key: str, clock: Clock) -> Offset:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Maps the clock of a host to that of rank 0's: a straight line through two measurements."""
+    """Maps a host's clock to rank 0's: a straight line through two measurements."""
 
     first: Offset
     last: Offset
@@ -128,7 +134,7 @@ class Alignment:
         return time_ns + self.first.nanoseconds + round(share * (self.last.nanoseconds - self.first.nanoseconds))
 
     def as_json(self) -> dict[str, object]:
-        """Microseconds: the offset at the beginning, its drift until the end, and the bound of the error."""
+        """Return, in microseconds, the offset at the start, its drift until the end, and the error bound."""
         return {
             "offset_us": self.first.nanoseconds / 1e3,
             "drift_us": (self.last.nanoseconds - self.first.nanoseconds) / 1e3,
@@ -139,7 +145,7 @@ class Alignment:
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 
 PIECE = 2**22
-"""Bytes of a value of the store."""
+"""Maximum size in bytes of a value in the store."""
 
 PART_NAMES = {"grad_sync": "end of the gradient reduction"}
 
@@ -147,15 +153,15 @@ PART_NAMES = {"grad_sync": "end of the gradient reduction"}
 class Tracer(Callback):
     """Starts after --trace-step-start iterations and stops after --trace-step-end. All methods are collective.
 
-    While it records it watches the actions of the pipeline and the parts of the step, saves and evaluations, and wraps
-    torch.distributed; before and afterwards they are as they were.
+    While it records, it observes pipeline actions, the parts of the step, saves and evaluations, and wraps
+    torch.distributed. It restores everything afterwards.
     """
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.options = config.options(DiagnosisConfig)
         self._first = 0
-        """The first iteration that is traced."""
+        """The first traced iteration."""
 
         self._recorder: Recorder | None = None
         self._taps = ExitStack()
@@ -185,7 +191,7 @@ class Tracer(Callback):
         self._turn(run)
 
     def on_end(self, run: RunView) -> None:
-        """Writes the trace of a run that was too short for it, and waits for the file."""
+        """Write the trace of a run that ended early, and wait for the file."""
         if run.progress.iteration < self.options.trace_step_start:
             run.say(f" no trace: the run has ended before --trace-step-start {self.options.trace_step_start}")
         self._stop(run)
@@ -225,7 +231,7 @@ class Tracer(Callback):
 
     @contextmanager
     def _part(self, part: str) -> Iterator[None]:
-        """A span of a part of a step, or of what comes between steps; the first part begins the span of the step."""
+        """Record a part of a step, or the time between steps; the first part starts the span of the step."""
         assert self._recorder is not None
         if part == "data" and self._step is None:
             self._iteration = self._progress.iteration + 1
@@ -236,7 +242,7 @@ class Tracer(Callback):
             yield
 
     def _action(self, action: Action) -> AbstractContextManager[None]:
-        """A span of an action of the pipeline."""
+        """Record an action of the pipeline."""
         assert self._recorder is not None
         kind, stage, microbatch = action
         args: dict[str, object] = {"kind": kind.value, "stage": stage, "microbatch": microbatch}
@@ -245,7 +251,7 @@ class Tracer(Callback):
         return self._recorder.span(str(action), PIPELINE, args)
 
     def _measure(self, when: str) -> Offset:
-        """The offset of this rank's host, measured by its first rank."""
+        """Return the offset of this rank's host, measured by its first rank."""
         launch, identities = self.runtime.launch, [identity for _, identity in self._hosts]
         if len(set(identities)) == 1:
             return Offset(time.perf_counter_ns())
@@ -277,7 +283,7 @@ class Tracer(Callback):
         self._writer.start()
 
     def _write(self, dumps: list[RankTrace], last: int, say: Callable[[str], None]) -> None:
-        """Writes the file while training continues."""
+        """Write the file while training continues."""
         path = output_folder(self.config, "trace") / f"iterations-{self._first}-{last}.json.gz"
         try:
             write_trace(assemble(dumps, self._facts(last), self._lists()), path)
@@ -287,8 +293,11 @@ class Tracer(Callback):
             say(f" trace of iterations {self._first} to {last}: {path}")
 
     def _collect(self, dump: Mapping[str, object], alignment: Alignment, say: Callable[[str], None]) -> list[RankTrace]:
-        """The recordings of all ranks, on rank 0; [] elsewhere. One rank after the other, through the store, so that
-        rank 0 holds one packed dump at a time and no collective takes memory of the device."""
+        """Return the recordings of all ranks on rank 0; [] elsewhere.
+
+        Ranks send one after another through the store, so rank 0 holds one packed dump at a time and no collective uses
+        device memory.
+        """
         packed = zlib.compress(json.dumps([dump, [vars(alignment.first), vars(alignment.last)]]).encode(), 1)
         launch = self.runtime.launch
         if launch.world_size == 1:
@@ -316,7 +325,10 @@ class Tracer(Callback):
         return [] if malformed else found
 
     def _lists(self) -> Callable[[int], Lists] | None:
-        """The action lists of a step by its micro-batches; None where passes run in turns, whose times are one."""
+        """Return the action lists of a step with this many micro-batches.
+
+        Returns None if passes run in turns, because only their combined time is known.
+        """
         pipeline = self.pipeline
         if pipeline.passes.pair.in_turns:
             return None
@@ -340,8 +352,10 @@ class Tracer(Callback):
 
 
 def held_bytes(run: RunView) -> dict[str, int]:
-    """Bytes that this rank holds by category, and on GPUs the rest at the highest point so far; of the process on CPU,
-    which has torch's code and data too."""
+    """Return the bytes that this rank holds by category, and on GPUs the remainder at the peak.
+
+    On CPU, it includes all memory of the process, with torch's code and data.
+    """
     ddp = run.optimizer.ddp
     parameters, gradients, of_units = ddp.nbytes
     states, on_host = run.optimizer.nbytes
@@ -354,7 +368,7 @@ def held_bytes(run: RunView) -> dict[str, int]:
 
 
 def _fetched(store: dist.Store, key: str) -> bytes:
-    """The packed dump that a rank has put into the store in pieces, which are deleted."""
+    """Fetch a rank's packed dump, which the store holds in pieces, and delete the pieces."""
     names = [f"{key}/{number}" for number in range(parse_integer(store.get(f"{key}/pieces").decode()))]
     packed = b64decode(b"".join(store.get(name) for name in names))
     for name in names:
