@@ -1,8 +1,9 @@
-"""Keeps the averages: each moves towards the main parameters of this rank's shard, after each step or several.
+"""Averages of the weights, updated towards the main parameters of this rank's shard after one or several steps.
 
-A sum in bf16 that is rounded to nearest would lose changes below half of the distance between two numbers, which are
-all changes with a decay above 0.998. So it is rounded up or down at random, by a hash of what is added up and of the
-iteration: a resumed run has the same bits, and an average of weights that stand still reaches them.
+A bf16 sum rounded to nearest would lose all changes smaller than half the distance between two numbers, which with a
+decay above 0.998 are all changes. The sum is therefore rounded up or down at random, with a hash of the operands and
+the iteration as random bits. A resumed run computes the same bits, and an average of constant weights converges to
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, RunView
 
 AT_ONCE = 2**22
-"""Number of elements of a bf16 average that are updated at a time. It bounds the memory of temporary tensors."""
+"""Number of elements of a bf16 average that are updated at a time, which bounds the memory of temporary tensors."""
 
 
 SALT = 0x3C6EF372
@@ -29,8 +30,8 @@ SALT = 0x3C6EF372
 
 
 class MovingAverages(Callback):
-    """Averages of the main parameters: fp32 under --bf16 and --fp16. A step that is skipped counts as one that changes
-    nothing."""
+    """Averages of the main parameters, in fp32 under --bf16 and --fp16. A skipped step counts as a step without
+    changes."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -38,13 +39,13 @@ class MovingAverages(Callback):
         flags = config.options(AveragedWeightsFlags)
         self.evaluates, self.interval = flags.eval_weights == "ema", flags.ema_interval
         self.steps: dict[str, int] = {}
-        """Number of updates of each average, by name. An average with none has not begun."""
+        """Number of updates of each average, by name. An average with none has not started."""
 
         self.updated: tuple[int, int] | None = None
         """Iterations and samples of the run at the last update."""
 
         self.said = False
-        """True once the notice that no average has begun was logged."""
+        """True once the notice that no average has started was logged."""
 
     def on_start(self, run: RunView) -> None:
         if self.config.training.skip_train and self.evaluates and not self.steps.get(self.averages[0].name):
@@ -81,7 +82,7 @@ class MovingAverages(Callback):
         return None
 
     def _why_none(self) -> str:
-        """Reason why the evaluation of a checkpoint has no average to use."""
+        """Return the reason why the evaluation of a checkpoint has no average to use."""
         wanted, options = self.averages[0].name, self.config.checkpoint
         there = ", ".join(name for name, count in sorted(self.steps.items()) if count)
         if options.load is None:

@@ -1,4 +1,4 @@
-"""Flags of averaged weights, and the averages that they name. This module does not import torch."""
+"""Flags of averaged weights, and the averages that they request. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class Average:
     """One moving average."""
 
     name: str
-    """Name of its state, which tells its decay: a run with another decay begins another average."""
+    """Name of the average's state, which contains its decay: a run with another decay starts another average."""
 
     per_step: float | None
     half_life: int | None
 
     def decay(self, steps: int, tokens: int) -> float:
-        """Share of the average that remains after `steps` steps with `tokens` tokens in total."""
+        """Return the share of the average that remains after `steps` steps with `tokens` tokens in total."""
         if self.per_step is not None:
             return self.per_step**steps
         assert self.half_life is not None
@@ -75,7 +75,7 @@ class Average:
 
 
 def averages_of(config: RunConfig) -> tuple[Average, ...]:
-    """The averages of a run."""
+    """Return the averages of a run."""
     flags = config.options(AveragedWeightsFlags)
     per_step = [Average(f"decay_{decay}".replace(".", "_"), decay, None) for decay in flags.ema_decay or ()]
     per_token = [Average(f"half_life_{tokens}", None, tokens) for tokens in flags.ema_half_life_tokens or ()]
@@ -83,7 +83,7 @@ def averages_of(config: RunConfig) -> tuple[Average, ...]:
 
 
 def stored(config: RunConfig) -> Stored:
-    """How the averages are kept."""
+    """Describe how the averages are stored."""
     flags = config.options(AveragedWeightsFlags)
     return Stored(DTYPES[flags.ema_dtype] if flags.ema_dtype else None, flags.ema_on_host)
 

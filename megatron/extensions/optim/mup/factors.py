@@ -1,15 +1,15 @@
-"""The table of muP and CompleteP: how a parameter's numbers change with the model's width and depth. This module does
-not import torch.
+"""Factors of muP and CompleteP: how a parameter's hyperparameters change with the model's width and depth. This module
+does not import torch.
 
-Table 8 of muP (arXiv 2203.03466), which tied embeddings permit too, and table 1 of CompleteP (arXiv 2505.01618). The
-logits have the factor 1 / width. Weights of routers and gates, whose outputs have no factor, follow table 3, which is
-the same parametrization without one.
+The factors follow table 8 of muP (arXiv 2203.03466), which also permits tied embeddings, and table 1 of CompleteP
+(arXiv 2505.01618). The logits have the factor 1 / width. Weights of routers and gates, whose outputs have no factor,
+follow table 3, the equivalent parametrization without output factors.
 
-All rules follow from two numbers. `change` is the size of the update of an element that moves outputs as much as in the
-base model. `gradient` is the size of an element of the gradient, the width and depth of the base model being 1. Adam's
-updates have the size of the learning rate, which is therefore multiplied by `change`, and its epsilon, a size of
-gradients, by `gradient`. SGD's updates have the size of learning rate and gradient, so its rate is multiplied by
-`change / gradient`. The weight decay of one step, rate times decay, is that of the base model.
+All rules follow from two numbers. `change` is the size of an element's update that moves outputs as much as in the base
+model. `gradient` is the size of a gradient element. Both are relative to the base model. Adam's updates are as large as
+the learning rate, so its learning rate is multiplied by `change`, and its epsilon, which is compared with gradients, by
+`gradient`. SGD's updates are as large as learning rate times gradient, so its rate is multiplied by `change /
+gradient`. The weight decay of one step, learning rate times decay, equals the base model's.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from megatron.core.param_meta import ParamMeta
 
 OF_HEADS = (".q_layernorm.", ".k_layernorm.", ".out_norm.")
-"""Parts of the names of norms within heads, whose channels do not widen. Norms over all heads are sharded."""
+"""Name parts of norms within heads, whose channels do not widen. Norms over all heads are sharded."""
 
 OF_CHOICES = ("output_layer.bias", "router.bias", "expert_bias")
-"""Ends of the names of biases with an element for each token of the vocabulary, or for each expert."""
+"""Name suffixes of biases with one element per vocabulary token, or per expert."""
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Growth of a parameter's ends: their sizes divided by the sizes in the base model."""
+    """Input and output sizes of a parameter, divided by the sizes in the base model."""
 
     inputs: float
-    """Growth of the number of terms that are summed to one output."""
+    """Growth of the number of terms summed per output."""
 
     outputs: float
 
@@ -52,8 +52,14 @@ class Factors:
 
 
 def factors(meta: ParamMeta, width: float, depth: float, own: Widths | None = None) -> Factors:
-    """The factors of a parameter in a model of `width` and `depth` times those of the base model. `own` are the ratios
-    of the parameter itself, where they are not those of its role."""
+    """Return the factors of a parameter.
+
+    Args:
+        meta: The parameter.
+        width: Width of the model, divided by the base model's.
+        depth: Depth of the model, divided by the base model's.
+        own: Size ratios of the parameter, if they differ from its role's.
+    """
     widths = own or usual_widths(meta, width)
     std, change, gradient = _of_widths(meta, widths)
     if in_block(meta):  # its output has the factor 1 / depth instead of initial values that shrink
@@ -63,7 +69,7 @@ def factors(meta: ParamMeta, width: float, depth: float, own: Widths | None = No
 
 
 def usual_widths(meta: ParamMeta, width: float) -> Widths:
-    """The ratios of a parameter's role if all widths grow by the ratio `width`."""
+    """Return the size ratios of a parameter's role if all widths grow by the ratio `width`."""
     if meta.width_kind == "hidden":
         return Widths(width, width)
     if meta.role in ("router", "gate"):
@@ -72,7 +78,7 @@ def usual_widths(meta: ParamMeta, width: float) -> Widths:
 
 
 def _of_widths(meta: ParamMeta, widths: Widths) -> tuple[float, float, float]:
-    """`std`, `change` and `gradient` that follow from the width alone."""
+    """Return `std`, `change` and `gradient` as far as they depend on width alone."""
     inputs, outputs = widths.inputs, widths.outputs
     if meta.width_kind == "hidden":
         return inputs**-0.5, 1 / inputs, 1 / outputs
@@ -93,14 +99,16 @@ def in_block(meta: ParamMeta) -> bool:
 
 
 def rate(found: Factors, optimizer: str, matrix_scale: str | None = None) -> float:
-    """The factor of the learning rate under an `optimizer`. `matrix_scale` is --muon-scale-mode, for a matrix that
-    Muon updates. Updates of optimizers other than SGD and Muon are taken not to grow with gradients, as Adam's.
+    """Return the factor of the learning rate under an `optimizer`.
+
+    `matrix_scale` is --muon-scale-mode, for a matrix that Muon updates. Optimizers other than SGD and Muon are assumed
+    to make updates that do not grow with the gradients, like Adam.
     """
     if optimizer == "sgd":
         return found.change / found.gradient
     if matrix_scale is None:
         return found.change
-    # Muon's updates have one singular value, which must grow as sqrt(outputs / inputs) does (arXiv 2310.17813).
+    # Muon's updates have equal singular values, which must grow as sqrt(outputs / inputs) does (arXiv 2310.17813).
     inputs, outputs = found.widths.inputs, found.widths.outputs
     wanted = (outputs / inputs) ** 0.5
     made = {"spectral": max(inputs, outputs) ** 0.5, "unit_rms_norm": wanted, "shape_scaling": max(1.0, wanted)}

@@ -1,4 +1,4 @@
-"""Flags of muP and CompleteP, and where their parts are. This module does not import torch."""
+"""Flags and entry points of muP and CompleteP. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial values and groups of parameters under muP and CompleteP, and their table.
+"""Applies muP and CompleteP to initial values and parameter groups, and prints the factors.
 
 This module does not import torch.
 """
@@ -30,8 +30,10 @@ class MupRule(ParameterRule):
         return factors(meta, self.options.mup_width_mult, self.options.mup_depth_mult, own)
 
     def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
-        """`group` with the factors of learning rate, epsilon and weight decay. A learning rate or weight decay that a
-        flag states for these parameters alone remains as it is."""
+        """Apply the factors of learning rate, epsilon and weight decay to `group`.
+
+        A learning rate or weight decay that a flag sets for these parameters alone is left unchanged.
+        """
         found = self.factors(meta)
         whole = meta.role in self.optimizer.whole_roles
         by = self.optimizer.optimizer if whole else self.optimizer.elementwise
@@ -45,15 +47,17 @@ class MupRule(ParameterRule):
         )
 
     def initial(self, meta: ParamMeta, init: Init) -> Init:
-        """The initial values of the role, scaled. Those that a part states for itself are its own function of its
-        widths."""
+        """Scale the initial values of the parameter's role.
+
+        A module that sets its own initial values already computes them from its widths.
+        """
         std = self.factors(meta).std
         if meta.init is not None or std == 1:
             return init
         return replace(init, std=init.std * std)
 
     def lines(self, metas: Collection[ParamMeta]) -> Iterator[str]:
-        """Lines with the multipliers and the table: one line for each role, or several if its parameters differ."""
+        """Return lines with the multipliers and the factors: one line per role, or several if its parameters differ."""
         own = self.options
         logits = own.mup_output_mult if own.mup_output_mult != 1 else 1 / own.mup_width_mult
         base = "" if own.mup_base_head_dim is None else f"sqrt({own.mup_base_head_dim:g}) "
@@ -71,7 +75,7 @@ class MupRule(ParameterRule):
             yield f"muP, {role}: {row}; {len(members)} parameters, {elements:,} elements"
 
     def _row(self, meta: ParamMeta) -> str:
-        """The factors of a parameter relative to training without muP."""
+        """Return the factors of a parameter relative to training without muP."""
         group = self.group(ParamGroup(wd_mult=1.0), meta)
         std = self.factors(meta).std if meta.init is None or meta.init.std else 1.0
         return (

@@ -18,7 +18,7 @@ RATED = ("adam", "sgd", "muon")
 
 
 def multipliers(model: TransformerConfig) -> dict[str, float]:
-    """Model field -> its value under --use-mup."""
+    """Return the model fields under --use-mup with their values."""
     own = model.options(MupFlags)
     width, depth = ratios(model)
     return {
@@ -29,7 +29,7 @@ def multipliers(model: TransformerConfig) -> dict[str, float]:
 
 
 def ratios(model: TransformerConfig) -> tuple[float, float]:
-    """Width and depth divided by those of the base model."""
+    """Return width and depth divided by the base model's."""
     own = model.options(MupFlags)
     width = model.hidden_size / (own.mup_base_hidden_size or model.hidden_size)
     return width, model.num_layers / (own.mup_base_num_layers or model.num_layers)
@@ -62,12 +62,12 @@ def with_multipliers(c: RunConfig) -> RunConfig:
 
 
 def score_factor(model: TransformerConfig) -> float | None:
-    """The value of --softmax-scale. A given value is kept."""
+    """Return the value of --softmax-scale. A given value is kept."""
     own = model.options(MupFlags)
     if model.softmax_scale is not None or not any(layer.attends for layer in model.layers):
         return model.softmax_scale
     base = sqrt(own.mup_base_head_dim) if own.mup_base_head_dim is not None else 1.0
-    usual = 1 / sqrt(model.head_dim)  # one factor of attention_scale; its other factors remain
+    usual = 1 / sqrt(model.head_dim)  # one factor of attention_scale; its other factors are unchanged
     return float(model.attention_scale / usual * base / model.head_dim**own.mup_attn_scale_power)
 
 

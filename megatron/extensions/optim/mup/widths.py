@@ -1,9 +1,9 @@
-"""Widths of the base model, and how each parameter's inputs and outputs widen from it.
+"""Widths of the base model, and how each parameter's inputs and outputs grow from it.
 
-By default all widths have the ratio of the hidden sizes. --mup-base-widths names those that have another one, such as
-the width of experts that stays while the hidden size grows. A matrix between such widths has factors of its own (table
-8 of arXiv 2203.03466 goes by each matrix' own fan-in), which follow from the shapes of both models. No torch, except in
-`own_ratios` where there is such a width.
+By default, all widths have the ratio of the hidden sizes. --mup-base-widths lists widths with another ratio, such as an
+expert width that stays constant while the hidden size grows. A matrix between such widths has its own factors, which
+follow from its shapes in both models (table 8 of arXiv 2203.03466 uses each matrix's own fan-in). Only `own_ratios`
+imports torch, and only if there is such a width.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHANNELS = ("kv_channels", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def given_widths(options: MupFlags) -> dict[str, int]:
-    """Field -> value in the base model, of --mup-base-widths. Raises ValueError for an entry of another form."""
+    """Parse --mup-base-widths to field values of the base model. Raises ValueError for an entry of another form."""
     found = {}
     for entry in options.mup_base_widths or ():
         name, _, value = entry.partition("=")
@@ -45,7 +45,7 @@ def given_widths(options: MupFlags) -> dict[str, int]:
 
 
 def scaled_widths(c: RunConfig, hidden_size: int) -> dict[str, Fraction]:
-    """Field -> value at another hidden size, of the widths that are given and not in --mup-base-widths."""
+    """Return field values at another hidden size, for given widths that are not in --mup-base-widths."""
     stay = given_widths(c.model.options(MupFlags))
     values = {field: named_value(c, field) for field in WIDTHS if field not in stay}
     return {
@@ -54,7 +54,7 @@ def scaled_widths(c: RunConfig, hidden_size: int) -> dict[str, Fraction]:
 
 
 def base_sizes(c: RunConfig) -> dict[str, int]:
-    """Field -> value in the base model. Raises ValueError if a width is no whole number there."""
+    """Return field values of the base model. Raises ValueError if a width is not an integer there."""
     own = c.model.options(MupFlags)
     shrink = Fraction(own.mup_base_hidden_size or c.model.hidden_size, c.model.hidden_size)
     given, sizes = given_widths(own), dict[str, int]()
@@ -71,10 +71,12 @@ def base_sizes(c: RunConfig) -> dict[str, int]:
 
 
 def own_ratios(c: RunConfig) -> tuple[str, ...]:
-    """NAME=INPUTS,OUTPUTS for each parameter whose inputs or outputs, relative to the base model, differ from what its
-    role has by default. NAME has no layer numbers. Raises ValueError as `base_sizes` does."""
+    """Return NAME=INPUTS,OUTPUTS for each parameter whose inputs or outputs grow differently from its role's default.
+
+    Ratios are relative to the base model, and NAME has no layer numbers. Raises ValueError as `base_sizes` does.
+    """
     own = c.model.options(MupFlags)
-    latent = named_value(c, "q_lora_rank") is not None  # whose norm shares the name of a norm within heads
+    latent = named_value(c, "q_lora_rank") is not None  # whose norm has the same name as a norm within heads
     if not (own.mup_base_widths or latent):
         return ()
     try:
@@ -83,7 +85,7 @@ def own_ratios(c: RunConfig) -> tuple[str, ...]:
         if own.mup_base_widths:
             raise
         return ()
-    from megatron.core.pipeline_parallel.stage_parameters import stage_metas  # which imports torch
+    from megatron.core.pipeline_parallel.stage_parameters import stage_metas  # imports torch
 
     width = c.model.hidden_size / base.hidden_size
     before = {meta.name: meta for meta in stage_metas(base)}
@@ -102,11 +104,11 @@ def _ratios(meta: ParamMeta, base: ParamMeta) -> Widths:
 
 
 def read_ratios(entries: Collection[str] | None) -> Mapping[str, Widths]:
-    """The entries of `own_ratios` by name."""
+    """Parse the entries of `own_ratios` by name."""
     split = [entry.partition("=") for entry in entries or ()]
     return {name: Widths(*map(float, ratios.split(","))) for name, _, ratios in split}
 
 
 def kind_of(name: str) -> str:
-    """A parameter's name without layer numbers."""
+    """Return a parameter's name without layer numbers."""
     return re.sub(r"\.\d+\.", ".", name)

@@ -1,7 +1,8 @@
-"""Further optimizers: Muon, which orthogonalizes whole matrices; SOAP, Adam in rotated coordinates; QK-clip; Adam with
-states in fewer bits than fp32; learning rates and weight decays of parameters by name, and frozen ones.
+"""Additional optimizers: Muon, SOAP, QK-clip, low-precision Adam states, and per-parameter settings.
 
-Flags: `--optimizer muon`, `--muon-*`, `--moe-router-skip-muon`; `--optimizer soap`, `--soap-*`; `--qk-clip*`;
-`--use-precision-aware-optimizer` and the formats of its states; `--param-group`, `--freeze`. Read `muon.py` first, then
-`megatron/core/optimizer/matrix_plan.py`, which decides who orthogonalizes which matrix.
+Muon orthogonalizes whole matrices, and SOAP is Adam in rotated coordinates. Parameters can be selected by name for
+other learning rates and weight decays, or frozen. Flags: `--optimizer muon`, `--muon-*`, `--moe-router-skip-muon`;
+`--optimizer soap`, `--soap-*`; `--qk-clip*`; `--use-precision-aware-optimizer` and the formats of its states;
+`--param-group`, `--freeze`. Start with `muon.py`, then read `megatron/core/optimizer/matrix_plan.py`, which assigns
+matrices to the ranks that orthogonalize them.
 """

@@ -1,4 +1,4 @@
-"""Flags of Muon, SOAP, QK-clip, the precision-aware optimizer and named parameters, and where their parts are.
+"""Flags and entry points of Muon, SOAP, QK-clip, the precision-aware optimizer and named parameters.
 
 This module does not import torch.
 """
@@ -152,7 +152,7 @@ class PrecisionAwareFlags:
 @extension_flags("named parameters", may_change=True, rules=f"{HERE}.named_parameters:rules", part_of="optimizer")
 @dataclass(frozen=True)
 class NamedParameterFlags:
-    """Settings of parameters by their names."""
+    """Settings of parameters selected by name."""
 
     param_group: tuple[str, ...] | None = flag(None, repeats=True)
     """'REGEX key=value ...': learning rate and weight decay of the parameters whose name matches the regular
@@ -164,19 +164,19 @@ class NamedParameterFlags:
 
 
 def whole_roles(optimizer: OptimizerConfig) -> frozenset[str]:
-    """Roles of the matrices that Muon and optimizers like it update."""
+    """Return the roles of the matrices that Muon and similar optimizers update."""
     routers = frozenset() if optimizer.options(MuonFlags).moe_router_skip_muon else frozenset({"router"})
     return frozenset({"hidden", "gate"}) | routers
 
 
 def product_dtypes(optimizer: OptimizerConfig, main_dtype: str) -> tuple[str, ...]:
-    """The dtype in which Muon's matrices travel and are orthogonalized."""
+    """Return the dtype in which Muon's matrices are communicated and orthogonalized."""
     medium = optimizer.options(MuonFlags).muon_fp32_matmul_prec == "medium"
     return ("bfloat16" if main_dtype == "float32" and medium else main_dtype,)
 
 
 class PackedPlan(StatePlan):
-    """States in the formats of the flags above."""
+    """Optimizer states in the formats of the flags above."""
 
     def holds(self, optimizer: Section) -> bool:
         return optimizer.options(PrecisionAwareFlags).use_precision_aware_optimizer

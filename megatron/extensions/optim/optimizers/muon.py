@@ -1,7 +1,7 @@
-"""Muon: updates each matrix of the hidden layers with its momentum, orthogonalized as a whole matrix.
+"""Muon: updates each hidden-layer matrix with its momentum, orthogonalized as a whole matrix.
 
 K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); Moonlight (arXiv 2502.16982) for its scale
-and its use at size. All other parameters use --muon-scalar-optimizer.
+and its use in large models. All other parameters use --muon-scalar-optimizer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from megatron.extensions.optim.optimizers.flags import MuonFlags, product_dtypes
 from megatron.extensions.optim.optimizers.newton_schulz import Coefficients, coefficients
 
 EPS = 1e-15
-"""Smallest norm that a matrix is divided by, as in Emerging-Optimizers since 0.4.0: gradients of any size give an
-update of the same size."""
+"""Smallest norm by which a matrix is divided, as in Emerging-Optimizers since 0.4.0.
+
+It is small enough that gradients of any size give updates of the same size.
+"""
 
 
 def splits_of(options: MuonFlags) -> Callable[[str], bool]:
@@ -45,10 +47,10 @@ def muon(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
 
 
 class Muon(FusedTransform):
-    """W <- (1 - lr * decay) W - lr * scale * orthogonalized(M), with the average M <- mu M + (1 - mu) G.
+    """Muon: W <- (1 - lr * decay) W - lr * scale * orthogonalized(M), with the average M <- mu M + (1 - mu) G.
 
-    With Nesterov's look-ahead it is mu M + (1 - mu) G, for the new M, that is orthogonalized. The link is fused, as the
-    matrices of all parameters travel together and those of one size are multiplied together.
+    With Nesterov's look-ahead, mu M + (1 - mu) G with the new M is orthogonalized instead. All matrices are updated in
+    one fused operation, because they are communicated together, and matrices of one size are multiplied together.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -69,8 +71,8 @@ class Muon(FusedTransform):
         return MuonKernel(options, plain_shards(shards), exchange)
 
     def flops(self, meta: ParamMeta) -> int:
-        """Returns the FLOPs of the Newton-Schulz iterations of a parameter, once for each matrix, independent of
-        layout and batch."""
+        """Return the FLOPs of a parameter's Newton-Schulz iterations, once per matrix, independent of layout and
+        batch."""
         boxes = linear_maps(meta, meta.fused is not None and splits_of(self.options)(meta.fused.name))
         return 2 * self.options.muon_num_ns_steps * sum(Matrix(meta, *box).cost for box in boxes)
 
@@ -125,13 +127,15 @@ class MuonKernel(ShardUpdate):
 
 
 def _held(flat: Tensor, part: Part) -> Tensor:
-    """The values of the part that lie in a shard."""
+    """Return the values of the part that are in a shard."""
     return flat[part.start : part.stop].view(part.held)[part.within]
 
 
 def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
-    """x [n, rows, columns] -> the same shape: brings the singular values of each matrix near 1 and keeps its singular
-    vectors. Each step is a quintic polynomial, aX + (bA + cA^2) X with A = X X^T, after a division by the norm.
+    """x [n, rows, columns] -> the same shape. Brings the singular values of each matrix near 1 and keeps its singular
+    vectors.
+
+    After dividing by the norm, each step applies a quintic polynomial, aX + (bA + cA^2) X with A = X X^T.
     """
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -144,10 +148,11 @@ def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
 
 
 def scale(rows: int, columns: int, mode: str) -> float:
-    """Factor of the update of a matrix [rows, columns], which maps `columns` features to `rows`.
+    """Return the update's scale for a matrix [rows, columns], which maps `columns` features to `rows`.
 
-    "spectral" (arXiv 2502.16982, section 2.2) makes the root mean square of the elements 1 whatever the shape,
-    "unit_rms_norm" (Scion, arXiv 2502.07529) that of outputs, "shape_scaling" is K. Jordan's."""
+    "spectral" (arXiv 2502.16982, section 2.2) makes the root mean square of the elements 1 for any shape.
+    "unit_rms_norm" (Scion, arXiv 2502.07529) does the same for the outputs. "shape_scaling" is K. Jordan's rule.
+    """
     if mode == "spectral":
         return max(rows, columns) ** 0.5
     ratio = rows / columns

@@ -1,7 +1,7 @@
-"""Parameter groups by name with their own learning rate or weight decay (--param-group), and frozen parameters
-(--freeze).
+"""Parameter groups selected by name (--param-group), and frozen parameters (--freeze).
 
-This module does not import torch."""
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
 SETTINGS = ("lr_mult", "wd_mult", "weight_decay")
-"""Keys that an expression of --param-group can set."""
+"""Keys that a --param-group expression can set."""
 
 
 class NamedParameters(ParameterRule):
@@ -32,7 +32,7 @@ class NamedParameters(ParameterRule):
         self.groups = bool(self.expressions)
 
     def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
-        """`group` as the expressions of --param-group change it."""
+        """Apply the --param-group expressions to `group`."""
         for text in self.expressions:
             group = group_rule(text).applied(group, meta.name)
         return group
@@ -63,11 +63,11 @@ class GroupRule:
     settings: Mapping[str, float]
 
     def applied(self, group: ParamGroup, name: str) -> ParamGroup:
-        """`group` as this rule changes it for the parameter `name`."""
+        """Apply this rule to `group` for the parameter `name`."""
         if not re.search(self.pattern, name):
             return group
         group = replace(group, lr_mult=self.settings.get("lr_mult", group.lr_mult))
-        if (decay := self.settings.get("weight_decay")) is not None:  # zero, however it is written, is one group
+        if (decay := self.settings.get("weight_decay")) is not None:  # zero in any notation forms one group
             group = replace(group, wd_mult=float(decay > 0), weight_decay=decay or None)
         elif (factor := self.settings.get("wd_mult")) is not None:
             group = replace(group, wd_mult=factor, weight_decay=None)
@@ -108,7 +108,7 @@ def group_rule(text: str) -> GroupRule:
 
 
 def unmatched(flag: str, value: str, pattern: str, names: Collection[str]) -> str | None:
-    """The error of a pattern that matches none of `names`; it shows the nearest names."""
+    """Return the error of a pattern that matches none of `names`, with the nearest names."""
     if any(re.search(pattern, name) for name in names):
         return None
     words = re.sub(r"\\.|[^\w.]", " ", pattern.replace("\\.", ".")).strip()
@@ -121,7 +121,7 @@ def unmatched(flag: str, value: str, pattern: str, names: Collection[str]) -> st
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """The expressions that can be parsed."""
+    """Return the expressions that can be parsed."""
     options = c.options(NamedParameterFlags)
     for pattern in options.freeze or ():
         try:

@@ -36,12 +36,15 @@ COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
         (2.2737, -1.6447, 0.4162),
     ),
 }
-"""Coefficients of each step: "simple" by K. Jordan (Muon, 2024), also of Moonlight (arXiv 2502.16982); "quintic" by
-F. L. Cesista, optimized for five steps; "polar_express" of arXiv 2505.16932, algorithm 1, with its safety factor
-1.01; "cans" of arXiv 2506.10935."""
+"""Coefficients of each step.
+
+"simple" is by K. Jordan (Muon, 2024) and used by Moonlight (arXiv 2502.16982). "quintic" is by F. L. Cesista, optimized
+for five steps. "polar_express" is algorithm 1 of arXiv 2505.16932, with its safety factor 1.01. "cans" is from arXiv
+2506.10935.
+"""
 
 CYCLES = ("simple", "quintic")
-"""Sets of coefficients that repeat from the first step after the last; the other sets repeat their last step."""
+"""Sets of coefficients that start again at the first step; other sets repeat their last step."""
 
 
 def coefficients(kind: str, steps: int) -> tuple[Coefficients, ...]:

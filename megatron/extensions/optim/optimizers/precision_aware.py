@@ -1,19 +1,19 @@
 """Adam with moments and main parameters in fewer bits than fp32 (--use-precision-aware-optimizer).
 
-Each update reads a part of the states into fp32, makes Adam's step there and rounds the results. With compiled regions
-all of it is a few kernels, which read and write the stored bytes alone.
+Each update reads part of the states into fp32, applies Adam there and rounds the results. With compiled regions this
+takes a few kernels, which read and write only the stored bytes.
 
-Main parameters in fp32 beside parameters in bf16 are stored as what is missing from these, 16 bits an element
-(Megatron-LM's --store-param-remainders): no bit is lost.
+If parameters are bf16, fp32 main parameters are stored as the missing 16 bits per element (Megatron-LM's
+--store-param-remainders), so no bit is lost.
 
-Rounding is stochastic: up or down with the probability that makes the expected value exact. Rounded to nearest, a
-moment in bf16 or fp8 would stand still, since one update changes it by less than half the distance to its neighbour.
-The random bits are a hash of the element's main parameter and the number of the update, so that a step depends neither
-on the layout nor on a generator's state, and a resumed run makes the same steps.
+Rounding is stochastic: up or down with the probability that makes the expected value exact. With rounding to nearest, a
+bf16 or fp8 moment would not change at all, because one update moves it by less than half the distance to the next
+number. The random bits are a hash of the element's main parameter and the update number. A step therefore depends
+neither on the layout nor on a generator's state, and a resumed run makes the same steps.
 
-fp16 and fp8 (e4m3) have a power of two for each block of 64 elements as a scale. Buffers align parameters and shards to
-such blocks, so that no sharding of a buffer cuts one. The second moment is stored as its square root in these formats,
-which needs half the exponents; its rounding makes the expected square exact.
+fp16 and fp8 (e4m3) states have a power-of-two scale per block of 64 elements. Buffers align parameters and shards to
+these blocks, so no sharding splits a block. In these formats the second moment is stored as its square root, which
+needs half the exponent range; its rounding makes the expected square exact.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from megatron.core.param_meta import ParamMeta
 from megatron.extensions.optim.optimizers.flags import SCALE_BLOCK, PrecisionAwareFlags
 
 SMALLEST = -126
-"""Exponent of the smallest scale; blocks of smaller numbers are zero in fp32 as well."""
+"""Exponent of the smallest scale; blocks of smaller numbers are zero in fp32 too."""
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """A number format in which an optimizer state is stored."""
+    """A number format of optimizer states."""
 
     dtype: torch.dtype
     mantissa: int
@@ -52,7 +52,7 @@ class StateFormat:
     """Largest number of the format, for formats with scales."""
 
     exported: torch.dtype | None = None
-    """Dtype that holds every stored value exactly, where the stored one has scales. Checkpoints have it."""
+    """Dtype of a stored state in checkpoints, if the format has scales; it represents every stored value exactly."""
 
     @property
     def scaled(self) -> bool:
@@ -68,9 +68,9 @@ FORMATS = {
 
 
 class StoredState:
-    """One flat state of a shard, in a format of `FORMATS`. With `squared` it is a second moment, never negative.
+    """One flat state of a shard, in a format of `FORMATS`. With `squared` it is a non-negative second moment.
 
-    `numel` is a multiple of the block of scales. A format of fp32 becomes `main_dtype`.
+    `numel` is a multiple of the scale block. fp32 is replaced by `main_dtype`.
     """
 
     def __init__(
@@ -81,7 +81,15 @@ class StoredState:
         zeros: Callable[[int, torch.dtype], Tensor],
         squared: bool = False,
     ) -> None:
-        """`zeros` makes its tensors."""
+        """Allocate the state.
+
+        Args:
+            numel: Number of elements.
+            name: Name of the format.
+            main_dtype: Dtype that replaces fp32.
+            zeros: `zeros(numel, dtype)` allocates a tensor.
+            squared: True for a second moment.
+        """
         self.format, self.squared = FORMATS[name], squared and FORMATS[name].scaled
         dtype = main_dtype if name == "fp32" else self.format.dtype
         self.codes = zeros(numel, dtype)
@@ -94,7 +102,7 @@ class StoredState:
         return self.codes.nbytes + self.exponents.nbytes
 
     def tensors(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Views of (codes, exponents) of elements [start, stop), which are whole blocks."""
+        """Return views (codes, exponents) of elements [start, stop), which are whole blocks."""
         return self.codes[start:stop], self.exponents[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)]
 
     def read(self, codes: Tensor, exponents: Tensor) -> Tensor:
@@ -107,8 +115,10 @@ class StoredState:
         return values.square() if self.squared else values
 
     def rounded(self, values: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(codes, exponents) of values, rounded up where `uniform`, in [0, 1), is below the probability; 0.5 rounds
-        to nearest."""
+        """Return (codes, exponents) of rounded values.
+
+        A value is rounded up if `uniform`, in [0, 1), is below the probability; 0.5 rounds to nearest.
+        """
         if not self.rounds:
             return values, None
         values = values.float()
@@ -122,13 +132,14 @@ class StoredState:
         return codes.to(self.format.dtype), exponents.to(torch.int8)
 
     def exported(self) -> Tensor:
-        """Contents of a checkpoint: the memory itself without scales, else a copy on the host, exact."""
+        """Return the checkpoint contents: the memory itself for formats without scales, else an exact copy on the
+        host."""
         if not self.format.scaled:
             return self.codes
         return on_host(self.codes.numel(), self.format.exported, lambda *part: self.read(*self.tensors(*part)))
 
     def take_up(self, values: Tensor) -> None:
-        """Load the contents of a checkpoint from the tensor of `exported`."""
+        """Load the checkpoint contents from the tensor that `exported` returned."""
         if not self.format.scaled:
             return
         for start, stop in chunks(self.codes.numel()):
@@ -140,12 +151,12 @@ class StoredState:
 
 
 def chunks(numel: int, size: int = 2**22) -> list[tuple[int, int]]:
-    """Yield [start, stop) of parts of at most `size` elements, which bound the memory of temporary tensors."""
+    """Yield [start, stop) of parts with at most `size` elements, which bounds the memory of temporary tensors."""
     return [(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
 def on_host(numel: int, dtype: torch.dtype | None, read: Callable[[int, int], Tensor]) -> Tensor:
-    """`read` all elements into host memory, part by part."""
+    """Read all elements into host memory, part by part, with `read`."""
     values = torch.empty(numel, dtype=dtype)
     for start, stop in chunks(numel):
         values[start:stop].copy_(read(start, stop))
@@ -158,8 +169,10 @@ def power_of_two(exponents: Tensor) -> Tensor:
 
 
 def scale_exponents(amax: Tensor, number: StateFormat) -> Tensor:
-    """The least e for which amax / 2^e is at most the format's largest number; int32. Values that have been rounded at
-    such a scale are exact at the scale that follows from them."""
+    """Return the smallest e (int32) for which amax / 2^e is at most the format's largest number.
+
+    Values that were rounded with such a scale remain exact with the scale computed from them.
+    """
     assert number.largest is not None
     ratio = (amax / number.largest).view(torch.int32)
     above = (ratio & 0x7FFFFF) != 0
@@ -168,7 +181,10 @@ def scale_exponents(amax: Tensor, number: StateFormat) -> Tensor:
 
 
 def round_scaled(x: Tensor, uniform: Tensor, number: StateFormat, squared: bool) -> Tensor:
-    """Rounds to the format's numbers, which stay in fp32. The expected value, or if `squared` its square, is exact."""
+    """Round to the format's numbers, returned in fp32.
+
+    The expected value is exact, or, with `squared`, the expected square.
+    """
     assert number.largest is not None
     magnitude = x.abs()
     exponent = (magnitude.view(torch.int32) >> 23).clamp(min=number.least + 127)
@@ -199,7 +215,7 @@ CHUNK = 2**18
 EXP_AVG = 0x3C6EF372
 EXP_AVG_SQ = 0x1B873593
 MAIN = 0x52DCE729
-"""Salts of the random bits of each state."""
+"""Salts of each state's random bits."""
 
 
 class PackedShard(Shard):
@@ -216,7 +232,8 @@ class PackedShard(Shard):
         plan, options = config.state_plan, config.options(PrecisionAwareFlags)
         self.kind = plan.main_kind(config, *names, on_host=self.on_host)
         self.as_remainders = plan.main_kind(config, *names) == "remainders"
-        """True if parameters are rounded as beside remainders, ties away from zero, wherever states lie."""
+        """True if parameters are rounded with ties away from zero, as with remainders, regardless of where states are
+        stored."""
         self.remainders = self.zeros(numel if self.kind == "remainders" else 0, torch.int16)
         stored = {"stored": numel, "fp16": numel}.get(self.kind, 0)
         name = "fp16" if self.kind == "fp16" else "fp32"
@@ -226,14 +243,15 @@ class PackedShard(Shard):
         self.take_up({MAIN_PARAM: params.to(self.device, main_dtype)})
 
     def write_params(self) -> None:
-        """Does nothing: an update writes the parameters with the main parameters."""
+        """Do nothing: an update writes the parameters with the main parameters."""
 
     def read_main(self, start: int, stop: int) -> Tensor:
         first, last = start // SCALE_BLOCK * SCALE_BLOCK, -(-stop // SCALE_BLOCK) * SCALE_BLOCK
         return read_main(self.kind, self.part(first, last), self.main)[start - first : stop - first]
 
     def part(self, start: int, stop: int) -> Part:
-        """Tensors that an update of elements [start, stop), whole blocks of scales, reads and writes."""
+        """Return the tensors that an update of elements [start, stop) reads and writes; the range covers whole
+        blocks."""
         main = self.main.tensors(start, stop) if self.kind in ("stored", "fp16") else self.main.tensors(0, 0)
         grads, params, remainders = (x[start:stop] for x in (self.grads, self.params, self.remainders))
         moments = self.exp_avg.tensors(start, stop), self.exp_avg_sq.tensors(start, stop)
@@ -273,8 +291,10 @@ class PackedShard(Shard):
 
 
 class Part(NamedTuple):
-    """Tensors of some elements of a shard, views; empty where the kind of main parameters has none. Stored states are
-    (codes, exponents)."""
+    """Views of some elements of a shard.
+
+    Tensors that the kind of main parameters lacks are empty. Stored states are (codes, exponents).
+    """
 
     grads: Tensor
     params: Tensor
@@ -285,25 +305,25 @@ class Part(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """Inputs of an update beside the states: scalars on the device, so that a change causes no compilation."""
+    """Inputs of an update other than states: scalars on the device, so that a change does not trigger compilation."""
 
     lr: Tensor
     weight_decay: Tensor
     factor: Tensor
-    """Factor by which gradients are multiplied."""
+    """Factor that multiplies gradients."""
 
     number: Tensor
     """Number of the update, counted from 1."""
 
     skip: Tensor
     correction1: Tensor
-    """1 - beta1 ** number, which a kernel would compute in float64 for each element; so the next."""
+    """1 - beta1 ** number, which a kernel would otherwise compute in float64 for each element."""
 
     correction2: Tensor
 
 
 def read_main(kind: str, part: Part, main: StoredState) -> Tensor:
-    """Main parameters in fp32, or in the main dtype."""
+    """Read main parameters in fp32, or in the main dtype."""
     if kind == "aliased":
         return part.params
     if kind == "remainders":
@@ -312,7 +332,7 @@ def read_main(kind: str, part: Part, main: StoredState) -> Tensor:
 
 
 class PrecisionAwareAdam(FusedTransform):
-    """Adam with decoupled weight decay (arXiv 1711.05101), whose moments are stored in the formats of the flags."""
+    """Adam with decoupled weight decay (arXiv 1711.05101), with moments in the formats of the flags."""
 
     def states(self, meta: ParamMeta) -> Sequence[State]:
         options = self.config.options(PrecisionAwareFlags)
@@ -326,13 +346,13 @@ class PrecisionAwareAdam(FusedTransform):
 
 
 def stored_state(name: str, meta: ParamMeta, number: StateFormat) -> State:
-    """A moment in a format; fp32 becomes the main dtype."""
+    """Allocate a moment in a format; fp32 is replaced by the main dtype."""
     dtype = None if number.dtype == torch.float32 else str(number.dtype).removeprefix("torch.")
     return elements(name, meta, dtype, SCALE_BLOCK if number.scaled else 0)
 
 
 def packed_adam(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
-    """--optimizer adam --use-precision-aware-optimizer."""
+    """Build --optimizer adam --use-precision-aware-optimizer."""
     return [PrecisionAwareAdam(config)]
 
 
@@ -380,7 +400,7 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
     main = before * (1 - lr * weight_decay) - lr * direction
 
     key = mixed(_leading_bits(before))
-    if kind == "fp16":  # few values: the gradient tells their elements apart
+    if kind == "fp16":  # mix in the gradient, because few distinct values do not distinguish elements
         key = mixed(key ^ _leading_bits(grad))
     key = key ^ mixed(number.to(torch.int32))
     _store(shard.exp_avg, exp_avg, part.exp_avg, key, EXP_AVG, skipped)
@@ -397,7 +417,10 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
 
 
 def _leading_bits(x: Tensor) -> Tensor:
-    """Sign, exponent and 16 bits of the mantissa as int32. To nearest, so that sums in another order seldom differ."""
+    """Return sign, exponent and 16 mantissa bits as int32.
+
+    Rounds to nearest, so that another summation order seldom changes the result.
+    """
     return (x.float().view(torch.int32) + 0x40) >> 7
 
 

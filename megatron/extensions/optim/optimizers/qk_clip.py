@@ -1,4 +1,4 @@
-"""QK-clip (MuonClip): bounds attention logits by scaling the projections of queries and keys after an update.
+"""QK-clip (MuonClip): bounds attention logits by scaling the query and key projections after an update.
 
 Kimi K2 (arXiv 2507.20534), section 2.1, algorithm 1. The largest logit of each head is taken over all samples of a
 step, across micro-batches, data- and context-parallel ranks. A head whose largest logit S exceeds the threshold tau
@@ -26,7 +26,7 @@ from megatron.training.run import TrainingRun
 
 
 class QKClip:
-    """The attention layers of one rank, and the parameters that it owns of those to scale."""
+    """The attention layers of one rank, and its own part of the parameters to scale."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class QKClip:
         self.alpha = options.qk_clip_alpha
         self.shards = shards
         self.data = state.dp_cp
-        """The ranks that process other tokens with the same heads."""
+        """Ranks that process other tokens with the same heads."""
         every: dict[int, Any] = {id(layer): layer for module in modules for layer in module.modules()}
         self.layers: list[AttentionWithRows] = [
             layer for layer in every.values() if isinstance(getattr(layer, "core", None), CoreAttention)
@@ -48,7 +48,8 @@ class QKClip:
         self.logits = [LargestLogits(layer.core) for layer in self.layers]
 
     def largest(self) -> list[Tensor]:
-        """The largest logits [heads/tp] of each layer over all samples since the last call. Collective over `data`."""
+        """Return each layer's largest logits [heads/tp] over all samples since the last call. Collective over
+        `data`."""
         if not self.logits:
             return []
         joined = all_reduce_(torch.cat([logits.values for logits in self.logits]), self.data, dist.ReduceOp.MAX)
@@ -57,7 +58,7 @@ class QKClip:
         return list(joined.split([len(logits.values) for logits in self.logits]))
 
     def after_update(self, skip: Tensor) -> None:
-        """Scale the main parameters that this rank owns; no effect if `skip` is 1."""
+        """Scale the main parameters that this rank owns; does nothing if `skip` is 1."""
         factors: dict[str, Tensor] = {}
         for layer, largest in zip(self.layers, self.largest(), strict=True):
             above = (largest > self.threshold) & (skip == 0)
@@ -85,9 +86,12 @@ class ClipsLogits(Callback):
 
 
 def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
-    """Factors [groups/tp, rows] of the rows of a projection which multiply the logits of each head by at most eta
-    [heads/tp]: eta^alpha in the queries, the rest in the keys. All heads of a group have its smallest eta. A key that
-    all heads share stays, so its queries have the whole factor."""
+    """Return factors [groups/tp, rows] of a projection's rows that scale the logits of each head by at most eta
+    [heads/tp].
+
+    Queries get eta^alpha and keys the rest. All heads of a group use its smallest eta. A key shared by all heads is not
+    scaled, so its queries get the whole factor.
+    """
     of_groups = eta.unflatten(0, (-1, rows.heads)).amin(1, keepdim=True)
     powers = {
         RowKind.QUERY: alpha,
@@ -99,7 +103,13 @@ def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
 
 
 def of_elements(of_rows: Tensor, columns: int, start: int, stop: int) -> Tensor:
-    """Factors of elements [start, stop) of a parameter's local tensor, flattened, given those of its rows [groups,
-    rows], which have `columns` elements each."""
+    """Return the factors of elements [start, stop) of a parameter's flattened local tensor.
+
+    Args:
+        of_rows: Factors of its rows, [groups, rows].
+        columns: Number of elements in each row.
+        start: First element.
+        stop: End of the elements.
+    """
     low, high = start // columns, -(-stop // columns)
     return of_rows.flatten()[low:high].repeat_interleave(columns)[start - low * columns : stop - low * columns]

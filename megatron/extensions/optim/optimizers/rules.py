@@ -42,7 +42,7 @@ def qk_clip(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def with_max_logits(c: RunConfig) -> RunConfig:
-    """The configuration with attention in plain torch, which alone knows the largest logits."""
+    """Return the configuration with attention in plain torch, which alone provides the largest logits."""
     if not c.options(QKClipFlags).qk_clip or c.parallel.attention_backend != "auto":
         return c
     return replace(c, parallel=replace(c.parallel, attention_backend="unfused"))
@@ -80,8 +80,11 @@ def precision_aware(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _blocks_cut(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """fp8 has scales of blocks, and one result at all layouts only if no layout cuts a block: tensor parallelism must
-    leave runs of whole blocks of each parameter."""
+    """Yield a problem if tensor parallelism splits a scale block.
+
+    fp8 states have one scale per block. Results are equal under all layouts only if each shard consists of whole
+    blocks.
+    """
     o = c.options(PrecisionAwareFlags)
     m = c.model
     p = c.parallel
@@ -94,7 +97,7 @@ def _blocks_cut(c: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         metas = stage_metas(m)
     except (ArithmeticError, AssertionError, ValueError):
-        return  # invalid sizes: other rules report them
+        return  # invalid sizes, which other rules report
     for meta in metas:
         for axis, dim in meta.sharded.items():
             run = meta.global_shape[dim] * prod(meta.global_shape[dim + 1 :])

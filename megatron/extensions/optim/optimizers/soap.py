@@ -1,13 +1,13 @@
-"""SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's two factors, for each matrix of the hidden layers.
+"""SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's two factors, for each hidden-layer matrix.
 
-For a matrix G [m, n] with L <- beta L + (1 - beta) G G^T [m, m] and R likewise of G^T G [n, n], the update is
-Q_L Adam(Q_L^T G Q_R) Q_R^T, where Q_L and Q_R are bases of eigenvectors of the L and R of the steps before. Every
---soap-precondition-frequency steps, a step of power iteration and a QR decomposition let them follow L and R.
+For a matrix G [m, n] with L <- beta L + (1 - beta) G G^T [m, m], and R likewise from G^T G [n, n], the update is Q_L
+Adam(Q_L^T G Q_R) Q_R^T. Q_L and Q_R are eigenvector bases of L and R of the previous steps. Every
+--soap-precondition-frequency steps they are updated with a step of power iteration and a QR decomposition.
 
-The formulas are those of the authors' program (github.com/nikhilvyas/SOAP), with its order of operations: the first
-update only begins L and R, and weight decay acts on the moved parameter. There is one difference, so that every layout
-has the same update. A matrix that is not square has directions of which its gradients say nothing so far. Their basis
-is rounding error there; here they keep the basis that they had, at first the unit vectors.
+The formulas and the order of operations follow the authors' program (github.com/nikhilvyas/SOAP): the first update only
+initializes L and R, and weight decay acts on the updated parameter. There is one difference, which makes the update
+equal under every layout. A non-square matrix has directions that its gradients have not reached. The authors' basis
+there is rounding error; here, these directions keep their previous basis, initially the unit vectors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Soap(Transform):
         self.shampoo_beta = config.adam_beta2 if given is None else given
 
     def sides(self, meta: ParamMeta) -> Iterator[tuple[str, int]]:
-        """Returns the sides of a matrix that have a factor, with their lengths."""
+        """Return the sides of a matrix that have a factor, with their lengths."""
         for side, size in zip(SIDES, matrix_size(meta), strict=True):
             if size <= self.options.soap_max_precondition_dim:
                 yield side, size
@@ -61,8 +61,8 @@ class Soap(Transform):
         return [*moments, *factors, *(of_matrices(f"{side}_basis", meta, size, size) for side, size in sides)]
 
     def flops(self, meta: ParamMeta) -> int:
-        """Returns the FLOPs of products: of the factors, of two changes of basis, and of the power iteration with two
-        further changes of basis, divided by the updates between two iterations."""
+        """Return the FLOPs of products per update: the factors, two changes of basis, and the power iteration with two
+        more changes of basis, divided by the number of updates between iterations."""
         every = self.options.soap_precondition_frequency
         area, sizes = prod(matrix_size(meta)), [size for _, size in self.sides(meta)]
         per_update, per_iteration = 3 * area * sum(sizes), sum(size**3 for size in sizes) + 2 * area * sum(sizes)
@@ -70,7 +70,7 @@ class Soap(Transform):
 
     def update(self, x: ParameterUpdate) -> Requests:
         done = int(x.step.item()) - 1
-        """Number of updates so far that moved this parameter; the first one does not."""
+        """Number of updates of this parameter so far, without the first one, which does not change it."""
 
         def moved(matrix: Tensor, states: dict[str, Tensor]) -> Tensor:
             return self.direction(matrix, states, done, self.eps * x.eps_mult)
@@ -84,8 +84,16 @@ class Soap(Transform):
         x.update = step - x.lr * x.weight_decay * (x.param + step)
 
     def direction(self, matrix: Tensor, states: dict[str, Tensor], done: int, eps: float) -> Tensor:
-        """Returns the change of a matrix [m, n] without Adam's corrections, and then takes the gradient into the
-        factors, so that no gradient is seen in a basis that it has formed itself."""
+        """Return the change of a matrix [m, n] without Adam's corrections, then add the gradient to the factors.
+
+        This order ensures that no gradient is rotated into a basis that it has influenced.
+
+        Args:
+            matrix: Gradient [m, n].
+            states: Optimizer states of the matrix, updated in place.
+            done: Number of earlier updates.
+            eps: Adam's epsilon.
+        """
         basis = [states.get(f"{side}_basis") for side in SIDES]
         direction = matrix
         if done:
@@ -107,15 +115,18 @@ class Soap(Transform):
 
 
 def rotate(matrix: Tensor, basis: Sequence[Tensor | None], back: bool = False) -> Tensor:
-    """Returns Q_L^T X Q_R, or `back` Q_L X Q_R^T; a side without basis stays."""
+    """Return Q_L^T X Q_R, or with `back` Q_L X Q_R^T. A side without a basis is not rotated."""
     left, right = (None if each is None else each.mT if back else each for each in basis)
     matrix = matrix if left is None else left.mT @ matrix
     return matrix if right is None else matrix @ right
 
 
 def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
-    """One step of power iteration for each factor. The average of gradients is rotated into the new bases; the
-    average of squares, which cannot be, keeps the order of its directions."""
+    """Make one step of power iteration for each factor.
+
+    The gradient average is rotated into the new bases. The average of squares cannot be rotated, so it keeps the order
+    of its directions.
+    """
     average = rotate(states["rotated_avg"], basis, back=True)
     for dim, side in enumerate(SIDES):
         if side in states:
@@ -131,16 +142,18 @@ def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
 
 
 def eigenbasis(factor: Tensor) -> Tensor:
-    """Returns the eigenvectors of a factor as columns, the largest eigenvalue first. LAPACK finds them in fp64, as in
-    fp32 it may not converge."""
+    """Return the eigenvectors of a factor as columns, the largest eigenvalue first.
+
+    LAPACK computes them in fp64, because it may not converge in fp32.
+    """
     values, vectors = torch.linalg.eigh(factor.double())
     values, vectors = values.flip(0).to(factor.dtype), vectors.flip(1).to(factor.dtype)
     return completed(vectors, values, torch.eye(len(values), dtype=factor.dtype, device=factor.device))
 
 
 def completed(columns: Tensor, sizes: Tensor, others: Tensor) -> Tensor:
-    """Returns orthonormal columns, of which those whose size is rounding error, beside the largest size, follow from
-    `others` in their place."""
+    """Return orthonormal columns. Columns that are only rounding error, compared with the largest, are replaced using
+    `others`."""
     noise = 4 * len(sizes) ** 0.5 * torch.finfo(sizes.dtype).eps * sizes.amax()
     found = sizes > noise
     if found.all():

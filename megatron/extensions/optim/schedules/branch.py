@@ -1,6 +1,6 @@
-"""A decayed branch: a run that continues a checkpoint of another run, with a learning rate that falls to its end.
+"""A decayed branch: a run that continues another run's checkpoint and decays the learning rate to its end.
 
-The branch is an ordinary run with a schedule of two pieces, `hold rest to the rate of the checkpoint` and the decay.
+The branch is an ordinary run with a schedule of two pieces: it holds the checkpoint's rate, then decays it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ FIELDS = (
 
 
 def with_branch(config: RunConfig) -> RunConfig:
-    """The configuration that loads --branch-from, or, once the branch has a checkpoint, that one, and decays. Raises
-    StandInError."""
+    """Return the configuration of a branch, which loads --branch-from or the branch's own latest checkpoint.
+
+    Raises StandInError.
+    """
     options, save = config.options(BranchFlags), config.checkpoint.save
     if options.branch_from is None:
         return config
@@ -43,19 +45,19 @@ def with_branch(config: RunConfig) -> RunConfig:
 
 
 def _with_any_length(config: RunConfig, options: BranchFlags) -> RunConfig:
-    """The configuration of a branch that cannot begin, with a length, so that none is asked for."""
+    """Set a length for a branch that cannot start, so that the missing length is not reported as well."""
     values = _of_branch(config, _samples(config, max(1, options.decay_tokens or 1)), None)
     return with_named(config, values | {"lr_decay_style": config.optimizer.lr_decay_style})
 
 
 def _saved(save: str) -> dict[str, Any] | None:
-    """Contents of the branch's latest checkpoint, tensors excluded."""
+    """Return the contents of the branch's latest checkpoint without tensors."""
     root = located(save)
     return saved_metadata(root) if candidates(root).folders else None
 
 
 def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[str, object]:
-    """Length and schedule of a branch that has already begun, with these flags."""
+    """Return length and schedule of a branch that has already started, with these flags."""
     sections = saved["config"] | {"model": saved["config"]["model"] | saved.get("model_of_run", {})}
     config = config_of_sections(sections)
     before = config.options(BranchFlags)
@@ -74,8 +76,10 @@ def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[s
 
 
 def _is_origin(origin: dict[str, Any], given: str) -> bool:
-    """Whether --branch-from names the checkpoint that a branch began from, or its run; one that is no longer where it
-    was is known by its iteration and samples."""
+    """Return whether --branch-from names the checkpoint from which a branch started, or its run.
+
+    A checkpoint that has been moved is recognized by its iteration and samples.
+    """
     was, now = located(str(origin["from"])), located(given)
     if resolved(now) in (resolved(was), resolved(was).parent):
         return True
@@ -88,7 +92,7 @@ def _is_origin(origin: dict[str, Any], given: str) -> bool:
 
 
 def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
-    """Length and schedule of a branch that is about to begin."""
+    """Return length and schedule of a branch that is about to start."""
     where = f"--branch-from {options.branch_from}"
     assert options.branch_from is not None and options.decay_tokens is not None
     metadata = saved_metadata(located(options.branch_from))
@@ -104,7 +108,7 @@ def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
 
 
 def _samples(config: RunConfig, tokens: int) -> int:
-    """Samples of this many tokens, in whole steps where the batch size is known."""
+    """Convert tokens to samples, rounded to whole steps if the batch size is known."""
     samples, size = -(-tokens // max(1, config.model.seq_length)), config.training.global_batch_size
     return samples if not size or size < 0 else -(-samples // size) * size
 
@@ -116,7 +120,7 @@ def _of_branch(config: RunConfig, train_samples: int, schedule: str | None) -> d
 
 
 def _rate(metadata: dict[str, Any]) -> float:
-    """The learning rate of the next update after the checkpoint."""
+    """Return the learning rate of the first update after the checkpoint."""
     config, consumed = config_of_sections(metadata["config"]), int(metadata["consumed_samples"])
     plan = plan_of(config)
     phase = plan.at(consumed)
@@ -125,7 +129,7 @@ def _rate(metadata: dict[str, Any]) -> float:
 
 
 class BranchOrigin(Callback):
-    """Records in the branch's checkpoints the checkpoint from which the branch began."""
+    """Records in the branch's checkpoints from which checkpoint the branch started."""
 
     to_continue = "begin another branch with more --decay-tokens, in a --save of its own"
 
@@ -133,7 +137,7 @@ class BranchOrigin(Callback):
         super().__init__(config)
         self.origin: dict[str, object] = {}
         self.before: object = None
-        """The state in the loaded checkpoint."""
+        """State in the loaded checkpoint."""
 
     def on_start(self, run: RunView) -> None:
         folder = located(run.progress.loaded_from or "")

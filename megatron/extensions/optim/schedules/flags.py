@@ -1,4 +1,4 @@
-"""Flags of schedules of pieces and of branches, and their rules. This module does not import torch."""
+"""Flags and rules of piecewise schedules and branches. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 
 STYLE = "pieces"
-"""The --lr-decay-style of schedules of pieces."""
+"""Value of --lr-decay-style for piecewise schedules."""
 
 REPLACED = (OptimizerConfig.lr_decay_style, "constant", STYLE)
-"""Styles that the pieces replace: the default, and that of phases without a rate of their own, as rules judge them."""
+"""Styles that the pieces replace, as rules see them: the default, and the style of phases without their own rate."""
 
 NOT_ROUNDED = 0.01
-"""Share of a schedule that its pieces leave out not because lengths are rounded."""
+"""Uncovered share of a schedule above which rounding cannot be the cause."""
 
 OTHERS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
-"""Fields whose warm-up a schedule of pieces replaces."""
+"""Fields whose warm-up a piecewise schedule replaces."""
 
 
 def reads(config: RunConfig) -> RunConfig:
-    """The configuration with the text of --lr-schedule-file. Raises ValueError."""
+    """Return the configuration with the text of --lr-schedule-file. Raises ValueError."""
     options = config.options(ScheduleFlags)
     if options.lr_schedule_file is None:
         return config
@@ -48,14 +48,14 @@ def reads(config: RunConfig) -> RunConfig:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The configuration whose learning rate follows the pieces, lengths in samples."""
+    """Return the configuration with the piecewise learning rate, and lengths in samples."""
     options, optimizer = config.options(ScheduleFlags), config.optimizer
     if options.lr_schedule is None or optimizer.lr_decay_style not in REPLACED:
         return config
     try:
         text = without_tokens(options.lr_schedule, max(1, config.model.seq_length))
     except ValueError:
-        return config  # the rules say what is wrong
+        return config  # the rules report the problem
     config = replace(config, optimizer=replace(optimizer, lr_decay_style=STYLE))
     return config.with_options(ScheduleFlags(lr_schedule=text))
 
@@ -67,7 +67,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         if optimizer.lr_decay_style == STYLE:
             yield Problem("--lr-decay-style", STYLE, "needs --lr-schedule", f"add it, {EXAMPLE}")
         return
-    text = dict(config.given).get("lr_schedule") or own.lr_schedule  # as it was given, lengths in tokens
+    text = dict(config.given).get("lr_schedule") or own.lr_schedule  # as given, with lengths in tokens
     if optimizer.lr_decay_style not in REPLACED:
         yield Problem.exclusive(name, text, f"--lr-decay-style {optimizer.lr_decay_style}")
     for field in OTHERS:
@@ -89,7 +89,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("schedules of pieces", may_change=True, reads=reads, resolve=resolve, rules=rules, always=True)
 @dataclass(frozen=True)
 class ScheduleFlags:
-    """A learning rate of several pieces."""
+    """Flags of a piecewise learning rate."""
 
     lr_schedule: str | None = None
     """Pieces of the learning rate, divided by commas: `warm-up 1%, hold rest, 1-sqrt 20%`. A piece is a shape (warm-up,
@@ -103,7 +103,7 @@ class ScheduleFlags:
 
 
 def _length(config: RunConfig) -> int | None:
-    """Samples of the schedule; None where the data know it."""
+    """Return the schedule's length in samples; None if only the data determine it."""
     optimizer, training = config.optimizer, config.training
     iterations, samples = optimizer.lr_decay_iters or training.train_iters, samples_of_run(config)
     if training.train_iters is not None and iterations is not None:
@@ -134,7 +134,7 @@ def rules_of_branch(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("branches of a run", may_change=True, reads=f"{__package__}.branch:with_branch", rules=rules_of_branch)
 @dataclass(frozen=True)
 class BranchFlags:
-    """A decayed branch of a run whose learning rate is constant."""
+    """Flags of a decayed branch of a run with a constant learning rate."""
 
     branch_from: str | None = flag(None, path="stored", needs="--decay-tokens")
     """Branch from this checkpoint of another run, or from the latest one if a folder of checkpoints is given. The

@@ -1,8 +1,8 @@
 """A piecewise learning rate schedule. Each piece has a shape and a length: `warm-up 1%, hold rest, 1-sqrt 20%`. This
 module does not import torch.
 
-Lengths are in samples, tokens or percent of the schedule, so that a schedule means the same under a batch-size ramp-up
-and at a resume. A rate is a factor of the peak, --lr.
+Lengths are in samples, tokens or percent of the schedule, so a schedule keeps its meaning under a batch-size ramp-up
+and after a resume. A rate is a factor of the peak, --lr.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "sqrt": lambda ratio: math.sqrt(1.0 - ratio),
     "1-sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
 }
-"""Share of a piece's length that has passed -> share of the change from its first rate to its last that remains.
-1-sqrt: arXiv 2405.18392."""
+"""Maps the elapsed share of a piece to the remaining share of its rate change. 1-sqrt: arXiv 2405.18392."""
 
 SHAPES = ("warm-up", "hold", *DECAYS, "power")
 REST = "rest"
@@ -42,13 +41,14 @@ class Length:
         return self.unit if self.unit == REST else f"{_text(self.amount)}{' ' if self.unit != '%' else ''}{self.unit}"
 
     def in_samples(self, total: float) -> float:
-        """Length in samples, in a schedule of `total` samples. Tokens are converted before a run (`without_tokens`)."""
+        """Return the length in samples, in a schedule of `total` samples. Tokens must be converted before
+        (`without_tokens`)."""
         assert self.unit in ("%", "samples"), self.unit
         return self.amount if self.unit == "samples" else self.amount / 100 * total
 
 
 def _text(value: float) -> str:
-    """The shortest text that parses to the same number."""
+    """Return the shortest text that parses to the same number."""
     return str(int(value)) if value.is_integer() else repr(value)
 
 
@@ -59,14 +59,14 @@ class Piece:
     shape: str
     length: Length
     to: float | None = None
-    """Factor of the peak at its end; None: 1 for a warm-up, --min-lr for a decay."""
+    """Factor of the peak at the piece's end; None means 1 for a warm-up and --min-lr for a decay."""
 
     exponent: float | None = None
-    """power: exponent of the samples consumed since the start of the run."""
+    """For `power`: exponent of the samples consumed since the start of the run."""
 
     after: Length | None = None
-    """power: where the power law has the rate of the piece's beginning, which holds until there; None: at its
-    beginning."""
+    """For `power`: position up to which the initial rate is held and at which the power law starts; None means the
+    start of the piece."""
 
     def __str__(self) -> str:
         words = [self.shape, str(self.length)]
@@ -139,7 +139,7 @@ def _check(text: str, piece: Piece) -> None:
 
 
 def without_tokens(text: str, seq_length: int) -> str:
-    """The text with all tokens as samples of `seq_length` tokens. Raises ValueError as `parse`."""
+    """Return the text with tokens converted to samples of `seq_length` tokens. Raises ValueError like `parse`."""
 
     def converted(length: Length) -> Length:
         return Length(length.amount / seq_length, "samples") if length.unit == "tokens" else length
@@ -152,7 +152,7 @@ def without_tokens(text: str, seq_length: int) -> str:
 
 
 def lengths(pieces: Sequence[Piece], total: float) -> list[float]:
-    """Samples of each piece in a schedule of `total` samples. Raises ValueError if they exceed it."""
+    """Return the samples of each piece in a schedule of `total` samples. Raises ValueError if they exceed it."""
     fixed = sum(piece.length.in_samples(total) for piece in pieces if piece.length.unit != REST)
     if fixed > total * (1 + 1e-9):
         raise ValueError(f"its pieces have {fixed:g} samples, and the schedule has {total:g}; shorten some")
@@ -173,7 +173,14 @@ class Rates:
 
 
 def rate_at(pieces: Sequence[Piece], samples: float, total: float, rates: Rates) -> float:
-    """The rate at a number of consumed samples, in a schedule of `total`. After the last piece its last rate holds."""
+    """Return the rate after a number of consumed samples. After the last piece, its last rate is held.
+
+    Args:
+        pieces: The schedule.
+        samples: Consumed samples.
+        total: Length of the schedule in samples.
+        rates: First and lowest rate.
+    """
     begin, rate = 0.0, rates.peak if pieces[0].shape != "warm-up" else rates.first
     for piece, length in zip(pieces, lengths(pieces, total), strict=True):
         inside = samples - begin < length
@@ -185,7 +192,10 @@ def rate_at(pieces: Sequence[Piece], samples: float, total: float, rates: Rates)
 
 
 def _after(piece: Piece, rate: float, place: tuple[float, float, float], total: float, rates: Rates) -> float:
-    """The rate in a piece that begins with `rate`; `place`: samples before it, in it so far, and its length."""
+    """Return the rate in a piece that starts with `rate`.
+
+    `place` contains the samples before the piece, the samples in it so far, and its length.
+    """
     begin, here, length = place
     ratio = here / length if length > 0 else 1.0
     if piece.shape == "hold":
@@ -201,7 +211,7 @@ def _after(piece: Piece, rate: float, place: tuple[float, float, float], total: 
 
 
 def absolute(text: str) -> Iterator[str]:
-    """The pieces whose lengths do not scale with the schedule."""
+    """Return the pieces whose lengths do not scale with the schedule."""
     for piece in parse(text):
         if any(length is not None and length.unit in ("samples", "tokens") for length in (piece.length, piece.after)):
             yield str(piece)

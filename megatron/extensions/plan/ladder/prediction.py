@@ -101,10 +101,12 @@ def predict(ladder: Ladder, found: Sequence[Outcome], rates: Sequence[BestRate] 
 
 
 def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted) -> list[dict[str, float]]:
-    """The predicted loss at each evaluation, from the losses that the rungs had there. The exponents are those of the
-    final law. Losses vary more while the rate is high, so a band is at least as wide as the errors with which the other
-    rungs predict the largest one, then and later, and wider where the target is farther, in log(compute), from the
-    largest rung than that one from the next."""
+    """Predict the loss at each evaluation from the rungs' losses there. The exponents are the final law's.
+
+    Losses vary more while the learning rate is high. A band is therefore at least as wide as the errors with which the
+    other rungs predict the largest one, at this evaluation and later ones. It is wider if the target is farther from
+    the largest rung, in log(compute), than that rung from the next.
+    """
     form = Form(final.form.terms, final.law.exponents)
     curve: list[dict[str, float]] = []
     *_, before, largest = sorted(point.compute for point in final.points)

@@ -1,12 +1,12 @@
-"""Activation memory per rank, measured: stages run on fake tensors, and every storage they allocate is counted.
+"""Activation memory per rank, measured by running stages on fake tensors and counting every allocated storage.
 
 A stage is measured in parts: one layer of each distinct kind, each pair of kinds that follow each other, and the two
-ends of the model. The activations that layers save add up, and a tensor that two neighbours share is counted once, so
-the cost of a plan depends on the number of distinct kinds, not on the depth. Tokens are routed evenly over experts, as
-there are no values to route by.
+ends of the model. The saved activations of layers add up, and a tensor shared by two neighbours is counted once. The
+cost of a plan therefore depends on the number of distinct kinds, not on the depth. Tokens are assumed to be routed
+evenly over experts, because there are no values by which to route.
 
-The memory that a rank holds at one time follows from its list of actions: it holds a micro-batch's activations from F
-to B (or I), and the part that the weight gradients need from I to W.
+A rank's action list determines the memory that it holds at a time. It holds a micro-batch's activations from F to B (or
+I), and the part that weight gradients need from I to W.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ class ActivationPlan(StageParts):
     def _with_peaks(
         self, total: StageMemory, units: Sequence[Unit], stage: Stage, parts: Sequence[StageMemory]
     ) -> StageMemory:
-        """`total` with the peaks of a stage that runs its parts one after another. The tensors that the previous part
-        offloaded are on the device too: the forward pass has not released them yet, and the backward pass prefetches
-        them."""
+        """Return `total` with the peaks of a stage that runs its parts one after another.
+
+        Tensors that the previous part offloaded count as on the device: the forward pass has not released them yet, and
+        the backward pass prefetches them.
+        """
         forward = [0]
         backward = [0]
         weight = [0]
@@ -68,7 +70,7 @@ class ActivationPlan(StageParts):
         return replace(total, forward=max(forward), backward=max(backward), weight=max(weight))
 
     def _part(self, units: Sequence[Unit], first: bool, last: bool) -> StageMemory:
-        """A stage of these units. A unit of many equal layers is extrapolated from a few of them."""
+        """Return a stage of these units. A unit of many equal layers is extrapolated from a few of them."""
         for number, unit in enumerate(units):
             more = len(unit.layers) - MEASURED_LAYERS
             if more > 0 and len(set(self.kinds(unit))) == 1:
@@ -108,8 +110,10 @@ class RankActivations:
 def activations_of_ranks(
     batch: MicroBatch, microbatches: int, cache: PlannerCache | None = None
 ) -> list[RankActivations]:
-    """Activation memory by pipeline rank for steps of this number of micro-batches. `cache` keeps measurements between
-    calls."""
+    """Return activation memory by pipeline rank, for steps of this number of micro-batches.
+
+    `cache` keeps measurements between calls.
+    """
     model, parallel = batch.model, batch.parallel
     layout, plan = pipeline_layout(model, parallel), ActivationPlan(batch, cache)
     stages = [plan.stage(stage) for stage in pipeline_stages(model, parallel)]
@@ -134,7 +138,7 @@ def activations_of_ranks(
 
 
 def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
-    """Peak bytes while a rank runs its list. Two interleaved passes may both be at their peaks."""
+    """Return the peak bytes while a rank runs its list. Two interleaved passes may both be at their peaks."""
     held = highest = 0
     for unit in units(actions):
         working = change = 0
@@ -155,9 +159,12 @@ def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) ->
 
 
 def host_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
-    """Bytes of the host buffers after a rank has run its list: for each buffer size, the largest number in use at once.
-    For two interleaved passes, the backward is assumed to release no buffer before the forward has taken all of its
-    own."""
+    """Return the bytes of the host buffers after a rank has run its list: for each buffer size, the largest number in
+    use at once.
+
+    For two interleaved passes, the backward is assumed to release no buffer before the forward has allocated all of its
+    own.
+    """
     held, most = Counter[int](), Counter[int]()
     for unit in units(actions):
         for _, stage, _ in (action for action in unit if action.kind is Kind.F):

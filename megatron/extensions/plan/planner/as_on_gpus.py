@@ -1,5 +1,4 @@
-"""Planned execution on GPUs without a GPU: kernels are chosen and memory is allocated as there, on tensors without
-values.
+"""Plans execution on GPUs without a GPU: selects kernels and allocates memory as a GPU would, on valueless tensors.
 
 torch cannot run a backward on fake tensors of an absent GPU, so plans for GPUs use tensors of another device.
 """
@@ -53,7 +52,7 @@ T = TypeVar("T")
 
 
 class Launches(Protocol):
-    """Receives what planned kernels compute, for kernels that torch's own operators do not show."""
+    """Records planned kernel launches that torch's own operators do not show."""
 
     any_order: bool
     """True if kernels may add in any order (nondeterministic atomics)."""
@@ -69,13 +68,23 @@ class Launches(Protocol):
         *,
         backend: str | None = None,
     ) -> None:
-        """Record an attention kernel launch for this number of query-key pairs over all heads, with values of
-        `value_width` channels and `length` keys. With `dropout`, both backward passes are one launch. `backend`
-        defaults to the plan's backend."""
+        """Record an attention kernel launch.
+
+        Args:
+            pairs: Number of query-key pairs over all heads.
+            width: Query and key channels per head.
+            value_width: Value channels per head.
+            length: Number of keys.
+            backward: True for a backward pass.
+            dropout: With dropout, both backward passes are one launch.
+            backend: Kernel; the default is the plan's backend.
+        """
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None:
-        """Record a product by a kernel that torch does not provide for tensors without values. The name ends with _
-        where it is added to `out`, unless a `beta` of 0 is among the options."""
+        """Record a product by a kernel that torch does not provide for valueless tensors.
+
+        The product is added to `out` if the name ends with _, unless `options` contain a `beta` of 0.
+        """
 
     def gathered(self, flops: float, read: float, added: float = 0.0) -> None:
         """Record a kernel launch that does `flops` on gathered rows: it reads `read` bytes of rows, and adds `added`
@@ -85,7 +94,7 @@ class Launches(Protocol):
         """Context for operators that are part of a recorded launch and must not be recorded again."""
 
     def some_of(self, parts: Sequence[T]) -> Iterable[T]:
-        """Choose the parts of a loop that are run on behalf of all."""
+        """Select the parts of a loop to run; they represent all parts."""
 
     def at_one_time(self, count: int) -> AbstractContextManager[None]:
         """Context for `count` products of which several may run concurrently."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def step_lines(time: StepTime) -> Iterator[str]:
-    """Lines about the speed of a step, its bottleneck, and the breakdown of its time."""
+    """Return lines about the speed of a step, its bottleneck, and the breakdown of its time."""
     yield f"{time.device.name}, {time.gpus_per_node} a node: every figure is predicted, none is measured"
     mfu = share_text(time.mfu)
     yield (
@@ -56,7 +56,7 @@ def step_lines(time: StepTime) -> Iterator[str]:
 
 
 def share_text(share: float | None) -> str:
-    """A share in percent, or a note that it is not known."""
+    """Format a share in percent, or note that it is not known."""
     return "unknown" if share is None else f"{share:.1%}"
 
 
@@ -127,7 +127,7 @@ def print_plan(
 
 
 def _chosen_chunks(config: RunConfig) -> Iterator[str]:
-    """Yields a line with the choice of --loss-chunk-tokens auto, if that is given."""
+    """Yield a line with the result of --loss-chunk-tokens auto, if that is given."""
     if config.parallel.loss_chunk_tokens == AUTO:
         model = config.model
         tokens = chunk_size(AUTO, model.padded_vocab_size, model.num_layers, model.hidden_size)
@@ -142,7 +142,7 @@ def _of_extensions(
     step: StepTime | None,
     failing: RunOnFailing | None,
 ) -> Iterator[tuple[str, Iterable[str]]]:
-    """Plan sections of extensions."""
+    """Return the plan sections of extensions."""
     ranks = max(size for size in range(1, 9) if world_size % size == 0) if step is None else step.gpus_per_node
     link = None if device is None else device.links.get("network")
     network = None if link is None or device is None else 1e9 * link.gb_per_second * device.adapters_per_node
@@ -180,7 +180,7 @@ MOST_LISTED = 2**17
 
 
 def group_lines(dims: ParallelDims) -> Iterator[str]:
-    """The groups along each axis whose size is above 1."""
+    """Return the groups along each axis whose size is above 1."""
     axes = [("TP", "tp"), ("CP", "cp"), ("DP", "dp"), ("PP", "pp"), ("EP", "ep")]
     if dims.ep > 1 or dims.expt_tp != dims.tp:
         axes += [("ETP", "expt_tp"), ("EDP", "expt_dp")]  # tensor and data parallelism of experts
@@ -204,7 +204,7 @@ def _ranks(group: tuple[int, ...]) -> str:
 
 
 def model_lines(config: RunConfig, cache: PlannerCache) -> Iterator[str]:
-    """Shape, parameters and FLOPs of the model. `cache` may already know its kinds of layers."""
+    """Describe shape, parameters and FLOPs of the model. `cache` may already contain its kinds of layers."""
     from megatron.extensions.plan.planner.flops import model_flops, update_flops
 
     m = config.model
@@ -288,8 +288,10 @@ def _experts_line(m: TransformerConfig) -> str:
 
 
 def _pipeline_line(config: RunConfig, microbatches: int) -> str:
-    """The schedule and its bubble, if times are proportional to FLOPs and messages take no time. The step ends at the
-    gradient norm, for which all ranks wait without --optimizer-post-validation."""
+    """Describe the schedule and its bubble, assuming that times are proportional to FLOPs and messages take no time.
+
+    The step ends at the gradient norm, for which all ranks wait without --optimizer-post-validation.
+    """
     schedule, costs = Schedule.of_run(config), stage_costs(config.model, config.parallel)
     bubble = schedule.bubble(StageCosts(forward=costs, input_grad=costs, weight_grad=costs), microbatches)
     layout, ahead = schedule.layout, late_update(config) is not None
@@ -299,8 +301,10 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
 
 
 def batch_lines(plan: RunPlan, dims: ParallelDims, cache: PlannerCache) -> Iterator[str]:
-    """Micro-batches, tokens per step, iterations, tokens and FLOPs of the run. `cache` may already know the kinds of
-    layers."""
+    """Describe micro-batches, tokens per step, iterations, tokens and FLOPs of the run.
+
+    `cache` may already contain the kinds of layers.
+    """
     config, sizes = plan.base, plan.sizes
     for phase in plan.phases:
         where = f"phase {phase.name}: " if len(plan.phases) > 1 else ""
@@ -326,7 +330,7 @@ def batch_lines(plan: RunPlan, dims: ParallelDims, cache: PlannerCache) -> Itera
 
 
 def data_lines(plan: RunPlan, phase: Phase, dims: ParallelDims) -> Iterator[str]:
-    """The training datasets of a phase, as they are on this machine."""
+    """Describe the training datasets of a phase, as they are on this machine."""
     from megatron.core.datasets.build import source_lines
     from megatron.core.datasets.dataset import StepShape
 
@@ -346,7 +350,7 @@ def data_lines(plan: RunPlan, phase: Phase, dims: ParallelDims) -> Iterator[str]
 
 
 def _other_line(path: str) -> str | None:
-    """A line about text files that have not been tokenized yet; None for an indexed dataset."""
+    """Return a line about text files that have not been tokenized yet; None for an indexed dataset."""
     if (kind := data_kind_of(path)) is None:
         return None
     try:

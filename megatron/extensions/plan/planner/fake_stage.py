@@ -1,10 +1,11 @@
 """Builds and runs one pipeline stage on fake tensors, which have shapes, storages and a graph but no values.
 
-The memory that a layer saves and allocates, and its products, are measured on this stage, so that no figure about a
-layer is stated twice in the code.
+The memory that a layer saves and allocates, and its matrix products, are measured on this stage. No figure about a
+layer is therefore repeated in the code.
 
 Its process groups are fake: every collective completes at once and moves no data, so shapes and memory are those of a
-real rank. torch's own "fake" backend would need the default process group, which a caller may have for a real world."""
+real rank. torch's own "fake" backend would need the default process group, which a caller may have for a real world.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +73,10 @@ class FakeGroup(dist.ProcessGroup):
 
 @contextmanager
 def fake_state(parallel: ModelParallelConfig, exchanges_sums: bool = True) -> Iterator[ParallelState]:
-    """The parallel state of a layout's first model-parallel rank, as needed to build and run a stage. `exchanges_sums`
-    as in `Axis`."""
+    """Return the parallel state of a layout's first model-parallel rank, as needed to build and run a stage.
+
+    `exchanges_sums` is as in `Axis`.
+    """
     groups: list[FakeGroup] = []
     known = known_groups()
 
@@ -112,9 +115,12 @@ ANSWERS: dict[object, Callable[..., object]] = {
     torch.ops.aten.addmm.dtype_out: lambda *args, out, **options: out,
     torch.ops.prim.device.default: lambda x: x.fake_device,
 }
-"""Results of operators that torch does not support on fake tensors: a number that is read, as by the check of token
-ids, is 0; a grouped product has its shape, which torch knows in bf16 only; a 16-bit product is added to an fp32 sum.
-The device is included because it is queried as often as any operator."""
+"""Results of operators that torch does not support on fake tensors.
+
+A number read from a tensor, for example by the check of token ids, is 0. A grouped product has its shape, which torch
+supports only in bf16. A 16-bit product is added to an fp32 sum. The device query is included because it is called as
+often as any operator.
+"""
 
 
 class NoValues(TorchDispatchMode):
@@ -215,7 +221,7 @@ class FakeStages:
         stage = self.build(part)
         with self.casts.kept():
             first = found = self._recorded(stage)
-            if linear_format(self.parallel) is not None:  # the first micro-batch also makes the copies of weights
+            if linear_format(self.parallel) is not None:  # the first micro-batch also makes the weight copies
                 found = self._recorded(stage)
             memory = replace(found.memory, weight_copies=self.casts.nbytes)
         usual = {*found.forward} | {event for event in first.forward if isinstance(event, Collective | Wait)}
@@ -244,7 +250,7 @@ class FakeStages:
             offloaded = self.offload.sent if self.offload is not None else 0
             end("forward")
             edge, last = get_gradient_edge(output), output.ndim == 0
-            del output  # its values are sent, but its place in the graph is still needed
+            del output  # its values are sent, but its autograd node is still needed
             end("sent")
             grad = torch.ones((), dtype=self.loss_dtype) if last else torch.empty(self.hidden_shape, dtype=self.dtype)
             end("received")
@@ -271,8 +277,10 @@ class LayersKey(NamedTuple):
 
 
 def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -> tuple[int, ...]:
-    """For each layer, the number of the first identical layer: one with the same parts, shapes and settings, whoever
-    wrote them. `known` keeps results that layouts with the same layers share."""
+    """Return, for each layer, the number of the first identical layer, which has the same modules, shapes and settings.
+
+    `known` keeps results that layouts with the same layers share.
+    """
     plain = replace(
         batch.parallel,
         tensor_model_parallel_size=1,
@@ -292,7 +300,7 @@ def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -
 
 
 def _layers_of(model: TransformerConfig, parallel: ModelParallelConfig) -> Iterable[nn.Module]:
-    """All layers on the meta device, on which a layer builds ten times as fast as with fake tensors."""
+    """Return all layers on the meta device, where building a layer is ten times as fast as with fake tensors."""
     if not parallel.extension_options:  # which may make layers differ
         return built_layers(model, False)
     layers = Stage(range(model.num_layers), first=False, last=False)
@@ -312,11 +320,11 @@ class PlannerCache:
     """Recordings by micro-batch in a layer."""
 
     def kinds_of(self, model: TransformerConfig) -> tuple[int, ...] | None:
-        """For each layer of a model, the first identical layer; None if this model has not been planned yet."""
+        """Return, for each layer of a model, the first identical layer; None if this model has not been planned yet."""
         return next((kinds for key, kinds in self.kinds.items() if key.model == model), None)
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
-        """The parts that each stage runs in order: the embedding, single layers, the head."""
+        """Return the parts that each stage runs in order: the embedding, single layers, the head."""
         parts = StageParts(batch, self)
         return [parts.of(list(parts.single(stage))) for stage in stages]
 
@@ -327,8 +335,10 @@ class StageParts:
     def __init__(
         self, batch: MicroBatch, cache: PlannerCache | None = None, kinds: tuple[int, ...] | None = None
     ) -> None:
-        """`cache` keeps recordings of other configurations with the same layers. `kinds` are the kinds of the layers,
-        by default found by building them."""
+        """Create the parts. `cache` keeps recordings of other configurations with the same layers.
+
+        `kinds` are the kinds of the layers; by default they are found by building the layers.
+        """
         self.batch, cache = batch, cache or PlannerCache()
         self._alike = numbered_kinds(batch, cache.kinds) if kinds is None else kinds
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
@@ -339,12 +349,12 @@ class StageParts:
         self._of_kind = {kind: (each, cache.known.setdefault(in_a_layer(each), {})) for kind, each in same.items()}
 
     def units(self, stage: Stage) -> list[Unit]:
-        """Returns the units of a stage."""
+        """Return the units of a stage."""
         segments = recompute_segments(self.batch.model, len(stage.layers), self.batch.parallel.offloaded_layers)
         return [Unit(tuple(stage.layers[i] for i in each.layers), each.recompute, each.offload) for each in segments]
 
     def single(self, stage: Stage) -> Iterator[Part]:
-        """The ends of a stage and its layers, each as a separate part."""
+        """Return the ends of a stage and its layers, each as a separate part."""
         if stage.first:
             yield Part(first=True)
         yield from (Part((unit._replace(layers=(number,)),)) for unit in self.units(stage) for number in unit.layers)
@@ -352,11 +362,11 @@ class StageParts:
             yield Part(last=True)
 
     def kinds(self, unit: Unit) -> tuple[int, ...]:
-        """For each layer of a unit, the first identical layer."""
+        """Return, for each layer of a unit, the first identical layer."""
         return tuple(self._alike[number] for number in unit.layers)
 
     def of(self, parts: Sequence[Part]) -> list[PassEvents]:
-        """Return the recordings of parts. Parts that are not known yet are run, all of one kind in one fake step."""
+        """Return the recordings of parts. Unknown parts are run; all parts of one kind run in one fake step."""
         keys = [
             part._replace(units=tuple(unit._replace(layers=self.kinds(unit)) for unit in part.units)) for part in parts
         ]
@@ -378,8 +388,10 @@ def _kind_of_part(part: Part) -> str:
 
 
 def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
-    """Key that is equal for micro-batches that do the same at the ends of the model. These contain layers only with
-    multi-token prediction."""
+    """Return a key that is equal for micro-batches that do the same at the ends of the model.
+
+    The ends contain layers only with multi-token prediction.
+    """
     if batch.model.mtp_depths:
         return batch
     none: dict[str, Any] = dict.fromkeys(each.name for each in fields(RecomputeConfig))
@@ -387,7 +399,7 @@ def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
 
 
 IDENTITY = ("number", "layer", "key", "training")
-"""Attributes in which otherwise equal layers differ."""
+"""Attributes in which identical layers may differ."""
 
 SETTINGS = bool | int | float | str | Span | Rotation
 """Types of attributes that define a part."""
@@ -408,7 +420,7 @@ def _drop_grad(parameter: Tensor) -> None:
 
 @contextmanager
 def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
-    """Stages of the first rank of a layout, on fake or meta tensors. The process's own groups are unchanged."""
+    """Build the stages of a layout's first rank on fake or meta tensors. The process's own groups are unchanged."""
     on_gpus, backend = batch.device == "cuda", batch.parallel.attention_backend
     of_others = "auto" if backend == "triton" or backend.startswith("fp8") else backend
     live = Recorder(on_gpus and not batch.bf16_sums, of_others, not batch.deterministic)

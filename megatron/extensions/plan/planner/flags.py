@@ -1,7 +1,7 @@
-"""The options of plans, searches and rehearsals, the locations of the planner's parts, and the registry of sections
-that other extensions add to plans.
+"""Options and entry points of plans, searches and rehearsals, and the registry of plan sections.
 
-This module does not import torch."""
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from megatron.extensions.plan.planner.time.step_time import StepTime
 
 SIZES = 8192, 4096, 2048, 1024
-"""Chunk sizes that are tried, in tokens. Smaller ones take longer and seldom save more."""
+"""Chunk sizes to try, in tokens. Smaller ones take longer and seldom save more."""
 
 MOST_COST = 0.01
-"""Largest share of a step that a chosen chunk may cost."""
+"""Largest share of a step that a selected chunk size may cost."""
 
 LEAST_SAVED = 0.01
 """Smallest saving worth reporting, as a share of the fullest rank's memory."""
@@ -35,11 +35,11 @@ class ChunkChoice:
     """Bytes saved on the fullest rank."""
 
     cost: float
-    """Share of the step by which it takes longer."""
+    """Share by which the step takes longer."""
 
     @property
     def line(self) -> str:
-        """The choice as a line of the plan."""
+        """Format the choice as a line of the plan."""
         size = f"--loss-chunk-tokens {self.config.parallel.loss_chunk_tokens}"
         longer = f"{self.cost:.1%} of the step" if self.cost >= 0.0005 else "no time"
         return f"{size} would save {gib(self.saved)} GiB on the fullest rank, and cost {longer}"
@@ -53,9 +53,18 @@ def chosen_chunk(
     step_of: Callable[[RunConfig], StepTime],
     memory_of: Callable[[RunConfig], Sequence[RankMemory]],
 ) -> ChunkChoice | None:
-    """Among chunk sizes that cost at most `MOST_COST` of a step, choose the largest that saves most of the memory that
-    chunks can save; None if chunks save nothing. `step` and `memory` belong to the configuration without chunks.
-    `step_of` and `memory_of` plan another configuration."""
+    """Return the best chunk size: the largest among those that save most of the memory that chunks can save.
+
+    Only sizes that cost at most `MOST_COST` of a step are considered. Returns None if chunks save nothing.
+
+    Args:
+        config: Configuration without chunks.
+        world_size: Number of ranks.
+        step: Predicted step of `config`.
+        memory: Planned memory of `config`.
+        step_of: Predicts the step of another configuration.
+        memory_of: Plans the memory of another configuration.
+    """
     own = config.parallel
     tokens = config.training.micro_batch_size * config.model.seq_length // own.context_parallel_size
     if own.loss_chunk_tokens is not None or config.model.loss_func not in LOSSES:

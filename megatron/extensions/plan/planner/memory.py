@@ -1,7 +1,7 @@
-"""Memory of each pipeline rank: parameters, gradients and optimizer state from the parameter shapes, plus activations.
-torch is imported only to measure these.
+"""Memory of each pipeline rank: parameters, gradients and optimizer state from parameter shapes, plus activations.
 
-Buffers are planned by the function that lays them out in memory, so the bytes are the allocator's.
+torch is imported only to measure activations. Buffers are planned by the function that lays them out in memory, so the
+bytes equal the allocator's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EMBEDDING = "embedding.word_embeddings"
 DEVICE = "device"
 HOST = "host"
 DISK = "disk"
-"""Where units are between passes."""
+"""Storage of units between passes."""
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -67,12 +67,12 @@ class BufferBytes:
     """Bytes of gradients and parameters that pass through host memory."""
 
     host_parameters: int = 0
-    """Bytes of parameters of units that are held in host memory."""
+    """Bytes of unit parameters held in host memory."""
 
     host_gradients: int = 0
 
     disk: int = 0
-    """Bytes of these parameters, and of states of such units, that are held in files."""
+    """Bytes of unit parameters and their states held in files."""
 
     rollback: int = 0
     """Bytes saved to roll back an update made before the gradient norm is known."""
@@ -89,7 +89,7 @@ class BufferBytes:
 
     @property
     def host(self) -> int:
-        """Bytes in host memory, files not included."""
+        """Bytes in host memory, excluding files."""
         return self.host_states + self.host_slots + self.host_parameters + self.host_gradients - self.disk
 
 
@@ -102,13 +102,21 @@ def buffer_bytes(
     of_chain: tuple[int, int] = (0, 0),
     units: str = DEVICE,
 ) -> BufferBytes:
-    """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per range of states.
+    """Return the memory of buffers and optimizer state on one rank.
 
-    Of buffers `by_unit` what stays counts: whole units come on top. `of_chain` are the bytes of states that chains of
-    transforms keep on the device and on the host beside those in shards, and of states of callbacks. `units`
-    says where parameters and gradients of these buffers are.
+    It is exact except for a scalar step count per range of states.
+
+    Args:
+        buffers: The rank's buffers. Whole units of buffers `by_unit` are counted separately.
+        params_dtype: Dtype of parameters.
+        main_dtype: Dtype of main parameters.
+        optimizer: Optimizer settings.
+        drops_parameters: True if parameters are sharded (ZeRO-3).
+        of_chain: Bytes of further states on the device and the host: states of transform chains outside shards, and of
+            callbacks.
+        units: Storage of the buffers' parameters and gradients between passes.
     """
-    from megatron.core.optimizer.fused import states_of_shards  # which imports torch
+    from megatron.core.optimizer.fused import states_of_shards  # imports torch
 
     main, params = DTYPE_BYTES[main_dtype], DTYPE_BYTES[params_dtype]
     plan = optimizer.state_plan
@@ -155,14 +163,16 @@ def buffer_bytes(
 
 @dataclass(frozen=True)
 class UnitsInFlight:
-    """Bytes of whole parameters (ZeRO-3) and whole gradients (ZeRO-2 and ZeRO-3) of units at their peaks; of both for
-    units in host memory."""
+    """Peak bytes of whole unit parameters (ZeRO-3) and whole unit gradients (ZeRO-2 and ZeRO-3).
+
+    Both occur for units in host memory.
+    """
 
     parameters: int = 0
     gradients: int = 0
 
     reductions: int = 0
-    """What reductions take beside whole gradients: the sum that a rank receives, and a copy rounded for it."""
+    """Additional memory of reductions: the sum that a rank receives, and a copy rounded for communication."""
 
     @property
     def total(self) -> int:
@@ -171,14 +181,17 @@ class UnitsInFlight:
 
 @dataclass(frozen=True)
 class RankStates:
-    """What each rank of one pipeline rank holds; ranks that differ in tp, cp and dp hold as much, but for states of a
-    chain of transforms, which are those of the rank with the most."""
+    """States of each rank at one pipeline position.
+
+    Ranks that differ in tp, cp and dp hold the same amount, except for states of a transform chain, for which the rank
+    with the most is used.
+    """
 
     pp_rank: int
     stages: tuple[Stage, ...]
     metas: tuple[ParamMeta, ...]
     parameters: int
-    """Elements of the rank's own shards, padding not included."""
+    """Elements of the rank's own shards, excluding padding."""
 
     memory: BufferBytes
 
@@ -189,7 +202,7 @@ class RankStates:
 
 
 def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankStates:
-    """Parameters and bytes of states of the ranks at `pp_rank`."""
+    """Return parameters and state bytes of the ranks at `pp_rank`."""
     model = config.model
     parallel = config.parallel
     optimizer = config.optimizer
@@ -214,7 +227,7 @@ def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankS
 
 
 def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[ParamMeta]) -> tuple[BufferLayout, ...]:
-    """The buffers of a rank's trained parameters."""
+    """Return the buffers of a rank's trained parameters."""
     optimizer, ddp = config.optimizer, config.ddp
     trained = [(meta, local_shape(meta, dims)) for meta in metas if not optimizer.freezes(meta)]
     sizes = dims.shards(False), dims.shards(True), ddp.ddp_bucket_size
@@ -223,26 +236,26 @@ def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[Param
 
 
 def place_of_units(parallel: ModelParallelConfig) -> str:
-    """Where parameters and gradients of units are kept between passes: DEVICE, HOST or DISK."""
+    """Return the storage of unit parameters and gradients between passes: DEVICE, HOST or DISK."""
     if parallel.unit_store is None or not (facts := UNIT_STORES.facts(parallel.unit_store)).on_host:
         return DEVICE
     return DISK if facts.on_disk(parallel) else HOST
 
 
 def callback_bytes(config: RunConfig, buffers: Sequence[BufferLayout]) -> dict[str, int]:
-    """Bytes of the states that callbacks of a run keep on each rank, on the device or the host, by callback."""
+    """Return the bytes of callback states on each rank, on the device or the host, by callback."""
     counts = {name: len(states) for name, states in states_of_callbacks(config).items()}
     owned = sum(place.numel for place in place_states(buffers, config.optimizer)) if counts else 0
     return {name: count * owned * DTYPE_BYTES[dtype_of_states(config, name)] for name, count in counts.items()}
 
 
 def dtype_of_states(config: RunConfig, callback: str) -> str:
-    """Dtype name of a callback's states."""
+    """Return the dtype name of a callback's states."""
     return CALLBACKS.facts(callback).stored(config).dtype or config.parallel.main_dtype
 
 
 def states_of_callbacks(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Names of the states that callbacks of a run keep, by callback, of those that keep some."""
+    """Return the names of callback states, by callback; callbacks without states are omitted."""
     every = {name: CALLBACKS.facts(name).states_in(config) for name in CALLBACKS.wanted(config)}
     return {name: states for name, states in every.items() if states}
 
@@ -250,9 +263,12 @@ def states_of_callbacks(config: RunConfig) -> dict[str, tuple[str, ...]]:
 def chain_bytes(
     buffers: Sequence[BufferLayout], optimizer: OptimizerConfig, dims: ParallelDims, pp_rank: int, main: int
 ) -> tuple[list[int], list[int]]:
-    """Bytes of states that chains of transforms keep beside those in shards, on the device and on the host of each rank
-    at `pp_rank`, in order of rank, where the main dtype has `main` bytes."""
-    from megatron.core.optimizer.transforms import plan_of_chain, states_of_parameter  # which imports torch
+    """Return bytes of transform-chain states outside shards, on the device and on the host of each rank at `pp_rank`,
+    in rank order.
+
+    Elements of the main dtype have `main` bytes.
+    """
+    from megatron.core.optimizer.transforms import plan_of_chain, states_of_parameter  # imports torch
 
     if not any(states_of_parameter(optimizer, param.meta) for buffer in buffers for param in buffer.params):
         return [0], [0]
@@ -264,10 +280,13 @@ def chain_bytes(
 def _units_in_flight(
     buffers: Sequence[BufferLayout], config: RunConfig, stages: Sequence[Stage], several: bool
 ) -> UnitsInFlight:
-    """Two units at a time are whole: the one that is computed and the next one; or, of gradients, the one that is
-    computed and the bucket that is reduced. Of units in host memory a third one's gradients are on their way to the
-    device, from the second micro-batch on. Exact for one stage a rank without multi-token prediction, one unit too few
-    or too many otherwise."""
+    """Return the peak of whole units.
+
+    Two units at a time are whole: the current and the next one or, for gradients, the current one and the bucket being
+    reduced. For units in host memory, from the second micro-batch on, a third unit's gradients are being copied to the
+    device. The result is exact for one stage per rank without multi-token prediction; otherwise it may be off by one
+    unit.
+    """
     buckets = _buckets_of_units(buffers)
     if not buckets:
         return UnitsInFlight()
@@ -304,7 +323,7 @@ def _units_in_flight(
 
 
 def _buckets_of_units(buffers: Sequence[BufferLayout]) -> dict[str, list[BucketLayout]]:
-    """Unit -> its buckets, as the forward pass meets them."""
+    """Map each unit to its buckets, in forward order."""
     found: dict[str, list[BucketLayout]] = {}
     buckets = [bucket for buffer in buffers if buffer.by_unit for bucket in buffer.buckets]
     for bucket in sorted(buckets, key=lambda bucket: min(place.index for place in bucket.params)):
@@ -313,8 +332,8 @@ def _buckets_of_units(buffers: Sequence[BufferLayout]) -> dict[str, list[BucketL
 
 
 def _passes_of_units(units: list[str], config: RunConfig, stages: Sequence[Stage]) -> tuple[list[str], list[str], bool]:
-    """(units of a forward pass, units whose gradients a backward pass completes, whether the embedding's gradient is
-    whole from one end of the backward pass to the other)."""
+    """Return (units of a forward pass, units whose gradients a backward pass completes, whether the embedding's
+    gradient is whole throughout the backward pass)."""
     if not (config.model.tied_embeddings and stages[-1].last and EMBEDDING in units):
         return units, units, False
     inner = [unit for unit in units if unit != EMBEDDING]
@@ -325,11 +344,11 @@ def _passes_of_units(units: list[str], config: RunConfig, stages: Sequence[Stage
 
 
 def _reduction_bytes(size: int, num_shards: int, parallel: ModelParallelConfig, ddp: DDPConfig) -> int:
-    """Bytes that the reduction of `size` elements takes beside them. Blocks that gloo exchanges are not counted: GPUs
-    have none."""
+    """Return the additional bytes for reducing `size` elements. Blocks that gloo exchanges are not counted, because
+    GPUs have none."""
     dtype = parallel.params_dtype if ddp.grad_reduce_in_bf16 else parallel.main_dtype
     if num_shards == 1:
-        return 0  # gradients of one rank are copied as they are
+        return 0  # gradients of a single rank are copied unchanged
     rounded = size if dtype != parallel.main_dtype else 0
     return (rounded + size // num_shards) * DTYPE_BYTES[dtype]
 
@@ -337,7 +356,7 @@ def _reduction_bytes(size: int, num_shards: int, parallel: ModelParallelConfig, 
 def _metas_of(
     model: TransformerConfig, parallel: ModelParallelConfig, stages: Sequence[Stage], tied: tuple[int, ...]
 ) -> tuple[ParamMeta, ...]:
-    """The parameters of a rank's stages. A tied embedding that two stages share is held once."""
+    """Return the parameters of a rank's stages. A tied embedding that two stages share is counted once."""
     found: dict[str, ParamMeta] = {}
     for stage in stages:
         metas = stage_metas(model, stage, sequence_parallel=parallel.sequence_parallel, tied_stages=tied)
@@ -347,7 +366,7 @@ def _metas_of(
 
 
 def local_shape(meta: ParamMeta, dims: ParallelDims) -> tuple[int, ...]:
-    """Shape of the local shard of a parameter; all shards are equal."""
+    """Return the shape of a parameter's local shard; all shards are equal."""
     return meta.box({axis: (0, dims.size(axis)) for axis in meta.sharded})[1]
 
 
@@ -386,22 +405,22 @@ class RankMemory:
 
     @property
     def record(self) -> dict[str, int]:
-        """The record as JSON."""
+        """Return the memory as JSON."""
         return {"pp_rank": self.plan.pp_rank, **self.sizes, "total": self.total, "host": self.host}
 
 
 def fullest(memory: Sequence[RankMemory]) -> RankMemory:
-    """The pipeline rank with the most memory."""
+    """Return the pipeline rank with the most memory."""
     return max(memory, key=lambda rank: rank.total)
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB, to a tenth; small sizes to three digits."""
+    """Format bytes in GiB with one decimal; small sizes with three digits."""
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.3g}"
 
 
 def memory_of_ranks(config: RunConfig, world_size: int, cache: PlannerCache | None = None) -> list[RankMemory]:
-    """Memory by pipeline rank. `cache` keeps measurements of layers between calls."""
+    """Return memory by pipeline rank. `cache` keeps layer measurements between calls."""
     from megatron.extensions.plan.planner.activations import activations_of_ranks
     from megatron.extensions.plan.planner.micro_batch import MicroBatch
 
@@ -413,8 +432,10 @@ def memory_of_ranks(config: RunConfig, world_size: int, cache: PlannerCache | No
 
 
 def come_and_go(plan: RankStates, held: RankActivations, config: RunConfig) -> int:
-    """Bytes that come and go: temporary tensors, whole units, and copies of weights in fp8, of whole units alone where
-    parameters are sharded."""
+    """Return the bytes of temporary tensors, whole units and fp8 weight copies.
+
+    If parameters are sharded, only the copies of whole units count.
+    """
     copies = held.weight_copies
     if config.ddp.drops_parameters(config.parallel) and plan.in_flight.parameters:
         whole = plan.parameters * DTYPE_BYTES[config.parallel.params_dtype]

@@ -38,8 +38,8 @@ RANKS_SHOWN = 8
 
 
 def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemory]) -> Iterator[str]:
-    """One line for each pipeline rank: what it holds, bytes of parameters, gradients and optimizer state, and of
-    activations; then what is counted."""
+    """Return one line per pipeline rank with its layers and the bytes of parameters, gradients, optimizer state and
+    activations, followed by the counted items."""
     from megatron.extensions.plan.planner.micro_batch import MicroBatch
 
     plans, activations = [rank.plan for rank in ranks], [rank.activations for rank in ranks]
@@ -91,7 +91,8 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
 
 
 def _unit_line(config: RunConfig, plans: Sequence[RankStates]) -> Iterator[str]:
-    """A line about the place of matrices and their gradients between passes, unless they are whole on each device."""
+    """Return a line about the storage of matrices and their gradients between passes, unless they are whole on each
+    device."""
     if config.ddp.unit_ranks(config.parallel) is None:
         return
     what = "gradients and parameters" if config.ddp.drops_parameters(config.parallel) else "gradients"
@@ -109,7 +110,7 @@ def _unit_line(config: RunConfig, plans: Sequence[RankStates]) -> Iterator[str]:
 
 
 def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> Iterator[str]:
-    """Lines about the items that count as activations, and the amount per layer."""
+    """Return lines about the items that count as activations, and the amount per layer."""
     model = batch.model
     even = ", tokens even over the experts" if model.num_experts is not None else ""
     on_gpus = ", and with those of GPUs for norms and attention"
@@ -150,7 +151,8 @@ def _fp8_line(batch: MicroBatch) -> Iterator[str]:
 
 
 def _holdings(plan: RankStates) -> str:
-    """`embedding, layers 0-7 (8)` and `layers 24-29 (6), norm, head`; several stages on a rank with a bar between."""
+    """Format stages as `embedding, layers 0-7 (8)` or `layers 24-29 (6), norm, head`; a bar separates several stages of
+    a rank."""
     predicts = any(meta.name.startswith(MULTI_TOKEN) for meta in plan.metas)
     return " | ".join(_holding(stage, predicts) for stage in plan.stages)
 

@@ -21,7 +21,7 @@ class MicroBatch:
     """"cuda" or "cpu"; their norms save different tensors for backward."""
 
     own_positions: bool = False
-    """True if samples have position ids of their own (--reset-position-ids)."""
+    """True if samples have their own position ids (--reset-position-ids)."""
 
     bf16_sums: bool = False
     """True if gradients are summed in bf16 (--main-grads-dtype)."""
@@ -34,7 +34,7 @@ class MicroBatch:
 
     @classmethod
     def of(cls, config: RunConfig) -> MicroBatch:
-        """Returns the micro-batch of a run."""
+        """Return the micro-batch of a run."""
         device, samples = "cpu" if config.parallel.cpu else "cuda", config.training.micro_batch_size
         bf16_sums = config.optimizer.gradients_dtype == "bfloat16"
         own = config.restarts_positions, bf16_sums
@@ -50,7 +50,7 @@ OF_PIPELINE = (
 
 
 def in_a_layer(batch: MicroBatch) -> MicroBatch:
-    """Equal for micro-batches that do the same in equal layers, wherever the layers lie."""
+    """Return a key that is equal for micro-batches that do the same in equal layers, wherever the layers are."""
     values = {name: getattr(ModelParallelConfig, name) for name in OF_PIPELINE}
     values["pipeline_schedule"] = "zb-h1" if splits_backward(batch.parallel.schedule) else "1f1b"
     parallel = replace(batch.parallel, **values).without("cuda_graph_impl").without("pipeline_model_parallel_layout")

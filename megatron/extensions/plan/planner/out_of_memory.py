@@ -25,14 +25,17 @@ SECONDS = 5.0
 """Seconds after which no further change is planned, because the other ranks wait for the report."""
 
 Change = Mapping[str, object]
-"""Field of the configuration -> value."""
+"""Maps configuration fields to values."""
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def changes(config: RunConfig) -> Iterator[Change]:
-    """Yield changes that take less memory, cheapest first: states before further communication, before updates on the
-    host, before offload and recomputation of whole layers, before another layout."""
+    """Yield changes that take less memory, cheapest first.
+
+    The order is: sharding of states before additional communication, then updates on the host, offload and
+    recomputation of whole layers, and another layout.
+    """
     bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     yield {"use_distributed_optimizer": True}
     yield {"use_precision_aware_optimizer": True, **bf16}
@@ -52,9 +55,18 @@ def changes(config: RunConfig) -> Iterator[Change]:
 
 
 def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: TrainingRun | None) -> str:
-    """Several lines: planned and held bytes of the ranks at `pp_rank` by category, and the first of `changes` whose
-    plan fits into the device; where the device's size is not known, as on CPU, the first that takes less. `run` is
-    None before it has been built."""
+    """Return a report of several lines: planned and held bytes of the ranks at `pp_rank` by category, and a change that
+    fits.
+
+    The change is the first of `changes` whose plan fits into the device. If the device's size is unknown, as on CPU, it
+    is the first one that takes less memory.
+
+    Args:
+        config: Configuration of the run.
+        world_size: Number of ranks.
+        pp_rank: Pipeline rank that ran out of memory.
+        run: The run, or None before it has been built.
+    """
     cache, until = PlannerCache(), time.monotonic() + SECONDS
     plan, held = planned_memory(config, world_size, pp_rank, cache), held_bytes(run)
     size = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
@@ -97,7 +109,7 @@ def _cheapest(config: RunConfig, world_size: int, pp_rank: int, limit: int, unti
 
 
 def with_change(config: RunConfig, change: Change, world_size: int) -> RunConfig | None:
-    """The configuration with a change; None if nothing changes, or it could not run."""
+    """Return the configuration with a change; None if nothing changes, or if it cannot run."""
     changed = with_named(config, change)
     if changed == config:
         return None
@@ -106,7 +118,7 @@ def with_change(config: RunConfig, change: Change, world_size: int) -> RunConfig
 
 
 def flags_of(change: Change) -> str:
-    """The change as command-line flags."""
+    """Format the change as command-line flags."""
     table = field_table()
     return " ".join(
         f"--{name.replace('_', '-')}" if value is True else f"{table[name].name} {value}"
@@ -115,12 +127,12 @@ def flags_of(change: Change) -> str:
 
 
 def planned_memory(config: RunConfig, world_size: int, pp_rank: int, cache: PlannerCache) -> RankMemory:
-    """Returns the planned memory of the ranks at `pp_rank`. `cache` keeps measurements that other changes share."""
+    """Return the planned memory of the ranks at `pp_rank`. `cache` keeps measurements that other changes share."""
     return memory_of_ranks(config, world_size, cache)[pp_rank]
 
 
 def host_memory_of_a_rank() -> float:
-    """Free bytes of host memory here per rank, with one rank per device; infinite if not known."""
+    """Return the free host memory in bytes per rank, with one rank per device; infinite if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -130,7 +142,7 @@ def host_memory_of_a_rank() -> float:
 
 
 def held_bytes(run: TrainingRun | None) -> dict[str, int]:
-    """Bytes that this rank holds, as far as they are known."""
+    """Return the bytes that this rank holds, as far as they are known."""
     held: dict[str, int] = {}
     if run is not None:
         held["parameters"], held["gradients"], host = run.ddp.nbytes

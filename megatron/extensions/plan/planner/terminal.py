@@ -14,8 +14,10 @@ from types import FrameType
 
 @contextmanager
 def at_interrupt(call: Callable[[], None], signals: Sequence[int] = (signal.SIGINT,)) -> Iterator[None]:
-    """The first of these signals calls `call`. After it, the signals do what they did before. One that the process
-    ignores stays ignored."""
+    """Make the first interrupt signal call `call`. Afterwards the previous handlers apply again.
+
+    A signal that the process ignores stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -39,9 +41,11 @@ def at_interrupt(call: Callable[[], None], signals: Sequence[int] = (signal.SIGI
 
 
 def end_process() -> None:
-    """Ends the process at once, with exit code 130 and one line on standard error. For a command that has nothing to
-    save: a KeyboardInterrupt is lost where a callback of torch or of a fork runs. Children end with it, as those of
-    `fake_rank.forked` do."""
+    """End the process immediately, with exit code 130 and one line on standard error.
+
+    For commands that have nothing to save. A KeyboardInterrupt would be lost inside a torch or fork callback. Child
+    processes, such as those of `fake_rank.forked`, end with it.
+    """
     with suppress(OSError):
         os.write(2, b"Interrupted.\n")
     os._exit(128 + signal.SIGINT)
@@ -53,8 +57,10 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Yields what says on standard error how far a command is, if it has not just done so: in one line of a terminal,
-    elsewhere in a line now and then."""
+    """Yield a function that reports progress on standard error at most once per interval.
+
+    On a terminal it updates one line, elsewhere it prints a line from time to time.
+    """
     terminal, said = sys.stderr.isatty(), time.monotonic()
 
     def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""A simulator of pipeline schedules: start and end of each action, bubbles, and peak activations.
+"""Simulator of pipeline schedules: start and end of each action, bubbles, and peak activations.
 
-It has no flags. Read `simulator.py`; plans, traces and `tools/plot_schedule.py` use it.
+The extension has no flags. Plans, traces and `tools/plot_schedule.py` use `simulator.py`.
 """

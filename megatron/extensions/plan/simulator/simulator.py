@@ -1,4 +1,4 @@
-"""Simulates lists of actions: the start and end of each action, idle time, and memory."""
+"""Simulates action lists: the start and end of each action, idle time, and memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Times and memory of one microbatch on one stage: one number for all stages, or one for each.
+    """Times and memory of one micro-batch on one stage: one number for all stages, or one for each.
 
-    A whole backward takes `input_grad + weight_grad`. `comm` is the time of a message between two ranks, or by stage
-    that of messages between the stage and the next one.
-    `activation` is held from F to the end of the backward; between I and W this times `kept_for_weight_grad`.
+    A whole backward takes `input_grad + weight_grad`. `comm` is the time of a message between two ranks or, by stage,
+    of a message between the stage and the next one. `activation` is held from F to the end of the backward; between I
+    and W, only the fraction `kept_for_weight_grad` is held.
 
-    Each F, and each B or I, has `exchanges` all-to-alls of experts at equal distances, each of time `exchange`, in
-    which it waits. Passes that run in turns compute meanwhile.
+    Each F, and each B or I, waits in `exchanges` expert all-to-alls at equal distances, each of time `exchange`. Passes
+    that run in turns compute in the meantime.
     """
 
     forward: PerStage = 1.0
@@ -35,7 +35,7 @@ class StageCosts:
     exchange: float = 0.0
 
     def time(self, action: Action) -> float:
-        """Time that an action computes; 0 for communication, whose time is in `comm`."""
+        """Return the time that an action computes; 0 for communication, whose time is in `comm`."""
         if action.kind is Kind.F:
             return at_stage(self.forward, action.stage)
         time = 0.0
@@ -46,13 +46,13 @@ class StageCosts:
         return time
 
     def exchanges_of(self, action: Action) -> int:
-        """Number of all-to-alls of an action."""
+        """Return the number of all-to-alls of an action."""
         return int(at_stage(self.exchanges, action.stage)) if action.kind in (Kind.F, *BACKWARDS) else 0
 
     def duration(self, actions: Sequence[Action]) -> tuple[float, float]:
-        """(time, part of it in which nothing is computed) of an action alone, or of two that run in turns.
+        """Return (time, part of it without computation) of a single action, or of two that run in turns.
 
-        A pass hands over when it has started an all-to-all, and takes over again when the other one does. All-to-alls
+        A pass switches to the other when it has started an all-to-all, and resumes when the other does so. All-to-alls
         run one after another.
         """
         left = [self.exchanges_of(action) for action in actions]
@@ -70,14 +70,14 @@ class StageCosts:
         return clock, waited
 
     def memory(self, action: Action) -> float:
-        """Activations that an action adds to (F) or frees from (B, I, W) its rank."""
+        """Return the activations that an action adds to (F) or frees from (B, I, W) its rank."""
         after = at_stage(self.kept_for_weight_grad, action.stage)
         share = {Kind.F: 1.0, Kind.B: -1.0, Kind.I: after - 1, Kind.W: -after}
         return share.get(action.kind, 0.0) * at_stage(self.activation, action.stage)
 
 
 def at_stage(value: PerStage, stage: int) -> float:
-    """The entry of `stage`, or the one number that stands for all stages."""
+    """Return the entry of `stage`, or the one number for all stages."""
     return value if isinstance(value, int | float) else value[stage]
 
 
@@ -89,7 +89,7 @@ class Simulation(Walk):
         self.costs = costs
         self.peak_activations = [held_at_peak(actions, costs)[0] for actions in lists]
         self.exchanging = 0.0
-        """Time of all all-to-alls of experts."""
+        """Time of all expert all-to-alls."""
         self.exposed = 0.0
         """Part of the exchange time in which the rank computes nothing."""
         self.run()
@@ -108,23 +108,26 @@ class Simulation(Walk):
 
     @property
     def spans(self) -> list[float]:
-        """Time from the first start to the last end, by rank."""
+        """Return the time from the first start to the last end, by rank."""
         return [timed[-1].stop - timed[0].start if timed else 0.0 for timed in self._compute]
 
     @property
     def busy(self) -> list[float]:
-        """Time that each rank computes, or waits for an all-to-all of experts."""
+        """Return the time that each rank computes or waits for an expert all-to-all."""
         return [sum(stop - start for _, start, stop in timed) for timed in self._compute]
 
     @property
     def makespan(self) -> float:
-        """Time from the first start to the last end over all ranks."""
+        """Return the time from the first start to the last end over all ranks."""
         return max((timed.stop for timeline in self.timeline for timed in timeline), default=0.0)
 
     @property
     def bubble(self) -> float:
-        """Idle share of a step: no rank updates its parameters before the gradient norm is known, which needs the
-        gradients of all ranks, so that a step lasts from the first start to the last end of all of them."""
+        """Return the idle share of a step.
+
+        No rank updates its parameters before the gradient norm is known, which needs the gradients of all ranks. A step
+        therefore lasts from the first start to the last end over all ranks.
+        """
         time = self.makespan
         return 1 - sum(self.busy) / len(self.timeline) / time if time else 0.0
 
@@ -134,15 +137,20 @@ class Simulation(Walk):
 
 
 def simulate(lists: Lists, costs: StageCosts | None = None, *, rendezvous: bool = False) -> Simulation:
-    """Runs lists, with or without sends and receives, on paper, as a `Walk` does. Raises DeadlockError if they cannot
-    run to their end, ValueError if an action is listed twice."""
+    """Simulate lists, with or without sends and receives, like a `Walk`.
+
+    Raises DeadlockError if they deadlock, ValueError if an action is listed twice.
+    """
     return Simulation(lists, costs or StageCosts(), rendezvous)
 
 
 def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, dict[int, int]]:
-    """The most activations that a rank holds between two actions, and the micro-batches of each stage that are between
-    their forward and their backward then. A list without a backward holds the activations of one action. Two passes
-    that run in turns are one action: while they run, one more is held in part."""
+    """Return the largest activations that a rank holds between two actions, and the micro-batches of each stage between
+    forward and backward at that time.
+
+    A list without backwards holds the activations of one action. Two passes that run in turns are one action; while
+    they run, one more micro-batch is partly held.
+    """
     forward_only = all(action.kind not in (Kind.B, Kind.I) for action in actions)
     held = peak = 0.0
     inside: Counter[int] = Counter()
@@ -160,7 +168,7 @@ def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, d
 
 
 def lists_of_steps(schedule: str, p: int, steps: Sequence[int]) -> Schedule:
-    """The lists of a run of a schedule that does not flush, with as many micro-batches as `steps` say, numbered on."""
+    """Return the lists of an unflushed run with the micro-batch counts in `steps`, numbered consecutively."""
     of_step = PIPELINE_SCHEDULES.facts(schedule).of_step
     assert of_step is not None, f"{schedule} flushes"
     lists: Schedule = [[] for _ in range(p)]

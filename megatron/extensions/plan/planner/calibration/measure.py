@@ -32,7 +32,7 @@ class Sizes:
     """Sizes to measure: small on a CPU, whose ranks train small models, and large on a GPU."""
 
     products: tuple[tuple[int, int, int], ...]
-    """(m, n, k): rows are tokens."""
+    """Sizes (m, n, k) of products; m counts tokens."""
 
     lengths: tuple[int, ...]
     widths: tuple[int, ...]

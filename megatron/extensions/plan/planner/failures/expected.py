@@ -1,5 +1,5 @@
-"""Expected goodput of a run on devices that fail, the best save interval, and the number of spare nodes worth paying
-for. This module does not import torch.
+"""Expected goodput of a run on failing devices, best save interval, and number of spare nodes worth paying for. This
+module does not import torch.
 
 Failures are a Poisson process: a run of W devices, each with `rate` failures a day, fails every M = 86400 / (rate W)
 seconds on average. A run saves after every tau seconds of steps, stops for delta seconds at each save, and needs R
@@ -155,8 +155,8 @@ def spares_worth(nodes: int, node_failures_per_second: float, repair_seconds: fl
 
 
 def failure_lines(expected: Expected, given: int | None, nodes: int, repair_hours: float) -> Iterator[str]:
-    """Lines about the failures of a run, its goodput at the best save interval and at the run's own (`given`), and
-    spare nodes."""
+    """Yield lines about a run's failures, its goodput at the best save interval and at its own (`given`), and spare
+    nodes."""
     save, best = expected.save, expected.best()
     yield f"a failure every {_time(expected.between_failures)}, {_time(expected.restart_seconds)} until the next step"
     source = f" ({save.source})" if save.source else ""
@@ -174,7 +174,7 @@ def failure_lines(expected: Expected, given: int | None, nodes: int, repair_hour
 
 
 def failure_record(expected: Expected, given: int | None, nodes: int, repair_hours: float) -> dict[str, object]:
-    """The same as JSON; times in seconds."""
+    """Return the content of `failure_lines` as JSON; times are in seconds."""
     per_node = 1.0 / (expected.between_failures * nodes)
     spares, present, alone = spares_worth(nodes, per_node, repair_hours * 3600)
     return {

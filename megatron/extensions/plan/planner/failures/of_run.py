@@ -1,4 +1,4 @@
-"""Expected failures of a planned run, from its predicted step and memory and the saves that it has made so far.
+"""Expected failures of a planned run, derived from its predicted step, its memory and its earlier saves.
 
 This module does not import torch.
 """
@@ -49,7 +49,7 @@ class RunOnFailing:
     ) -> RunOnFailing:
         """Create it from a plan."""
         known = asked.save_seconds or measured_save(recorded_events(config.checkpoint.save_root))
-        # A save holds each rank's weights and states; replicas are written once.
+        # A save contains each rank's weights and states; replicas are written once.
         states = [rank.plan.memory.parameters + rank.plan.memory.optimizer for rank in memory]
         sharded = config.ddp.data_parallel_sharding_strategy != "no_shard"
         writers = step.world_size // (1 if sharded else dims.size("dp") * dims.size("cp"))
@@ -64,10 +64,10 @@ class RunOnFailing:
 
     @property
     def lines(self) -> Iterator[str]:
-        """Lines about failures, goodput by save interval, and spare nodes."""
+        """Return lines about failures, goodput by save interval, and spare nodes."""
         return failure_lines(self.expected, self.save_interval, self.nodes, self.repair_hours)
 
     @property
     def record(self) -> dict[str, object]:
-        """The same as JSON; times in seconds."""
+        """Return the content of `lines` as JSON; times are in seconds."""
         return failure_record(self.expected, self.save_interval, self.nodes, self.repair_hours)

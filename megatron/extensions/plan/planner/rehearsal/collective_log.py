@@ -1,7 +1,7 @@
-"""Records the collectives of a rank as torch dispatches them, in a real world or a fake one.
+"""Records the collectives of a rank as torch dispatches them, in a real or fake world.
 
-Every caller is covered: this library, torch's own functions, and a user's layers. Collectives of Python objects are
-recorded as one call, as their sizes follow from values.
+All callers are covered: this library, torch's own functions, and custom layers. A collective of Python objects is
+recorded as one call, because its sizes depend on values.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ OPS = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"),
     *("send", "recv", "barrier", "monitored_barrier"),
 )
-"""Names in records. Those of operators begin alike, with other underscores: allreduce_coalesced_, _allgather_base_."""
+"""Names in records. Operator names start with these, apart from underscores: allreduce_coalesced_, _allgather_base_."""
 
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
-"""Names in the order of torch's ReduceOp."""
+"""Reduction names in the order of torch's ReduceOp."""
 
 SENT = ("tensors", "input_tensors", "input_tensor", "input", "inputs")
 RECEIVED = ("output_tensors", "output_tensor", "output", "outputs", "tensors", "out")
@@ -45,11 +45,11 @@ RECEIVED = ("output_tensors", "output_tensor", "output", "outputs", "tensors", "
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 WRAPPERS = ("core/collectives.py", "core/pipeline_parallel/p2p.py")
-"""Library files that call sites leave out, beside those of the planner."""
+"""Library files that call sites omit, in addition to the planner's files."""
 
 
 class CollectiveLog:
-    """The collectives of this rank, in order. `phase` returns what it is doing, and the micro-batch or -1."""
+    """The collectives of this rank, in order. `phase` returns the rank's current phase and micro-batch (or -1)."""
 
     def __init__(self, phase: Callable[[], tuple[str, int]] = lambda: ("", -1)) -> None:
         self.collectives: list[Collective] = []
@@ -58,14 +58,16 @@ class CollectiveLog:
         self._groups: dict[str, Group] = {}
 
     def name_groups(self, axes: Mapping[str, Axis]) -> None:
-        """Names the groups of a layout by its axes, the first one where several have the same ranks, and those of all
-        parameters before those of experts."""
+        """Name the groups of a layout by axis.
+
+        If several axes have the same ranks, the first one is used; axes of all parameters come before axes of experts.
+        """
         for name, axis in sorted(axes.items(), key=lambda item: item[0].startswith("expt_")):
             if axis.group is not None:
                 self.axes.setdefault(self.group(axis.group), name.partition("_lane")[0])
 
     def group(self, group: dist.ProcessGroup | str) -> Group:
-        """The identity of a group, which is given as an object or by its name."""
+        """Return the identity of a group, given as an object or by name."""
         name = group if isinstance(group, str) else group.group_name
         if name not in self._groups:
             self._groups.clear()
@@ -82,7 +84,7 @@ class CollectiveLog:
         self.collectives.append(made._replace(site=call_site(), phase=phase, microbatch=microbatch))
 
     def record(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Records an operator if it is a collective."""
+        """Record an operator if it is a collective."""
         if func.namespace not in ("c10d", "_c10d_functional"):
             return
         schema = schema_of(func)
@@ -132,8 +134,8 @@ class CollectiveLog:
         return replaced(*((dist, name, recorded(name, getattr(dist, name))) for name in OBJECTS))
 
     def answer(self, real: Callable[..., Any], given: Mapping[str, Any]) -> None:
-        """Does what `real`, a collective of Python objects, does with these arguments where each rank's value is this
-        one's."""
+        """Return the result of `real`, a collective of Python objects, assuming that every rank passes this rank's
+        value."""
         if "obj" in given and (values := given.get("object_list", given.get("object_gather_list"))) is not None:
             values[:] = [given["obj"]] * len(values)
         if given.get("scatter_object_input_list"):
@@ -156,7 +158,7 @@ def _reduction(op: object) -> str:
 
 
 def call_site() -> str:
-    """`FILE:LINE in FUNCTION` of the innermost caller outside of torch and the wrappers of collectives."""
+    """Return `FILE:LINE in FUNCTION` of the innermost caller outside torch and the wrappers of collectives."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -167,7 +169,7 @@ def call_site() -> str:
 
 
 def places_of(trace: TracebackType | None) -> Iterator[str]:
-    """The places of a traceback outside of torch and the wrappers of collectives, the innermost first."""
+    """Return the places in a traceback outside torch and the wrappers of collectives, the innermost first."""
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         if (place := _place(frame.f_code.co_filename)) is not None:
             yield f"{place}:{line} in {frame.f_code.co_name}"
@@ -175,7 +177,7 @@ def places_of(trace: TracebackType | None) -> Iterator[str]:
 
 @cache
 def _place(filename: str) -> str | None:
-    """A file as it is shown; None if it is left out."""
+    """Return a file's displayed path; None if it is omitted."""
     path = Path(filename)
     if "site-packages" in path.parts or filename.startswith("<") or any(path.is_relative_to(each) for each in PASSED):
         return None
@@ -188,4 +190,4 @@ def _place(filename: str) -> str | None:
 PLANNER = Path(__file__).parents[1]
 
 PASSED = (Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib")))
-"""Folders that call sites pass over: torch, and Python's own library."""
+"""Folders that call sites omit: torch, and Python's own library."""

@@ -1,6 +1,7 @@
-"""`pretrain_gpt.py --rehearse`: rehearses ranks of a world that does not exist.
+"""Rehearses ranks of a world that does not exist (`pretrain_gpt.py --rehearse`).
 
-It reports failed ranks, mismatched collectives, memory, and bytes sent."""
+It reports failed ranks, mismatched collectives, memory, and bytes sent.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +48,12 @@ from megatron.training.plan import plan_of
 
 
 def rehearse(asked: Prepared, ranks: str, device_memory: float | None) -> int:
-    """Rehearses a validated configuration on its ranks, and prints the report. `ranks` is the value of --ranks,
-    `device_memory` that of --device-memory in GiB. Writes the report to the file of --json ("" is standard output, and
-    then nothing else is printed there). Returns the exit code: 1 if a run would fail, or if ranks could not be
-    rehearsed. Raises OutputError if the file cannot be written."""
+    """Rehearse a validated configuration on its ranks, and print the report.
+
+    `ranks` is the value of --ranks, `device_memory` the value of --device-memory in GiB. The report is also written to
+    the file of --json ("" means standard output, where only the JSON is then printed). Returns exit code 1 if a run
+    would fail or if ranks could not be rehearsed. Raises OutputError if the file cannot be written.
+    """
     config = asked.config
     world_size = asked.world_size
     json_file = asked.json_file
@@ -59,7 +62,7 @@ def rehearse(asked: Prepared, ranks: str, device_memory: float | None) -> int:
     limit = None if device_memory is None else round(device_memory * 2**30)
     rehearsal = rehearsal_of(config, world_size, limit)
     chosen = chosen_ranks(ranks, rehearsal.dims)
-    planned, notes = _planned_or_told(rehearsal)  # this also warms the caches of fake tensors, which the ranks inherit
+    planned, notes = _planned_or_told(rehearsal)  # this also warms the fake-tensor caches, which the ranks inherit
     starts, problems = start_of_run(config)
     records, lost = _records(rehearsal, chosen)
     problems += problem_lines(records, world_size)
@@ -74,7 +77,7 @@ def rehearse(asked: Prepared, ranks: str, device_memory: float | None) -> int:
 
 
 def _spent() -> str:
-    """Returns the time and memory that all processes have used, as text."""
+    """Format the time and memory used by all processes."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(each.ru_utime + each.ru_stime for each in used)
     largest = max(each.ru_maxrss for each in used) // 2**10
@@ -82,7 +85,7 @@ def _spent() -> str:
 
 
 def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecord], list[Lost]]:
-    """By rank, with progress on standard error."""
+    """Return the records by rank; shows progress on standard error."""
     records = list[RankRecord]()
     lost = list[Lost]()
     began = time.monotonic()
@@ -102,8 +105,11 @@ def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecor
 
 
 def _planned_or_told(rehearsal: Rehearsal) -> tuple[dict[int, int], list[str]]:
-    """The memory of each pipeline rank as `--dry-run` plans it, for as many micro-batches as are rehearsed. A plan runs
-    layers by themselves, which a user's layer may not stand."""
+    """Return the memory of each pipeline rank as `--dry-run` plans it, or print why there is no plan.
+
+    The plan covers as many micro-batches as are rehearsed. It may fail because it runs layers separately, which a
+    custom layer may not support.
+    """
     try:
         memory = memory_of_ranks(rehearsal.config, rehearsal.world_size)
         return {rank.plan.pp_rank: rank.total for rank in memory}, []
@@ -112,8 +118,10 @@ def _planned_or_told(rehearsal: Rehearsal) -> tuple[dict[int, int], list[str]]:
 
 
 def start_of_run(config: RunConfig) -> tuple[list[str], list[str]]:
-    """(where a run would start, problems for which it would not). The metadata of checkpoints are read, and no tensors:
-    a damaged file is not found."""
+    """Return the iteration at which a run would start, and problems that prevent it.
+
+    Only the metadata of checkpoints is read, so damaged tensors are not found.
+    """
     options = config.checkpoint
     if options.load is None:
         return ["a run would start at iteration 0, without --load"], []
@@ -146,7 +154,7 @@ SITES_SHOWN = 4
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a rehearsal."""
+    """Result of a rehearsal."""
 
     config: RunConfig
     """Configuration of the rehearsed run."""
@@ -154,17 +162,17 @@ class Report:
     rehearsal: Rehearsal
     records: Sequence[RankRecord]
     lost: Sequence[Lost]
-    """Ranks whose processes ended without a record: nothing is known of them."""
+    """Ranks whose processes ended without a record."""
 
     planned: Mapping[int, int]
     """Bytes by pipeline rank, as `--dry-run` plans them."""
 
     notes: Sequence[str]
     problems: Sequence[str]
-    """Every problem that would fail a run."""
+    """Every problem that would make a run fail."""
 
     def lines(self) -> Iterator[str]:
-        """Yields the lines of the report: the rehearsed ranks, memory by rank, and traffic by axis."""
+        """Yield the lines of the report: the rehearsed ranks, memory by rank, and traffic by axis."""
         records = self.records
         rehearsed = self.rehearsal.rehearsed
         microbatches = self.rehearsal.microbatches
@@ -181,7 +189,7 @@ class Report:
         yield from self.notes
 
     def _memory_lines(self) -> Iterator[str]:
-        """A line for each rank: memory when it was built, at the peak, and as planned for its pipeline rank."""
+        """Yield a line per rank: memory after building, at the peak, and as planned for its pipeline rank."""
         width = max(len(record.name()) for record in self.records)
         yield f"{'':<{width}}{'built':>12}{'peak':>12}{'planned':>12}  at the peak"
         for record in self.records:
@@ -194,7 +202,7 @@ class Report:
         return self.planned.get(record.coords.get("pp", 0))
 
     def _traffic_lines(self) -> Iterator[str]:
-        """A line for each axis: calls and bytes of the rank that sends most in a step."""
+        """Yield a line per axis: calls and bytes of the rank that sends most in a step."""
         most: dict[str, tuple[int, int, RankRecord]] = {}
         for record in self.records:
             for axis, (calls, size) in self._sent_by_axis(record).items():
@@ -205,8 +213,10 @@ class Report:
             yield f"{axis:<20}{calls:>10,}{byte_text(size):>14}  {record.name()}"
 
     def _sent_by_axis(self, record: RankRecord) -> dict[str, tuple[int, int]]:
-        """(calls, bytes sent) of a whole step by axis. Micro-batches that were not rehearsed send what one in the
-        middle of the rehearsal does."""
+        """Return (calls, bytes sent) of a whole step by axis.
+
+        A micro-batch that was not rehearsed counts like one in the middle of the rehearsal.
+        """
         calls = Counter[str]()
         sizes = Counter[str]()
         rehearsed = self.rehearsal.rehearsed
@@ -218,7 +228,7 @@ class Report:
         return {axis: (calls[axis], sizes[axis]) for axis in calls}
 
     def _compared_line(self) -> str:
-        """A line with the number of compared collectives, or the reason why none could be compared."""
+        """Return a line with the number of compared collectives, or the reason why none could be compared."""
         groups, calls = compared(self.records)
         if not groups:
             alone = "no two of the rehearsed ranks call any together; --ranks all-distinct compares them"
@@ -227,7 +237,7 @@ class Report:
         return f"collectives of {groups} groups compared, {calls:,} calls; each message with its receive"
 
     def _shard_lines(self) -> Iterator[str]:
-        """Bytes of a checkpoint that ranks write, and facts about all of it."""
+        """Yield the checkpoint bytes that ranks write, and a summary."""
         sizes = {record.rank: written_bytes(record.boxes) for record in self.records if record.failure is None}
         if sizes:
             least, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
@@ -240,7 +250,7 @@ class Report:
 
     @property
     def _covered(self) -> bool | None:
-        """True if the ranks write each element of a checkpoint once; None where that is not known."""
+        """Return whether the ranks write each element of a checkpoint once; None if that is unknown."""
         whole = sum(record.failure is None for record in self.records) == self.rehearsal.world_size
         return not coverage_problems(self.records, True) if whole else None
 
@@ -249,7 +259,7 @@ class Report:
         return "CPU" if device_of(self.rehearsal.config) == "cpu" else "GPU"
 
     def verdict(self) -> Iterator[str]:
-        """Problems, ranks of which nothing is known, or that nothing was found."""
+        """Return the problems, and ranks without a record, or state that no problem was found."""
         if self.lost:
             yield "Not rehearsed:"
             yield from (f"  {line}" for line in _lost_lines(self.lost))
@@ -261,7 +271,7 @@ class Report:
             yield "No rank fails, and their collectives agree." if agree else "No rank fails; nothing was compared."
 
     def as_object(self) -> dict[str, object]:
-        """The report as an object for --json."""
+        """Return the report as an object for --json."""
         rehearsal, records = self.rehearsal, self.records
         groups, calls = compared(records)
         return {
@@ -310,7 +320,7 @@ def _lost_lines(lost: Sequence[Lost]) -> Iterator[str]:
 
 
 def problem_lines(records: Sequence[RankRecord], world_size: int) -> list[str]:
-    """Every problem that would fail a run; empty if none was found."""
+    """Return every problem that would make a run fail; empty if none was found."""
     lines: list[str] = []
     failed: dict[tuple[str, str, tuple[str, ...]], list[RankRecord]] = defaultdict(list)
     for record in records:

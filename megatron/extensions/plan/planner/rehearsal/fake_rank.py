@@ -1,9 +1,10 @@
 """Runs the training program as one rank of a world that does not exist: fake process groups and fake tensors.
 
-Groups, model, gradient buffers, optimizer, schedule and one training step are those of a run, by the same functions.
-Tensors have shapes and no values, so a rank takes no memory and no GPU. Numbers that the program reads from tensors are
-0, and tokens are routed evenly over experts. Ranks run in forked processes, some at a time: each has the state of this
-process, and leaves it as it is."""
+Groups, model, gradient buffers, optimizer, schedule and one training step are created by the same functions as in a
+run. Tensors have shapes but no values, so a rank needs no device memory and no GPU. Numbers read from tensors are 0,
+and tokens are routed evenly over experts. Ranks run in forked processes, several at a time. Each starts with the state
+of this process and cannot change it.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +54,13 @@ from megatron.training.setup import build_run
 from megatron.training.train_step import train_step
 
 NAMED_BYTES = 2**20
-"""Bytes below which a tensor is not listed among the holders of memory."""
+"""Size in bytes below which a tensor is not listed among the holders of memory."""
 
 HOLDERS = 8
 
 
 class RankMode(LiveMemory):
-    """Records collectives, and counts memory. Raises OutOfMemoryError above `limit` bytes."""
+    """Records collectives and counts memory. Raises OutOfMemoryError above `limit` bytes."""
 
     def __init__(self, log: CollectiveLog, limit: int | None) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class RankMode(LiveMemory):
         self.peak_phase = ""
         self.sites: dict[int, str] = {}
         self.on_host: list[list[int]] = []
-        """Sizes of buffers by pool of the host."""
+        """Buffer sizes by host pool."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.log.record(func, args, kwargs or {})
@@ -80,7 +81,7 @@ class RankMode(LiveMemory):
         super()._made(key, size)
 
     def _note_peak(self) -> None:
-        """Raises OutOfMemoryError above the limit."""
+        """Update the peak. Raises OutOfMemoryError above the limit."""
         if self._inside or self.now <= self.peak:
             return
         self.peak, self.peak_phase = self.now, self.log.phase()[0]
@@ -88,7 +89,7 @@ class RankMode(LiveMemory):
             raise torch.OutOfMemoryError(f"{self.now:,} bytes are needed, and the device has {self.limit:,}")
 
     def holders(self) -> tuple[Holder, ...]:
-        """The places that hold the most memory now."""
+        """Return the places in the code that hold the most memory now."""
         found: dict[str, list[int]] = {}
         for key, size in self.sizes.items():
             if size >= NAMED_BYTES:
@@ -97,14 +98,14 @@ class RankMode(LiveMemory):
         return tuple(Holder(sum(sizes), len(sizes), site) for site, sizes in most)
 
     def count_host_pool(self, run: TrainingRun) -> None:
-        """Counts the buffers of offloaded activations as the host's."""
+        """Count the buffers of offloaded activations as host memory."""
         store = next((model.decoder.offload for model in run.stages.values()), None)
         if store is not None:
             self.on_host.append(self.count_apart(store.reset(pinned=False)))
 
 
 class EveryRank(Axis):
-    """The world of a rank without peers: the rank itself does the work that the first rank does for all."""
+    """A world without peers: this rank also does the work that the first rank does for all."""
 
     @property
     def first(self) -> bool:
@@ -123,9 +124,11 @@ class Lost(NamedTuple):
 
 
 def forked(jobs: Mapping[int, Callable[[], T]], workers: int) -> Iterator[T | Lost]:
-    """The results of jobs in the order in which they end, `Lost` for those whose process dies without one. Where the
-    system has no room for another process, fewer run at a time; raises OSError if it has none for one. Results must
-    pickle."""
+    """Yield the results of jobs as they end; `Lost` for a job whose process dies without a result.
+
+    If the system has no room for another process, fewer run at a time; raises OSError if there is room for none.
+    Results must be picklable.
+    """
     context, waiting = mp.get_context("fork"), list(jobs)[::-1]
     running: dict[Connection, tuple[int, ForkProcess]] = {}
     workers = max(1, workers)
@@ -164,18 +167,20 @@ def forked(jobs: Mapping[int, Callable[[], T]], workers: int) -> Iterator[T | Lo
 
 
 def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> None:
-    """Ctrl-C, which reaches all processes of a terminal, is left to the parent; SIGTERM ends this process as it would
-    any other."""
+    """Run a job and send its result.
+
+    Ctrl-C, which reaches all processes of a terminal, is handled by the parent; SIGTERM ends this process as usual.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(parent)
-    gc.freeze()  # scanning the inherited objects would copy their pages
+    gc.freeze()  # a garbage collection would copy the pages of inherited objects
     sender.send(job())
     sender.close()
 
 
 def without_inputs(parts: Parts) -> Parts:
-    """Parts of a rehearsal: without callbacks that read inputs at the start."""
+    """Replace the parts of a run for a rehearsal: no callbacks that read inputs at the start."""
     kept = [callback for callback in parts.callbacks if type(callback).on_setup is Callback.on_setup]
     return Parts(kept, parts.metrics)
 
@@ -185,7 +190,7 @@ class Rehearsal:
     """Arguments of a rehearsal."""
 
     config: RunConfig
-    """With as many micro-batches as are rehearsed, and mock data."""
+    """Configuration with the rehearsed number of micro-batches and with mock data."""
 
     world_size: int
     microbatches: int
@@ -195,7 +200,7 @@ class Rehearsal:
     """Number of rehearsed micro-batches."""
 
     device_memory: int | None = None
-    """Bytes at which a rank runs out of memory."""
+    """Memory limit of a rank in bytes."""
 
     @property
     def dims(self) -> ParallelDims:
@@ -205,8 +210,11 @@ class Rehearsal:
 def rehearsal_of(
     config: RunConfig, world_size: int, device_memory: int | None = None, whole: bool = False
 ) -> Rehearsal:
-    """The rehearsal of a resolved and validated configuration. Unless `whole`, as many micro-batches are rehearsed as
-    it takes for each stage to hold as many at once as in the whole step."""
+    """Return the rehearsal of a resolved and validated configuration.
+
+    Unless `whole`, only as many micro-batches are rehearsed as each stage needs to hold as many at once as in the whole
+    step.
+    """
     config = plan_of(config).longest.config
     dims, training = ParallelDims.from_config(config.parallel, world_size), config.training
     microbatches = microbatches_of(config, dims)
@@ -233,20 +241,20 @@ def rehearsal_of(
 
 
 def device_of(config: RunConfig) -> str:
-    """The device whose memory and kernels are rehearsed."""
+    """Return the device whose memory and kernels are rehearsed."""
     return "cpu" if config.parallel.cpu else "cuda"
 
 
 def enough_microbatches(config: RunConfig, microbatches: int) -> int:
-    """The least number of micro-batches, 3 or more, at which each pipeline rank holds as many of each stage at its peak
-    as with all of them."""
+    """Return the smallest number of micro-batches, at least 3, with which each pipeline rank reaches its peak of held
+    micro-batches."""
     layout = pipeline_layout(config.model, config.parallel)
     schedule, step = Schedule.of(config.parallel, layout), layout.pp if layout.chunks > 1 else 1
 
     def held(number: int) -> list[dict[int, int]]:
         try:
             return [held_at_peak(actions, StageCosts())[1] for actions in schedule.lists(number, messages=True)]
-        except ValueError:  # the schedule does not accept so few micro-batches
+        except ValueError:  # the schedule does not support so few micro-batches
             return []
 
     most = held(microbatches)
@@ -269,7 +277,7 @@ class _Phases:
         self.name = name
 
     def watch(self, run: TrainingRun) -> None:
-        """Follows the phases of a training step."""
+        """Track the phases of a training step."""
         self.run = run
 
         @contextmanager
@@ -282,9 +290,11 @@ class _Phases:
 
 
 def rehearse_rank(rehearsal: Rehearsal, rank: int) -> RankRecord | Lost:
-    """The record of one rank. What the program raises is in it as a `Failure`; where this machine has too little
-    memory, the rank is `Lost`. Call it in a process of its own: parts of the library and of extensions may keep
-    state."""
+    """Return the record of one rank.
+
+    An exception of the program is recorded as a `Failure`; if this machine has too little memory, the rank is `Lost`.
+    Call it in a separate process, because parts of the library and of extensions may keep state.
+    """
     began = time.process_time()
     phases = _Phases()
     log = CollectiveLog(phases)
@@ -353,5 +363,5 @@ def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phas
 
 
 def rehearse_ranks(rehearsal: Rehearsal, ranks: Sequence[int], workers: int) -> Iterator[RankRecord | Lost]:
-    """The records of ranks as they come, each from a forked process, `workers` at a time."""
+    """Yield the records of ranks as they finish, each from a forked process, with `workers` processes at a time."""
     return forked({rank: partial(rehearse_rank, rehearsal, rank) for rank in ranks}, workers)

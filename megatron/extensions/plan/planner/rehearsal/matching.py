@@ -1,9 +1,9 @@
-"""Comparison of rehearsed ranks: their collectives, and the parts of a checkpoint that they write. This module does not
+"""Compares rehearsed ranks: their collectives, and the parts of a checkpoint that they write. This module does not
 import torch.
 
-The collectives of one group must be the same, in one order. A message needs its receive at the other end, of the same
-size, and messages of two ranks over one group must be sent and received in one order, as NCCL ignores tags. The boxes
-that all ranks write must cover each tensor once.
+All ranks of a group must call the same collectives in the same order. A message needs a receive of the same size at the
+other end. The messages between two ranks of a group must be sent and received in the same order, because NCCL ignores
+tags. The boxes that all ranks write must cover each tensor exactly once.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ POINT_TO_POINT = ("send", "recv")
 
 
 class Group(NamedTuple):
-    """A process group. Ranks agree on its identity without talking: its members, and how many groups of the same
-    members were made before it."""
+    """A process group.
+
+    Its identity consists of its members and the number of earlier groups with the same members, on which ranks agree
+    without communication.
+    """
 
     ranks: tuple[int, ...]
     ordinal: int = 0
 
 
 class Splits(NamedTuple):
-    """Elements of an all-to-all by rank of the group; empty where all are equal."""
+    """Elements of an all-to-all by rank of the group; empty if all are equal."""
 
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
 
 
 class Collective(NamedTuple):
-    """One collective or message, as the rank that calls it sees it."""
+    """One collective or message, as seen by the calling rank."""
 
     op: str
     """ "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", ..."""
@@ -54,15 +57,15 @@ class Collective(NamedTuple):
     """Reduction: "sum", "max", ..."""
 
     peer: int = -1
-    """Rank in the world of the root, of the receiver of a send, or of the sender of a receive."""
+    """Global rank of the root, of the receiver of a send, or of the sender of a receive."""
 
     tag: int = 0
     splits: Splits = Splits()
     site: str = ""
-    """File and line of the caller, outside of torch and of wrappers of collectives."""
+    """File and line of the caller, outside torch and the wrappers of collectives."""
 
     phase: str = ""
-    """Phase of the rank at that time, such as "F of stage 3, micro-batch 0"."""
+    """Phase of the rank during the call, such as "F of stage 3, micro-batch 0"."""
 
     microbatch: int = -1
     """Number of the micro-batch; -1 outside of forward and backward passes."""
@@ -72,7 +75,7 @@ class Collective(NamedTuple):
 
     @property
     def agreed(self) -> tuple[object, ...]:
-        """Properties on which all ranks of the group must agree."""
+        """Return the properties on which all ranks of the group must agree."""
         if self.op in ("gather", "scatter"):  # the root holds the whole tensor
             return self.op, self.dtype, min(self.sent or self.received, self.received or self.sent), self.peer
         sizes = () if self.op == "all_to_all" else (self.sent, self.received)
@@ -86,8 +89,10 @@ class Collective(NamedTuple):
 
 
 def bytes_sent(collective: Collective, rank: int) -> int:
-    """Bytes that `rank` sends, by the algorithm that sends least where each rank sends as much: rings for all-reduces,
-    all-gathers and reduce-scatters."""
+    """Return the bytes that `rank` sends under the algorithm that sends least if all ranks send equally.
+
+    All-reduces, all-gathers and reduce-scatters use rings.
+    """
     n, size = len(collective.group.ranks), collective.sent * collective.itemsize
     if collective.op == "all_to_all" and collective.splits.sent:
         own = collective.splits.sent[collective.group.ranks.index(rank)]
@@ -101,7 +106,7 @@ def bytes_sent(collective: Collective, rank: int) -> int:
 
 
 class Box(NamedTuple):
-    """Part of a tensor of a checkpoint that a rank writes."""
+    """Part of a checkpoint's tensor that a rank writes."""
 
     key: str
     global_shape: tuple[int, ...]
@@ -112,7 +117,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Holder:
-    """Memory of one place of the program."""
+    """Memory allocated at one place in the program."""
 
     nbytes: int
     tensors: int
@@ -129,10 +134,10 @@ class Failure:
     message: str
     phase: str
     sites: tuple[str, ...]
-    """Places in the traceback outside of torch, the innermost first."""
+    """Places in the traceback outside torch, the innermost first."""
 
     holders: tuple[Holder, ...] = ()
-    """The largest ones, where memory ran out."""
+    """Places that hold the most memory, if memory ran out."""
 
 
 @dataclass
@@ -161,7 +166,7 @@ class RankRecord:
     """Processor time of the rehearsal."""
 
     def name(self) -> str:
-        """`rank 8 (pp 1, dp 0, tp 0)`, with its coordinates along the axes that are cut."""
+        """`rank 8 (pp 1, dp 0, tp 0)`, with its coordinates along the axes of size above 1."""
         coords = ", ".join(f"{axis} {value}" for axis, value in self.coords.items())
         return f"rank {self.rank} ({coords})" if coords else f"rank {self.rank}"
 
@@ -172,9 +177,12 @@ AXES = (("pp", "dp", "cp", "tp"), ("pp", "expt_dp", "ep", "expt_tp"))
 
 
 def distinct_ranks(dims: ParallelDims) -> list[int]:
-    """One rank of each kind: every pipeline rank, as their lists of actions and their layers differ; and along each
-    other axis the last rank beside the first, in the first and the last stage. Code may treat the ends of an axis
-    differently: the first rank reports, the last shard of a buffer is shorter, the rings of context parallelism end."""
+    """Return one rank of each kind.
+
+    Every pipeline rank is included, because action lists and layers differ. Along each other axis, the first and the
+    last rank are included, in the first and the last stage. Code may treat the ends of an axis differently: the first
+    rank reports, the last shard of a buffer is shorter, and context-parallel rings end.
+    """
     found = {dims.rank(pp=pp) for pp in range(dims.pp)}
     for pp in {0, dims.pp - 1}:
         for order in AXES:
@@ -185,7 +193,7 @@ def distinct_ranks(dims: ParallelDims) -> list[int]:
 
 
 def chosen_ranks(text: str, dims: ParallelDims) -> list[int]:
-    """The ranks that --ranks says: "all-distinct", "all", or numbers and ranges as 0,8,1016-1023. Raises ValueError."""
+    """Parse --ranks: "all-distinct", "all", or numbers and ranges such as 0,8,1016-1023. Raises ValueError."""
     if text == DISTINCT:
         return distinct_ranks(dims)
     if text == "all":
@@ -207,19 +215,18 @@ def chosen_ranks(text: str, dims: ParallelDims) -> list[int]:
 
 
 def coords_of(rank: int, dims: ParallelDims) -> dict[str, int]:
-    """Coordinates of a rank along the axes that are cut."""
+    """Return a rank's coordinates along the axes of size above 1."""
     coords = dims.coords(rank)
     axes = ["pp", "dp", "cp", "tp"] + (["ep", "expt_dp", "expt_tp"] if dims.ep > 1 or dims.expt_tp != dims.tp else [])
     return {axis: coords[axis] for axis in axes if dims.size(axis) > 1}
 
 
 Side = tuple[RankRecord, list[Collective]]
-"""A rank and its collectives of a group, or its messages in one direction."""
+"""A rank and its collectives in a group, or its messages in one direction."""
 
 
 def _parted(group: Group, axis: str, number: int, sides: tuple[Side, Side], what: str) -> list[str]:
-    """The report of the first collective of a group, behind `number` others, at which two of its ranks differ. `what`
-    says what a run would do."""
+    """Report the first differing collective of a group, after `number` equal ones. `what` says what a run would do."""
     ranks = group.ranks
     shown = ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]},{ranks[1]},...,{ranks[-1]}"
     told = [f"  {record.name()}: {_told(calls[number : number + 1])}" for record, calls in sides]
@@ -233,8 +240,8 @@ def _told(collectives: Sequence[Collective]) -> str:
 
 
 def mismatches(records: Sequence[RankRecord]) -> list[list[str]]:
-    """The lines of each report: at most one for each group, or for each direction between two ranks of it. Ranks that
-    failed are left out."""
+    """Return the lines of each report: at most one per group, or per direction between two ranks. Failed ranks are
+    omitted."""
     records = [record for record in records if record.failure is None]
     axes = {group: axis for record in records for group, axis in record.axes.items()}
     joint: dict[Group, dict[int, list[Collective]]] = defaultdict(dict)
@@ -278,7 +285,7 @@ def _first_difference(group: Group, axis: str, left: Side, right: Side) -> list[
     bad = next((k for k, (x, y) in pairs if x is None or y is None or not _fits(x, y, *places)), None)
     if bad is None:
         return None
-    # Equal calls may hide that one was left out before: the place where call sites part is where it was.
+    # Equal calls may hide that an earlier one was skipped; the first difference in call sites shows where.
     bad = next((k for k in range(bad) if a[k].site != b[k].site), bad)
     return _parted(group, axis, bad, (left, right), _what(a, b, bad))
 
@@ -294,7 +301,7 @@ def _what(a: Sequence[Collective], b: Sequence[Collective], bad: int) -> str:
 
 
 def _fits(x: Collective, y: Collective, place: int, other: int) -> bool:
-    """Return whether two ranks at these places of the group call the same collective."""
+    """Return whether two ranks, at these positions of the group, call the same collective."""
     if x.agreed != y.agreed:
         return False
     if x.op != "all_to_all":
@@ -320,7 +327,7 @@ def _message_difference(group: Group, axis: str, sender: Side, receiver: Side) -
 
 
 def compared(records: Sequence[RankRecord]) -> tuple[int, int]:
-    """(groups of which two or more ranks were rehearsed, calls of theirs that were compared)."""
+    """Return (groups with two or more rehearsed ranks, number of compared calls)."""
     by_group: dict[Group, list[int]] = defaultdict(list)
     for record in records:
         counts: dict[Group, int] = defaultdict(int)
@@ -336,13 +343,16 @@ PROBLEMS_SHOWN = 4
 
 
 def written_bytes(boxes: Sequence[Box]) -> int:
-    """Number of bytes in the boxes of a rank."""
+    """Return the number of bytes in a rank's boxes."""
     return sum(prod(box.shape) * box.itemsize for box in boxes)
 
 
 def coverage_problems(records: Sequence[RankRecord], every_rank: bool) -> list[str]:
-    """Elements that two ranks write, and with `every_rank`, whose records these are, elements that none does. A rank
-    that failed writes nothing, and then nothing is judged."""
+    """Return problems of elements that two ranks write.
+
+    With `every_rank`, the records cover all ranks, so elements that no rank writes are problems too. If a rank failed,
+    nothing is judged.
+    """
     if any(record.failure is not None for record in records):
         return []
     by_key: dict[str, list[tuple[RankRecord, Box]]] = defaultdict(list)
@@ -364,7 +374,7 @@ def coverage_problems(records: Sequence[RankRecord], every_rank: bool) -> list[s
 
 
 def _overlap(written: Sequence[tuple[RankRecord, Box]]) -> tuple[RankRecord, RankRecord] | None:
-    """The first two ranks whose boxes have an element in common."""
+    """Return the first two ranks whose boxes overlap."""
     ordered = sorted(written, key=lambda each: each[1].offset)
     for number, (record, box) in enumerate(ordered):
         end = box.offset[0] + box.shape[0] if box.shape else 1

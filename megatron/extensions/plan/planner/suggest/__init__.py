@@ -1,1 +1,1 @@
-"""--dry-run --suggest: a verdict on the layout of a run, and the best layouts for its model and cluster."""
+"""Evaluates the layout of a run and searches the best layouts for its model and cluster (--dry-run --suggest)."""

@@ -1,6 +1,7 @@
-"""Time and memory of the layouts of a searched run, and lower bounds on both that cost next to nothing.
+"""Time and memory of layouts in a search, and cheap lower bounds on both.
 
-Every bound leaves something out and adds nothing, so that none of the best layouts is left out."""
+Every bound omits costs and adds none, so no optimal layout is discarded.
+"""
 
 from __future__ import annotations
 
@@ -47,21 +48,26 @@ from megatron.training.config.validation import validate
 from megatron.training.step_parts import late_update, runs_passes_in_turns
 
 ELEMENTS = 2**20
-"""Elements of a shard of the matrix that tells what each element of a state takes: so many that padding is none."""
+"""Elements per shard of the matrix used to measure state bytes per element, chosen so that there is no padding."""
 
 FULLEST = 5
-"""The fullest rank is looked for among this many first ones and the last: the first holds fewer layers than the
-second where the embedding counts as some, and dense layers often come before those with experts."""
+"""Number of first ranks, besides the last one, among which the fullest rank is searched.
+
+The first rank holds fewer layers than the second if the embedding counts as layers, and dense layers often precede MoE
+layers.
+"""
 
 SAME_LAYERS = 0.98
-"""Layers that compute more again, or weight gradients apart, take no less than this share of the time of those that do
-not: kernels that are the same may follow each other in another order."""
+"""Smallest time of layers with recomputation or separate weight gradients, relative to layers without.
+
+It is below 1 because the same kernels may follow each other in another order.
+"""
 
 lists_of = lru_cache(maxsize=4096)(build_schedule)
 
 
 class LayoutCosts:
-    """Prices layouts. Results that layouts share are measured once."""
+    """Prices layouts. Shared results are measured once."""
 
     def __init__(self, run: SearchedRun, device: DeviceFile, gpus_per_node: int) -> None:
         self.run = run
@@ -75,27 +81,30 @@ class LayoutCosts:
         return not validate(config, self.run.world_size)
 
     def step(self, config: RunConfig) -> StepTime:
-        """The predicted step. Raises ValueError as `predict_step`."""
+        """Predict a step. Raises ValueError like `predict_step`."""
         return predict_step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache)
 
     def memory(self, config: RunConfig) -> list[RankMemory]:
-        """Memory by pipeline rank."""
+        """Return the memory by pipeline rank."""
         return memory_of_ranks(config, self.run.world_size, self.cache)
 
     def chunked(self, config: RunConfig, step: StepTime, memory: Sequence[RankMemory]) -> ChunkChoice | None:
-        """The same with the head and the loss in chunks of tokens, where that saves memory."""
+        """Return the layout with a chunked head and loss, if that saves memory."""
         return chosen_chunk(config, self.run.world_size, step, memory, self.step, self.memory)
 
     # Bounds on the time
 
     def family_bound(self, family: Family) -> float:
-        """Seconds of a step below which no layout of the family can go: its products, attention and element-wise bytes
-        at the device's best, shared evenly, the collectives of layers that nothing hides, and the time of any step."""
+        """Return a lower bound, in seconds, on the step time of all layouts in a family.
+
+        It includes matrix products, attention and element-wise bytes at the device's best rates and evenly distributed,
+        exposed collectives of layers, and the fixed time of a step.
+        """
         seconds = self._ideal(1, family.recompute, family.split)
         tp, ep = family.tp, family.ep
-        if family.cp > 1:  # rings of more ranks do no less than one of two
+        if family.cp > 1:  # rings of more ranks take at least as long as a ring of two
             seconds += max(0.0, 2 * self._ideal(2, "none", False) - self._ideal(1, "none", False))
-        if tp > 1:  # a rank sends (t - 1) / t of what it sends for t = 2, twice
+        if tp > 1:  # a rank sends (t - 1) / t of twice what it sends for t = 2
             seconds += tp * 2 * (tp - 1) / tp * self._exposed("tp_communication", 2, 1)
         if ep > 1 and not runs_passes_in_turns(self.run.given):
             seconds += (ep - 1) / ep * self._exposed("ep_communication", 1, 2)
@@ -109,18 +118,20 @@ class LayoutCosts:
 
     @property
     def _fixed(self) -> float:
-        """Seconds of a step that do not depend on the layout."""
+        """Return the seconds of a step that do not depend on the layout."""
         return self.device.fixed_ms(self.run.world_size) / 1e3
 
     def _mean_work(self, family: Family) -> float:
-        """Seconds that the layers of a family take of a step of each rank."""
+        """Return the mean seconds per rank that the layers of a family take in a step."""
         samples = self.run.space.global_batch_size / family.micro_batch * family.tp * family.cp
         return samples / self.run.world_size * sum(part.every.total for part in self.times(family))
 
     def untimed_bound(self, layout: Layout, seconds: float) -> float:
-        """Seconds below which a layout's step cannot go, before its layers are timed: by what its replicas exchange,
-        beside passes whose bound on a step is `seconds`."""
-        if named_value(self.run.given, "freeze"):  # frozen parameters have no bound
+        """Return a lower bound on a layout's step time in seconds, before its layers are timed.
+
+        It adds communication among replicas to passes whose lower bound is `seconds`.
+        """
+        if named_value(self.run.given, "freeze"):  # no bound is known for frozen parameters
             return seconds
         each, microbatches = self._elements_of_ranks(layout), self.microbatches(layout)
         fewest = {expert: min(elements[expert] for elements in each) for expert in (False, True)}
@@ -130,13 +141,15 @@ class LayoutCosts:
 
     @property
     def _passes_alone(self) -> bool:
-        """True if the passes of a rank follow each other. In turns with others, or across steps, they are longer than
-        what it waits for."""
+        """Return True if a rank's passes follow each other.
+
+        Passes that run in turns or across steps take longer, and hide more communication.
+        """
         return not runs_passes_in_turns(self.run.given) and late_update(self.run.given) is None
 
     @cache  # noqa: B019
     def _ideal(self, cp: int, recompute: str, split: bool) -> float:
-        """Returns the ideal seconds of one sample on one of `cp` ranks, or 0 if that layout is illegal."""
+        """Return the ideal seconds of one sample on one of `cp` ranks, or 0 if that layout is illegal."""
         families = [Family(1, cp, 1, 1, samples, recompute, split) for samples in (1, 2)]
         if cp > 1 and not self._possible(families[0], cp):
             return 0.0
@@ -146,7 +159,7 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _exposed(self, subject: str, tp: int, ep: int) -> float:
-        """Seconds of a subject in all layers, for one sample on links without latency; 0 where that is illegal."""
+        """Return the seconds of a subject in all layers, for one sample on links without latency; 0 if illegal."""
         family, ranks = Family(tp, 1, ep, tp), tp * ep
         if not self._possible(family, ranks):
             return 0.0
@@ -156,11 +169,11 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def divides(self, tp: int, cp: int, ep: int, expert_tp: int) -> bool:
-        """Return whether a model cut so has a legal layout, whatever the batch and the pipeline."""
+        """Return whether a model with these parallel sizes has a legal layout, regardless of batch and pipeline."""
         return self._possible(Family(tp, cp, ep, expert_tp), lcm(tp * cp, ep * expert_tp))
 
     def _possible(self, family: Family, ranks: int) -> bool:
-        """Return whether a family has a legal layout on this number of ranks, whatever the batch."""
+        """Return whether a family has a legal layout on this number of ranks, regardless of the batch."""
         config = self._probe(family)
         parallel = replace(config.parallel, data_parallel_size=None)
         training = replace(config.training, global_batch_size=None, num_microbatches=None)
@@ -168,14 +181,13 @@ class LayoutCosts:
         return not validate(config, ranks)
 
     def _probe(self, family: Family) -> RunConfig:
-        """A layout of a family without pipeline stages, for its layers alone."""
+        """Return a layout of a family without pipeline stages, for timing its layers."""
         config = self.run.with_layout(Layout(family))
         schedule = next(filter(splits_backward, self.run.space.schedules)) if family.split else "1f1b"
         return replace(config, parallel=replace(config.parallel, pipeline_schedule=schedule))
 
     def times(self, family: Family) -> list[StageTimes]:
-        """Returns the times of the embedding, each layer and the output layer. Raises ValueError as `predict_step`
-        does."""
+        """Return the times of the embedding, each layer and the output layer. Raises ValueError like `predict_step`."""
         if family not in self._times:
             config = self._probe(family)
             step = Step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache)
@@ -183,7 +195,7 @@ class LayoutCosts:
         return self._times[family]
 
     def time_bound(self, layout: Layout) -> float:
-        """Seconds below which a layout's step cannot go, by the times of its layers and that of any step."""
+        """Return a lower bound on a layout's step time in seconds from the times of its layers and the fixed time."""
         hidden = "ep_communication" if runs_passes_in_turns(self.run.given) else ""
         parts = np.array(
             [
@@ -203,8 +215,9 @@ class LayoutCosts:
         return step_bound(stages, layout.place, self.microbatches(layout), more) + self._fixed
 
     def _exchanged(self, layout: Layout, stages: np.ndarray) -> list[float]:
-        """Seconds by pipeline rank that gradients and parameters add at least to the passes of its `stages`."""
-        if named_value(self.run.given, "freeze"):  # frozen parameters have no bound
+        """Return the minimum seconds by pipeline rank that exchanging gradients and parameters adds to the passes of
+        its `stages`."""
+        if named_value(self.run.given, "freeze"):  # no bound is known for frozen parameters
             return [0.0] * layout.pipeline.ranks
         step = self._replicas(layout)
         passes = (stages[list(layout.place.stages_of(rank))].sum(0) for rank in range(layout.pipeline.ranks))
@@ -214,8 +227,7 @@ class LayoutCosts:
         ]
 
     def _replicas(self, layout: Layout) -> Step:
-        """Returns the communication among replicas of a layout, which does not depend on the schedule or the
-        micro-batch."""
+        """Return the communication among replicas of a layout, independent of schedule and micro-batch."""
         family, pipeline = Family(*layout.family[:4]), Pipeline(ranks=layout.pipeline.ranks)
         return self._step(Layout(family, pipeline, layout.dp, Saving(layout.saving.sharding)))
 
@@ -230,12 +242,14 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def stages(self, pipeline: Pipeline) -> list[Stage]:
-        """Returns the contents of the stages of a layout."""
+        """Return the contents of a layout's stages."""
         return pipeline_stages(self.run.own.model, self.run.with_layout(Layout(pipeline=pipeline)).parallel)
 
     def memory_bound(self, layout: Layout) -> int:
-        """Bytes that the fullest rank of a layout has at least: states in shards without padding, and activations of
-        one rank's model divided evenly over TP and CP. It costs next to nothing."""
+        """Return a cheap lower bound on the bytes of a layout's fullest rank.
+
+        It includes sharded states without padding, and one rank's activations divided evenly over TP and CP.
+        """
         family, saving = layout.family, layout.saving
         shards = {False: layout.replicas}
         shards[True] = max(1, layout.replicas * family.tp // (family.ep * family.expert_tp))
@@ -248,8 +262,8 @@ class LayoutCosts:
         return int(max(states))
 
     def close_memory_bound(self, layout: Layout) -> int:
-        """The same with the states as they are planned, and whole units beside them where they are sharded."""
-        family = Family(*layout.family[:4], split=layout.family.split)  # what else it says changes no states
+        """Return the same bound with planned states, and with whole units if states are sharded."""
+        family = Family(*layout.family[:4], split=layout.family.split)  # its other settings do not change the states
         alike = layout._replace(family=family)
         return max(self._states(alike, rank) + peak for rank, peak in self._peaks_of(layout).items())
 
@@ -266,7 +280,8 @@ class LayoutCosts:
         return self._peaks(alone, pipeline, microbatches, layout.saving.offload == "activations")
 
     def _elements_of_ranks(self, layout: Layout) -> list[dict[bool, float]]:
-        """Parameters of each pipeline rank at least, by whether they are experts': all cut like matrices."""
+        """Return the minimum parameters of each pipeline rank, dense and expert; all are assumed to be sharded like
+        matrices."""
         held = [self._elements(stage) for stage in self.stages(layout.pipeline)]
         cut = {False: layout.family.tp, True: layout.family.ep * layout.family.expert_tp}
         own = (layout.place.stages_of(rank) for rank in range(layout.pipeline.ranks))
@@ -278,8 +293,10 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _peaks(self, alone: Family, pipeline: Pipeline, microbatches: int, offloads: bool) -> dict[int, int]:
-        """Bytes of activations that ranks hold at least which may be the fullest. `alone` is a family with all ranks
-        that share a layer's activations as its TP."""
+        """Return the minimum activation bytes of the ranks that may be the fullest.
+
+        `alone` is a family whose TP covers all ranks that share a layer's activations.
+        """
         held = [self._activations(alone, stage, offloads) for stage in self.stages(pipeline)]
         lists = lists_of(pipeline.schedule, pipeline.ranks, microbatches, pipeline.chunks)
         ranks = {*range(min(pipeline.ranks, FULLEST)), pipeline.ranks - 1}
@@ -293,7 +310,7 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _slope(self, family: Family, stage: Stage) -> StageMemory:
-        """Returns the memory that each additional sample of a micro-batch takes."""
+        """Return the memory that each additional sample of a micro-batch takes."""
         first, second = (
             ActivationPlan(MicroBatch.of(self._probe(family._replace(micro_batch=samples))), self.cache).stage(stage)
             for samples in (1, 2)
@@ -310,11 +327,11 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _bytes_each(self, saving: Saving, shards: int, expert: bool) -> float:
-        """Bytes of states that each element of a large matrix takes on a rank."""
+        """Return the state bytes per element of a large matrix on a rank."""
         config = self.run.with_layout(Layout(saving=saving))
         found = [meta for meta in stage_metas(self.run.own.model) if meta.expert is expert and meta.matrix]
         if not found or any(config.optimizer.freezes(meta) for meta in found):
-            return 0.0  # frozen parameters have no bound
+            return 0.0  # no bound is known for frozen parameters
         return _state_bytes(found[0], shards, config) / (shards * ELEMENTS)
 
 
@@ -322,7 +339,7 @@ MEASURED = ("kept", "for_weights", "forward", "backward", "weight", "weight_copi
 
 
 def _state_bytes(meta: ParamMeta, shards: int, config: RunConfig) -> int:
-    """Returns the bytes of states of a matrix with `ELEMENTS` elements for each of `shards` ranks."""
+    """Return the state bytes of a matrix with `ELEMENTS` elements for each of `shards` ranks."""
     optimizer = config.optimizer
     ddp = config.ddp
     parallel = config.parallel
@@ -335,7 +352,7 @@ def _state_bytes(meta: ParamMeta, shards: int, config: RunConfig) -> int:
         dims = ParallelDims(dp=shards)
         of_chain = chain_bytes(buffers, optimizer, dims, 0, DTYPE_BYTES[parallel.main_dtype])[0][0]
     found = buffer_bytes(buffers, *dtypes, optimizer, ddp.drops_parameters(parallel), (of_chain, 0))
-    if optimizer.whole_roles:  # states lie on the rank that updates the matrix
+    if optimizer.whole_roles:  # states are on the rank that updates the matrix
         return found.parameters + found.gradients
     return found.total
 
@@ -346,13 +363,18 @@ def step_bound(
     microbatches: int,
     more: Sequence[float] | None = None,
 ) -> float:
-    """Seconds that no schedule of these stages can go below. Of each stage: seconds of a micro-batch in the forward, in
-    the backward (or the gradient of the input alone), and in the deferred weight gradient. `more` is what each rank
-    does beside its passes.
+    """Return a lower bound on the seconds of any schedule of these stages.
 
-    The first forward of a rank waits for the stages before its own, and after the last backward of its own first stage
-    those before it have theirs to do. Between the two a rank does all its work, except that deferred weight gradients
-    may wait.
+    The first forward of a rank waits for the earlier stages. After the last backward of its first stage, the earlier
+    stages still have their own to do. In between, the rank does all its work, except that deferred weight gradients may
+    wait.
+
+    Args:
+        stages: For each stage, seconds of a micro-batch in the forward, in the backward (or only the input gradient),
+            and in the deferred weight gradient.
+        layout: Placement of the stages.
+        microbatches: Micro-batches per step.
+        more: Seconds of each rank's other work.
     """
     longest, times = 0.0, np.asarray(stages)
     for rank in range(layout.pp):
@@ -366,10 +388,11 @@ def step_bound(
 
 
 def ideal_seconds_of_a_sample(one: Sequence[PassEvents], two: Sequence[PassEvents], device: DeviceFile) -> float:
-    """Seconds that the second sample adds, by what parts of a model do with one and with two samples. What they do once
-    for all samples, as reading weights, is left out: in other layouts more samples share it.
+    """Return the seconds that a second sample adds, from the events of passes with one and with two samples.
 
-    Products fill every multiprocessor; nothing is launched, no kernel has a shortest time, and collectives take none.
+    Work done once for all samples, such as reading weights, is excluded, because in other layouts more samples share
+    it. Products are assumed to fill every multiprocessor, launches and minimum kernel times are ignored, and
+    collectives take no time.
     """
     device = replace(device, kernel_floor_us=0.0, launch_gap_us=0.0, sustained=1.0, capability=None)  # without waves
     replay = Replay(device, Network(device, 1), {}, 0.0)

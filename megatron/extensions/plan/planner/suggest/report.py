@@ -30,7 +30,7 @@ ZERO = {
 
 
 def crossing(each: Found) -> list[str]:
-    """Parallel sizes whose groups cross nodes even though every layer waits for their messages."""
+    """Return the parallel sizes whose groups cross nodes although every layer waits for their messages."""
     dims = ParallelDims.from_config(each.config.parallel, each.step.world_size)
     return [
         f"{name} {dims.size(axis)}"
@@ -44,7 +44,7 @@ UNITS = (("seconds", 1, 60), ("minutes", 60, 60), ("hours", 3600, 48), ("days", 
 
 
 def duration(seconds: float) -> str:
-    """A duration in the most readable unit, to three digits: `5.82 seconds`, `36.5 hours`, `1,230 years`."""
+    """Format a duration in the most readable unit with three digits: `5.82 seconds`, `36.5 hours`, `1,230 years`."""
     for name, unit, most in UNITS:
         if seconds / unit < most:
             number = f"{seconds / unit:.3g}"
@@ -53,19 +53,19 @@ def duration(seconds: float) -> str:
 
 
 def iterations_of(config: RunConfig) -> int | None:
-    """Steps of a run; None if the data say how many."""
+    """Return the number of steps of a run; None if the data determine it."""
     plan = plan_of(config)
     return None if plan.phases[-1].end is None else plan.iterations
 
 
 def tokens_of(config: RunConfig) -> int:
-    """Tokens of a run whose steps are known."""
+    """Return the number of tokens of a run whose number of steps is known."""
     plan = plan_of(config)
     return plan.tokens(plan.sizes.samples(plan.iterations))
 
 
 def verdict_lines(each: Found, limit: int) -> Iterator[str]:
-    """Return whether a legal layout fits, how long it takes, and which of its groups cross nodes."""
+    """Yield lines that say whether a legal layout fits, how long it takes, and which of its groups cross nodes."""
     step = each.step
     yield from _fit(each, limit).lines
     line = f"{step.seconds:.4g} s a step, {step.tflops:.4g} TFLOP/s a device, MFU {share_text(step.mfu)} (causal)"
@@ -82,7 +82,7 @@ def _fit(each: Found, limit: int) -> Fit:
 
 
 def verdict_record(each: Found, limit: int) -> dict[str, object]:
-    """The verdict as JSON."""
+    """Return the verdict as JSON."""
     steps = iterations_of(each.config)
     return {
         "legal": True,
@@ -95,7 +95,7 @@ def verdict_record(each: Found, limit: int) -> dict[str, object]:
 
 
 def standing_line(ranked: Sequence[Found]) -> str:
-    """The place of a run's own layout among the suggested ones."""
+    """Return a line with the rank of the run's own layout among the suggested ones."""
     place = next(place for place, each in enumerate(ranked, 1) if each.given)
     if place == 1:
         return "the given layout is the fastest of these"
@@ -105,7 +105,7 @@ def standing_line(ranked: Sequence[Found]) -> str:
 
 
 def table_lines(found: Sequence[Found], run: SearchedRun) -> Iterator[str]:
-    """A line for each layout, and below all the flags of each."""
+    """Yield a line for each layout, followed by the flags of each."""
     steps = iterations_of(run.own)
     yield f"{'':<4}{'s a step':>9} {'run':>15}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}  {'bound by':<18}layout"
     for number, each in enumerate(found, 1):
@@ -125,7 +125,7 @@ def table_lines(found: Sequence[Found], run: SearchedRun) -> Iterator[str]:
 
 
 def layout_text(layout: Layout) -> str:
-    """A layout in the words of its field: `TP 8 PP 4 VP 2 DP 16, MBS 1, interleaved, ZeRO-1`."""
+    """Format a layout: `TP 8 PP 4 VP 2 DP 16, MBS 1, interleaved, ZeRO-1`."""
     family = layout.family
     pipeline = layout.pipeline
     saving = layout.saving
@@ -141,7 +141,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def found_record(each: Found, run: SearchedRun, limit: int) -> dict[str, object]:
-    """A layout as JSON."""
+    """Return a layout as JSON."""
     layout = each.layout
     return {
         "given": each.given,
@@ -153,7 +153,7 @@ def found_record(each: Found, run: SearchedRun, limit: int) -> dict[str, object]
 
 
 def nearest_lines(nearest: Found | None, run: SearchedRun, limit: int) -> Iterator[str]:
-    """Yields the report's lines if no layout fits."""
+    """Yield the report's lines if no layout fits."""
     yield f"no layout fits {gib(limit)} GiB"
     if nearest is None:
         yield "no layout is legal for this model, batch and number of ranks"
@@ -174,7 +174,7 @@ def _remedy(most: RankMemory, ranks: int) -> str:
 
 
 def early_lines(effort: Effort, found: Sequence[Found]) -> Iterator[str]:
-    """Yields lines about the layouts that a search has not evaluated."""
+    """Yield lines about the layouts that a search did not evaluate."""
     if effort.bound is not None and (not found or effort.bound < found[-1].step.seconds):
         why = "interrupted" if effort.interrupted else "ended early"
         yield (
@@ -184,7 +184,7 @@ def early_lines(effort: Effort, found: Sequence[Found]) -> Iterator[str]:
 
 
 def effort_line(effort: Effort, run: SearchedRun) -> str:
-    """Returns the line about the extent of a search."""
+    """Return the line about the extent of a search."""
     space = run.space
     return (
         f"searched: TP up to {max(space.tp_sizes)}, with sequence parallelism, PP, VP up to {CHUNKS[-1]}, CP of "
@@ -200,7 +200,7 @@ def effort_line(effort: Effort, run: SearchedRun) -> str:
 SUGGESTED = 10
 
 MOST_TIMED = 90
-"""Families whose layers are timed, unless a search is asked for all."""
+"""Number of families whose layers are timed by default."""
 
 
 def progress_text(effort: Effort) -> str:
@@ -211,12 +211,23 @@ def progress_text(effort: Effort) -> str:
 def print_suggestions(
     asked: Prepared, device: str, gpus_per_node: int | None, device_memory: float | None, most_timed: int | None
 ) -> bool:
-    """Prints whether the layout of a configuration fits devices of `device_memory` GiB (by default what the device file
-    says) and how long it takes, and the ten fastest layouts that fit. `most_timed` is as in `LayoutSearch`. Returns
-    whether any layout is legal.
+    """Print whether the layout of a configuration fits and how long it takes, and the ten fastest layouts that fit.
 
-    Writes the same to the file of --json; if that is "" the JSON is all that is printed. Raises OutputError if it
-    cannot be written, DeviceError if no step of this kind can be predicted.
+    Args:
+        asked: The validated configuration and options.
+        device: Device file for predictions.
+        gpus_per_node: Ranks per node; the default is the device file's.
+        device_memory: Memory limit in GiB; the default is the device file's.
+        most_timed: As in `LayoutSearch`.
+
+    Returns:
+        True if any layout is legal.
+
+    Raises:
+        OutputError: The file of --json cannot be written.
+        DeviceError: No step of this kind can be predicted.
+
+    The file of --json gets the same content; if it is "", only the JSON is printed.
     """
     config = asked.config
     world_size = asked.world_size

@@ -1,4 +1,4 @@
-"""The search for the fastest layouts of a run that fit the memory of its devices. torch is imported only to measure."""
+"""Searches the fastest layouts of a run that fit the memory of its devices. torch is imported only to measure."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from megatron.extensions.plan.planner.time.step_time import StepTime
 from megatron.training.config.run_config import RunConfig
 
 NEAREST_MEASURED = 3
-"""Number of layouts that are measured to name the nearest one if nothing fits: those with the lowest memory bounds."""
+"""Number of layouts, those with the lowest memory bounds, that are measured to find the nearest one if nothing fits."""
 
 MOST_PREDICTED = 150
-"""Predictions after which a search that may leave layouts out predicts only what saves memory in those that it has."""
+"""Predictions after which an incomplete search predicts only memory-saving variants of layouts that it already has."""
 
 MOST_OF_A_SHAPE = 6
-"""Layouts of one `Layout.shape` that a search that may leave some out predicts: those with the lowest bounds."""
+"""Layouts of one `Layout.shape`, those with the lowest bounds, that an incomplete search predicts."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Candidate(Generic[T]):
-    """A candidate and a lower bound on its cost. `order` decides between equal bounds."""
+    """A candidate and a lower bound on its cost. `order` breaks ties between equal bounds."""
 
     bound: float
     order: tuple[object, ...]
@@ -46,11 +46,12 @@ def best_first(
 ) -> Iterator[Candidate[T]]:
     """Yields final candidates by their cost, then their order.
 
-    Candidates wait in a heap, ordered by a lower bound on their cost. What leaves it with its cost is the next best,
-    and nothing whose bound is above the last result's cost is ever refined (A*; Hart, Nilsson and Raphael, 1968).
+    Candidates wait in a heap, ordered by a lower bound on their cost. A final candidate that leaves the heap is the
+    next best. No candidate whose bound exceeds the last result's cost is ever refined (A*; Hart, Nilsson and Raphael,
+    1968).
 
-    `refine` is given the first candidate that is not final, and returns what takes its place; a bound below that of
-    what it refines is raised to it. Equal bounds are refined before a result leaves, so that ties are decided by order.
+    `refine` receives the first candidate that is not final, and returns its replacements; their bounds are raised to
+    its bound if necessary. Equal bounds are refined before a result leaves the heap, so that ties are broken by order.
     """
     heap = [(each.bound, each.final, each.order, number, each) for number, each in enumerate(candidates)]
     heapq.heapify(heap)
@@ -67,7 +68,7 @@ def best_first(
 
 @dataclass(frozen=True)
 class Found:
-    """A legal layout with its predicted step, and its memory by pipeline rank, empty until it is measured."""
+    """A legal layout with its predicted step and its memory by pipeline rank, which is empty until measured."""
 
     layout: Layout
     config: RunConfig
@@ -78,7 +79,7 @@ class Found:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory on the rank that takes the most."""
+        """Host memory in bytes of the rank that uses the most."""
         return max(rank.host for rank in self.memory)
 
     @property
@@ -88,8 +89,10 @@ class Found:
 
 
 def ranked_with(own: Found, found: list[Found]) -> list[Found]:
-    """Layouts by time, the fastest first, with a run's own among them. It comes before others that take as long, and
-    stands for those of its shape that are no faster."""
+    """Rank layouts by time, the fastest first, including the run's own.
+
+    The run's own layout precedes others with equal time, and replaces those of its shape that are not faster.
+    """
     faster = [each for each in found if each.step.seconds < own.step.seconds]
     return [*faster, own, *(each for each in found[len(faster) :] if each.layout.shape != own.layout.shape)]
 
@@ -99,23 +102,23 @@ Item = Family | Layout | Found
 
 @dataclass
 class Effort:
-    """Effort of a search."""
+    """Statistics of a search."""
 
     families: int = 0
     traced: int = 0
     """Number of families whose layers were timed."""
 
     layouts: int = 0
-    """Layouts of those, and their ways of saving memory, whose memory was bounded."""
+    """Number of layouts of the timed families, with memory-saving variants, whose memory was bounded."""
 
     predicted: int = 0
     measured: int = 0
 
     beyond_host: int = 0
-    """Number of measured layouts whose offloaded data do not fit the host's memory."""
+    """Number of measured layouts whose offloaded data exceed the host's memory."""
 
     bound: float | None = None
-    """Where layouts were left out: a lower bound on the step time of each of them."""
+    """Lower bound on the step time of every layout that was not evaluated, if any."""
 
     interrupted: bool = False
     """True if the search was asked to end."""
@@ -130,8 +133,11 @@ class LayoutSearch:
     """Device memory in bytes."""
 
     most_timed: int | None = None
-    """Number of families whose layers are timed, those with the lowest bounds; others are left out, and all but
-    `MOST_OF_A_SHAPE` layouts of a shape. With None nothing is left out."""
+    """Number of families, those with the lowest bounds, whose layers are timed.
+
+    Other families are not evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None evaluates
+    everything.
+    """
 
     progress: Callable[[Effort], None] = lambda effort: None
     """Called at every step of the search."""
@@ -140,16 +146,18 @@ class LayoutSearch:
     _of_shape: Counter[tuple[object, ...]] = field(default_factory=Counter)
     _found: dict[tuple[object, ...], Found] = field(default_factory=dict)
     _fitting: dict[Family, list[Layout]] = field(default_factory=dict)
-    """The layouts of a family that may fit, until they are taken."""
+    """Layouts of a family that may fit and have not been taken."""
 
     _sizes: dict[Layout, float] = field(default_factory=dict)
-    """Layouts that were tried, with the bytes that they have at least; infinite if the host's memory does not do."""
+    """Tried layouts with lower bounds on their bytes; infinite if host memory does not suffice."""
 
     def best(self, count: int) -> list[Found]:
-        """The fastest layouts that fit, the fastest first, one of each `Layout.shape`. Raises ValueError where the
-        device file lacks a rate."""
+        """Return the fastest layouts that fit, one of each `Layout.shape`, the fastest first.
+
+        Raises ValueError if the device file lacks a rate.
+        """
         families = list(self._families())
-        gc.freeze()  # garbage collection leaves out what there was before, which is most
+        gc.freeze()  # garbage collection then skips existing objects, which are the majority
         try:
             for candidate in best_first(families, self._refine):
                 assert isinstance(candidate.item, Found)
@@ -161,15 +169,16 @@ class LayoutSearch:
         return list(self._found.values())
 
     def end_early(self) -> None:
-        """Ends a search that runs, as soon as it can, with the fastest that fit among the predicted layouts and what
-        saves more memory in them."""
+        """End a running search as soon as possible with the fastest fitting layouts among the predicted ones and their
+        memory-saving variants."""
         self.effort.interrupted = True
 
     def _leave_out(self, bound: float) -> None:
         self.effort.bound = bound if self.effort.bound is None else min(bound, self.effort.bound)
 
     def nearest(self) -> Found | None:
-        """The legal layout whose fullest rank exceeds the limit least, for when nothing fits; None if none is legal."""
+        """Return the legal layout whose fullest rank exceeds the limit least, for when nothing fits; None if none is
+        legal."""
         too_large = [layout for layout, size in self._sizes.items() if self.limit < size < inf]
         too_large.sort(key=lambda layout: (self._sizes[layout], layout.order))
         legal = (
@@ -192,7 +201,7 @@ class LayoutSearch:
         item, bound = candidate.item, candidate.bound
         self.progress(self.effort)
         if isinstance(item, Found):
-            if item.layout.shape not in self._found:  # of which a faster one stands for it
+            if item.layout.shape not in self._found:  # a faster one of its shape replaces it
                 yield from self._measured(item)
         elif self.effort.interrupted or (self.most_timed is not None and self.effort.predicted >= MOST_PREDICTED):
             self._leave_out(bound)
@@ -205,8 +214,10 @@ class LayoutSearch:
                 yield from self._predicted(item)
 
     def _layouts(self, family: Family, candidate: Candidate[Item]) -> Iterator[Candidate[Item]]:
-        """The layouts of a family that may fit, each with the least saving that lets it; the family alone if its bound
-        is higher by now."""
+        """Return the layouts of a family that may fit, each with the smallest sufficient saving.
+
+        Returns the family itself if its bound has increased.
+        """
         again = self.costs.family_bound(family)
         if again <= candidate.bound:
             if family not in self._fitting:
@@ -226,7 +237,8 @@ class LayoutSearch:
         return Candidate(self.costs.time_bound(layout), (1, layout.order), layout)
 
     def _predicted(self, layout: Layout) -> Iterator[Candidate[Item]]:
-        """The layout with its predicted step if it is legal and its states may fit, otherwise what saves more."""
+        """Return the layout with its predicted step if it is legal and its states may fit, otherwise variants that save
+        more."""
         config = self.costs.run.with_layout(layout)
         if not self.costs.legal(config):
             return
@@ -240,7 +252,7 @@ class LayoutSearch:
         yield Candidate(timed.step.seconds, (2, layout.order), timed)
 
     def _may_fit(self, layout: Layout) -> Iterator[Layout]:
-        """The layout if the bound on its memory allows it, otherwise what saves more, in the same way."""
+        """Return the layout if its memory bound permits it, otherwise variants that save more in the same way."""
         if layout in self._sizes:
             return
         self.effort.layouts += 1
@@ -251,7 +263,7 @@ class LayoutSearch:
             yield from self._savings(layout)
 
     def _may_fit_at_all(self, layout: Layout) -> bool:
-        """Return whether what saves most memory lets a layout fit."""
+        """Return whether the largest saving makes a layout fit."""
         sharding = SHARDING[-1] if layout.replicas > 1 else SHARDING[0]
         most = [layout._replace(saving=Saving(sharding, offload)) for offload in OFFLOADING[1:]]
         sizes = {each: self.costs.memory_bound(each) for each in most}
@@ -265,7 +277,7 @@ class LayoutSearch:
             yield from self._may_fit(layout._replace(saving=saving))
 
     def _measured(self, timed: Found) -> Iterator[Candidate[Item]]:
-        """The layout if it fits, otherwise what saves more memory in it."""
+        """Return the layout if it fits, otherwise variants that save more memory."""
         self.effort.measured += 1
         found = replace(timed, memory=tuple(self.costs.memory(timed.config)))
         host = self.costs.device.host_memory_gib

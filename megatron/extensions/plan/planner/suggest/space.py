@@ -1,6 +1,6 @@
-"""The layouts that --suggest searches, and the configuration and the flags of each. This module does not import torch.
+"""Layouts that --suggest searches, with their configurations and flags. This module does not import torch.
 
-A layout is legal if validation says so. What is generated here merely divides, so that little of it is refused.
+A layout is legal if validation accepts it. This module only generates sizes that divide, so few layouts are refused.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ CHUNKS = (2, 3, 4, 5, 6, 8, 12, 16)
 """Numbers of stages per rank, for schedules that accept any number."""
 
 SCHEDULES = tuple(name for name in ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v") if name in PIPELINE_SCHEDULES)
-"""Schedules that are searched, and a run's own. gpipe takes as long as 1f1b, and more memory."""
+"""Schedules to search, in addition to the run's own. gpipe takes as long as 1f1b, and more memory."""
 
 
 class Family(NamedTuple):
-    """Layouts whose layers do the same with a micro-batch. Sequence parallelism comes with tensor parallelism."""
+    """Layouts whose layers do the same work for a micro-batch. Sequence parallelism is enabled with tensor
+    parallelism."""
 
     tp: int = 1
     cp: int = 1
@@ -58,14 +59,16 @@ class Pipeline(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """How a layout saves memory beside recomputation: entries of `SHARDING` and `OFFLOADING`."""
+    """Memory savings of a layout other than recomputation: entries of `SHARDING` and `OFFLOADING`."""
 
     sharding: str = SHARDING[0]
     offload: str = OFFLOADING[0]
 
     def next(self, replicas: int) -> Iterator[Saving]:
-        """Yields the settings that save one step more memory. Each takes at least as long, so it is worth evaluating
-        only if this one does not fit."""
+        """Yield the settings that save one step more memory.
+
+        Each takes at least as long, so it is worth evaluating only if the current one does not fit.
+        """
         place = SHARDING.index(self.sharding) + 1
         if replicas > 1 and place < len(SHARDING):
             yield Saving(SHARDING[place], self.offload)
@@ -74,7 +77,7 @@ class Saving(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A family on a pipeline, `dp` times."""
+    """A family on a pipeline, with `dp` replicas."""
 
     family: Family = Family()
     pipeline: Pipeline = Pipeline()
@@ -83,7 +86,7 @@ class Layout(NamedTuple):
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Sorts layouts of equal time: fewer ranks for a model, simpler schedules, less recomputation first."""
+        """Sort key for layouts of equal time: fewer ranks per model, simpler schedules, less recomputation first."""
         f, p = self.family, self.pipeline
         sizes = f.tp * f.cp * p.ranks, p.ranks, f.tp, f.cp, f.ep, f.expert_tp, p.chunks, f.split, p.schedule
         saving = SHARDING.index(self.saving.sharding), OFFLOADING.index(self.saving.offload)
@@ -91,8 +94,10 @@ class Layout(NamedTuple):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """The parallel sizes and the micro-batch: what layouts have in common that differ in their schedule, virtual
-        stages, recomputation, sharding and offloading alone."""
+        """The parallel sizes and the micro-batch size.
+
+        Layouts of the same shape differ only in schedule, virtual stages, recomputation, sharding and offloading.
+        """
         return self.family._replace(recompute="", split=False), self.pipeline.ranks
 
     @property
@@ -116,7 +121,7 @@ class Space:
     seq_length: int
     global_batch_size: int
     schedules: tuple[str, ...]
-    """Schedules of several pipeline ranks."""
+    """Schedules for several pipeline ranks."""
 
     num_experts: int | None = None
     recompute: tuple[str, ...] = RECOMPUTATION
@@ -151,7 +156,7 @@ class Space:
                                     yield family
 
     def layouts(self, family: Family) -> Iterator[Layout]:
-        """The layouts of a family."""
+        """Yield the layouts of a family."""
         cluster = self.world_size // (family.tp * family.cp)
         for ranks in divisors(cluster, self.num_layers):
             dp = cluster // ranks
@@ -179,7 +184,7 @@ class Space:
                 yield cp
 
     def _expert_sizes(self, tp: int) -> Iterator[tuple[int, int]]:
-        """(EP, tensor parallelism of experts)."""
+        """Yield (EP, expert tensor parallelism)."""
         if self.num_experts is None:
             yield 1, tp
             return
@@ -190,13 +195,13 @@ class Space:
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
-    """The divisors of a number in ascending order, up to `most`; always includes 1."""
+    """Return the divisors of a number in ascending order, up to `most`; always includes 1."""
     most = number if most is None else max(1, min(most, number))
     return [size for size in range(1, most + 1) if number % size == 0]
 
 
 class SearchedRun:
-    """A run whose layout is searched. Everything else of its configuration stays as it is."""
+    """A run whose layout is searched. The rest of its configuration stays unchanged."""
 
     def __init__(self, config: RunConfig, world_size: int) -> None:
         """`config` is resolved; its own layout need not be legal."""
@@ -206,7 +211,7 @@ class SearchedRun:
 
     @cached_property
     def space(self) -> Space:
-        """The space of layouts."""
+        """Return the space of layouts."""
         model, own = self.own.model, self.own.parallel.schedule
         assert self.own.training.global_batch_size is not None, "resolve() fills the global batch size"
         return Space(
@@ -220,8 +225,8 @@ class SearchedRun:
         )
 
     def unavoidable(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Returns those of `problems` that the shortest and the longest pipeline of every family have in the same
-        words, so that no layout avoids them."""
+        """Return the `problems` that no layout avoids: they occur with the same text in the shortest and longest
+        pipeline of every family."""
         left = list(problems)
         for family in self.space.families():
             if not left:
@@ -234,8 +239,10 @@ class SearchedRun:
 
     @property
     def own_layout(self) -> Layout:
-        """The run's own layout, which must be legal, as a searched one. Where it cuts layers, which modules it computes
-        again and how much it offloads is left out."""
+        """Convert the run's own legal layout to a searched one.
+
+        The positions at which it splits layers, its recomputed modules and its offloaded amount are ignored.
+        """
         model = self.own.model
         parallel = self.own.parallel
         ddp = self.own.ddp
@@ -251,12 +258,14 @@ class SearchedRun:
         return Layout(family, pipeline, dp, Saving(sharded or SHARDING[0], offload))
 
     def with_layout(self, layout: Layout) -> RunConfig:
-        """The resolved configuration of the run in another layout. It need not be legal."""
+        """Return the run's resolved configuration with another layout, which need not be legal."""
         return resolve(with_named(self.given, values_of(self.given, layout)), self.world_size)
 
     def flags(self, config: RunConfig) -> list[str]:
-        """Flags that turn the run's own command line into `config`, after it or in place of its own; those of `dropped`
-        must go."""
+        """Return flags that change the run's own command line to `config`.
+
+        They are appended or replace its flags; flags in `dropped` must be removed.
+        """
         found: list[str] = []
         for flag, value, own in self._differing(config):
             if value != flag.default or (own != value and value is not None) or flag.field in ALWAYS:
@@ -264,7 +273,7 @@ class SearchedRun:
         return found
 
     def dropped(self, config: RunConfig) -> list[str]:
-        """Flags of the run's own command line that have no place beside `flags`."""
+        """Return the flags of the run's own command line that must not be combined with `flags`."""
         return [flag.name for flag, value, own in self._differing(config) if value is None and own is not None]
 
     def _differing(self, config: RunConfig) -> list[tuple[Flag, object, object]]:
@@ -281,7 +290,7 @@ class SearchedRun:
 
 
 def values_of(run: RunConfig, layout: Layout) -> Mapping[str, object]:
-    """Field -> value of everything that a layout of a run sets, in the order of its flags."""
+    """Return all fields and values that a run's layout sets, in flag order."""
     family = layout.family
     pipeline = layout.pipeline
     saving = layout.saving
@@ -291,7 +300,7 @@ def values_of(run: RunConfig, layout: Layout) -> Mapping[str, object]:
         own.num_layers_per_virtual_pipeline_stage,
         named_value(run, "pipeline_model_parallel_layout"),
     )
-    # The number of stages is also said to win over what the run's own flags say of it.
+    # The number of stages is set explicitly to override the run's own flags.
     says_stages = pipeline.schedule == "interleaved" or any(by_hand)
     offloads = saving.offload == "activations"
     of_stage = run.model.num_layers // (pipeline.ranks * pipeline.chunks)
@@ -330,7 +339,7 @@ def values_of(run: RunConfig, layout: Layout) -> Mapping[str, object]:
 
 
 def _recomputation(run: RunConfig, rung: str) -> dict[str, object]:
-    """Fields of an entry of `RECOMPUTATION`."""
+    """Return the fields of an entry of `RECOMPUTATION`."""
     model, full = run.model, rung == "full"
     modules = {
         "core_attn": run.parallel.attention_backend == "unfused",
@@ -351,11 +360,11 @@ def _recomputation(run: RunConfig, rung: str) -> dict[str, object]:
 IN_TURNS = "overlap_moe_expert_parallel_comm"
 
 ALWAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "micro_batch_size")
-"""Fields that are shown even at their defaults."""
+"""Fields that are printed even at their defaults."""
 
 
 def _words(flag: Flag, value: object) -> list[str]:
-    """A flag and its value as words of a command line."""
+    """Format a flag and its value as command-line words."""
     if flag.kind is bool:
         return [next(spelling for spelling, on in flag.spellings() if on is value)]
     return [flag.name, *(map(str, value) if isinstance(value, tuple) else [str(value)])]

@@ -1,8 +1,7 @@
-"""What a rank does with one micro-batch in a part of a stage, as lists of events, and the memory that it takes. This
-module does not import torch.
+"""Events of one micro-batch in a part of a stage, and the memory that it takes. This module does not import torch.
 
-Events depend on the shapes of a rank's part of the model alone, not on a device or on where ranks lie, so that one
-recording serves the memory, the FLOPs and the times of all devices and placements of its groups.
+Events depend only on the shapes of a rank's part of the model, not on a device or on the placement of ranks. One
+recording therefore gives the memory, the FLOPs and the times for all devices and placements.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Product:
     """Bytes of the operands and the result."""
 
     sums: int = 0
-    """Bytes of fp32 sums that the product is added to, read and written."""
+    """Bytes of fp32 sums to which the product is added, read and written."""
 
     expert: bool = False
     """True if the rows are tokens that a router sent to this rank."""
@@ -35,7 +34,7 @@ class Product:
     """True if the product is recomputed for the backward."""
 
     at_one_time: int = 1
-    """Number of such products, this one included, of which the device may compute several at a time."""
+    """Number of such products, this one included, that the device may compute concurrently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +42,16 @@ class Attention:
     """One launch of a fused attention kernel."""
 
     backend: str
-    """cudnn, flash, flash3, triton (with dropout), or auto: the device's fastest without dropout. With a forward in fp8
-    fp8_flash3, fp8_triton, or fp8: the fastest of these."""
+    """cudnn, flash, flash3, triton (with dropout), or auto: the device's fastest without dropout.
+
+    With an fp8 forward: fp8_flash3, fp8_triton, or fp8, the faster of these.
+    """
 
     width: int
     """Channels per head."""
 
     flops: float
-    """FLOPs that the kernel does: hidden pairs not counted, recomputed scores in the backward counted."""
+    """FLOPs of the kernel: masked pairs are excluded, and scores recomputed in the backward are included."""
 
     length: int
     """Number of keys of the launch."""
@@ -58,12 +59,12 @@ class Attention:
     backward: bool
 
     hashes: float = 0.0
-    """Pairs whose mask of dropout the kernel hashes, each as often as it does so."""
+    """Number of pairs whose dropout mask the kernel hashes, counted once per hash."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """One launch of a kernel that multiplies rows which it gathers, each for a few queries."""
+    """One launch of a kernel that gathers and multiplies rows, each for a few queries."""
 
     flops: float
     """FLOPs of the kernel, including recomputed ones."""
@@ -77,14 +78,14 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An element-wise kernel, or a fused one, by the bytes that it reads and writes."""
+    """An element-wise or fused kernel, described by the bytes that it reads and writes."""
 
     moved: int
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """The start of a collective over an axis of the mesh. `Wait` with the same number completes it."""
+    """Start of a collective over a mesh axis. A `Wait` with the same number completes it."""
 
     kind: str
     """all_reduce, all_gather, reduce_scatter, all_to_all or send (to the next rank of the axis)."""
@@ -109,7 +110,7 @@ Event = Kernel | Collective | Wait
 
 @dataclass(frozen=True)
 class BufferCounts:
-    """Numbers of buffers by their bytes."""
+    """Numbers of buffers by size in bytes."""
 
     of_size: Mapping[int, int] = field(default_factory=dict)
 
@@ -126,7 +127,7 @@ class StageMemory:
     """Bytes of one micro-batch on one stage."""
 
     kept: int = 0
-    """From the forward pass to the backward: saved activations, and the input that the executor holds."""
+    """Bytes held from forward to backward: saved activations, and the input that the executor holds."""
 
     for_weights: int = 0
     """Bytes held between I and W, if the schedule has these."""
@@ -144,10 +145,10 @@ class StageMemory:
     """Bytes of fp8 copies of weights, made once per step for all micro-batches."""
 
     offloaded: int = 0
-    """On the host from the forward pass to the backward, and not in `kept`."""
+    """Bytes on the host from forward to backward, not included in `kept`."""
 
     host: BufferCounts = field(default_factory=BufferCounts)
-    """The host's buffers for it, by size."""
+    """Host buffers for offloaded bytes, by size."""
 
     def __add__(self, more: StageMemory) -> StageMemory:
         return StageMemory(*(a + b for a, b in zip(vars(self).values(), vars(more).values(), strict=True)))
@@ -161,17 +162,17 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class PassEvents:
-    """What one micro-batch does in a part of a stage, and what it holds."""
+    """Events and memory of one micro-batch in a part of a stage."""
 
     forward: tuple[Event, ...] = ()
     backward: tuple[Event, ...] = ()
-    """The gradient of the input, and of weights where the schedule does not defer them."""
+    """Events of the input gradient, and of weight gradients unless the schedule defers them."""
 
     weight: tuple[Event, ...] = ()
     """Events of deferred weight gradients (W of zero-bubble schedules)."""
 
     once: tuple[Event, ...] = ()
-    """Events of the first micro-batch of a step alone: casts of weights to fp8."""
+    """Events of only the first micro-batch in a step: weight casts to fp8."""
 
     memory: StageMemory = StageMemory()
 

@@ -1,6 +1,6 @@
-"""Planned products of experts: one kernel for all experts of a rank, where torch has one product for each.
+"""Planned expert products: one kernel for all experts of a rank, where torch runs one product per expert.
 
-A grouped product of a plan is even over the experts. One for each expert has a launch and a last wave of its own.
+A planned grouped product is even over the experts. Separate products have a launch and a partial last wave each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.extensions.speed.fp8.grouped import ExpertTiles
 
 
 class Products(Protocol):
-    """Told of products, see `Launches`."""
+    """Receives products, see `Launches`."""
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None: ...
 
@@ -34,7 +34,7 @@ def _add_products(launches: Products, out: Tensor, dy: Tensor, x: Tensor, segmen
 
 
 def _add_fp8_products(launches: Products, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
-    """The same in fp8. Padding is not counted."""
+    """Like `_add_products`, in fp8. Padding is not counted."""
     launches.product("fp8_grouped_", dy.values[:, : dy.rows], x.values.t()[: x.rows], out, {})
 
 
@@ -53,21 +53,23 @@ PLANNED: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
     "add_fp8_products_grouped_": (grouped.add_fp8_products_grouped_, _add_fp8_products),
     "grouped_scaled_mm": (grouped.grouped_scaled_mm, _multiply_rows),
 }
-"""Name of a kernel -> the operation, and what a plan does in its place."""
+"""Maps the name of a kernel to the operation and its planned replacement."""
 
 
 TORCH: dict[str, Callable[..., object]] = {
     "add_fp8_products_grouped_": partial(grouped.add_products_of_tiles_, dtype=torch.bfloat16)
 }
-"""What GPUs do without a kernel, where a CPU does something else."""
+"""What GPUs do without a kernel, if a CPU does something else."""
 
 
 def planned_expert_products(
     launches: Products, fused: bool = True
 ) -> dict[Callable[..., object], Callable[..., object]]:
-    """Functions in torch -> what a plan does in their place: with `fused` by kernels that this process does not leave
-    out, else by torch's products for each expert, in which a plan sees those of each. Without a kernel in fp8, GPUs add
-    products in 16 bits."""
+    """Map torch functions to their planned replacements.
+
+    With `fused`, kernels that this process does not disable are used; otherwise a plan sees one torch product per
+    expert. Without an fp8 kernel, GPUs add products in 16 bits.
+    """
     found: dict[Callable[..., object], Callable[..., object]] = {}
     for name, (plain, planned) in PLANNED.items():
         own = unwrap(plain)

@@ -32,13 +32,13 @@ class Schedule:
     group: int | None = None
     in_turns: bool = False
     validates: bool = False
-    """True if no rank waits for the others between two steps: ends are then those of a step after another one."""
+    """True if no rank waits for the others between two steps. The end times are then those of consecutive steps."""
 
     flows: bool = False
-    """True if a step begins before the one before ends: the same of ends."""
+    """True if a step starts before the previous one ends. The end times are then those of consecutive steps."""
 
     tied: bool = False
-    """True if the first and the last rank sum up gradients of weights that they share at the end of a step."""
+    """True if the first and last rank sum the gradients of shared weights at the end of a step."""
 
     @classmethod
     def of(cls, parallel: ModelParallelConfig, layout: PipelineLayout) -> Schedule:
@@ -48,8 +48,10 @@ class Schedule:
 
     @classmethod
     def of_run(cls, config: RunConfig) -> Schedule:
-        """That of a run, whose steps may overlap: where no log line reads the result of each, passes of a schedule that
-        does not flush begin before the step before ends."""
+        """Create the schedule of a run, whose steps may overlap.
+
+        If no log line reads the result of each step, an unflushed schedule starts passes before the previous step ends.
+        """
         alone = cls.of(config.parallel, pipeline_layout(config.model, config.parallel))
         flushes, tied = PIPELINE_SCHEDULES.facts(alone.name).flushes, bool(tied_stages(config.model, alone.layout))
         flows = not flushes and config.logging.log_interval > 1
@@ -57,16 +59,18 @@ class Schedule:
         return replace(alone, validates=validates, flows=flows, tied=tied)
 
     def lists(self, microbatches: int, messages: bool = False) -> Lists:
-        """The actions of a step by pipeline rank: with VALIDATE if it `validates`; then, or with `messages`, checked
-        and with messages."""
+        """Return the actions of a step by pipeline rank, with VALIDATE if it `validates`.
+
+        With VALIDATE or `messages`, the lists are checked and contain messages.
+        """
         shape = self.name, self.layout.pp, microbatches, self.layout.chunks
         if messages or self.validates:
             return pipeline_lists(*shape, False, self.group, self.in_turns, self.validates)
         return build_schedule(*shape, self.group, self.in_turns)
 
     def times(self, costs: StageCosts, microbatches: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """By pipeline rank, of a step of this number of micro-batches: when it has computed its last action, and what
-        of that is because messages take time."""
+        """Return, by pipeline rank, the end of its last action in a step of this number of micro-batches, and the part
+        of this time due to messages."""
         ends = self._ends(costs, microbatches)
         alone = self._ends(replace(costs, comm=0.0), microbatches)
         return ends, tuple(max(0.0, a - b) for a, b in zip(ends, alone, strict=True))
@@ -77,12 +81,12 @@ class Schedule:
         if rounds <= ROUNDS:
             return self._simulated(costs, microbatches)
         few, more = (self._simulated(costs, n * turn + rest) for n in (ROUNDS - 1, ROUNDS))
-        # Where stages are uneven, a round lasts as long as that of the busiest rank once the others wait for it.
+        # If stages are uneven, rounds last as long as the busiest rank's round once the others wait for it.
         longest = turn * max(self._work(costs, rank) for rank in range(self.layout.pp))
         return tuple(b + (rounds - ROUNDS) * max(b - a, longest) for a, b in zip(few, more, strict=True))
 
     def _work(self, costs: StageCosts, rank: int) -> float:
-        """Time that a rank computes for one micro-batch."""
+        """Return the time that a rank computes for one micro-batch."""
         passes = (costs.forward, costs.input_grad, costs.weight_grad)
         return sum(at_stage(times, stage) for times in passes for stage in self.layout.stages_of(rank))
 
@@ -93,23 +97,23 @@ class Schedule:
         return tuple(max(timed.stop for timed in timeline) for timeline in found.timeline)
 
     def _steady(self, costs: StageCosts, microbatches: int) -> tuple[float, float] | None:
-        """(time of a step, idle share of it) of a run whose steps overlap; None of others."""
+        """Return (time of a step, its idle share) for a run whose steps overlap, otherwise None."""
         if self.flows:
             return unflushed(self.name, self.layout.pp, microbatches, costs, self.tied)
         return post_validated(self.lists(microbatches), costs) if self.validates else None
 
     def bubble(self, costs: StageCosts, microbatches: int) -> float:
-        """Bubble: idle share of a step."""
+        """Return the idle share of a step."""
         steady = self._steady(costs, microbatches)
         return simulate(self.lists(microbatches), costs).bubble if steady is None else steady[1]
 
 
 STEPS = 4
-"""Steps that are simulated one after another. Of the last two the differences of their ends count."""
+"""Number of steps simulated in sequence. The difference between the ends of the last two counts."""
 
 
 def consecutive(lists: Lists, steps: int) -> Lists:
-    """The lists of several steps behind one another, micro-batches numbered on."""
+    """Concatenate the lists of several steps, with consecutive micro-batch numbers."""
     m = 1 + max(action.microbatch for actions in lists for action in actions)
     return [
         [action._replace(microbatch=action.microbatch + step * m) for step in range(steps) for action in actions]
@@ -118,12 +122,12 @@ def consecutive(lists: Lists, steps: int) -> Lists:
 
 
 def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float, float]:
-    """(time of a step, idle share of it) in a steady run whose updates are ahead of the norm.
+    """Return (time of a step, its idle share) in a steady run that updates before the gradient norm is known.
 
-    `lists` are of one step, with VALIDATE; there each rank waits for the end of the step before on all ranks. Without
-    VALIDATE no rank waits. arXiv 2401.10241, section 4, and section 5.2 for the bubble. Not for weights that the first
-    and the last rank share: the sum of their gradients makes these two end a step together, and all others wait for the
-    first one's forward passes.
+    `lists` are the lists of one step with VALIDATE, where each rank waits for the end of the previous step on all
+    ranks. Without VALIDATE no rank waits (arXiv 2401.10241, section 4, and section 5.2 for the bubble). Not for weights
+    shared by the first and last rank: the sum of their gradients makes these ranks end a step together, and all others
+    wait for the first rank's forward passes.
     """
     m = 1 + max(action.microbatch for actions in lists for action in actions)
     return _of_step(simulate(consecutive(lists, STEPS), costs), m, STEPS)
@@ -132,8 +136,10 @@ def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float
 def unflushed(
     schedule: str, p: int, microbatches: int, costs: StageCosts | None = None, tied: bool = False
 ) -> tuple[float, float]:
-    """(time of a step, idle share of it) in a steady run of a schedule that does not flush. With `tied` weights, the
-    last rank waits for the end of each step on the first one."""
+    """Return (time of a step, its idle share) in a steady run of an unflushed schedule.
+
+    With `tied` weights, the last rank waits for the end of each step on the first one.
+    """
     lists = lists_of_steps(schedule, p, [microbatches] * STEPS)
     if tied and p > 1:
         last = []
@@ -146,12 +152,12 @@ def unflushed(
 
 
 def _of_step(found: Simulation, microbatches: int, number: int) -> tuple[float, float]:
-    """(time, idle share) of the step of this number, from 1, among `STEPS`."""
+    """Return (time, idle share) of step number `number`, counted from 1, among `STEPS`."""
     time = _end(found, number * microbatches) - _end(found, (number - 1) * microbatches)
     return time, 1 - sum(found.busy) / STEPS / len(found.busy) / time
 
 
 def _end(found: Simulation, microbatches: int) -> float:
-    """When all ranks have done what is below a number of micro-batches."""
+    """Return the time when all ranks have finished the micro-batches below a number."""
     timed = (entry for timeline in found.timeline for entry in timeline if entry.action.kind in TIMED)
     return max(entry.stop for entry in timed if entry.action.microbatch < microbatches)

@@ -1,8 +1,9 @@
-"""Records what a part of a stage does with a micro-batch: kernels and collectives as events, beside the memory.
+"""Records kernels and collectives of a part of a stage for one micro-batch, together with its memory.
 
-Operations outside compiled regions are one kernel each: a tensor is read or written once, views are free. A compiled
-region, and a cast that one kernel does on GPUs, counts its inputs and outputs only; its backward reads the inputs
-again. Fake kernels stand for FlashAttention and cuDNN, whatever the tile."""
+An operation outside compiled regions is one kernel: each tensor is read or written once, and views are free. A compiled
+region, or a cast that one GPU kernel performs, counts only its inputs and outputs; its backward reads the inputs again.
+Fake kernels represent FlashAttention and cuDNN for any tile.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ PRODUCTS: dict[str, int] = {
     **dict.fromkeys(("mm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"), 0),
     **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_"), 1),
 }
-"""Name -> the place of the first factor among the arguments."""
+"""Maps an operator name to the position of the first factor among its arguments."""
 
 T = TypeVar("T")
 
@@ -52,12 +53,12 @@ ATTENTION_OF_CPUS = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def size_of(x: Tensor) -> int:
-    """Bytes of the distinct elements of `x`."""
+    """Return the bytes of the distinct elements of `x`."""
     return prod(n if s else 1 for n, s in zip(x.shape, x.stride(), strict=True)) * x.element_size()
 
 
 def total_size(values: object) -> int:
-    """Bytes of the tensors among `values`, each once."""
+    """Return the bytes of the tensors among `values`, each counted once."""
     return sum(map(size_of, {id(x): x for x in tensors_of(values)}.values()))
 
 
@@ -68,8 +69,10 @@ COLLECTIVES = {
     "alltoall_base_": ("all_to_all", 1, 2),
     "send": ("send", 0, 1),
 }
-"""Operator -> its kind, and the places of the whole operand and of the group among the arguments. A `recv` moves what a
-send does."""
+"""Maps an operator to its kind and the positions of the whole operand and of the group among its arguments.
+
+A `recv` moves as much as a send.
+"""
 
 
 class _Recorded(dist.Work):
@@ -86,15 +89,20 @@ class _Recorded(dist.Work):
 
 
 class Recorder(LiveMemory):
-    """Appends the events of what runs to `events`."""
+    """Appends the events of executed operations to `events`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and checking for it takes long at every operation
 
     def __init__(self, fp32_sums: bool, backend: str, any_order: bool = True) -> None:
-        """`fp32_sums`: gradients of 16-bit weights are summed in fp32. `backend`: of fused attention. `any_order`: as
-        in `Launches`."""
+        """Create a recorder.
+
+        Args:
+            fp32_sums: Gradients of 16-bit weights are summed in fp32.
+            backend: Fused attention kernel.
+            any_order: As in `Launches`.
+        """
         super().__init__()
         self.any_order = any_order
         self.events: list[Event] = []
@@ -102,16 +110,16 @@ class Recorder(LiveMemory):
         self._numbers, self._unseen = 0, False
         self._at_one_time = 1
         self.works: dict[int, _Recorded] = {}
-        """Collectives in flight by number: torch alone does not keep their Python part."""
+        """Collectives in flight by number; torch alone does not keep their Python objects alive."""
 
         self._changed: set[int] | None = None
-        """Storages that the region which runs just now has written, made ones too."""
+        """Storages that the current region has written, including new ones."""
 
         self._moves: dict[tuple[Callable[..., object], int], Move] = {}
         """Memory traffic of compiled regions, by the bytes of their inputs."""
 
         self._nodes = set[int]()
-        """Numbers of autograd's nodes that compiled regions have made: the backward of each is one kernel."""
+        """Numbers of autograd nodes created by compiled regions; the backward of each is one kernel."""
 
     def begin(self) -> None:
         """Clear the recording."""
@@ -131,7 +139,7 @@ class Recorder(LiveMemory):
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Records nothing of what runs in here, whose memory counts."""
+        """Record nothing inside this context; memory is still counted."""
         self._unseen = True
         try:
             yield
@@ -139,9 +147,12 @@ class Recorder(LiveMemory):
             self._unseen = False
 
     def some_of(self, parts: Sequence[T]) -> Iterator[T]:
-        """Goes through some parts of a loop. Where the first, the middle, and the last of an odd number of parts do the
-        same with sizes that grow evenly, the middle one counts for all of them; elsewhere both halves are tried. The
-        last two come first, one behind the other: there may be most memory, what the neighbour leaves included."""
+        """Run only some parts of a loop if they represent the others.
+
+        If the first, the middle and the last part of an odd number do the same with sizes that grow evenly, the middle
+        one counts for all. Otherwise both halves are tried. The last two parts run first, in sequence, because memory
+        may be largest there, including what the previous part left.
+        """
         outer = self.events
         passes = dict[int, list[Event]]()
         counts = dict[int, int]()
@@ -166,7 +177,7 @@ class Recorder(LiveMemory):
             self.events += passes[place] * count
 
     def _within_kernel(self) -> bool:
-        """Return whether what runs is part of a launch, of a compiled region, or of its backward."""
+        """Return whether the current operation is part of a launch, of a compiled region, or of its backward."""
         node = running_node()
         within = node is not None and sequence_number(node) in self._nodes and not computing_again()
         return self._inside or self._unseen or within
@@ -194,7 +205,7 @@ class Recorder(LiveMemory):
             self._element_wise(name, func, args, kwargs, out)
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, kwargs: dict[str, object]) -> None:
-        """A product of a [m, k] or [batches, m, k] and b [k, n]; grouped ones are even over their groups."""
+        """Record a product of a [m, k] or [batches, m, k] and b [k, n]; grouped products are even over their groups."""
         batches = 1
         (m, k) = a.shape[-2:]
         n = b.shape[-1]
@@ -213,7 +224,7 @@ class Recorder(LiveMemory):
 
     @contextmanager
     def at_one_time(self, count: int) -> Iterator[None]:
-        """The products in here are `count` of which several may run at a time."""
+        """Mark the products inside this context as `count` products, of which several may run concurrently."""
         outer, self._at_one_time = self._at_one_time, count
         try:
             yield
@@ -221,7 +232,7 @@ class Recorder(LiveMemory):
             self._at_one_time = outer
 
     def _attention(self, args: Any, backward: bool) -> None:
-        """Causal attention of q [b, heads, s, d] with k and v [b, groups, s, d]."""
+        """Record causal attention of q [b, heads, s, d] with k and v [b, groups, s, d]."""
         q, k, v = args[1:4] if backward else args[:3]
         batch, heads, length, width = q.shape
         self.attention(batch * heads * length * k.shape[2] / 2, width, v.shape[3], k.shape[2], backward)
@@ -237,8 +248,11 @@ class Recorder(LiveMemory):
         *,
         backend: str | None = None,
     ) -> None:
-        """A launch of a fused kernel for this number of query-key pairs, of all heads. With `dropout` both passes of
-        the backward: each computes the scores and their gradients again, and hashes the masks."""
+        """Record a fused kernel launch for this number of query-key pairs over all heads.
+
+        With `dropout`, both backward passes are recorded: each recomputes the scores and their gradients, and hashes
+        the masks.
+        """
         passes = 1 + dropout
         of_pair = (2 + passes) * width + (1 + passes) * value_width if backward else width + value_width
         hashes = float(pairs * (passes if backward else 1) * dropout)
@@ -246,7 +260,7 @@ class Recorder(LiveMemory):
         self.add(Attention(backend, max(width, value_width), flops, length, backward, hashes))
 
     def gathered(self, flops: float, read: float, added: float = 0.0) -> None:
-        """A launch of a kernel that gathers rows (`Gathered`)."""
+        """Record a launch of a kernel that gathers rows (`Gathered`)."""
         self.add(Gathered(flops, read, added))
 
     def _element_wise(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
@@ -271,7 +285,7 @@ class Recorder(LiveMemory):
         return self.works[self._numbers]
 
     def run_region(self, function: Callable[..., object], args: tuple[object, ...]) -> object:
-        """One kernel, and one in the backward, which reads the inputs again."""
+        """Record a region as one kernel, and one in the backward, which reads the inputs again."""
         leaves, tree = tree_flatten(args)
         given, tracked = tensors_of(leaves), torch.is_grad_enabled()
         read = total_size(given)
@@ -285,7 +299,7 @@ class Recorder(LiveMemory):
         first = next_sequence_number()
         try:
             out = super().run_region(function, tree_unflatten(leaves, tree))
-        except Exception:  # a recomputation ends as soon as it has what it is for; the kernel runs whole
+        except Exception:  # a recomputation stops as soon as it has the needed tensors, but the kernel runs completely
             if (again := self._moves.get((function, read))) is not None:
                 self.add(again)
             raise
@@ -321,7 +335,7 @@ class _Inputs(torch.autograd.Function):
 
 
 def _grow_evenly(first: list[Event], middle: list[Event], last: list[Event]) -> bool:
-    """Return whether each event of the middle is halfway between those of the first and the last."""
+    """Return whether each event of the middle part is halfway between the events of the first and last part."""
     if not len(first) == len(middle) == len(last):
         return False
     for three in zip(first, middle, last, strict=True):
@@ -334,23 +348,23 @@ def _grow_evenly(first: list[Event], middle: list[Event], last: list[Event]) -> 
 
 
 def _sizes(event: Event) -> tuple[object, ...]:
-    """The fields of an event; a collective's number says nothing."""
+    """Return the fields of an event, without a collective's number."""
     values = astuple(event)
     return values[:-1] if isinstance(event, Collective | Wait) else values
 
 
 def done(func: OpOverload, args: Sequence[object], work: dist.Work) -> object:
-    """Returns the result of a c10d operator: its first argument if the operator returns tensors, and `work`."""
+    """Return the result of a c10d operator: its first argument if the operator returns tensors, and `work`."""
     results = len(schema_of(func).returns)
     return None if results == 0 else work.boxed() if results == 1 else (args[0], work.boxed())
 
 
 def precision_of(x: Tensor) -> str:
-    """Name of the rate of products of such operands."""
+    """Return the name of the rate for products of such operands."""
     return {1: "fp8", 2: "bf16", 4: "fp32"}.get(x.element_size(), "fp64")
 
 
 def _written(func: OpOverload) -> list[int]:
-    """Places of the arguments that an operation writes."""
+    """Return the positions of the arguments that an operation writes."""
     arguments = schema_of(func).arguments
     return [i for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]

@@ -1,12 +1,13 @@
-"""Time of a list of events on one kind of device and placement of ranks. This module does not import torch.
+"""Times a list of events on one kind of device and placement of ranks. This module does not import torch.
 
-Large collectives follow the ring: a rank of n sends (n - 1) / n of the operand, twice that in an all-reduce. Within a
-node each rank has a link of its own. Between nodes the ranks of a node share its adapters, and all of them are at work
-at once: the group whose time is predicted, and those of the node's other ranks.
+Large collectives use rings: a rank of n sends (n - 1) / n of the operand, and twice that in an all-reduce. Within a
+node each rank has its own link. Between nodes, the ranks of a node share its adapters, and all groups of the node are
+active at once.
 
-Kernels follow each other on one stream; the collectives of an axis follow each other on another. A collective begins
-when what is before it on the first stream is done, and what is left of it when its result is needed is exposed. What is
-hidden slows the kernels beside it."""
+Kernels follow each other on one stream, and the collectives of each axis on another. A collective starts when the
+preceding kernels are done, and its remaining time when its result is needed is exposed. Hidden communication slows
+concurrent kernels.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Placement:
     """Largest number of ranks of the group in one node."""
 
     stride: int = 1
-    """Distance of neighbouring ranks in the global order of ranks."""
+    """Distance between neighbouring ranks in global rank order."""
 
     @property
     def crosses(self) -> bool:
@@ -50,9 +51,9 @@ class Placement:
 
 @lru_cache(maxsize=4096)
 def placement(dims: ParallelDims, axes: tuple[str, ...], ranks_per_node: int) -> Placement:
-    """Of the groups along axes, those of rank 0 standing for all."""
+    """Return the placement of rank 0's groups along axes; other groups are placed alike."""
     near, nearest = [0], list[int]()
-    for axis in axes:  # ranks grow with each coordinate: those of the node are at its first places
+    for axis in axes:  # ranks grow with each coordinate, so the node's ranks have the first positions
         ranks = (dims.rank(**{axis: place}) for place in range(dims.size(axis)))
         steps = list(takewhile(lambda rank: rank < ranks_per_node, ranks))
         near = [rank + step for rank in near for step in steps if rank + step < ranks_per_node]
@@ -61,7 +62,8 @@ def placement(dims: ParallelDims, axes: tuple[str, ...], ranks_per_node: int) ->
 
 
 def nested_placements(group: Placement, inner: int) -> tuple[Placement, Placement]:
-    """Those of consecutive ranks of a group, `inner` at a time, and of the ranks at the same place of each."""
+    """Return the placements of `inner` consecutive ranks of a group at a time, and of the ranks at the same position of
+    each."""
     rings = Placement(group.size // inner, max(1, -(-group.in_node // inner)), group.stride * inner)
     return Placement(inner, min(inner, group.in_node), group.stride), rings
 
@@ -74,7 +76,7 @@ class Network:
     ranks_per_node: int
 
     def seconds(self, kind: str, moved: float, group: Placement) -> float:
-        """Time of a collective whose whole operand has `moved` bytes."""
+        """Return the time of a collective whose whole operand has `moved` bytes."""
         if group.size == 1:
             return 0.0
         if kind == "send":
@@ -92,7 +94,7 @@ class Network:
         return max(near, far) + self._latency(group, rounds, ring=self.device.device_type == "cpu")
 
     def _message(self, moved: float, group: Placement) -> float:
-        """A message to the next rank of the group, as all ranks send one."""
+        """Return the time of a message to the next rank of the group if all ranks send one."""
         node, network = self._links(group)
         if not group.crosses:
             return moved / _rate(node, "send") + self._latency(group, 0) + 1e-6 * node.latency_us
@@ -101,11 +103,12 @@ class Network:
         return moved / rate + 1e-6 * (network.launch_us + network.latency_us)
 
     def _rank_rate(self, network: Link, kind: str) -> float:
-        """Bytes per second between nodes that one rank of a node has if all of them send."""
+        """Return the bytes per second between nodes for one rank of a node if all of its ranks send."""
         return _rate(network, kind) * self.device.adapters_per_node / self.ranks_per_node
 
     def _latency(self, group: Placement, rounds: float, ring: bool = False) -> float:
-        """Steps of a ring within the node, and of a tree between nodes, or of a `ring` through all of them (gloo)."""
+        """Return the latency steps of a ring within the node and a tree between nodes, or of a `ring` through all of
+        them (gloo)."""
         node, network = self._links(group)
         near = node.launch_us + rounds * (group.in_node - 1) * node.latency_us
         if not group.crosses:
@@ -137,8 +140,10 @@ SUBJECT_OF_AXIS = {
 }
 
 EXPERT_IMBALANCE = 1.1
-"""Tokens of the busiest rank's experts by those of the mean rank, under expert parallelism. Assumed: routers that are
-balanced by a loss or a bias are within 10 % of even over the experts of a rank."""
+"""Tokens of the busiest rank's experts divided by the mean, under expert parallelism.
+
+This assumes that routers balanced by a loss or a bias are within 10 % of even over the experts of a rank.
+"""
 
 
 class Times(dict[str, float]):
@@ -167,10 +172,10 @@ class Replay:
     """Placement by axis."""
 
     host_us: float
-    """Time of the host for each launch; 0 where a CUDA graph is replayed."""
+    """Host time per launch; 0 if a CUDA graph is replayed."""
 
     def run(self, events: Iterable[Event]) -> Times:
-        """Times of a list of events; `launch` is what the host takes longer than the device."""
+        """Return the times of a list of events; `launch` is the host time beyond the device time."""
         times = Times()
         clock = 0.0
         host = 0.0
@@ -204,7 +209,7 @@ class Replay:
         return self.network.seconds(event.kind, event.moved, self.groups[event.axis])
 
     def kernel(self, event: Kernel) -> tuple[str, float]:
-        """(subject, seconds) of a kernel, with the gap before it."""
+        """Return (subject, seconds) of a kernel, including the gap before it."""
         device = self.device
         if isinstance(event, Product):
             together = event.batches * event.at_one_time

@@ -1,8 +1,7 @@
-"""Time of a training step, predicted: what each rank's kernels and collectives take on a device, stage by stage, put
-together by the pipeline's own schedule, and the work between two steps.
+"""Predicts the time of a training step from kernels, collectives, the pipeline schedule and work between steps.
 
-Every number comes from the fake step that gives memory and FLOPs, and from the device file. docs/planner.md says what
-is modelled and how close predictions are to published runs.
+All numbers are derived from the fake step that gives memory and FLOPs, and from the device file. docs/planner.md
+describes the model and its error on published runs.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ SUBJECTS = (
     *("matmul", "attention", "element_wise", "tp_communication", "cp_communication", "ep_communication", "launch"),
     *("offload", "pipeline_bubble", "pipeline_messages", "grad_reduce", "param_gather", "optimizer", "overhead"),
 )
-"""Categories of a step's time. Communication counts its exposed time, and the time by which it slows concurrent
+"""Categories of a step's time. Communication counts its exposed time and the time by which it slows concurrent
 kernels."""
 
 AXES = ("tp", "cp", "ep", "expt_tp")
@@ -62,15 +61,15 @@ class StepTime:
     """Causal model FLOPs per second of a device, in 1e12; recomputation is not counted."""
 
     mfu: float | None
-    """MFU relative to the device's peak in the precision of the linear layers; None if the device file does not
-    state that peak."""
+    """MFU relative to the device's peak in the precision of the linear layers; None if the device file does not state
+    that peak."""
 
     parts: dict[str, float]
     bubble: float
-    """Share of the step that the mean pipeline rank idles or sends while passes run, until the last of them ends."""
+    """Mean share of the step in which pipeline ranks idle or send while passes run, until the last pass ends."""
 
     parts_of_pp_rank: int | None
-    """The pipeline rank whose `parts` these are; None without pipeline parallelism."""
+    """Pipeline rank to which `parts` belong; None without pipeline parallelism."""
 
     device: DeviceFile
     world_size: int
@@ -83,7 +82,7 @@ class StepTime:
 
     @property
     def record(self) -> dict[str, object]:
-        """The step as JSON: seconds and shares."""
+        """Return the step as JSON: seconds and shares."""
         found = {name: value for name, value in vars(self).items() if name != "world_size"}
         of_device = self.tokens_per_second / self.world_size
         own = {"device": self.device.name, "tokens_per_second_per_device": of_device, "bound_by": self.bound_by}
@@ -97,10 +96,17 @@ def predict_step(
     gpus_per_node: int | None = None,
     cache: PlannerCache | None = None,
 ) -> StepTime:
-    """Predicts a step of a resolved and validated configuration on `world_size` devices.
+    """Predict a step of a resolved and validated configuration.
 
-    `gpus_per_node` is by default `device.ranks_of_node`. `cache` keeps traces between calls. Raises ValueError where
-    the device file lacks a rate that the step needs.
+    Args:
+        config: The configuration.
+        world_size: Number of devices.
+        device: Device file.
+        gpus_per_node: Ranks per node; the default is `device.ranks_of_node`.
+        cache: Keeps traces between calls.
+
+    Raises:
+        ValueError: The device file lacks a rate that the step needs.
     """
     return Step(
         config, world_size, device, gpus_per_node or device.ranks_of_node(world_size), cache or PlannerCache()
@@ -116,7 +122,7 @@ class StageTimes:
     weight: Times
     once: Times
     exchanges: int = 0
-    """All-to-alls of experts in the forward, and as many in the backward."""
+    """Number of expert all-to-alls in the forward, and likewise in the backward."""
 
     exchange: float = 0.0
     """Time of one all-to-all."""
@@ -135,7 +141,7 @@ class Exposed(NamedTuple):
 
 
 class Step:
-    """A step of one configuration on one kind of device."""
+    """One step of a configuration on one kind of device."""
 
     def __init__(
         self, config: RunConfig, world_size: int, device: DeviceFile, gpus_per_node: int, cache: PlannerCache
@@ -159,14 +165,16 @@ class Step:
         self.microbatches = max(1, samples // (config.training.micro_batch_size * self.dims.dp))
 
     def part_times(self) -> list[StageTimes]:
-        """Returns the times of a micro-batch in the embedding, in each layer and in the output layer, which
-        `predict` adds up to stages. Layouts whose layers compute the same have equal times, wherever their stages
-        begin."""
+        """Return the times of a micro-batch in the embedding, each layer and the output layer.
+
+        `predict` adds them up to stages. Layouts whose layers compute the same have equal times, regardless of stage
+        borders.
+        """
         (parts,) = self.cache.parts_of(self.batch, [whole_model(self.config.model)])
         return [self._stage([part]) for part in parts]
 
     def predict(self) -> StepTime:
-        """Raises ValueError where the device file lacks a rate."""
+        """Predict the step. Raises ValueError if the device file lacks a rate."""
         config = self.config
         self.layout = pipeline_layout(config.model, config.parallel)
         stages = pipeline_stages(config.model, config.parallel)
@@ -185,7 +193,7 @@ class Step:
             ends, messages = Schedule.of_run(config).times(costs, self.microbatches)
         between = [self._between(rank, times) for rank in range(self.layout.pp)]
         reduced = [end + each.grad_reduce for end, each in zip(ends, between, strict=True)]
-        # The rank that ends last may be one that idles for most of the step, and then tells nothing of what bounds it.
+        # The rank that ends last may idle for most of the step, and then does not show the bottleneck.
         busiest = max(range(len(ranks)), key=busy.__getitem__)
         parts = Times(dict.fromkeys(SUBJECTS, 0.0))
         parts.add(ranks[busiest], self.microbatches)
@@ -217,8 +225,10 @@ class Step:
         )
 
     def _peak_tflops(self) -> float | None:
-        """Returns the device's peak in the precision of the linear layers, or None if the device file does not state
-        it. Without a peak for fp8, an fp8 step is predicted at the rate of 16 bits, and so is its peak."""
+        """Return the device's peak in the precision of the linear layers; None if the device file does not state it.
+
+        Without an fp8 peak, an fp8 step is predicted at the 16-bit rate, and the 16-bit peak applies.
+        """
         peaks, parallel = self.device.peak_tflops, self.config.parallel
         name = linear_format(parallel)
         if name is not None and name in peaks:
@@ -227,7 +237,7 @@ class Step:
         return peaks.get(wide.get(parallel.params_dtype, "bf16"))
 
     def _times(self, events: Sequence[Event]) -> Times:
-        """Returns the times of a list of events. Equal layers share one list."""
+        """Return the times of a list of events. Equal layers share one list."""
         if id(events) not in self._known_times:
             self._known_times[id(events)] = self.replay.run(events)
         return self._known_times[id(events)]
@@ -253,7 +263,7 @@ class Step:
         return StageTimes(forward, backward, weight, once, exchanges, exchange / max(1, exchanges))
 
     def _add_weight_copies(self, times: StageTimes, parts: Sequence[PassEvents], stage: Stage) -> None:
-        """Adds what copies of weights in host memory take beside the passes of a micro-batch."""
+        """Add the exposed time of copying weights in host memory during the passes of a micro-batch."""
         seconds = [
             (self._times(part.forward).total, self._times(part.backward).total + self._times(part.weight).total)
             for part in parts
@@ -281,7 +291,7 @@ class Step:
         )
 
     def _messages(self) -> list[float]:
-        """By stage, the time of a message between it and the next one."""
+        """Return, by stage, the time of a message between it and the next one."""
         model, parallel = self.config.model, self.config.parallel
         if self.layout.num_stages == 1:
             return [0.0]
@@ -290,7 +300,7 @@ class Step:
         size *= DTYPE_BYTES[parallel.params_dtype]
         nodes = [self.dims.rank(pp=place) // self.network.ranks_per_node for place in range(self.layout.pp)]
         places = [nodes[self.layout.rank_of(stage)] for stage in range(self.layout.num_stages)]
-        # Of the ranks of a node those send to another one whose pipeline continues there.
+        # Of a node's ranks, those send to another node whose pipeline continues there.
         within, between = Placement(2, 2), placement(self.dims, ("pp",), self.network.ranks_per_node)
         return [
             self.network.seconds("send", size, within if here == there else between)
@@ -324,12 +334,16 @@ class Step:
     def least_exchanged(
         self, elements: Mapping[bool, float], forward: float, backward: float, microbatches: int
     ) -> float:
-        """Seconds of a step that reducing and gathering these numbers of trained parameters, by whether of experts,
-        adds at least to a rank's passes, if those of a micro-batch take `forward` and `backward`, or to longer ones and
-        what they are longer.
+        """Return the minimum seconds per step that reducing and gathering parameters adds to a rank's passes.
 
-        Of collectives of T seconds behind C of computation at least T - C is exposed, and what is hidden slows the
-        computation.
+        If collectives of T seconds follow C seconds of computation, at least T - C is exposed, and the hidden part
+        slows the computation.
+
+        Args:
+            elements: Numbers of trained parameters, by whether they belong to experts.
+            forward: Seconds of a micro-batch's forward, or less.
+            backward: Seconds of its backward, or less.
+            microbatches: Micro-batches per step.
         """
         slowdown = min(1.0, self.device.overlap_slowdown)
         reduce = sum(time for expert, count in elements.items() for time in self._reductions(count, expert, 1))
@@ -346,14 +360,17 @@ class Step:
         return reductions * added(reduce, backward) + added(gather, forward)
 
     def _overhead(self) -> float:
-        """Fixed time, and the sums over all ranks of a number or two: loss, tokens and gradient norm."""
+        """Return the fixed time, and the time of summing loss, tokens and gradient norm over all ranks."""
         world = Placement(self.dims.world_size, self.network.ranks_per_node)
         fixed = self.device.fixed_ms(self.dims.world_size)
         return 1e-3 * fixed + 3 * self.network.seconds("all_reduce", 8, world)
 
     def _behind(self, times: Sequence[float], compute: float) -> float:
-        """Returns the exposed time of consecutive collectives, the operands of each ready after an equal share of
-        the computation. The hidden time slows the computation."""
+        """Return the exposed time of consecutive collectives, whose operands become ready after equal shares of the
+        computation.
+
+        The hidden time slows the computation.
+        """
         clock = 0.0
         for number, time in enumerate(times, 1):
             clock = max(clock, compute * number / len(times)) + time
@@ -361,7 +378,7 @@ class Step:
         return exposed + self.device.overlap_slowdown * max(0.0, sum(times) - exposed)
 
     def _reductions(self, numel: float, expert: bool, units: int) -> list[float]:
-        """Times of the buckets of gradients; of the layers where every micro-batch's gradients are reduced."""
+        """Return the times of gradient buckets; for layers only, if every micro-batch's gradients are reduced."""
         main = 2 if self.config.ddp.grad_reduce_in_bf16 or self.config.optimizer.gradients_dtype == "bfloat16" else None
         size = main or DTYPE_BYTES[self.config.parallel.main_dtype]
         kind = "reduce_scatter" if self.config.optimizer.use_distributed_optimizer else "all_reduce"
@@ -387,7 +404,7 @@ class Step:
         return [time] * count
 
     def _groups(self, expert: bool) -> tuple[Placement, Placement]:
-        """The ranks that shard states, and those at the same place of each instance."""
+        """Return the ranks that shard states, and the ranks at the same position of each instance."""
         axes = ("expt_dp",) if expert else ("dp", "cp")
         whole = placement(self.dims, axes, self.network.ranks_per_node)
         if self.dims.instances == 1:
@@ -398,12 +415,13 @@ class Step:
         )
 
     def _update(self, states: RankStates) -> float:
-        """Gradients cleared, read for their norm and for the update; states read and written; parameters written."""
+        """Return the time of an update: clearing gradients, reading them for norm and update, and updating states and
+        parameters."""
         memory, device = states.memory, self.device
         shards = self.dims.shards(False) if self.config.optimizer.use_distributed_optimizer else 1
         moved = memory.gradients + 2 * memory.gradients / shards + memory.parameters / shards
         moved += 2 * (memory.main_parameters + memory.moments + memory.rollback)
-        # On the host sums of gradients are read for their norm, scaled in place, and read for the update.
+        # On the host, gradient sums are read for their norm, scaled in place, and read for the update.
         here = 2 * memory.host_states + memory.host_parameters + 4 * memory.host_gradients
         seconds = moved / device.copy_tb_per_second / 1e12 + 2 * memory.host_slots / device.host_gb_per_second / 1e9
         rate = device.host_update_gb_per_second or device.host_gb_per_second

@@ -1,12 +1,12 @@
 """Exposed time of copies of weights and gradients in host memory.
 
-Both directions of the link copy at the same time, beside the passes. While one pass computes, the parameters of the
-next one arrive, and from the second micro-batch on the sum of gradients to which its backward adds; the gradients of
-the pass before leave. A pass of C seconds that `coming` and `leaving` bytes pass beside takes
+Both directions of the link copy at the same time, concurrently with the passes. During a pass, the parameters of the
+next one arrive. From the second micro-batch on, the gradient sums to which its backward adds arrive too, and the
+previous pass's gradients leave. A pass of C seconds with `coming` and `leaving` bytes takes
 
 max(C, coming / rate, leaving / rate)
 
-at the rate of one direction, `host_gb_per_second` of the device file. What that is more than C is exposed.
+at the rate of one direction, `host_gb_per_second` of the device file. The excess over C is exposed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class UnitPass(NamedTuple):
 
 
 def exposed(passes: Sequence[UnitPass], gb_per_second: float) -> list[float]:
-    """Seconds by which each pass is longer for what comes and leaves beside it. The first pass follows the last one."""
+    """Return the seconds by which concurrent copies extend each pass. The first pass follows the last one."""
     found = []
     for number, own in enumerate(passes):
         coming, leaving = passes[(number + 1) % len(passes)].needed, passes[number - 1].left
@@ -44,7 +44,7 @@ def exposed(passes: Sequence[UnitPass], gb_per_second: float) -> list[float]:
 
 
 def streamed_elements(config: RunConfig, dims: ParallelDims, stage: Stage) -> list[float]:
-    """Elements of matrices that a rank keeps of each part of a stage: the embedding, each layer, and the head."""
+    """Return the matrix elements that a rank keeps of each part of a stage: the embedding, each layer, and the head."""
     found: dict[str, float] = {}
     for meta in stage_metas(config.model, stage, sequence_parallel=config.parallel.sequence_parallel):
         if meta.matrix and not config.optimizer.freezes(meta):
@@ -59,8 +59,15 @@ def streamed_elements(config: RunConfig, dims: ParallelDims, stage: Stage) -> li
 def copies_beside(
     config: RunConfig, elements: Sequence[float], seconds: Sequence[tuple[float, float]], again: bool, rate: float
 ) -> tuple[float, float]:
-    """Exposed seconds in the forward and in the backward of a micro-batch, whose parts take (forward, backward)
-    `seconds`, at `rate` GB/s. `again`: sums of earlier micro-batches come back."""
+    """Return the exposed seconds in the forward and in the backward of a micro-batch.
+
+    Args:
+        config: The configuration.
+        elements: Matrix elements of each part of the stage.
+        seconds: (forward, backward) seconds of each part.
+        again: True if gradient sums of earlier micro-batches are copied back.
+        rate: Copy rate of one direction in GB/s.
+    """
     dtype = config.optimizer.gradients_dtype or config.parallel.main_dtype
     params, gradient = DTYPE_BYTES[config.parallel.params_dtype], DTYPE_BYTES[dtype]
     ahead = [UnitPass(forward, params * numel) for (forward, _), numel in zip(seconds, elements, strict=True)]
