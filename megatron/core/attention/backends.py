@@ -1,5 +1,4 @@
-"""Kernels of attention, and attention over context-parallel ranks: the choices of two flags. This module does not
-import torch.
+"""Interfaces and registries of attention kernels and of context-parallel attention. This module does not import torch.
 
 @ATTENTION_BACKENDS.register("mine")
 class MyBackend(TorchBackend):
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionOperands:
-    """Scale, precision, device and widths of the attention of one layer."""
+    """Scale, precision, device and head widths of one layer's attention."""
 
     scale: float
     """Factor of attention scores."""
@@ -41,17 +40,17 @@ class AttentionBackend(Protocol):
     """The kernels of one layer's attention."""
 
     always_tiles: bool
-    """True if tiles compute plain causal attention too."""
+    """True if plain causal attention is computed by tiles too."""
 
     def causal(self) -> nn.Module:
-        """Returns plain causal attention within a rank, a module that is called as
-        `megatron.core.attention.core_attention.FusedAttention` is."""
+        """Return the module for plain causal attention within a rank, called like
+        `megatron.core.attention.core_attention.FusedAttention`."""
 
     def tiles(self) -> tuple[Kernel, Kernel]:
-        """Returns the kernels of tiles for plain causal attention, and for documents and windows."""
+        """Return the tile kernels for plain causal attention, documents and windows."""
 
     def dropout(self, dropout: Dropout) -> Kernel:
-        """Returns the kernel of attention with dropout. All kernels have the same masks."""
+        """Return the kernel of attention with dropout. All kernels use the same masks."""
 
 
 class MakeBackend(Protocol):
@@ -59,7 +58,8 @@ class MakeBackend(Protocol):
 
 
 ATTENTION_BACKENDS = Registry("--attention-backend", NoFacts, protocol=MakeBackend, makes=AttentionBackend)
-"""Name -> class of `AttentionBackend`; `megatron.core.attention.core_attention.TorchBackend` is one to derive from."""
+"""Registered classes of `AttentionBackend` by name; derive custom ones from
+`megatron.core.attention.core_attention.TorchBackend`."""
 
 _CORE = "megatron.core.attention.core_attention"
 ATTENTION_BACKENDS.register("auto", f"{_CORE}:TorchBackend")
@@ -93,13 +93,13 @@ class ContextParallelFacts:
     """True if a rank computes the whole sequence for some heads."""
 
     nested: bool = False
-    """True if neighbouring ranks share heads, and groups of them queries (`Axis.levels`)."""
+    """True if groups of neighbouring ranks divide heads, and the groups divide queries (`Axis.levels`)."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """(RunConfig, world size) -> each `Problem` of a run on several context ranks."""
+    """Rules: (RunConfig, world size) -> each `Problem` of a run on several context ranks."""
 
 
 CONTEXT_PARALLEL = Registry("--cp-comm-type", ContextParallelFacts, protocol=ContextAttention)
-"""Name -> `ContextAttention`."""
+"""Registered `ContextAttention` by name."""
 
 CONTEXT_PARALLEL.register("p2p", "megatron.core.attention.context_parallel:ring_attention")

@@ -1,9 +1,9 @@
 """Attention over context-parallel ranks, and within one rank.
 
 Ring attention (p2p, arXiv:2310.01889): queries stay, keys and values rotate over the ranks. A rank computes the tiles
-of its queries with the keys that it has, while the next keys arrive. The backward rotates keys and values once more;
-their gradients rotate with them, and reach the rank that owns the keys after the last step. Saved for the backward are
-only this rank's queries, keys, values, outputs and log-sum-exps. Attention within a rank is a ring of one.
+of its queries with the keys that it has, while the next keys arrive. The backward rotates keys and values again. Their
+gradients rotate with them, and reach the rank that owns the keys after the last step. The backward needs only this
+rank's saved queries, keys, values, outputs and log-sum-exps. Attention within a rank is a ring of size 1.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ class Ring:
     """Positions of each rank's keys."""
     causal: Causal
     sent: tuple[Spans, ...] = ()
-    """Positions of each rank's keys that travel, equally many of each rank."""
+    """Positions of each rank's communicated keys, equally many per rank."""
 
     @property
     def steps(self) -> int:
-        """Ranks whose keys this rank receives, itself included."""
+        """Ranks whose keys this rank receives, including itself."""
         return self.cp.size if any(self.sent) else 1
 
     @cached_property
     def rows_sent(self) -> Spans | None:
-        """Rows of this rank's keys that travel; None for all."""
+        """Rows of this rank's keys that are communicated; None for all."""
         if self.steps == 1 or self.sent[self.cp.rank] == self.keys[self.cp.rank]:
             return None
         return rows_of(self.keys[self.cp.rank], self.sent[self.cp.rank])
 
     def sent_of(self, x: Tensor) -> Tensor:
-        """x [m, ...] of this rank -> [sent, ...]: the rows that travel"""
+        """x [m, ...] of this rank -> [sent, ...]: the communicated rows."""
         return x if self.rows_sent is None else torch.cat([x[rows.start : rows.stop] for rows in self.rows_sent])
 
     def with_sent(self, x: Tensor, sent: Tensor) -> Tensor:
-        """x [m, ...] with the rows `sent` [sent, ...] in place of its own; may change x."""
+        """Replace the communicated rows of x [m, ...] by `sent` [sent, ...]; may modify x."""
         if self.rows_sent is None:
             return sent
         for rows, part in zip(self.rows_sent, sent.split([len(rows) for rows in self.rows_sent]), strict=True):
@@ -68,7 +68,7 @@ class Ring:
         return x
 
     def tiles(self, step: int) -> tuple[Tile, ...]:
-        """The tiles of this rank's queries with the keys that it has in a step."""
+        """Return the tiles of this rank's queries with the keys that it has in a step."""
         source, kernel = (self.cp.rank - step) % self.cp.size, self.causal.kernel
         queries = self.queries if kernel.most_queries is None else short_spans(self.queries, kernel.most_queries)
         keys = self.sent[source] if step else self.keys[source]
@@ -142,18 +142,18 @@ class RingAttention(torch.autograd.Function):
 
 
 def _joined(k: Tensor, v: Tensor) -> Tensor:
-    """Both in one flat tensor, to be sent as one message."""
+    """Concatenate both to one flat tensor that is sent as one message."""
     return torch.cat((k.flatten(), v.flatten()))
 
 
 def _parted(joined: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The parts of a flat tensor in the shapes of k and v."""
+    """Split a flat tensor into parts with the shapes of k and v."""
     of_k, of_v = joined.split((k.numel(), v.numel()))
     return of_k.view(k.shape), of_v.view(v.shape)
 
 
 def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
-    """Merges a tile's output [n, b, heads, d] and log-sum-exp [n, b, heads] into those of its rows."""
+    """Merge a tile's output [n, b, heads, d] and log-sum-exp [n, b, heads] into the results of its rows."""
     if first:
         out.copy_(part)
         lse.copy_(part_lse)
@@ -169,9 +169,9 @@ def local_attention(
 ) -> Tensor:
     """q [n, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv], sinks [heads] -> [n, b, heads, dv]
 
-    The keys are at positions 0 to s - 1, the queries at the positions `queries`, by default the same. One
-    variable-length launch where the kernel has one and the queries are whole samples; one launch of a kernel that takes
-    all tiles `at_once`; else tiles, as a ring of one.
+    The keys are at positions 0 to s - 1, the queries at the positions `queries`, by default the same. If the queries
+    are whole samples and the kernel supports variable lengths, it runs one launch. A kernel that supports all tiles
+    `at_once` also runs one launch. Otherwise attention runs tile by tile, as a ring of size 1.
     """
     whole = (range(k.shape[0]),)
     if (at_once := getattr(causal.kernel, "at_once", None)) is not None:

@@ -1,6 +1,6 @@
-"""Core attention, softmax(q kᵀ) v, by the implementation that fits the model, the layout and the batch.
+"""Core attention, softmax(q kᵀ) v, with the implementation that fits the model, the layout and the batch.
 
-Operands are q [s, b, heads, d], k [s, b, groups, d] and v [s, b, groups, dv], where dv is d but in multi-latent
+Operands are q [s, b, heads, d], k [s, b, groups, d] and v [s, b, groups, dv], where dv equals d except in multi-latent
 attention; the heads of a group are adjacent.
 """
 
@@ -39,7 +39,7 @@ class FusedAttention(nn.Module):
 
 
 class TorchBackend:
-    """The attention kernels that torch has; a base class for other backends."""
+    """torch's attention kernels; a base class for other backends."""
 
     always_tiles = False
 
@@ -57,20 +57,20 @@ class TorchBackend:
 
 
 class Unfused(TorchBackend):
-    """Plain torch."""
+    """Attention in plain torch."""
 
     always_tiles = True
 
 
 def sinks_metas(name: str, config: TransformerConfig, init: Init | None = None) -> list[ParamMeta]:
-    """The attention sink of each head in the attention of this name, where sinks are learned."""
+    """Return the metadata of the layer's attention sinks, one per head, if they are learned."""
     if config.softmax_type != "learnable":
         return []
     return [ParamMeta(f"{name}.core.softmax_offset", (config.num_attention_heads,), {"tp": 0}, init, role="sink")]
 
 
 def build_sinks(config: TransformerConfig, ctx: TPContext, metas: Sequence[ParamMeta]) -> Tensor | None:
-    """Attention sinks [heads/tp] by --softmax-type: the parameter of `metas`, zeros, or None."""
+    """Build the attention sinks [heads/tp] of --softmax-type: the parameter of `metas`, zeros, or None."""
     for meta in metas:
         return make_parameter(meta, ctx)
     if config.softmax_type == "vanilla":
@@ -79,13 +79,13 @@ def build_sinks(config: TransformerConfig, ctx: TPContext, metas: Sequence[Param
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The slopes of all heads of a layer under ALiBi, attention with linear biases (arXiv:2108.12409), as in BLOOM.
+    """Return the ALiBi slopes of all heads of a layer (attention with linear biases, arXiv:2108.12409), as in BLOOM.
 
-    A head adds slope * (key position - query position) to its scores before the softmax. There are no parameters, and
-    no longest sequence.
+    A head adds slope * (key position - query position) to its scores before the softmax. ALiBi has no parameters and no
+    maximum sequence length.
 
-    For a power of two, the geometric sequence that starts at 2^(-8 / heads) and ends at 2^-8 (section 3). Otherwise
-    the sequence of the power of two below, followed by every other slope of the sequence of twice that power.
+    For a power of two, slopes are the geometric sequence from 2^(-8 / heads) to 2^-8 (section 3). Otherwise they are
+    the sequence of the next lower power of two, followed by every other slope of the sequence of twice that power.
     """
     power = 1 << (heads.bit_length() - 1)
     below = [2 ** (-8 * number / power) for number in range(1, power + 1)]
@@ -96,9 +96,9 @@ def alibi_slopes(heads: int) -> list[float]:
 class CoreAttention(nn.Module):
     """Core attention of one layer.
 
-    torch's fused attention computes plain causal attention within a rank. Tiles
-    (`megatron.core.attention.tiles`) compute packed documents, sliding windows, context parallelism, ALiBi, sinks, caps
-    of scores and attention dropout, whose mask is the same at every layout.
+    torch's fused attention computes plain causal attention within a rank. Tiles (`megatron.core.attention.tiles`)
+    compute packed documents, sliding windows, context parallelism, ALiBi, sinks, score caps and attention dropout,
+    whose mask is the same under every layout.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, sinks: Sequence[ParamMeta] = ()) -> None:
@@ -139,21 +139,24 @@ class CoreAttention(nn.Module):
         self._logit_watchers: list[Callable[[Tensor], None]] = []
 
     def watch_logits(self, watcher: Callable[[Tensor], None]) -> None:
-        """Calls `watcher` in forward passes in training with the largest logit of each head that this rank computes
-        [heads], those of the slice `sink_heads`: logits of the softmax, with biases and caps, of queries and keys that
-        see each other. Plain torch computes attention from now on."""
+        """Call `watcher` in training forwards with the largest logit of each head in `sink_heads` [heads], the heads of
+        this rank.
+
+        These are the softmax's logits of visible query-key pairs, biases and caps included. From then on, plain torch
+        computes this layer's attention.
+        """
         self._logit_watchers.append(watcher)
         self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap, note=self.note)
         self.always_tiles = True
 
     @property
     def in_torch(self) -> bool:
-        """True if plain torch computes every attention of this layer."""
+        """Return True if plain torch computes all attention of this layer."""
         return self.always_tiles and all(isinstance(x, TorchKernel) for x in (self.kernel, self.varlen_kernel))
 
     @property
     def note(self) -> Callable[[Tensor], None] | None:
-        """Tells the watchers the largest logits [heads] of a tile; None without watchers."""
+        """Pass the largest logits [heads] of a tile to the watchers; None if there are none."""
         return self._tell_watchers if self._logit_watchers else None
 
     def _tell_watchers(self, largest: Tensor) -> None:
@@ -180,11 +183,11 @@ class CoreAttention(nn.Module):
 
     @property
     def _sinks(self) -> Tensor | None:
-        """[heads] of the heads that this rank computes"""
+        """Return the sinks [heads] of the heads that this rank computes."""
         return None if self.softmax_offset is None else self.softmax_offset[self.sink_heads]
 
     def _causal(self, rows: Tensor, context: BatchContext, dropout: bool) -> Causal:
-        """`rows` [s/cp, b, ...]"""
+        """Return the causal mask for `rows` [s/cp, b, ...]."""
         documents, length = context.documents, rows.shape[0] * self.cp.size
         if self.chunk is not None and self.chunk < length:
             documents = cut_documents(documents, rows.shape[1], length, self.chunk)

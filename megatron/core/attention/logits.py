@@ -1,4 +1,4 @@
-"""The logits of core attention: the largest of each head, and the rows of projections that they depend on."""
+"""Logits of core attention: the largest logit of each head, and the projection rows that determine logits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from megatron.core.attention.core_attention import CoreAttention
 
 
 class LargestLogits:
-    """The largest logit of each head [heads/tp] that passes in training have computed since the last `clear`. It begins
-    with being built; plain torch computes this attention from then on."""
+    """Records the largest logit of each head [heads/tp] in training passes since the last `clear`.
+
+    Creating it starts the recording; from then on, plain torch computes this attention.
+    """
 
     def __init__(self, core: CoreAttention) -> None:
         dtype = torch.promote_types(core.dtype, torch.float32)
@@ -29,30 +31,30 @@ class LargestLogits:
 
 
 class RowKind(Enum):
-    """Kinds of rows of a projection to heads."""
+    """Kinds of rows in a projection to heads."""
 
     QUERY = "query"
     KEY = "key"
     QUERY_OF_SHARED_KEY = "query of a shared key"
-    """Channels of queries whose key belongs to all heads, so that only the query can change the logits of one head."""
+    """Query channels whose key is shared by all heads, so only the query can change the logits of one head."""
 
     OTHER = "other"
-    """Values and gates, on which logits do not depend."""
+    """Values and gates, which do not affect logits."""
 
 
 class HeadRows(NamedTuple):
-    """The rows of a projection to heads, in order: it is [groups/tp, rows, ...]."""
+    """Rows of a projection to heads, in order: [groups/tp, rows, ...]."""
 
     linear: nn.Module
     heads: int
-    """Query heads of a group."""
+    """Query heads per group."""
 
     rows: tuple[tuple[RowKind, int], ...]
-    """Kind and number of the rows, in order."""
+    """Kind and number of consecutive rows, in order."""
 
 
 class AttentionWithRows(Protocol):
-    """An attention layer that says which rows of its projections make queries and keys."""
+    """An attention layer that declares which rows of its projections produce queries and keys."""
 
     core: CoreAttention
 

@@ -1,12 +1,12 @@
 """Kernels of attention within a tile (`megatron.core.attention.tiles`), and the interface that they share.
 
-The forward also returns the log-sum-exp of each row, with which the outputs of several tiles are merged:
+The forward also returns the log-sum-exp of each row, which is used to merge the outputs of several tiles:
 
     out = sum over tiles of exp(lse_tile - lse) * out_tile,   lse = log of the sum over tiles of exp(lse_tile)
 
-The backward takes the merged output and log-sum-exp. Shapes: q [n, b, heads, d], k [m, b, groups, d],
-v [m, b, groups, dv], out [n, b, heads, dv], lse [n, b, heads]; the heads of a group are adjacent. `TorchKernel`
-supports everything in plain torch; the backends of extensions have others.
+The backward takes the merged output and log-sum-exp. Shapes: q [n, b, heads, d], k [m, b, groups, d], v [m, b, groups,
+dv], out [n, b, heads, dv], lse [n, b, heads]; the heads of a group are adjacent. `TorchKernel` supports everything in
+plain torch; extensions provide other kernels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of attention weights. Masks follow from positions and sample numbers, so every layout has the same."""
+    """Dropout of attention weights. Masks are functions of positions and sample numbers, so they are equal under every
+    layout."""
 
     p: float
     key: int
@@ -51,7 +52,7 @@ class Rows:
 
 
 class Kernel(Protocol):
-    """Computes attention of tiles. May return them in another order."""
+    """Computes attention in tiles. May return the tiles in another order."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         """Yields each tile with its outputs; q, k and v are whole."""
@@ -63,57 +64,58 @@ class Kernel(Protocol):
 
     @property
     def needs_places(self) -> bool:
-        """True if the kernel reads the positions of tiles without a mask, as dropout and ALiBi do."""
+        """Return True if the kernel needs positions for tiles without a mask, as dropout and ALiBi do."""
 
     @property
     def most_queries(self) -> int | None:
-        """The most queries of a tile, for a kernel that keeps the scores of a tile in memory; None for any number."""
+        """Return the maximum number of queries in a tile, for kernels that keep a tile's scores in memory; None if
+        unlimited."""
 
     @property
     def packed(self) -> PackedKernel | None:
-        """The kernel that computes whole samples in one launch; None if there is none."""
+        """Return the kernel that computes whole samples in one launch; None if there is none."""
 
 
 @dataclass(frozen=True)
 class Causal:
-    """A causal mask, and the kernel that computes attention under it."""
+    """A causal mask, and the kernel that computes attention with it."""
 
     kernel: Kernel
     documents: Documents | None = None
     """Document starts in each sample; None for one document per sample."""
     window: int | None = None
-    """Keys that a query sees, its own included; None for all up to its own."""
+    """Number of keys visible to a query, including its own; None for all up to its own."""
     shards: Shards | None = None
-    """The positions that context-parallel ranks hold; None for the usual ones."""
+    """Positions on the context-parallel ranks; None for the default sharding."""
 
     def shards_of(self, rows: int, ranks: int) -> Shards:
-        """The positions that the ranks hold, `rows` each."""
+        """Return the positions on the ranks, `rows` each."""
         return self.shards or even_shards(rows * ranks, ranks)
 
 
 def samples_of(tile: Tile) -> slice:
-    """The samples of a tile, as an index of dimension b."""
+    """Return the samples of a tile, as an index of dimension b."""
     return slice(None) if tile.sample is None else slice(tile.sample, tile.sample + 1)
 
 
 def query_rows(x: Tensor, tile: Tile) -> Tensor:
-    """x [queries, b, ...] -> [n, b or 1, ...]: the rows of a tile's queries"""
+    """x [queries, b, ...] -> [n, b or 1, ...]: the rows of a tile's queries."""
     return x[tile.queries.start : tile.queries.stop, samples_of(tile)]
 
 
 def key_rows(x: Tensor, tile: Tile) -> Tensor:
-    """x [keys, b, ...] -> [m, b or 1, ...]: the rows of a tile's keys"""
+    """x [keys, b, ...] -> [m, b or 1, ...]: the rows of a tile's keys."""
     return x[tile.keys.start : tile.keys.stop, samples_of(tile)]
 
 
 def distances(tile: Tile, device: torch.device) -> Tensor:
-    """[n, m] int64: position of each query minus position of each key."""
+    """Return [n, m] int64: position of each query minus position of each key."""
     queries = torch.arange(len(tile.queries), device=device)[:, None] + tile.offset
     return queries - torch.arange(len(tile.keys), device=device)
 
 
 def hidden_pairs(tile: Tile, device: torch.device) -> Tensor | None:
-    """[n, m] bool, true where the query does not see the key; None where it sees all of the tile."""
+    """Return [n, m] bool, True for masked pairs; None if every query sees all keys of the tile."""
     if not tile.diagonal and tile.window is None:
         return None
     distance = distances(tile, device)
@@ -141,7 +143,15 @@ class TorchKernel:
         cap: float | None = None,
         note: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """`note` is called with the largest scores [heads] of each tile in the forward."""
+        """Create the kernel.
+
+        Args:
+            scale: Factor of the scores.
+            dropout: Dropout of attention weights.
+            slopes: ALiBi slopes [heads].
+            cap: Soft cap of the scores.
+            note: Called with the largest scores [heads] of each tile in the forward.
+        """
         self.scale = scale
         self.dropout = dropout
         self.slopes = slopes
@@ -172,8 +182,11 @@ class TorchKernel:
         return _rows_of(out, q), lse.permute(2, 0, 1)
 
     def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Gradients:
-        """With P the softmax, D the dropout: dS = P * (D * dO vᵀ - rowsum(dO * O)), and dV = (D * P)ᵀ dO. A cap c
-        multiplies dS by the slope 1 - (S / c)²."""
+        """Compute gradients with P the softmax and D the dropout: dS = P * (D * dO vᵀ - rowsum(dO * O)), and dV = (D *
+        P)ᵀ dO.
+
+        A cap c multiplies dS by the slope 1 - (S / c)².
+        """
         scores = self._scores(q, k)
         slope = None if self.cap is None else (scores / self.cap).square_().neg_().add_(1)
         weights = self._masked_(scores, tile).sub_(rows.lse.permute(1, 2, 0)[..., None]).exp_()  # [b, heads, n, m]
@@ -195,22 +208,22 @@ class TorchKernel:
         return dq, dk, dv
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """[b, heads, n, m], in fp32 or fp64, of all pairs"""
+        """Return the scores of all pairs [b, heads, n, m], in fp32 or fp64."""
         (n, b, heads, _), m = q.shape, k.shape[0]
-        # Scaled before the product, which could overflow in fp16.
+        # scaled before the product, which could overflow in fp16
         scores = _by_group(q * self.scale, k).matmul(k.permute(1, 2, 3, 0)).view(b, heads, n, m)
         scores = scores.to(torch.promote_types(q.dtype, torch.float32))
         return scores if self.cap is None else scores.div_(self.cap).tanh_().mul_(self.cap)
 
     def _masked_(self, scores: Tensor, tile: Tile) -> Tensor:
-        """Adds ALiBi's biases, and -inf where the query does not see the key, in place."""
+        """Add ALiBi biases, and -inf to masked pairs, in place."""
         if self.slopes is not None:
             scores.addcmul_(self.slopes[:, None, None], distances(tile, scores.device).to(scores.dtype), value=-1)
         hidden = hidden_pairs(tile, scores.device)
         return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
 
     def _dropout_factors(self, weights: Tensor, tile: Tile) -> Tensor | None:
-        """[b, heads, n, m] of 0 and 1 / (1 - p); None without dropout"""
+        """Return [b, heads, n, m] of 0 and 1 / (1 - p); None without dropout."""
         if self.dropout is None:
             return None
         d = self.dropout

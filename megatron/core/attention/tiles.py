@@ -1,13 +1,13 @@
-"""Sequences sharded over context-parallel ranks, and causal attention as a list of tiles, rectangles of queries and
-keys. Integers only, no torch.
+"""Sharding of sequences over context-parallel ranks, and causal attention as a list of tiles: rectangles of queries and
+keys. This module does not import torch.
 
-Under a causal mask late queries see more keys, so contiguous shards would leave most of the work to the last rank.
-Instead the sequence is split into 2 * size chunks in zig-zag order, and rank r holds chunks r and 2 * size - 1 - r, an
-early and a late one. Every rank then has the same number of query-key pairs to compute.
+Under a causal mask, later queries see more keys, so contiguous shards would leave most of the work to the last rank.
+Instead, the sequence is split into 2 * size chunks in zig-zag order: rank r holds chunks r and 2 * size - 1 - r, an
+early and a late one. Every rank then computes the same number of query-key pairs.
 
-A query sees the keys up to its own position, in its own document and window. The queries of a rank, the keys that it
-receives and the documents are all ranges of positions, so the work is a list of rectangles, and most of them need no
-mask. No [s, s] mask is built, and pairs that the mask hides are not computed.
+A query sees the keys up to its own position, in its own document and window. The queries of a rank, its received keys
+and the documents are all ranges of positions. The work is therefore a list of rectangles, most of which need no mask.
+No [s, s] mask is built, and masked pairs are not computed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from math import lcm
 from typing import NamedTuple, Protocol
 
 Spans = tuple[range, ...]
-"""Positions in the whole sequence of a rank's rows, range after range."""
+"""Positions in the whole sequence of a rank's rows, as consecutive ranges."""
 
 
 def rank_spans(seq_length: int, rank: int, size: int) -> Spans:
-    """The positions that rank `rank` of `size` holds, in ascending order."""
+    """Return the positions on rank `rank` of `size`, in ascending order."""
     if size == 1:
         return (range(seq_length),)
     assert seq_length % (2 * size) == 0, f"{seq_length} tokens do not divide into 2 * {size} chunks"
@@ -34,10 +34,10 @@ def rank_spans(seq_length: int, rank: int, size: int) -> Spans:
 
 
 class Shards(NamedTuple):
-    """The positions of a micro-batch that each context-parallel rank holds."""
+    """Positions of a micro-batch on each context-parallel rank."""
 
     held: tuple[Spans, ...]
-    """Spans that each rank holds, in ascending order. All ranks hold the same number of tokens."""
+    """Spans on each rank, in ascending order. All ranks hold the same number of tokens."""
 
     sent: tuple[Spans, ...]
     """Spans of each rank whose keys other ranks may see. All ranks send the same number of tokens."""
@@ -45,13 +45,13 @@ class Shards(NamedTuple):
 
 @lru_cache(maxsize=64)
 def even_shards(seq_length: int, size: int) -> Shards:
-    """The usual division into chunks in zig-zag order."""
+    """Return the default sharding into chunks in zig-zag order."""
     spans = tuple(rank_spans(seq_length, rank, size) for rank in range(size))
     return Shards(spans, spans)
 
 
 def merged(spans: Spans) -> Spans:
-    """Ascending spans with those joined that follow each other."""
+    """Merge adjacent spans of an ascending list."""
     found: list[range] = []
     for span in spans:
         if found and found[-1].stop == span.start:
@@ -63,42 +63,45 @@ def merged(spans: Spans) -> Spans:
 
 @lru_cache(maxsize=64)
 def rows_of(spans: Spans, some: Spans) -> Spans:
-    """The rows of the positions `some`, each of them within one of `spans`."""
+    """Return the rows of the positions `some`, each of which lies within one of `spans`."""
     return tuple(
         _rows(common, shift) for part in some for shift, span in _with_rows(spans) if (common := _common(part, span))
     )
 
 
 def short_spans(spans: Spans, longest: int) -> Spans:
-    """The same positions, in ranges of at most `longest`."""
+    """Split ranges so that each has at most `longest` positions."""
     return tuple(span[start : start + longest] for span in spans for start in range(0, len(span), longest))
 
 
 def chunk_order(size: int) -> list[int]:
-    """Chunks in rank order: 0, 7, 1, 6, 2, 5, 3, 4 for four ranks."""
+    """Return the chunks in rank order: 0, 7, 1, 6, 2, 5, 3, 4 for four ranks."""
     return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
 
 
 def sequence_divisor(context_parallel: int, tensor_parallel: int, sequence_parallel: bool) -> int:
-    """The number that the sequence length must be a multiple of: each rank holds two equal chunks, which sequence
-    parallelism shards over the tensor-parallel ranks."""
+    """Return the required divisor of the sequence length.
+
+    Each rank holds two equal chunks, which sequence parallelism shards over the tensor-parallel ranks.
+    """
     chunks = 2 * context_parallel if context_parallel > 1 else 1
     shards = context_parallel * tensor_parallel if sequence_parallel else 1
     return lcm(chunks, shards)
 
 
 Documents = tuple[tuple[int, ...], ...]
-"""For each sample, the positions at which its documents begin; the first is 0."""
+"""Start positions of the documents in each sample; the first is 0."""
 
 
 class DividesSequences(Protocol):
-    """Divides the tokens of a micro-batch over context-parallel ranks: a pure function, the same on every rank."""
+    """Divides the tokens of a micro-batch over context-parallel ranks. Must be a pure function with the same result on
+    every rank."""
 
     def __call__(self, documents: Documents, seq_length: int, ranks: int) -> Shards: ...
 
 
 def document_starts(document_ids: Sequence[Sequence[int]]) -> Documents:
-    """Document starts from document ids [b][s]; the tokens of a document are adjacent."""
+    """Compute document starts from document ids [b][s]; the tokens of a document must be adjacent."""
     return tuple(
         (0, *(place for place, (before, here) in enumerate(pairwise(ids), 1) if before != here)) for ids in document_ids
     )
@@ -106,7 +109,10 @@ def document_starts(document_ids: Sequence[Sequence[int]]) -> Documents:
 
 @lru_cache(maxsize=64)
 def cut_documents(documents: Documents | None, samples: int, length: int, longest: int) -> Documents:
-    """Each document of samples of `length` tokens in documents of at most `longest`."""
+    """Split documents so that each has at most `longest` tokens.
+
+    `documents` belong to `samples` samples of `length` tokens.
+    """
     return tuple(
         tuple(place for start, stop in pairwise((*starts, length)) for place in range(start, stop, longest))
         for starts in documents or ((0,),) * samples
@@ -115,16 +121,16 @@ def cut_documents(documents: Documents | None, samples: int, length: int, longes
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of attention: some rows of queries and some rows of keys."""
+    """A rectangle of attention: some query rows and some key rows."""
 
     sample: int | None
-    """The sample that the rows belong to; None for all samples."""
+    """Sample of the rows; None for all samples."""
 
     queries: range
     """Rows of the local queries."""
 
     keys: range
-    """Rows of the keys that the rank has at the moment."""
+    """Rows of the keys that the rank currently has."""
 
     first_query: int
     """Position of the first query; the others follow it."""
@@ -133,10 +139,10 @@ class Tile:
     """Position of the first key; the others follow it."""
 
     diagonal: bool
-    """True: queries and keys are the same tokens, under a causal mask. False: all keys precede all queries."""
+    """True if queries and keys are the same tokens, under a causal mask. False if all keys precede all queries."""
 
     window: int | None = None
-    """Keys that a query sees, its own included; None where the window hides no key of the tile."""
+    """Number of keys visible to a query, including its own; None if the window masks no key of the tile."""
 
     @property
     def offset(self) -> int:
@@ -146,9 +152,10 @@ class Tile:
 
 @lru_cache(maxsize=256)
 def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, window: int | None) -> tuple[Tile, ...]:
-    """The tiles of queries at positions `queries` with keys at positions `keys`, those on the diagonal first.
+    """Return the tiles of queries at positions `queries` with keys at positions `keys`, diagonal tiles first.
 
-    If the keys include the queries, each query is in exactly one tile on the diagonal."""
+    If the keys include the queries, each query is in exactly one diagonal tile.
+    """
     found = list(_unwindowed_tiles(queries, keys, documents))
     if window is not None:
         found = [part for tile in found for part in _windowed(tile, window)]
@@ -156,7 +163,7 @@ def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, windo
 
 
 def _unwindowed_tiles(queries: Spans, keys: Spans, documents: Documents | None) -> Iterator[Tile]:
-    """The tiles of each sample and each pair of spans, document by document."""
+    """Yield the tiles of each sample and pair of spans, document by document."""
     for sample, starts in _samples(documents):
         of_keys = [(row, span, _documents_in(span, starts)) for row, span in _with_rows(keys)]
         for q_row, q_span in _with_rows(queries):
@@ -170,13 +177,13 @@ def _unwindowed_tiles(queries: Spans, keys: Spans, documents: Documents | None) 
 
 
 def _documents_in(span: range, starts: tuple[int, ...]) -> range:
-    """The numbers of the documents that have tokens in a span."""
+    """Return the numbers of the documents with tokens in a span."""
     return range(bisect_right(starts, span.start) - 1, bisect_left(starts, span.stop))
 
 
 @lru_cache(maxsize=256)
 def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
-    """Merges adjacent tiles without a mask, so that fewer kernels run. Positions of merged tiles mean nothing."""
+    """Merge adjacent tiles without a mask, so that fewer kernels run. Positions of merged tiles are meaningless."""
     whole: list[Tile] = []
     for tile in tiles:
         last = whole[-1] if whole else None
@@ -193,9 +200,11 @@ def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
 
 @lru_cache(maxsize=256)
 def halved(tiles: tuple[Tile, ...], longest: int, times: int = 4) -> tuple[Tile, ...]:
-    """The same pairs, with tiles on the diagonal halved until they have at most `longest` queries, but at most `times`
-    times: a kernel that computes the pairs that the mask hides computes fewer of them. A query's tile on the diagonal
-    comes before its others."""
+    """Halve diagonal tiles, at most `times` times, until they have at most `longest` queries.
+
+    A kernel that computes masked pairs then computes fewer of them. A query's diagonal tile comes before its other
+    tiles.
+    """
     return tuple(part for tile in tiles for part in _halves(tile, longest, times))
 
 
@@ -224,7 +233,7 @@ def _samples(documents: Documents | None) -> list[tuple[int | None, tuple[int, .
 
 
 def _with_rows(spans: Spans) -> Iterator[tuple[int, range]]:
-    """(shift, span): position p of the span is in row p + shift."""
+    """Return (shift, span): position p of the span is in row p + shift."""
     row = 0
     for span in spans:
         yield row - span.start, span
@@ -240,7 +249,7 @@ def _rows(places: range, shift: int) -> range:
 
 
 def _document_tiles(sample: int | None, q_shift: int, queries: range, k_shift: int, keys: range) -> Iterator[Tile]:
-    """The tiles of one document, from the positions of its queries and keys and their shifts to rows."""
+    """Yield the tiles of one document, from the positions of its queries and keys and their shifts to rows."""
     if not queries:
         return
     before, same = range(keys.start, min(keys.stop, queries.start)), _common(keys, queries)
@@ -252,7 +261,7 @@ def _document_tiles(sample: int | None, q_shift: int, queries: range, k_shift: i
 
 
 def _windowed(tile: Tile, window: int) -> Iterator[Tile]:
-    """The parts of a tile that the window leaves: one without a mask, and one that the window cuts diagonally."""
+    """Yield the parts of a tile inside the window: an unmasked part, and a part that the window splits diagonally."""
     if tile.diagonal:
         yield replace(tile, window=window) if len(tile.queries) > window else tile
         return

@@ -1,7 +1,7 @@
-"""Variable-length causal attention: all documents of a micro-batch in one launch of a kernel.
+"""Variable-length causal attention: all documents of a micro-batch in one kernel launch.
 
-The kernel takes sequences of any lengths, packed one after another, and `cu_seqlens`, the row at which each begins. On
-CPU, under context parallelism and with dropout, tiles compute the same (`local_attention`).
+The kernel takes packed sequences of any lengths, and `cu_seqlens`, the start row of each. On CPU, under context
+parallelism and with dropout, tiles compute the same (`local_attention`).
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ from megatron.core.host_to_device import integers_on
 from megatron.core.torch_private import AutogradContext
 
 Lengths = tuple[Tensor, Tensor, int, int]
-"""cu_seqlens of the queries and of the keys, [n + 1] int32, and the rows of the longest sequence of each."""
+"""cu_seqlens of queries and keys, [n + 1] int32, and the number of rows in the longest sequence of each."""
 
 Window = tuple[int, int]
 """Keys to the left and right that a query sees, with queries and keys aligned at their ends; -1 for all."""
 
 
 class PackedKernel(Protocol):
-    """Attention of sequences packed one after another; lengths and windows differ."""
+    """Attention on packed sequences with different lengths and windows."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
-        """q [rows, heads, d], k [rows of keys, groups, d], v [..., dv] -> output [rows, heads, dv], log-sum-exp [heads,
-        rows] in fp32, and further tensors for the backward, if any."""
+        """Compute attention: q [rows, heads, d], k [rows of keys, groups, d], v [..., dv].
+
+        Returns output [rows, heads, dv], log-sum-exp [heads, rows] in fp32, and any further tensors for the backward.
+        """
 
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, from grad [rows, heads, dv] in any strides, and at least output and log-sum-exp."""
+        """Return the gradients of q, k and v, from grad [rows, heads, dv] with any strides, and at least output and
+        log-sum-exp."""
 
 
 def packed_attention(
@@ -61,15 +64,15 @@ Settings = TypeVarTuple("Settings")
 
 
 class SettableKernel(Protocol[*Settings]):
-    """A kernel like `PackedKernel`, of operands of another shape and with other settings."""
+    """A kernel like `PackedKernel`, for operands with another shape and with other settings."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *settings: *Settings) -> tuple[Tensor, ...]:
-        """Output, log-sum-exp, and further tensors for the backward, if any."""
+        """Return output, log-sum-exp, and any further tensors for the backward."""
 
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], *settings: *Settings
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
 
 
 class PackedContext(AutogradContext, Generic[*Settings]):
@@ -78,8 +81,7 @@ class PackedContext(AutogradContext, Generic[*Settings]):
 
 
 class PackedAttention(torch.autograd.Function):
-    """Attention by a `SettableKernel`, of operands and with settings as it takes them. The result of the kernel is
-    saved for the backward."""
+    """Attention by a `SettableKernel`. The kernel's results are saved for the backward."""
 
     @staticmethod
     def forward(
@@ -116,21 +118,21 @@ def _lengths(documents: Documents, length: int, device: torch.device) -> Lengths
 
 @lru_cache(maxsize=64)
 def cumulative_lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """cu_seqlens of sequences, [n + 1] int32 on the device. All layers and passes of a micro-batch share one copy."""
+    """Return cu_seqlens, [n + 1] int32 on the device. All layers and passes of a micro-batch share one copy."""
     return integers_on(device, tuple(accumulate(lengths, initial=0)), torch.int32)
 
 
 def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Adds attention sinks [heads] to the output [..., heads, dv] and log-sum-exp [..., heads] of kernels, in place.
+    """Add attention sinks [heads] to the output [..., heads, dv] and log-sum-exp [..., heads] of kernels, in place.
 
-    A sink z is one more score in each row of the softmax, which no value belongs to: a head may attend to nothing
-    (gpt-oss; arXiv 2309.17453 of where they form without). It changes what a kernel without one returns, row by row:
+    A sink z is an additional score in each softmax row that has no value, so a head may attend to nothing (gpt-oss;
+    arXiv 2309.17453 describes sinks that form without one). It changes the result of a kernel without sinks row by row:
 
         lse' = log(exp(lse) + exp(z)),   out' = exp(lse - lse') out
 
-    With out' and lse' in place of out and lse, the kernels' backward gives the gradients of queries, keys and values:
-    the weights are exp(score - lse'), and the sum over the row that each weight's gradient is compared with is
-    grad * out', as nothing flows to the sink's value.
+    With out' and lse' in place of out and lse, the kernels' backward returns the right gradients of queries, keys and
+    values. The weights are exp(score - lse'). The row sum from which each weight's gradient is subtracted is grad *
+    out', because the sink has no value.
     """
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     out.mul_((lse - total).exp_()[..., None])
@@ -138,7 +140,14 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[heads]: gradient of the sinks from that of the output [..., heads, dv], the output and the log-sum-exp."""
+    """Return the sinks' gradient [heads].
+
+    Args:
+        grad: Gradient of the output [..., heads, dv].
+        out: The output [..., heads, dv].
+        lse: The log-sum-exp [..., heads].
+        sinks: The sinks [heads].
+    """
     weights = (sinks.to(lse.dtype) - lse).exp()
     delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     return (weights * delta).neg_().flatten(0, -2).sum(0).to(sinks.dtype)

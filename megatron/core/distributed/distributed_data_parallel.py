@@ -1,8 +1,8 @@
 """DistributedDataParallel: accumulates gradients in flat buffers and reduces them bucket by bucket.
 
-A gradient reaches `param.main_grad` in one of two ways. Weight gradients of linear layers and embeddings are added
-there by their autograd Functions, at once or from the weight-gradient queue. All other gradients come from autograd,
-and a hook adds them once complete. Both then call `param.on_main_grad`, where it is set.
+A gradient reaches `param.main_grad` in one of two ways. The autograd Functions of linear layers and embeddings add
+weight gradients there, immediately or from the weight-gradient queue. All other gradients are computed by autograd, and
+a hook adds them when they are complete. Both ways then call `param.on_main_grad` if it is set.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class DistributedDataParallel:
         self._give_frozen_parameters_values(initialize)
         every = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
         self.params = list(every.values())
-        """Trainable parameters, each once, in order of registration."""
+        """Trainable parameters, each once, in registration order."""
         self.layouts = plan_buffers(
             [(param.meta, tuple(param.shape)) for param in self.params],  # type: ignore[attr-defined]
             data_parallel_size=state.shard_axis("dp_cp").size,
@@ -100,11 +100,11 @@ class DistributedDataParallel:
         self.buckets: list[Bucket] = [self.buffers[b].buckets[k] for b, k in launch_order(self.layouts)]
         by_unit = {bucket for buffer in self.buffers if buffer.layout.by_unit for bucket in buffer.buckets}
         self._reduced_whole = [bucket for bucket in self.buckets if bucket not in by_unit]
-        """Buckets whose gradients are reduced once a step, in launch order."""
+        """Buckets whose gradients are reduced once per step, in launch order."""
         of_units = [bucket for bucket in self.buckets if bucket in by_unit]
         self.units = store.hooks(self.modules, self.params, of_units, drops, passes.queue, passes.casts)
         self.param_gather: ParamGather | None = None if gather is None else LINEAR_FORMATS[gather].gather(self)
-        """Casts weights before they are gathered; None where all are gathered in their own format."""
+        """Casts weights before they are gathered; None if all are gathered in their own format."""
         self._started = 0
         self._readiness = None
         if ddp_config.overlap_grad_reduce:
@@ -116,7 +116,7 @@ class DistributedDataParallel:
         self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self.params]
 
     def _give_frozen_parameters_values(self, initialize: Callable[[Sequence[Tensor]], None]) -> None:
-        """Parameters that are trained get memory and values with their buffers, the others here."""
+        """Allocate and initialize frozen parameters. Trained parameters are allocated with their buffers."""
         for param in (param for module in self.modules for param in module.parameters()):
             if not (param.requires_grad or has_storage(param)):
                 alloc_storage(param)
@@ -129,7 +129,7 @@ class DistributedDataParallel:
         drops_parameters: bool,
         initialize: Callable[[Sequence[Tensor]], None],
     ) -> list[ParamAndGradBuffer]:
-        """The buffers of `layouts`, and how gradients are added up in those of bfloat16."""
+        """Build the buffers of `layouts`, and set how bf16 gradients are added up."""
         kind = BufferKind(
             getattr(torch, optimizer.gradients_dtype) if optimizer.gradients_dtype else self.main_dtype,
             torch.bfloat16 if self.config.grad_reduce_in_bf16 else self.main_dtype,
@@ -157,10 +157,11 @@ class DistributedDataParallel:
         return found[0], found[1], found[2]
 
     def begin_step(self, num_microbatches: int, overwrite: bool = False) -> None:
-        """Zeroes the gradients, and expects those of `num_microbatches` micro-batches.
+        """Start a step of `num_microbatches` micro-batches with zero gradients.
 
-        With `overwrite` the first contribution to each `main_grad` writes over it in place of zeros; until then, or
-        `zero_stale_grads`, it holds the gradient of the step before. All must go through `accumulate_weight_grad`.
+        With `overwrite`, the first contribution to each `main_grad` overwrites it instead; until then, or until
+        `zero_stale_grads`, it holds the previous step's gradient. All contributions must go through
+        `accumulate_weight_grad`.
         """
         assert self._started == 0, "reductions of the step before have not been waited for"
         self._small_grads.enabled = overwrite and self.device.type == "cuda"
@@ -184,8 +185,11 @@ class DistributedDataParallel:
             mark_stale(param, False)
 
     def _mark_all_stale(self) -> None:
-        """Leaves gradients to be written over; the memory between them stays zero, as it enters norms. Shards of units
-        are zeroed, as each micro-batch's sum is added to them."""
+        """Mark gradients to be overwritten.
+
+        Padding between them stays zero, because norms include it. Shards of units are zeroed, because each
+        micro-batch's sum is added to them.
+        """
         self.units.zero_sums()
         if zeroed := [gap for buffer in self.buffers for gap in buffer.grad_gaps]:
             foreach_zero_(zeroed)
@@ -196,8 +200,10 @@ class DistributedDataParallel:
         return (self.params[place.index] for bucket in buckets for place in bucket.layout.params)
 
     def zero_stale_grads(self, bucket: int | None = None) -> None:
-        """Zeroes the gradients to which this step has added nothing; those of one bucket, by default all. Add the
-        gradients that were held back to be added together."""
+        """Zero the gradients to which this step has added nothing, in one bucket or in all.
+
+        Also adds small gradients that were held back to be added together.
+        """
         self._small_grads.flush()
         buckets = self._reduced_whole if bucket is None else self._reduced_whole[bucket : bucket + 1]
         for param in self._params_of(buckets):
@@ -206,7 +212,8 @@ class DistributedDataParallel:
                 param.main_grad.zero_()  # type: ignore[attr-defined]
 
     def start_grad_sync(self, bucket: int | None = None) -> None:
-        """Starts the reductions not started yet, in launch order, up to and including `bucket`; by default all.
+        """Start the reductions that have not started yet, in launch order, up to and including `bucket`; by default
+        all.
 
         Collective over the data-parallel ranks. No gradient may be added to these buckets until the step ends.
         """
@@ -217,7 +224,7 @@ class DistributedDataParallel:
             self._started += 1
 
     def finish_grad_sync(self) -> None:
-        """Starts the remaining reductions and waits for all. Owned gradients are then sums over data-parallel ranks."""
+        """Start the remaining reductions and wait for all. Owned gradients are then sums over data-parallel ranks."""
         self.start_grad_sync()
         self.units.finish_grad_sync()
         for bucket in self._reduced_whole:
@@ -235,8 +242,7 @@ class DistributedDataParallel:
                 foreach_mul_(grads, factor.to(grads[0].device, self.main_dtype))
 
     def start_param_sync(self, buckets: Collection[Bucket] | None = None) -> None:
-        """Starts the all-gathers of updated parameters, in the order in which the forward pass needs them; of some
-        buckets, by default of all."""
+        """Start the all-gathers of updated parameters in forward order, for some buckets or for all."""
         if self.param_gather is not None:
             assert buckets is None, "casts follow from all parameters"
             self.param_gather.cast_()
@@ -250,24 +256,27 @@ class DistributedDataParallel:
             bucket.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Waits for the all-gathers, and repeats those in another format in that of the parameters: every parameter is
-        whole again that is whole between passes. Collective over the data-parallel ranks."""
+        """Wait for the all-gathers, and repeat those in another format in the parameters' format.
+
+        Every parameter that is whole between passes is then whole again. Collective over the data-parallel ranks.
+        """
         self.wait_param_sync()
         for bucket in reversed(self._reduced_whole):
             bucket.gather_params_()
 
     def gather_params_(self) -> None:
-        """`finish_param_sync`, and makes sharded parameters whole until the next step. For tests and diagnosis."""
+        """Call `finish_param_sync`, and gather sharded parameters until the next step. For tests and diagnosis."""
         self.finish_param_sync()
         for bucket in self.buckets:
             bucket.gather_params_()
 
     def drop_params(self) -> None:
-        """Gives back the memory of parameters that have been gathered, as when their shards have been written."""
+        """Free the memory of gathered parameters, for example after their shards were written."""
         self.units.drop_params()
 
     def sharded_params(self) -> Iterator[OptimizerPiece]:
-        """Live views of the parameters that this rank holds shards of alone; an empty one where it has no element."""
+        """Live views of the parameters of which this rank holds only shards; a view is empty if the rank has no
+        element."""
         return self.units.sharded_params()
 
     def gather_grads_(self) -> None:
@@ -284,9 +293,9 @@ def _communication_device(axis: Axis) -> torch.device:
 
 
 def _move_grad(small_grads: SmallGrads, param: Tensor) -> None:
-    """Autograd hook: adds the gradient to `main_grad`, at once or with others, and frees it.
+    """Autograd hook: add the gradient to `main_grad`, immediately or together with others, and free it.
 
-    It also runs without a gradient, for a parameter whose Functions have added theirs to `main_grad` already.
+    It also runs without a gradient, for a parameter whose Functions have already added theirs to `main_grad`.
     """
     grad, param.grad = param.grad, None
     if grad is None:

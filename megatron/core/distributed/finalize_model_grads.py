@@ -1,12 +1,12 @@
 """Final gradient of a step, after the last micro-batch: remaining reductions, and one division by the token count.
 
-Losses are token sums, and so are gradients until the factor of `reduce_model_grads` divides them, once, by the number
-of valid tokens in the global batch. So it cannot matter how the batch was split: micro-batches, data, context,
-pipeline.
+Losses are token sums, and so are gradients until the factor of `reduce_model_grads` divides them once by the number of
+valid tokens in the global batch. The result therefore does not depend on how the batch is split over micro-batches,
+data, context and pipeline.
 
 Sums over data-parallel ranks come first: they may have started during backward, and they leave each rank its shards.
-The other sums commute with them and then run over the shards only: gradients that are partial over a model axis, and
-those of parameters that two pipeline stages share.
+The other sums commute with them and then run over the shards only: sums of gradients that are partial over a model
+axis, and of gradients of parameters that two pipeline stages share.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ from megatron.core.torch_private import foreach_copy_
 def reduce_model_grads(
     ddp: DistributedDataParallel, total_tokens: Tensor, state: ParallelState, seed: float = 1.0
 ) -> Tensor:
-    """Sums the owned part of every `main_grad`, and returns the factor that makes it the gradient of the mean loss per
-    valid token: a float64 scalar on the device, for `DistributedOptimizer.step`, which needs no pass of its own for it,
-    or `scale_grads_` of `ddp`.
+    """Sum the owned part of every `main_grad`, and return the factor that makes it the gradient of the mean loss per
+    token.
 
-    `total_tokens` is the `global_token_count`. Every loss sum was multiplied by `seed` before backward, which the
-    factor divides out. A batch without valid tokens has gradient zero. Collective over the world.
+    The factor is a float64 scalar on the device. Pass it to `DistributedOptimizer.step`, which needs no separate pass
+    for it, or to `scale_grads_` of `ddp`. A batch without valid tokens has gradient zero. Collective over the world.
+
+    Args:
+        ddp: Gradients of this rank.
+        total_tokens: The `global_token_count`.
+        state: Process groups.
+        seed: Initial gradient of every loss sum, which the factor divides out.
     """
     ddp.finish_grad_sync()
     _sum_partial_grads(ddp, state)
@@ -41,9 +46,11 @@ def reduce_model_grads(
 
 
 def global_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int | None = -1) -> Tensor:
-    """Valid tokens of the global batch, on every rank: the count of pipeline rank `loss_rank`, summed over data- and
-    context-parallel ranks. With None each pipeline rank counts for itself, and none waits for another. Scalar
-    float64."""
+    """Return the number of valid tokens in the global batch on every rank, as a float64 scalar.
+
+    It is the count of pipeline rank `loss_rank`, summed over data- and context-parallel ranks. With None, each pipeline
+    rank counts for itself, and none waits for another.
+    """
     total = all_reduce_(num_tokens.detach().to(torch.float64, copy=True), state.dp_cp)
     if state.pp.size > 1 and loss_rank is not None:
         dist.broadcast(total, src=state.pp.ranks[loss_rank], group=state.pp.group)
@@ -63,12 +70,12 @@ def _sum_shared_grads(ddp: DistributedDataParallel, state: ParallelState) -> Non
         for piece in bucket.owned_pieces
         if len(piece.meta.shared_stages) > 1
     }
-    # Two stages build the same parameters beside others, and may have them in another order.
+    # the two stages may have the shared parameters in different orders
     all_reduce_flat_([shared[name] for name in sorted(shared)], state.embd, ddp.device)
 
 
 def all_reduce_flat_(tensors: Sequence[Tensor], axis: Axis, device: torch.device) -> None:
-    """Sums each tensor in place over the axis, in one collective for all on `device`. Tensors may be in host memory."""
+    """Sum each tensor in place over the axis, in one collective on `device`. Tensors may be in host memory."""
     if axis.size == 1 or not tensors:
         return
     here = [tensor.to(device) for tensor in tensors]

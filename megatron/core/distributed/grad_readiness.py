@@ -1,9 +1,9 @@
 """Overlap of gradient reduction and parameter all-gather with computation: when each bucket is ready.
 
 Gradients: a parameter reports each contribution to its `main_grad`, equally often for every micro-batch: once for each
-use by a layer that adds its own gradient, and once for all that autograd brings. So a gradient is complete after
-(reports per micro-batch) * (micro-batches), in whatever order a schedule runs its backward passes, whole or split, and
-whichever stages share the parameter. No schedule has to mark the last backward.
+use in a layer that adds its own gradient, and once for autograd's whole contribution. A gradient is therefore complete
+after (reports per micro-batch) * (micro-batches), regardless of the order of backward passes, whole or split, and of
+the stages that share the parameter. No schedule has to mark the last backward.
 
 Parameters: before a module runs, it waits for the buckets that it reads.
 """
@@ -23,7 +23,8 @@ class GradReadiness:
 
     The first step learns the number of reports per micro-batch, and starts nothing early. A parameter with an uneven
     number of reports never counts as complete, and its bucket waits for the end of the step. `start(k)` starts all
-    reductions up to bucket k: all ranks start them in one order, whatever order gradients arrive in.
+    reductions up to bucket k, so all ranks start them in the same order, regardless of the order in which gradients
+    arrive.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], buckets: Sequence[Bucket], start: Callable[[int], None]) -> None:
@@ -39,7 +40,7 @@ class GradReadiness:
         self.begin_step(0)
 
     def begin_step(self, microbatches: int) -> None:
-        """Expects the gradients of `microbatches` micro-batches; 0 if unknown."""
+        """Start a step with this number of micro-batches; 0 if unknown."""
         self.microbatches = microbatches
         self.reports = [0] * len(self.params)
         self.missing = [len(bucket.layout.params) for bucket in self.buckets]
@@ -61,7 +62,7 @@ class GradReadiness:
                 self.started += 1
 
     def end_step(self) -> None:
-        """Ends a step, with all gradients complete."""
+        """End a step, with all gradients complete."""
         if self.per_microbatch is None and self.microbatches and any(self.reports):
             counts = (count / self.microbatches for count in self.reports)
             self.per_microbatch = [count if count and count.is_integer() else float("inf") for count in counts]
@@ -71,10 +72,10 @@ class GradReadiness:
 def wait_before_forward(
     modules: Sequence[nn.Module], params: Sequence[nn.Parameter], buckets: Sequence[Bucket]
 ) -> None:
-    """Makes each module wait, before its forward, for the all-gather of the parameters that it reads.
+    """Make each module wait, before its forward, for the all-gather of the parameters that it reads.
 
-    An entry of a ModuleList, which is a layer, waits for all its parameters, so that code inside may read them in any
-    order. Outside of layers, each module that owns parameters waits for these.
+    A ModuleList entry, which is a layer, waits for all its parameters, so that its code may read them in any order.
+    Outside layers, each module that owns parameters waits for them.
     """
     number = {id(param): i for i, param in enumerate(params)}
     bucket_of = bucket_numbers(buckets)

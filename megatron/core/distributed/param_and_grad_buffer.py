@@ -1,8 +1,8 @@
-"""ParamAndGradBuffer: contiguous memory of parameters and gradients, and its reduce-scatters and all-gathers.
+"""ParamAndGradBuffer: contiguous memory of parameters and gradients, with reduce-scatters and all-gathers.
 
 Each parameter becomes a view of one flat tensor, and its `main_grad` a view of another, in the main dtype. One in-place
-collective on a slice of that memory reduces the gradients of a bucket, and another gathers its parameters. The bucket
-of a unit has its own flat tensors, whose memory is allocated and freed repeatedly.
+collective on a slice of that memory reduces a bucket's gradients, and another gathers its parameters. A unit's bucket
+has its own flat tensors, whose memory is repeatedly allocated and freed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ class Bucket:
     `shard_grads`, a reduction leaves its sum in `grad_shard` alone, else in `grads`; `owned_*` is that part, which this
     rank updates.
 
-    If `reduce_dtype` differs from the gradients' dtype, a reduction uses a rounded copy, freed at its end. So the sum
-    over a rank's micro-batches keeps the gradients' precision; only the sum over ranks has that of `reduce_dtype`.
+    If `reduce_dtype` differs from the gradients' dtype, a reduction uses a rounded copy, which is freed at its end. The
+    sum over a rank's micro-batches keeps the gradients' precision, and only the sum over ranks has the precision of
+    `reduce_dtype`.
     """
 
     on_host = False
-    """True if what a rank keeps of it is in host memory, and on the device only while a pass uses it."""
+    """True if the rank's persistent part is in host memory, and on the device only while a pass uses it."""
 
     before_sync: Callable[[Bucket], None] | None = None
-    """Called before each reduction, when `grads` has the gradients of this rank alone, for diagnosis."""
+    """Hook called before each reduction, when `grads` holds this rank's own gradients, for diagnosis."""
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
         self.layout = layout
@@ -60,36 +61,38 @@ class Bucket:
         self._behind = False
 
     def use_params_of(self, buffer: ParamAndGradBuffer) -> None:
-        """Takes its part of the buffer's memory of parameters."""
+        """Use a part of the buffer's parameter memory."""
         self.params, self.param_shard = self.memory(buffer.param_data, buffer.shard_params)
         self.owned_params = self.param_shard if self.shard_grads else self.params
 
     def memory(self, data: Tensor, sharded: bool) -> tuple[Tensor, Tensor]:
-        """(the whole bucket, this rank's shard of it) in `data`, the memory of the buffer."""
+        """Return (the whole bucket, this rank's shard) as views of `data`, the buffer's memory."""
         start = self.layout.start
         whole = data[start : self.layout.stop]
         return whole, whole[self.shard_range[0] - start : self.shard_range[1] - start]
 
     def gather_bytes(self) -> tuple[Tensor, Tensor]:
-        """Makes gathers of parameters send bytes, which a format of products casts, in place of parameters.
-        Returns the memory of the whole bucket in uint8, and this rank's part of it."""
+        """Let parameter gathers send cast bytes instead of parameters.
+
+        Returns the whole bucket's memory in uint8, and this rank's part of it.
+        """
         self._bytes = torch.zeros(self.params.shape, dtype=torch.uint8, device=self.params.device)
         return self._bytes, self._bytes.chunk(self.axis.size)[self.axis.rank]
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory for states of its elements that are updated there."""
+        """Allocate host memory for states of its elements that are updated on the host."""
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def adopt(self, owners: Sequence[nn.Parameter]) -> None:
-        """Called when the parameters, its `owners`, have been moved into `params`."""
+        """Called after the parameters, its `owners`, were moved into `params`."""
 
     def owned_grad(self, piece: Piece) -> Tensor:
-        """Gradient of one of `owned_pieces`, a 1-D view."""
+        """Return the gradient of one of `owned_pieces` as a 1-D view."""
         start = piece.offset - self.owned_range[0]
         return self.owned_grads[start : start + piece.stop - piece.start]
 
     def start_grad_sync(self) -> None:
-        """Starts to sum the gradients over the data-parallel ranks. Collective over the axis."""
+        """Start to sum the gradients over the data-parallel ranks. Collective over the axis."""
         assert self._grad_sync is None, "the last reduction of this bucket has not been waited for"
         if self.axis.size == 1:
             return
@@ -106,7 +109,7 @@ class Bucket:
             self._grad_sync = start_all_reduce_(whole, self.axis)
 
     def finish_grad_sync(self) -> None:
-        """Waits for `start_grad_sync`: `owned_grads` then holds the sum."""
+        """Wait for `start_grad_sync`; `owned_grads` then holds the sum."""
         if self._grad_sync is not None:
             self._grad_sync.wait()
             self._grad_sync = None
@@ -115,7 +118,7 @@ class Bucket:
             self._rounded = None
 
     def start_param_sync(self) -> None:
-        """Starts to all-gather `owned_params` into `params`; does nothing where each rank owns the whole."""
+        """Start to all-gather `owned_params` into `params`; does nothing if each rank owns the whole bucket."""
         assert self._param_sync is None, "the last gather of this bucket has not been waited for"
         if self._bytes is not None:
             shard = self._bytes.chunk(self.axis.size)[self.axis.rank]
@@ -130,7 +133,7 @@ class Bucket:
             self._param_sync = None
 
     def gather_params_(self) -> None:
-        """All-gathers `owned_params` into `params` where the last gather was of bytes."""
+        """All-gather `owned_params` into `params` if the last gather was of bytes."""
         self.finish_param_sync()
         if self._behind:
             start_all_gather(self.param_shard, self.axis, out=self.params).wait()
@@ -143,42 +146,47 @@ class Bucket:
 
 
 class WholeUnits:
-    """Hooks of a strategy around the passes of units (transformer layers, and modules outside of them): nothing where
-    gradients and parameters are whole all the time. Strategies that shard them derive from it."""
+    """Hooks around the passes of units (transformer layers, and modules outside layers).
+
+    This class does nothing, for gradients and parameters that are always whole. Sharding strategies derive from it.
+    """
 
     buckets: Sequence[Bucket] = ()
     """Buckets of units."""
 
     def begin_step(self, microbatches: int) -> None:
-        """Expects the passes of `microbatches` micro-batches; after 0 no gradient is reduced before the end."""
+        """Start a step of `microbatches` micro-batches; after 0, no gradient is reduced before the end."""
 
     def finish_grad_sync(self) -> None:
         """Reduce the remaining gradients of a step, and free whole parameters, which are about to change."""
 
     def drop_params(self) -> None:
-        """Drops whole parameters, as when they have changed."""
+        """Free whole parameters, for example because they have changed."""
 
     def drop_grads(self) -> None:
-        """Forgets whole gradients."""
+        """Discard whole gradients."""
 
     def zero_sums(self) -> None:
-        """Makes the next micro-batch the first one of a sum of gradients."""
+        """Make the next micro-batch start a new gradient sum."""
 
     def sharded_params(self) -> Iterator[OptimizerPiece]:
-        """Live views of the parameters that this rank holds shards of alone; an empty one where it has no element."""
+        """Live views of the parameters of which this rank holds only shards; a view is empty if the rank has no
+        element."""
         return iter(())
 
 
 class UnitStore:
-    """Decides where the parameters and gradients of units are between their passes. This one keeps all of them on the
-    device; `ShardedUnits` makes buckets that are whole only around passes."""
+    """Decides where parameters and gradients of units are kept between passes.
+
+    This class keeps everything on the device; `ShardedUnits` makes buckets that are whole only around passes.
+    """
 
     def bucket(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> Bucket:
         """A bucket of one unit."""
         return Bucket(layout, buffer)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what a rank keeps all the time of a buffer of units, whose passes run on `device`."""
+        """Allocate persistent memory of a buffer of units, whose passes run on `device`."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def hooks(
@@ -190,13 +198,21 @@ class UnitStore:
         queue: WeightGradQueue | None,
         casts: WeightCasts | None,
     ) -> WholeUnits:
-        """The hooks around the passes of `modules`. `buckets` belong to units; `queue` holds back weight gradients of
-        split backwards; `casts` are copies of parameters."""
+        """Return the hooks around the passes of `modules`.
+
+        Args:
+            modules: Modules of this rank.
+            params: Their parameters.
+            buckets: Buckets of units.
+            shards_params: True if parameters are sharded.
+            queue: Holds back weight gradients of split backwards.
+            casts: Weight copies in another format.
+        """
         return WholeUnits()
 
 
 def have_values(params: Sequence[Tensor]) -> None:
-    """Initializes nothing: all parameters must have their values."""
+    """Initialize nothing: all parameters must already have their values."""
     assert not params, f"{params[0].meta.name} has no values"  # type: ignore[attr-defined]
 
 
@@ -218,11 +234,10 @@ class BufferKind:
 class ParamAndGradBuffer:
     """Memory of one `BufferLayout`.
 
-    Moves `params`, the list that the layout was planned from, into it. Values, shapes and the Parameter objects stay
-    the same; `initialize` sets the values of those that have no memory yet, one bucket at a time. `param.data` becomes
-    a view, and `param.main_grad` a view of zeroed gradients.
-    `copies` are ranks that hold the same shards, whose gradients are added up once a step. `store` makes the buckets of
-    units.
+    Moves `params`, the list from which the layout was planned, into it. Values, shapes and the Parameter objects stay
+    the same; `initialize` sets the values of parameters without memory, one bucket at a time. `param.data` becomes a
+    view, and `param.main_grad` a view of zeroed gradients. `copies` are ranks that hold the same shards, whose
+    gradients are summed once per step. `store` makes the buckets of units.
     """
 
     def __init__(
@@ -267,15 +282,15 @@ class ParamAndGradBuffer:
         starts = [*(place.start for place in layout.params), layout.numel]
         gaps = [] if layout.by_unit else zip(ends, starts, strict=True)
         self.grad_gaps = [self.grad_data[stop:start] for stop, start in gaps if start > stop]
-        """The gradients' memory between parameters, where it stays."""
+        """The padding between parameters in the gradients' memory, if it is persistent."""
 
     @property
     def on_host(self) -> bool:
-        """True if what a rank keeps of it is in host memory."""
+        """True if the rank's persistent part is in host memory."""
         return self.buckets[0].on_host
 
     def start_copies_sync(self) -> list[Pending]:
-        """Starts to add up shards of gradients over the ranks that hold the same ones."""
+        """Start to sum gradient shards over the ranks that hold the same shards."""
         if self.copies.size == 1:
             return []
         shards = [self.grad_data] if self.layout.by_unit else [bucket.grad_shard for bucket in self.buckets]
@@ -283,21 +298,22 @@ class ParamAndGradBuffer:
 
 
 LARGEST = 2**16
-"""Elements of a gradient that is held."""
+"""Largest number of elements of a gradient that is held back."""
 
 AT_A_TIME = 256
 
 
 class SmallGrads:
-    """Holds small gradients that autograd brings. A step must `flush` them before it reads any `main_grad`."""
+    """Collects small gradients from autograd. A step must call `flush` before it reads any `main_grad`."""
 
     def __init__(self) -> None:
         self.enabled = False
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
-        """(parameter, gradient) by the parameter's id: a second gradient of one is added after the first."""
+        """(parameter, gradient) by the parameter's id. A second gradient of the same parameter is added after the
+        first."""
 
     def takes(self, param: Tensor, grad: Tensor) -> bool:
-        """Return whether a gradient is to be held: one whose arrival nobody waits for, and whose `main_grad` always has
+        """Return whether a gradient is held back: nobody waits for its arrival, and its `main_grad` always has
         memory."""
         waited = (getattr(param, name, None) for name in ("on_main_grad", "before_main_grad"))
         return self.enabled and grad.numel() <= LARGEST and not any(waited)
@@ -308,12 +324,12 @@ class SmallGrads:
         self._held[id(param)] = param, grad
 
     def drop(self) -> None:
-        """Discard the gradients that are held."""
+        """Discard the held gradients."""
         self._held.clear()
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Add the gradients that are held to their `main_grad`s, or overwrite those that are stale."""
+        """Add the held gradients to their `main_grad`s, or overwrite stale ones."""
         by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for param, grad in self._held.values():
             by_dtype.setdefault(grad.dtype, []).append((param, grad))
@@ -323,7 +339,7 @@ class SmallGrads:
 
 
 def _accumulate(held: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """The gradients have one dtype, and `main_grad`s have one."""
+    """Add gradients of one dtype to `main_grad`s of one dtype."""
     main_dtype = held[0][0].main_grad.dtype  # type: ignore[attr-defined]
     joined = torch.cat([grad.reshape(-1) for _, grad in held]).to(main_dtype)
     parts = joined.split([grad.numel() for _, grad in held])

@@ -1,15 +1,15 @@
-"""Layout of parameters and gradients in flat memory: buffers, buckets, each rank's ZeRO-1 shard range, and which part
-of its optimizer states is offloaded to host memory. This module does not import torch.
+"""Layout of parameters and gradients in flat memory: buffers, buckets, ZeRO-1 shards, and states offloaded to the host.
+This module does not import torch.
 
-Parameters of a buffer have one weight decay, one learning rate and one optimizer, and are reduced over the same ranks.
-A buffer is divided into buckets, each reduced in one collective, and a bucket into one shard per data-parallel rank.
-All of this is decided here, once, from integers: buffers, distributed optimizer,
-checkpoints and memory plans read the same layout.
+Parameters of a buffer have the same weight decay, learning rate and optimizer, and are reduced over the same ranks. A
+buffer is divided into buckets, each reduced in one collective, and a bucket into one shard per data-parallel rank. All
+of this is computed here once, from integers. Buffers, distributed optimizer, checkpoints and memory plans read the same
+layout.
 
-Buckets are filled in reverse order of registration, roughly the order in which backward completes gradients, so that
-the first buckets are ready first. If gradients or parameters are sharded too (ZeRO-2 and ZeRO-3), a bucket of matrices
-holds those of one unit: a transformer layer, or a module outside of layers. Norms and biases, a thousandth of the
-elements, keep ordinary buckets and are whole on every rank.
+Buckets are filled in reverse registration order, roughly the order in which backward completes gradients, so that the
+first buckets are ready first. If gradients or parameters are sharded too (ZeRO-2 and ZeRO-3), a bucket of matrices
+holds one unit: a transformer layer, or a module outside layers. Norms and biases, about 0.1 % of the elements, keep
+ordinary buckets and are whole on every rank.
 
 Parameters start at multiples of `ALIGNMENT` elements, because GEMM kernels need aligned operands. Buckets are padded so
 that their shards are equal and aligned too; padding stays zero.
@@ -29,7 +29,7 @@ from megatron.core.config.param_groups import ParamGroup
 from megatron.core.param_meta import ParamMeta
 
 ALIGNMENT = 64
-"""Elements; also those of a state that may share a scale, where an extension stores states so."""
+"""Alignment in elements, and the largest block of elements that may share a scale in an optimizer state."""
 
 BucketPlace = tuple[int, int]
 """Number of a buffer, and of a bucket in it."""
@@ -37,7 +37,7 @@ BucketPlace = tuple[int, int]
 DEFAULT = OptimizerConfig()
 
 GroupOf = Callable[[ParamMeta], ParamGroup]
-"""The group of a parameter, as `OptimizerConfig.group_of`."""
+"""Returns the group of a parameter, as `OptimizerConfig.group_of` does."""
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
@@ -50,7 +50,7 @@ class ParamRange:
     """Range of one parameter: elements [start, stop) of its buffer, without padding."""
 
     index: int
-    """Position in the list that the layout was planned from."""
+    """Position in the list from which the layout was planned."""
 
     meta: ParamMeta
     start: int
@@ -59,7 +59,7 @@ class ParamRange:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a parameter's flattened local tensor, stored from `offset` of its buffer on."""
+    """Elements [start, stop) of a parameter's flattened local tensor, stored at `offset` in its buffer."""
 
     index: int
     meta: ParamMeta
@@ -83,7 +83,7 @@ class BucketLayout:
         return self.start + rank * size, self.start + (rank + 1) * size
 
     def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """Parts of parameters within [start, stop) of the buffer, in order; none is empty."""
+        """Return the parts of parameters within [start, stop) of the buffer, in order; none is empty."""
         found = []
         for param in self.params:
             low, high = max(start, param.start), min(stop, param.stop)
@@ -97,7 +97,7 @@ class BufferLayout:
     """One contiguous buffer, of parameters with the same reduction ranks, group and optimizer."""
 
     expert: bool
-    """Reduced over "expt_dp" instead of "dp_cp"."""
+    """True if reduced over "expt_dp" instead of "dp_cp"."""
 
     group: ParamGroup
     """Learning rate and weight decay of its parameters."""
@@ -106,23 +106,28 @@ class BufferLayout:
     buckets: tuple[BucketLayout, ...]
 
     whole: bool = False
-    """True if its parameters are matrices that the optimizer updates as wholes."""
+    """True if its parameters are matrices that the optimizer updates as a whole."""
 
     linear: bool = False
-    """True if its parameters are weights of linear layers, which have buffers of their own (`linears_apart`)."""
+    """True if its parameters are weights of linear layers, which have separate buffers (`linears_apart`)."""
 
     by_unit: bool = False
-    """True if each bucket holds the matrices of one unit, and whole gradients (ZeRO-2) or whole gradients and whole
-    parameters (ZeRO-3, and stores of units) only while the unit is computed."""
+    """True if each bucket holds the matrices of one unit.
+
+    Whole gradients (ZeRO-2), or whole gradients and parameters (ZeRO-3 and unit stores), then exist only while the unit
+    is computed.
+    """
 
     @property
     def numel(self) -> int:
-        """Elements, padding included."""
+        """Number of elements, padding included."""
         return self.buckets[-1].stop
 
     def kept(self, shards: bool) -> int:
-        """Elements that a rank holds all the time, of a tensor that it holds the shards of alone where `shards` says so
-        and buckets are units."""
+        """Return the elements that a rank keeps permanently of a tensor.
+
+        With `shards`, buckets of units are kept as shards only.
+        """
         return self.numel // self.data_parallel_size if shards and self.by_unit else self.numel
 
     @cached_property
@@ -140,13 +145,20 @@ def plan_buffers(
     linears_apart: bool = False,
     unit_ranks: int | None = None,
 ) -> tuple[BufferLayout, ...]:
-    """Plans the buffers of one rank from the (meta, local shape) of its parameters, in order of registration.
+    """Plan the buffers of one rank.
 
-    `data_parallel_size` counts the ranks of "dp_cp", `expert_data_parallel_size` those of "expt_dp". A bucket is closed
-    once it holds `bucket_size` elements. `group_of` is the optimizer's; matrices of `whole_roles` are updated as a
-    whole. With `linears_apart`, weights of linear layers have buffers of their own, which can be gathered in another
-    format. Matrices that are reduced over at least `unit_ranks` ranks have a bucket for each unit. Ranks with equal
-    shapes get equal layouts, so that parameters replicated over tp have the same shard ranges on every tp rank.
+    Ranks with equal shapes get equal layouts, so parameters replicated over tp have the same shard ranges on every tp
+    rank.
+
+    Args:
+        params: (meta, local shape) of its parameters, in registration order.
+        data_parallel_size: Number of ranks of "dp_cp".
+        expert_data_parallel_size: Number of ranks of "expt_dp".
+        bucket_size: Number of elements at which a bucket is closed.
+        group_of: Returns the optimizer's group of a parameter.
+        whole_roles: Roles of matrices that are updated as a whole.
+        linears_apart: Use separate buffers for weights of linear layers, which can be gathered in another format.
+        unit_ranks: Minimum number of reduction ranks for which each unit's matrices have their own bucket.
     """
     names = [meta.name for meta, _ in params]
     assert len(set(names)) == len(names), f"parameter names must be unique: {sorted(names)}"
@@ -168,7 +180,7 @@ def plan_buffers(
 
 
 def unit_of(name: str) -> str:
-    """The unit of a parameter, by its name in the whole model: a layer, or the module that owns the parameter.
+    """Return the unit of a parameter by its name in the whole model: a layer, or the module that owns the parameter.
 
     >>> unit_of("decoder.layers.3.mlp.linear_fc1.weight"), unit_of("output_layer.weight")
     ('decoder.layers.3', 'output_layer')
@@ -180,11 +192,11 @@ def unit_of(name: str) -> str:
 def _fill_buckets(
     members: Iterable[tuple[int, ParamMeta, int]], num_shards: int, bucket_size: int | None
 ) -> list[BucketLayout]:
-    """Fills buckets of at least `bucket_size` elements, smaller ones only at the end and around shared parameters; one
-    for each unit if it is None.
+    """Fill buckets of at least `bucket_size` elements; with None, one bucket per unit.
 
-    A parameter that two stages share has a bucket of its own: its shards then cover the same elements on both stages,
-    whatever else the stages hold, and only the shards need to be summed over the stages.
+    Buckets are smaller only at the end and around shared parameters. A parameter shared by two stages has its own
+    bucket: its shards then cover the same elements on both stages, regardless of other parameters, and only the shards
+    need to be summed over the stages.
     """
     buckets: list[BucketLayout] = []
     filling: list[ParamRange] = []
@@ -213,10 +225,11 @@ def _fill_buckets(
 
 
 def launch_order(buffers: Sequence[BufferLayout]) -> list[BucketPlace]:
-    """Order of reductions: (buffer, bucket) as backward completes them, the same on every data-parallel rank.
+    """Return the order of reductions: (buffer, bucket) as backward completes them, the same on every data-parallel
+    rank.
 
     A bucket is complete once its first registered parameter is. All ranks of a group must start their reductions in
-    this order, whatever order gradients arrive in.
+    this order, regardless of the order in which gradients arrive.
     """
     places = [(b, k) for b, buffer in enumerate(buffers) for k in range(len(buffer.buckets))]
     return sorted(places, key=lambda place: -min(p.index for p in buffers[place[0]].buckets[place[1]].params))
@@ -230,7 +243,7 @@ class StateRange:
     buffer: int
     bucket: int
     start: int
-    """Counted from the first element that the rank owns of the bucket."""
+    """Relative to the first element of the bucket that the rank owns."""
 
     stop: int
     on_host: bool
@@ -241,7 +254,7 @@ class StateRange:
 
 
 def place_states(buffers: Sequence[BufferLayout], optimizer: OptimizerConfig) -> tuple[StateRange, ...]:
-    """Places of a rank's optimizer states: the whole of what it owns of each bucket, in order, or cut between device
+    """Return the places of a rank's optimizer states: its whole part of each bucket in order, or split between device
     and host (`OptimizerConfig.host_ranges`)."""
     sharded = optimizer.use_distributed_optimizer
     owned = {

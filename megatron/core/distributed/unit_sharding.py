@@ -42,15 +42,15 @@ from megatron.core.transformer.activation_store import tensors_in
 from megatron.core.transformer.recompute import computing_again
 
 WAIT_GATHERED, WAIT_REDUCED = "wait for parameters of a unit", "wait for reduced gradients of a unit"
-"""Ranges of profiles: the time in which a rank waits and does not compute. On GPUs that of the host, which is none."""
+"""Profiler ranges in which a rank waits without computing. On GPUs, the host's wait is not visible."""
 
 
 class UnitBucket(Bucket):
-    """Bucket of one unit, of which this rank keeps the shard of the gradients (ZeRO-2), and of the parameters (ZeRO-3).
+    """Bucket of one unit, of which this rank keeps the gradient shard (ZeRO-2), and the parameter shard (ZeRO-3).
 
     Whole gradients exist from the first contribution of a micro-batch until they have been reduced and added to
-    `grad_shard`, whole parameters between a first `acquire` and the last `release`. Their memory is taken and given
-    back under the same views, so that what autograd has saved of a parameter is valid whenever it is whole.
+    `grad_shard`. Whole parameters exist between a first `acquire` and the last `release`. Their memory is allocated and
+    freed under the same views, so references that autograd saved are valid whenever the parameter is whole.
     """
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
@@ -58,9 +58,9 @@ class UnitBucket(Bucket):
         self.shards_params = buffer.shard_params
         self.whole_params, self.whole_grads = True, False
         self.users = 0
-        """Passes that compute with the parameters now."""
+        """Number of passes that currently compute with the parameters."""
         self.on_drop: list[Callable[[], None]] = []
-        """Called when whole parameters are dropped."""
+        """Hook called when whole parameters are freed."""
         self._reduced: Pending | None = None
 
     def memory(self, data: Tensor, sharded: bool) -> tuple[Tensor, Tensor]:
@@ -77,28 +77,27 @@ class UnitBucket(Bucket):
             self.drop_params()
 
     def start_gather(self) -> None:
-        """Starts to make the parameters whole, where they are not and no gather is under way. Collective."""
+        """Start to gather the parameters, unless they are whole or a gather is in progress. Collective."""
         if not self.whole_params:
             alloc_storage(self.params)
             self._param_sync = start_all_gather(self.param_shard, self.axis, out=self.params)
             self.whole_params = True
 
     def acquire(self) -> None:
-        """Makes the parameters whole for one more pass. Collective where they are not whole."""
+        """Gather the parameters for one more pass. Collective unless they are already whole."""
         self.users += 1
         self.start_gather()
         with record_function(WAIT_GATHERED):
             self.finish_param_sync()
 
     def release(self, keep: bool) -> None:
-        """Ends the use of one pass: after the last one the memory is given back, unless the next pass is to `keep`
-        it."""
+        """End the use of one pass. After the last one the memory is freed, unless the next pass is to `keep` it."""
         self.users -= 1
         if not self.users and not keep:
             self.drop_params()
 
     def drop_params(self) -> None:
-        """Gives back the memory of whole parameters, as when they have changed. None may be in use."""
+        """Free whole parameters, for example because they have changed. No pass may be using them."""
         assert self.users == 0, "parameters in use"
         if self.shards_params and self.whole_params:
             self.finish_param_sync()
@@ -114,7 +113,7 @@ class UnitBucket(Bucket):
             super().start_param_sync()
 
     def open_grads(self) -> None:
-        """Makes room for contributions to whole gradients: the first one of each parameter writes over it."""
+        """Allocate whole gradients. The first contribution to each parameter overwrites its memory."""
         self.finish_grad_sync()
         if not self.whole_grads:
             alloc_storage(self.grads)
@@ -128,14 +127,14 @@ class UnitBucket(Bucket):
             self.whole_grads = True
 
     def zero_stale_grads(self) -> None:
-        """Zeroes whole gradients to which nothing has been added."""
+        """Zero whole gradients to which nothing has been added."""
         for owner in self.owners:
             if is_stale(owner):
                 mark_stale(owner, False)
                 owner.main_grad.zero_()  # type: ignore[attr-defined]
 
     def start_grad_sync(self) -> None:
-        """Starts to reduce what has been added to whole gradients, if anything has. Collective over the axis."""
+        """Start to reduce the whole gradients, if anything was added to them. Collective over the axis."""
         self.finish_grad_sync()
         if self.whole_grads:
             self.zero_stale_grads()
@@ -145,7 +144,7 @@ class UnitBucket(Bucket):
             self._reduced = start_reduce_scatter(whole, self.axis)
 
     def finish_grad_sync(self) -> None:
-        """Waits for `start_grad_sync`, adds its sum to `grad_shard` and gives back the memory of whole gradients."""
+        """Wait for `start_grad_sync`, add its sum to `grad_shard` and free the whole gradients."""
         if self._reduced is not None:
             with record_function(WAIT_REDUCED):
                 reduced = self._reduced.wait()
@@ -154,7 +153,7 @@ class UnitBucket(Bucket):
             self.drop_grads()
 
     def drop_grads(self) -> None:
-        """Gives back the memory of whole gradients."""
+        """Free the whole gradients."""
         assert self._reduced is None, "gradients on their way"
         if self.whole_grads:
             for owner in self.owners:
@@ -174,10 +173,10 @@ class UnitBucket(Bucket):
 
 
 AHEAD = 3
-"""Passes that the search for the unit to gather looks ahead; those of units in use are skipped."""
+"""Number of passes to search ahead for the unit to gather; units in use are skipped."""
 
 IN_FLIGHT = 1
-"""Buckets whose gradients are reduced while others are computed."""
+"""Number of buckets whose gradients are reduced while others are computed."""
 
 
 @dataclass(eq=False)
@@ -190,7 +189,7 @@ class Unit:
 
     @property
     def used(self) -> bool:
-        """True if a pass computes with its parameters now."""
+        """True if a pass currently computes with its parameters."""
         return all(bucket.users for bucket in self.buckets)
 
 
@@ -199,10 +198,10 @@ T = TypeVar("T")
 
 @dataclass
 class Order(Generic[T]):
-    """The order in which units, or buckets, are asked for, learned from one step for the next ones."""
+    """The order in which units or buckets are requested, learned in one step for the following steps."""
 
     known: dict[int, list[T]] = field(default_factory=dict)
-    """By number of micro-batches."""
+    """Known orders by number of micro-batches."""
 
     microbatches: int = 0
     """Number of micro-batches in the current step; 0 outside of steps."""
@@ -222,19 +221,20 @@ class Order(Generic[T]):
             self.asked.append(unit)
             expected = self.known.get(self.microbatches, [])
             if expected[len(self.asked) - 1 : len(self.asked)] not in ([], [unit]):
-                del self.known[self.microbatches]  # another order: it is learned again
+                del self.known[self.microbatches]  # the order has changed, so learn it again
 
     def following(self, count: int) -> list[T]:
-        """The next `count` units, as far as they are known."""
+        """Return the next `count` units, as far as they are known."""
         if not self.microbatches:
             return []
         return self.known.get(self.microbatches, [])[len(self.asked) : len(self.asked) + count]
 
 
 class UnitSharding(WholeUnits):
-    """Hooks of the units of one rank's modules. With `shards_params` parameters come and go, else gradients alone.
+    """Hooks of the units of one rank's modules.
 
-    Casts of parameters are dropped with them.
+    With `shards_params`, parameters are gathered and freed; otherwise only gradients. Casts of parameters are freed
+    with them.
     """
 
     buckets: Sequence[UnitBucket]
@@ -248,8 +248,16 @@ class UnitSharding(WholeUnits):
         queue: WeightGradQueue | None,
         casts: WeightCasts | None,
     ) -> None:
-        """`buckets` belong to units; `queue` holds back weight gradients of split backwards; `casts` are copies of
-        parameters."""
+        """Install the hooks.
+
+        Args:
+            modules: Modules of this rank.
+            params: Their parameters.
+            buckets: Buckets of units.
+            shards_params: True if parameters are sharded.
+            queue: Holds back weight gradients of split backwards.
+            casts: Weight copies in another format.
+        """
         self.buckets = of_units = [bucket for bucket in buckets if isinstance(bucket, UnitBucket)]
         assert len(of_units) == len(buckets), "buckets of units are of another class"
         self.shards_params = shards_params
@@ -274,14 +282,15 @@ class UnitSharding(WholeUnits):
                 after.takes_pending = True  # type: ignore[attr-defined]
                 module.register_forward_hook(after, always_call=True)
         self._last_users: dict[UnitBucket, int] = {}
-        """The unit whose backward adds to a bucket last: of those that run here, the first in the model."""
+        """Return the unit whose backward is the last to add to a bucket: the first in the model among units on this
+        rank."""
 
     def begin_step(self, microbatches: int) -> None:
         self.order.begin(microbatches)
         self.drop_grads()
 
     def wait_grad_sync(self) -> None:
-        """Waits for the reductions that are under way."""
+        """Wait for the pending reductions."""
         self._finish(0)
 
     def finish_grad_sync(self) -> None:
@@ -332,7 +341,7 @@ class UnitSharding(WholeUnits):
             self._acquire(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple[object, ...], output: object) -> object:
-        """Also called if a recomputed forward stops early; `output` is then None."""
+        """Hook after a forward. It is also called if a recomputed forward stops early; `output` is then None."""
         if self.shards_params:
             output = _apart_from(unit, output)
             self._release(unit)
@@ -341,12 +350,13 @@ class UnitSharding(WholeUnits):
         return output
 
     def _watch_backward(self, unit: Unit, args: tuple[object, ...], output: object) -> None:
-        """Finds both ends of the unit's backward.
+        """Detect both ends of the unit's backward.
 
-        It begins when the gradient of an output is known, and has ended when that of the input is: autograd runs first
-        what was recorded last, so nothing of the unit is left then. Without an input that an operation has made, it has
-        ended with the whole backward pass. A layer may leave its last addition to the next norm, and has two outputs
-        then, one of which was made in its middle: of outputs the first gradient counts, of inputs that made last.
+        The backward starts when the gradient of an output is known, and has ended when the input's gradient is known.
+        Autograd first runs the operations that were recorded last, so nothing of the unit is left at that point. If no
+        operation has produced an input, the unit's backward ends with the whole backward pass. A layer may leave its
+        last addition to the next norm. It then has two outputs, one of which was computed in its middle. Of several
+        outputs, the first gradient counts; of several inputs, the one that was computed last.
         """
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:
@@ -395,20 +405,22 @@ class UnitSharding(WholeUnits):
         self._reducing.append(bucket)
 
     def _finish(self, left: int) -> None:
-        """Waits for the oldest reductions until no more than `left` are under way."""
+        """Wait for the oldest reductions until at most `left` are pending."""
         while len(self._reducing) > left:
             self._reducing.popleft().finish_grad_sync()
 
     def _open(self, bucket: UnitBucket) -> None:
-        """Before a contribution to the gradients of a bucket."""
+        """Prepare for a contribution to the gradients of a bucket."""
         if bucket in self._reducing:
             self._finish(0)
         bucket.open_grads()
 
 
 class ShardedUnits(UnitStore):
-    """Units of which each rank keeps its shards, on the device. A store of units derives from it, and says where its
-    buckets keep these and how they become whole."""
+    """Units of which each rank keeps its shards on the device.
+
+    Unit stores derive from it, and define where buckets keep shards and how they are gathered.
+    """
 
     def bucket(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> Bucket:
         return UnitBucket(layout, buffer)
@@ -426,7 +438,7 @@ class ShardedUnits(UnitStore):
 
 
 def unit_store(ddp: DDPConfig, parallel: ModelParallelConfig, device: torch.device) -> UnitStore:
-    """The store for a rank's units that a configuration selects."""
+    """Return the store for a rank's units that a configuration selects."""
     if (name := parallel.unit_store) is not None:
         store = UNIT_STORES[name](parallel, device)
         assert isinstance(store, UnitStore), f"{name} makes no store of units"
@@ -435,7 +447,7 @@ def unit_store(ddp: DDPConfig, parallel: ModelParallelConfig, device: torch.devi
 
 
 def _apart_from(unit: Unit, output: object) -> object:
-    """The output, copied where it is a view of parameters that are about to be dropped."""
+    """Return the output, copied if it is a view of parameters that are about to be freed."""
     if isinstance(output, Tensor):
         memory = storage_id(output)
         return output.clone() if any(memory == storage_id(b.params) for b in unit.buckets) else output
@@ -446,5 +458,5 @@ def _apart_from(unit: Unit, output: object) -> object:
 
 
 def _differentiable(value: object) -> Iterator[Tensor]:
-    """The tensors in what a module takes or returns that have gradients."""
+    """Return the tensors with gradients among a module's inputs or outputs."""
     return (tensor for tensor in tensors_in(value) if tensor.requires_grad)

@@ -1,9 +1,10 @@
-"""Token dispatch of mixture-of-experts layers: sends tokens to the ranks of their experts, and returns the outputs.
+"""Token dispatch of MoE layers: sends tokens to the ranks of their experts, and returns the outputs.
 
-Dispatch is a linear map of the tokens: rows are copied, sent and sorted. Combine, which sums the outputs of a token's
-experts, is the adjoint of dispatch, and each is the gradient of the other. So a dispatcher defines dispatch alone.
+Dispatch is a linear map of the tokens: it copies, sends and sorts rows. Combine, which sums the outputs of a token's
+experts, is the adjoint of dispatch, and each is the gradient of the other. A dispatcher therefore defines only
+dispatch.
 
-Ranks along (ep, expt_tp) hold all experts between them. Each has tokens of its own.
+The ranks along (ep, expt_tp) together hold all experts. Each rank has different tokens.
 """
 
 from __future__ import annotations
@@ -55,22 +56,22 @@ class RowMap:
 
 
 WAIT = "wait for all-to-all of experts"
-"""A range of profiles: the time in which a rank waits and does not compute. On GPUs that of the host, which is none."""
+"""Profiler range in which a rank waits without computing. On GPUs, the host's wait is not visible."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """All-to-all of rows, and its adjoint. Differentiable. Tensors that travel together are under way together."""
+    """All-to-all of rows, and its adjoint. Differentiable. Tensors passed together are communicated concurrently."""
 
     axis: Axis
     send: Sequence[int]
-    """Rows for each rank, in order of rank."""
+    """Number of rows for each rank, in rank order."""
 
     receive: Sequence[int]
-    """Rows from each rank."""
+    """Number of rows from each rank."""
 
     pair: PassPair
-    """Another micro-batch that may compute meanwhile."""
+    """Another micro-batch that may compute in the meantime."""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """x [sum(send), ...] -> [sum(receive), ...] for each x"""
@@ -91,7 +92,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Routes:
-    """Dispatch of one micro-batch: one row for each assignment of a token, which is sent to the rank of its expert."""
+    """Dispatch of one micro-batch. Each assignment of a token is one row, which is sent to the rank of its expert."""
 
     of_tokens: RowMap
     """This rank's tokens [n, ...] -> rows [assignments, ...]."""
@@ -102,7 +103,7 @@ class Routes:
     segments: Segments
     exchange: Exchange | None = None
     arrival: RowMap | None = None
-    """The result of the exchange: rows [rows, ...] of the local experts, expert by expert."""
+    """Result of the exchange: rows [rows, ...] of the local experts, sorted by expert."""
 
     def dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [n, h] and routing weights [n * k] -> rows [rows, h] and their weights [rows] of the local experts."""
@@ -123,15 +124,22 @@ class Routes:
 
 
 class Dispatcher(ABC):
-    """Plans the dispatch of tokens from the experts that they chose.
+    """Plans the dispatch of tokens to their selected experts.
 
-    On a device, the numbers of tokens stay there if no message and no large buffer depends on them: there are then as
-    many rows as there may be at most, those in use first.
+    Token counts stay on the device if no message and no large buffer depends on them. In this case the maximum number
+    of rows is allocated, with the rows in use first.
     """
 
     def __init__(self, num_experts: int, ctx: TPContext, grouped: bool, padded: bool, choices: int) -> None:
-        """`grouped`: whether the kernels of experts read the numbers of rows on the device. `padded`: whether messages
-        are padded to what an expert accepts at most. `choices`: experts, and zero-computation experts."""
+        """Create a dispatcher.
+
+        Args:
+            num_experts: Number of experts.
+            ctx: Context of the layer.
+            grouped: True if expert kernels read the row counts on the device.
+            padded: True if messages are padded to the maximum that an expert accepts.
+            choices: Number of experts, including zero-computation experts.
+        """
         self.ep, self.expt_tp, self.both = (ctx.state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep"))
         self.num_experts = num_experts
         self.local_experts = num_experts // self.ep.size
@@ -144,15 +152,16 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
-        """Starts to plan a dispatch: chosen [n, k] experts of this rank's tokens, `num_experts` for a dropped one. An
-        expert accepts no more than `most` of them, if given.
+        """Start to plan a dispatch. Collective.
 
-        The call that it returns ends the plan. The host waits for the device if it needs the sizes of messages, so
-        launch all independent work before this. Collective.
+        `chosen` [n, k] are the experts of this rank's tokens; `num_experts` marks a dropped assignment. An expert
+        accepts at most `most` assignments, if given. Call the returned function to end the plan. The host waits for the
+        device if it needs the message sizes, so launch all independent work first.
         """
 
     def copies(self, assignments: Tensor, rows: int, k: int) -> tuple[RowMap, RowMap]:
-        """The maps of `rows` tokens and of their k assignments each to sorted `assignments`, of which none is spare."""
+        """Return the maps of `rows` tokens, and of their k assignments each, to sorted `assignments` without spare
+        rows."""
         if self.hardware.host_waits_for(assignments):
             kept = None if assignments.shape[0] == rows * k else assignments
             slots, valid = inverse_of(assignments, rows * k, kept)
@@ -162,7 +171,7 @@ class Dispatcher(ABC):
     def copies_to_slots(
         self, assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int
     ) -> tuple[RowMap, RowMap]:
-        """The maps of tokens and of assignments to slots; see `slot_map`."""
+        """Return the maps of tokens and of assignments to slots; see `slot_map`."""
         of_tokens, of_assignments = (
             slot_map(assignments, slots, valid, each, self.hardware.compiled) for each in (k, 1)
         )
@@ -170,13 +179,16 @@ class Dispatcher(ABC):
 
 
 SPARE_ROWS = 2
-"""Rows that an all-gather dispatch holds, at most, for each that even loads fill, so that the host need not know how
-many are in use. If more could arrive, it waits for their number."""
+"""Maximum allocated rows of an all-gather dispatch, relative to an even load, for which the host need not know the
+actual number.
+
+If more rows could arrive, the host waits for their number.
+"""
 
 
 class AllGatherDispatcher(Dispatcher):
-    """All-gather the tokens; each rank picks those of its experts. Suitable for few experts, and for k about as large
-    as ep."""
+    """All-gathers the tokens; each rank selects those of its experts. Suitable for few experts, and for k about as
+    large as ep."""
 
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
         both, local = self.both, self.local_experts
@@ -204,9 +216,9 @@ class AllGatherDispatcher(Dispatcher):
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Sends each token to the ranks of its experts only: all-to-all over ep, then all-gather over expt_tp.
+    """Sends each token only to the ranks of its experts: all-to-all over ep, then all-gather over expt_tp.
 
-    The host needs the sizes of messages, unless none travel by all-to-all, or all are padded.
+    The host needs the message sizes, unless no all-to-all is needed or all messages are padded.
     """
 
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
@@ -222,7 +234,7 @@ class AllToAllDispatcher(Dispatcher):
         return lambda: self._by_sizes(chosen, order, np.array(sizes.read()))
 
     def _by_sizes(self, chosen: Tensor, order: Tensor, counts: np.ndarray) -> Routes:
-        """Routes without spare rows: the host knows all numbers."""
+        """Return routes without spare rows, for counts that the host knows."""
         ep, expt_tp = self.ep, self.expt_tp
         table = counts.reshape(ep.size, expt_tp.size, -1).swapaxes(0, 1)  # [expt_tp, ep, E]
         mine = table[expt_tp.rank, ep.rank].reshape(ep.size, -1).sum(1).tolist()
@@ -234,10 +246,11 @@ class AllToAllDispatcher(Dispatcher):
         return Routes(*self.copies(order[: sum(mine)], *chosen.shape), segments, exchange, arrival)
 
     def _by_bounds(self, chosen: Tensor, order: Tensor, table: Tensor, most: int | None) -> Routes:
-        """Routes over as many rows as there may be at most: the numbers stay on the device.
+        """Return routes over the maximum number of rows, with counts on the device.
 
-        Without all-to-all a rank's rows are its assignments as they are sorted. Otherwise `most` are sent to each
-        expert. Received rows are sorted by expert, spare rows last."""
+        Without all-to-all, a rank's rows are its sorted assignments. Otherwise `most` rows are sent to each expert.
+        Received rows are sorted by expert, spare rows last.
+        """
         ep = self.ep
         expt_tp = self.expt_tp
         local = self.local_experts
@@ -267,7 +280,7 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def behind(first: RowMap, copies: tuple[RowMap, RowMap]) -> tuple[RowMap, RowMap]:
-    """Both maps applied after `first`."""
+    """Compose both maps with `first`, which runs before them."""
     return first.then(copies[0]), first.then(copies[1])
 
 
@@ -275,27 +288,30 @@ DISPATCHERS: dict[str, type[Dispatcher]] = {"allgather": AllGatherDispatcher, "a
 
 
 def even_shares(total: int, parts: int) -> list[int]:
-    """`total` in `parts` integers as equal as possible."""
+    """Divide `total` into `parts` integers that are as equal as possible."""
     edges = [total * part // parts for part in range(parts + 1)]
     return [stop - start for start, stop in pairwise(edges)]
 
 
 def local_numbers(experts: Tensor, first: int, count: int) -> Tensor:
-    """Numbers of experts -> those among the `count` experts from `first` on; `count` of all others."""
+    """Convert expert numbers to local numbers among the `count` experts from `first` on; `count` for all others."""
     numbers = experts - first
     return torch.where((numbers < 0) | (numbers >= count), count, numbers)
 
 
 def sort_assignments(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sorts assignments by expert: chosen [n, k] -> order [n * k], dropped ones last, and counts [E]."""
+    """Sort assignments by expert: chosen [n, k] -> order [n * k], dropped ones last, and counts [E]."""
     experts, order = chosen.flatten().sort(stable=True)
     edges = torch.searchsorted(experts, torch.arange(num_experts + 1, device=chosen.device))
     return order, edges.diff()
 
 
 def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """order [m] of distinct numbers below `count` -> the place of each number in it [count], 0 if it has none, and
-    Bool [count], which numbers are among those `kept`, if given."""
+    """Invert an order [m] of distinct numbers below `count`.
+
+    Returns the position of each number in it [count], 0 if it is missing, and bool [count], True for numbers that are
+    present and, if `kept` is given, kept.
+    """
     places = order.new_zeros(count)
     places[order] = torch.arange(order.shape[0], device=order.device)
     if kept is None:
@@ -306,28 +322,30 @@ def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[T
 
 
 def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """y [slots, ...] -> [n, ...]: the sum of each token's k slots, [n * k], that are valid. One kernel if compiled."""
+    """y [slots, ...] -> [n, ...]: sum each token's k slots, [n * k], as far as they are valid. One kernel if
+    compiled."""
     if valid is None:
         return y.index_select(0, slots).unflatten(0, (-1, k)).sum(1)
-    if not y.shape[0]:  # no token has chosen an expert of this rank
+    if not y.shape[0]:  # no token has selected an expert of this rank
         return y.new_zeros(slots.shape[0] // k, *y.shape[1:])
     rows = y.index_select(0, torch.where(valid, slots, 0)).unflatten(0, (-1, k))
     return rows.masked_fill(~valid.view(-1, k, *[1] * (y.ndim - 1)), 0.0).sum(1)
 
 
 def slot_map(assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int, compiled: bool) -> RowMap:
-    """Copies rows to slots: x [n, ...] -> [slots, ...], slot i takes row assignments[i] // k.
+    """Copy rows to slots: x [n, ...] -> [slots, ...], slot i takes row assignments[i] // k.
 
-    Assignment a is in slots[a], if it is valid; None says that all are. Contents of other slots have no meaning. The
-    adjoint reads no slot twice, so that the sum has one order."""
+    Assignment a is in slots[a] if it is valid (None: all are). Contents of other slots are meaningless. The adjoint
+    reads each slot once, so the sum has a fixed order.
+    """
     index, sum_up = assignments // k, region(sum_of_slots, compiled)
     return RowMap(lambda x: x.index_select(0, index), lambda y: sum_up(y, slots, valid, k))
 
 
 def take_map(assignments: Tensor, rows: int, k: int) -> RowMap:
-    """Copies rows to assignments: x [rows, ...] -> [assignments, ...], assignment i takes row i // k.
+    """Copy rows to assignments: x [rows, ...] -> [assignments, ...], assignment i takes row i // k.
 
-    The adjoint sums the copies of a row in the same order each time; by a plain sum where none is dropped.
+    The adjoint sums the copies of a row in a fixed order, with a plain sum if none is dropped.
     """
     index = assignments // k
     if assignments.shape[0] == rows * k:
@@ -342,18 +360,18 @@ def take_map(assignments: Tensor, rows: int, k: int) -> RowMap:
 
 
 def permutation_map(order: Tensor) -> RowMap:
-    """Sorts rows: row i of the result is row order[i]."""
+    """Sort rows: row i of the result is row order[i]."""
     places = inverse_of(order, order.shape[0])[0]
     return RowMap(lambda x: x.index_select(0, order), lambda y: y.index_select(0, places))
 
 
 def gather_map(axis: Axis) -> RowMap:
-    """All-gathers rows, equally many of each rank, in order of rank."""
+    """All-gather the same number of rows from each rank, in rank order."""
     return RowMap(partial(all_gather, axis=axis), partial(reduce_scatter, axis=axis))
 
 
 def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
-    """All-gathers rows, `sizes` of each rank, in order of rank. Ranks with fewer rows than others send padding."""
+    """All-gather `sizes` rows from each rank, in rank order. Ranks with fewer rows than others send padding."""
     most, mine = max(sizes), sizes[axis.rank]
     if axis.size == 1 or min(sizes) == most:
         return gather_map(axis)
@@ -373,7 +391,7 @@ def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
 
 
 def sort_blocks_map(counts: np.ndarray, device: torch.device) -> RowMap:
-    """Sorts rows from (source, expert) to (expert, source) order; counts [..., experts] of each source."""
+    """Sort rows from (source, expert) to (expert, source) order; counts [..., experts] of each source."""
     blocks = counts.reshape(-1, counts.shape[-1])
     if blocks.shape[0] == 1:
         return RowMap(lambda x: x, lambda y: y)

@@ -1,7 +1,7 @@
 """Experts of one rank: two grouped linear layers over rows sorted by expert.
 
-Weights are [E, ..., in], sharded over expert parallelism along E and over expert tensor parallelism along the experts'
-width. A rank's output is a partial sum over expert tensor parallelism; the dispatcher reduces it.
+Weights are [E, ..., in], sharded along E over expert parallelism and along the experts' width over expert tensor
+parallelism. A rank's output is a partial sum over expert tensor parallelism; the dispatcher reduces it.
 """
 
 from __future__ import annotations
@@ -73,8 +73,10 @@ class GroupedLinearFunction(torch.autograd.Function):
 
 
 def _with_bias(y: Tensor, bias: Tensor, experts: Tensor, factors: Tensor | None, first: int) -> Tensor:
-    """y [n, out] with the row of bias [experts, columns] of each expert, times the `factors` [n], if given, added to
-    the columns from `first` on."""
+    """Add each row's expert bias [experts, columns] to y [n, out], in the columns from `first` on.
+
+    The bias is multiplied by the row's factor in `factors` [n], if given.
+    """
     added = bias[experts]
     if factors is not None:
         added = added * factors[:, None].to(y.dtype)
@@ -94,8 +96,10 @@ class _GroupedBiasContext(AutogradContext):
 
 
 class GroupedBiasFunction(torch.autograd.Function):
-    """Adds to each row of y [n, out] the bias [experts, ..., columns] of its expert, times its factor [n] if there are
-    factors. `first` is the first of these columns."""
+    """Adds to each row of y [n, out] its expert's bias [experts, ..., columns], from column `first` on.
+
+    The bias is multiplied by the row's factor [n] if there are factors.
+    """
 
     @staticmethod
     def forward(
@@ -130,7 +134,7 @@ class GroupedBiasFunction(torch.autograd.Function):
         weights = columns.new_ones(dy.shape[0]) if factors is None else factors.detach().to(dy.dtype)
 
         def add_db_(out: Tensor, overwrite: bool) -> None:
-            """The bias acts as the weight of one more input, which is the factor."""
+            """Add the bias gradient. The bias acts as the weight of an additional input, the factor."""
             out = (out.zero_() if overwrite else out).view(*bias.shape, 1)
             ctx.layer.gemms.add_bias_grad_(out, columns, weights[:, None], segments)
 
@@ -139,7 +143,7 @@ class GroupedBiasFunction(torch.autograd.Function):
 
 
 def _build_gemms(grouped: bool, cuts: Cuts, ctx: TPContext) -> GroupedGemms:
-    """The products of a layer whose features are sharded over expert tensor parallelism as `cuts` says."""
+    """Return the GEMMs of a layer whose features are sharded over expert tensor parallelism according to `cuts`."""
     plain = GROUPED if grouped else EACH
     if ctx.format is None:
         return plain
@@ -154,10 +158,10 @@ class _WeightedContext(AutogradContext):
 
 
 class _WeightedActivation(torch.autograd.Function):
-    """activation(x) * weight, row by row, that saves only x and the weights for backward.
+    """activation(x) * weight, row by row; saves only x and the weights for backward.
 
-    A token's routing weight is applied here, before the second layer and not after it, so that its gradient needs no
-    output of the experts.
+    A token's routing weight is applied before the second layer instead of after it, so that its gradient needs no
+    expert output.
     """
 
     @staticmethod
@@ -186,7 +190,7 @@ def _weighted_forward(x: Tensor, weights: Tensor, kind: Kind) -> Tensor:
 
 
 def _weighted_backward(x: Tensor, weights: Tensor, grad: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Gradients of x [n, f] and of the weights [n]."""
+    """Return the gradients of x [n, f] and of the weights [n]."""
     forward, backward = functions_of(kind)
     d_weights = (grad * forward(x)).sum(-1, dtype=weights.dtype)
     return backward(x, grad * weights[:, None].to(grad.dtype)), d_weights
@@ -198,7 +202,7 @@ class _FusedWeightedContext(AutogradContext):
 
 
 class FusedWeightedActivation(torch.autograd.Function):
-    """`_WeightedActivation` of a function whose gradient is known: compiled, no product is written in between."""
+    """`_WeightedActivation` for a function with known gradient: compiled, and no intermediate product is stored."""
 
     @staticmethod
     def forward(ctx: _FusedWeightedContext, x: Tensor, weights: Tensor, kind: Kind, compiled: bool) -> Tensor:
@@ -215,11 +219,10 @@ class FusedWeightedActivation(torch.autograd.Function):
 
 
 class GroupedLinear(nn.Module):
-    """One linear layer of all local experts: x [n, in] -> [n, out]; W [E/ep, ..., in], b [E/ep, ...] if there are
-    biases.
+    """One linear layer of all local experts: x [n, in] -> [n, out]; W [E/ep, ..., in], optional b [E/ep, ...].
 
-    If `cuts` says that the inputs are sharded, the output is a partial sum, of which a rank has the bias of its part of
-    the columns.
+    If the inputs are sharded according to `cuts`, the output is a partial sum, and each rank holds the bias of some
+    columns.
     """
 
     def __init__(self, metas: Sequence[ParamMeta], cuts: Cuts, grouped: bool, ctx: TPContext) -> None:
@@ -232,7 +235,7 @@ class GroupedLinear(nn.Module):
         self.first_column = ctx.state.axis("expt_tp").rank * bias[0].shape[1] if bias and cuts.inputs else 0
 
     def forward(self, x: Tensor, segments: Segments, factors: Tensor | None = None) -> Tensor:
-        """`factors` [n]: each row's factor of the bias; 1 by default"""
+        """Apply the layer. `factors` [n] are the factors of each row's bias, 1 by default."""
         y = GroupedLinearFunction.apply(x, self.weight, segments, self.gemms, self.queue)
         if self.bias is None:
             return y
@@ -256,8 +259,7 @@ class Experts(nn.Module):
             for metas, cuts in zip(expert_metas(name, config), (Cuts(outputs=cut), Cuts(inputs=cut)), strict=True)
         )
         self.activation = build_activation(f"{name}.activation", config, ctx)
-        # These are inputs of the autograd Function, so that their gradients are computed together with those of the
-        # rows.
+        # inputs of the autograd Function, so that their gradients are computed together with the rows'
         self.activation_parameters = (
             tuple(self.activation.parameters()) if isinstance(self.activation, nn.Module) else ()
         )
@@ -285,11 +287,11 @@ class Experts(nn.Module):
 
 
 def expert_metas(name: str, config: TransformerConfig) -> tuple[list[ParamMeta], list[ParamMeta]]:
-    """Weights of linear_fc1 and linear_fc2 of all experts, each with its bias if there are biases. A gated fc1 stacks
-    gate and up: [E, 2, ffn, h], h being the width of the latent of --moe-latent-size if there is one.
+    """Return the weights of linear_fc1 and linear_fc2 of all experts, and optional biases.
 
-    The output of linear_fc2 is a partial sum over expert tensor parallelism: each rank holds the bias of a part of the
-    columns, and adds that.
+    A gated fc1 stacks gate and up: [E, 2, ffn, h], where h is the latent width of --moe-latent-size if there is one.
+    The output of linear_fc2 is a partial sum over expert tensor parallelism; each rank holds the bias of some columns
+    and adds it.
     """
     count = config.num_experts
     hidden = config.expert_io_size

@@ -1,4 +1,4 @@
-"""Rows that are sorted by expert, and grouped GEMMs over them: each row times the matrix of its expert."""
+"""Rows sorted by expert, and grouped GEMMs: each row is multiplied by the matrix of its expert."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron.core.tensor_parallel.weight_grad import add_product_
 
 
 class Segments:
-    """Rows of the local experts, sorted by expert. Rows after those of the last expert are spare: they belong to no
-    expert, have finite but meaningless contents, and no gradient.
+    """Rows of the local experts, sorted by expert.
 
-    The numbers of rows are on the device (`of_counts`), where kernels read them, or known to the host (`of_sizes`),
-    which can then cut tensors into parts.
+    Rows after the last expert's rows are spare: they belong to no expert, have finite but meaningless contents, and no
+    gradient. Row counts are either on the device (`of_counts`), where kernels read them, or known to the host
+    (`of_sizes`), which can then split tensors.
     """
 
     def __init__(self, sizes: Sequence[int] | None, ends: Tensor | None, device: torch.device, spare: bool) -> None:
@@ -31,12 +31,12 @@ class Segments:
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int], device: torch.device) -> Segments:
-        """sizes [experts] on the host; no spare rows"""
+        """Create segments from sizes [experts] on the host, without spare rows."""
         return cls(sizes, None, device, spare=False)
 
     @classmethod
     def of_counts(cls, counts: Tensor, spare: bool) -> Segments:
-        """counts [experts] on the device; `spare` says whether there may be spare rows"""
+        """Create segments from counts [experts] on the device; `spare` states whether there may be spare rows."""
         return cls(None, counts.cumsum(0, dtype=torch.int32), counts.device, spare)
 
     @property
@@ -49,14 +49,14 @@ class Segments:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Number of rows of each expert. The host waits where it does not know them."""
+        """Number of rows of each expert. The host waits for the device if it does not know them."""
         if self._sizes is None:
             ends = [0, *HostCopy[int](self.ends).read()]
             self._sizes = [stop - start for start, stop in pairwise(ends)]
         return self._sizes
 
     def padded(self, multiple: int) -> Segments:
-        """Segments of as many experts, whose numbers of rows are rounded up to a multiple. They may have spare rows."""
+        """Return segments with each expert's row count rounded up to a multiple. They may have spare rows."""
         if self._sizes is not None:
             return Segments([-(-size // multiple) * multiple for size in self._sizes], None, self._device, True)
         counts = torch.diff(self.ends, prepend=self.ends.new_zeros(1))
@@ -68,8 +68,10 @@ class Segments:
         return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
 
     def sizes_of(self, x: Tensor) -> Sequence[int]:
-        """Number of rows of each expert in x [n, ...]. Reads `sizes`; without values there are none, and the parts are
-        even."""
+        """Return the number of rows of each expert in x [n, ...].
+
+        Reads `sizes`. For tensors without values, the parts are even.
+        """
         if self._sizes is None and not has_values(x):
             (rows, *_), experts = x.shape, self.ends.shape[0]
             return [rows // experts + (number < rows % experts) for number in range(experts)]
@@ -81,7 +83,7 @@ class Segments:
         return (x[: sum(sizes)] if self.spare else x).split(tuple(sizes))
 
     def clear_spare_(self, x: Tensor) -> Tensor:
-        """Sets the spare rows of x [n, width] to zero: kernels leave there what the memory held."""
+        """Zero the spare rows of x [n, width], in which kernels leave arbitrary memory."""
         if self.spare:
             clear_rows_behind_(x, self.ends)
         return x
@@ -89,18 +91,18 @@ class Segments:
 
 @operation
 def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
-    """Sets the rows of x [n, width] from ends[-1] on to zero."""
+    """Zero the rows of x [n, width] from ends[-1] on."""
     rows = torch.arange(x.shape[0], device=x.device)
     x.masked_fill_((rows >= ends[-1])[:, None], 0.0)
 
 
 GroupedGemm = Callable[[Tensor, Tensor, Segments], Tensor]
-"""Grouped GEMM: x [n, in], matrices [experts, in, out] -> [n, out], each row times the matrix of its expert, spare rows
-0."""
+"""Grouped GEMM: x [n, in], matrices [experts, in, out] -> [n, out]; each row is multiplied by its expert's matrix,
+spare rows are 0."""
 
 
 def gemm_each(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
-    """Grouped GEMM as one GEMM for each expert that has rows."""
+    """Run the grouped GEMM as one GEMM for each expert that has rows."""
     out = x.new_empty(x.shape[0], matrices.shape[-1])
     for rows, matrix, part in zip(segments.split(x), matrices, segments.split(out), strict=True):
         if rows.shape[0]:
@@ -109,15 +111,17 @@ def gemm_each(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
 
 
 def gemm_grouped(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
-    """Grouped GEMM in one kernel. `gemm_each` computes the same."""
+    """Run the grouped GEMM in one kernel. `gemm_each` computes the same."""
     if not x.shape[0]:
         return x.new_empty(0, matrices.shape[-1])
     return segments.clear_spare_(F.grouped_mm(x, matrices, offs=segments.ends))
 
 
 def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-    """out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e that has rows, in the precision of `out`, by one
-    product for each."""
+    """out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e that has rows, in the precision of `out`.
+
+    Runs one product per expert.
+    """
     for expert, dy_rows, x_rows in zip(out, segments.split(dy), segments.split(x), strict=True):
         if x_rows.shape[0]:
             add_product_(expert, dy_rows, x_rows)
@@ -126,7 +130,7 @@ def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) ->
 @operation
 @torch_function
 def add_products_grouped_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-    """`add_each_product_`, for a kernel that does it at once."""
+    """Like `add_each_product_`, with a single kernel for all experts."""
     add_each_product_(out, dy, x, segments)
 
 
@@ -142,14 +146,16 @@ def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -
 
 
 class GroupedGemms:
-    """The products of a grouped linear layer, here in the precision of the parameters. Formats in `LINEAR_FORMATS` have
-    objects with the same attributes."""
+    """The GEMMs of a grouped linear layer, in the precision of the parameters.
+
+    Formats in `LINEAR_FORMATS` provide objects with the same attributes.
+    """
 
     def __init__(self, gemm: GroupedGemm, add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Segments], None]) -> None:
         self.gemm, self.add_weight_grad_ = gemm, add_weight_grad_
         """(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X of each expert"""
         self.add_bias_grad_ = add_weight_grad_
-        """The same for the gradient of a bias, which is the weight of one input"""
+        """Like the weight's function, for the gradient of a bias, which is the weight of one input."""
 
     def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
         """x [n, in], weight [experts, ..., in] -> y [n, out]"""
@@ -161,10 +167,10 @@ class GroupedGemms:
 
 
 GROUPED = GroupedGemms(gemm_grouped, add_products_grouped_)
-"""In one kernel for all experts, which reads the numbers of rows on the device."""
+"""GEMMs that run in one kernel for all experts, which reads the row counts on the device."""
 
 EACH = GroupedGemms(gemm_each, add_each_product_)
-"""One for each expert. The host cuts the rows into parts."""
+"""GEMMs that run one per expert. The host splits the rows."""
 
 
 def matrices_of(weight: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from megatron.core.transformer.recompute import recomputed
 
 
 class GatedSharedExpert(SharedExpert):
-    """Shared expert whose output is multiplied by sigmoid(x wᵀ), one number for each token (Qwen2-MoE)."""
+    """Shared expert whose output is multiplied by sigmoid(x wᵀ), one number per token (Qwen2-MoE)."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
@@ -37,15 +37,15 @@ class GatedSharedExpert(SharedExpert):
 
 
 class MoELayer(nn.Module):
-    """Sum over a token's chosen experts of weight * expert(x), plus the shared expert's output where there is one.
+    """Sum over a token's selected experts of weight * expert(x), plus the output of the shared expert if there is one.
 
-    With --moe-latent-size experts read fc1_latent_proj(x), and fc2_latent_proj of their sum is added: messages between
-    ranks are as narrow as the latent.
+    With --moe-latent-size, experts read fc1_latent_proj(x), and fc2_latent_proj of their sum is added, so messages
+    between ranks are as narrow as the latent.
 
     Zero-computation experts return weight * x. If the residual stream requires it, the outputs of the shared expert and
-    of the chosen experts are not added, but returned side by side, [s, b, 2h].
+    of the selected experts are returned side by side, [s, b, 2h], instead of added.
 
-    Each rank routes tokens of its own, so tensor parallelism requires sequence parallelism.
+    Each rank routes different tokens, so tensor parallelism requires sequence parallelism.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -75,7 +75,7 @@ class MoELayer(nn.Module):
     def _run(self, x: Tensor, context: BatchContext) -> Tensor:
         choice = self.router(x, context)
         finish = self.dispatcher.start(choice.experts.flatten(0, 1), choice.most)
-        # Between start and finish: a host that waits for sizes has launched this then.
+        # between start and finish, so that a host that waits for sizes has already launched this
         shared = None if self.shared_experts is None else self.shared_experts(x)
         routes = finish()
         latent = self.fc1_latent_proj(x)
@@ -90,8 +90,10 @@ class MoELayer(nn.Module):
 
 
 def latent_projections(name: str, config: TransformerConfig) -> tuple[ReplicatedLinear, ReplicatedLinear] | None:
-    """fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], with Megatron-LM's names, and with biases if linear
-    layers have them; None without a latent."""
+    """Return fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], under Megatron-LM's names.
+
+    They have biases if linear layers have them. None without a latent.
+    """
     if config.moe_latent_size is None:
         return None
     hidden = config.hidden_size

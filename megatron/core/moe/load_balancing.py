@@ -1,4 +1,4 @@
-"""Load balancing of experts: auxiliary losses, z-loss and expert bias, equal at every layout.
+"""Expert load balancing: auxiliary losses, z-loss and expert bias, equal under every layout.
 
 Auxiliary losses are means over the tokens of the global batch. They are added to the loss once, so that layouts and
 micro-batch sizes cannot change them. Two things make that possible.
@@ -9,10 +9,10 @@ first forward pass, and `aux_scale` = backward seed * valid tokens / tokens of t
 
 Second, the load. The loss of Switch Transformer (Fedus et al., arXiv 2101.03961, equation 4) is E sum_i f_i P_i, with
 f_i the share of assignments to expert i and P_i its mean probability. Over a global batch (arXiv 2501.11873), its
-gradient in the first micro-batch would need the f of the last one, when the pipeline already runs backward passes. So
-"aux_loss" and "global_aux_loss" take running means: for the tokens of a sample, f is the load over all samples of the
-global batch up to and including it. Samples are in the order of the data, and not of ranks, so that f does not depend
-on how the batch is sharded. "seq_aux_loss" balances each sequence by itself.
+gradient in the first micro-batch would need the f of the last one, when the pipeline already runs backward passes.
+Therefore "aux_loss" and "global_aux_loss" use running means: for the tokens of a sample, f is the load over all samples
+of the global batch up to and including it. Samples are ordered by data instead of by rank, so f does not depend on how
+the batch is sharded. "seq_aux_loss" balances each sequence separately.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ EXTRA_COLUMNS = 3
 """Entries of a tally that are not per expert: balancing loss, z-loss, dropped assignments."""
 
 PER_EXPERT = 4
-"""Entries of a tally for each expert: assignments, those that were not dropped, assignments without expert bias, and
+"""Entries of a tally for each expert: assignments, accepted assignments, assignments without expert bias, and
 probabilities."""
 
 
 class RunningLoads:
-    """Share of each expert in the assignments of the global batch's samples so far, sample by sample.
+    """Running share of each expert in the assignments of the global batch, sample by sample.
 
-    The reduction of a micro-batch's counts starts in its forward pass and completes in the backward pass, which needs
-    it. Recomputation of a micro-batch finds the loads of its first pass.
+    The reduction of a micro-batch's counts starts in its forward pass and completes in its backward pass, which needs
+    it. A recomputation uses the loads of the first pass.
     """
 
     def __init__(self, state: ParallelState) -> None:
@@ -58,7 +58,7 @@ class RunningLoads:
         self._total: Tensor | float = 0.0
 
     def start(self, number: int, counts: Tensor) -> None:
-        """Adds micro-batch `number`: counts [b, E] of this rank's tokens of its samples. Collective over the stage."""
+        """Add micro-batch `number`: counts [b, E] of this rank's tokens by sample. Collective over the stage."""
         if number in self._started or number < len(self._shares):
             return
         rows = counts.new_zeros(self.dp.size, *counts.shape)
@@ -66,7 +66,8 @@ class RunningLoads:
         self._started[number] = start_all_reduce_(rows, self.stage)
 
     def shares(self, number: int) -> Tensor:
-        """[b, E] float64 of micro-batch `number`: a row for each of its samples, of all samples up to that one.
+        """Return [b, E] float64 of micro-batch `number`: for each of its samples, the load of all samples up to that
+        one.
 
         Raises ValueError if the pipeline schedule has not run an earlier micro-batch yet.
         """
@@ -77,7 +78,7 @@ class RunningLoads:
                     f"micro-batch {done}, whose loads its balancing loss needs: use --moe-router-load-balancing-type "
                     "seq_aux_loss, or a schedule that keeps the order"
                 )
-            rows = self._started.pop(done).wait().double()  # [dp, b, E], in the order of samples
+            rows = self._started.pop(done).wait().double()  # [dp, b, E], in sample order
             so_far = rows.flatten(0, 1).cumsum(0) + self._total
             self._total = so_far[-1]
             own = so_far.view_as(rows)[self.dp.rank]
@@ -92,8 +93,8 @@ class _LoadsContext(AutogradContext):
 
 
 class _AgainstRunningLoads(torch.autograd.Function):
-    """Sum over tokens of E sum_i f_i p_i for probabilities p [s, b, E]. Its value stays 0, because f is not known
-    before the backward."""
+    """Sum over tokens of E sum_i f_i p_i for probabilities p [s, b, E]. The value stays 0, because f is unknown before
+    the backward."""
 
     @staticmethod
     def forward(ctx: _LoadsContext, probabilities: Tensor, loads: RunningLoads, number: int) -> Tensor:
@@ -139,10 +140,13 @@ class Balance(nn.Module):
     """Auxiliary losses and expert bias of one router, and the tally of the current step."""
 
     expert_bias: nn.Parameter | None
-    """[E] added to the scores for the choice of experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """[E], added to the scores when experts are selected (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, weight: nn.Parameter) -> None:
-        """`weight` is the router's: where it is frozen, the expert bias is too."""
+        """Create the balance of a router.
+
+        `weight` is the router's weight; if it is frozen, so is the expert bias.
+        """
         super().__init__()
         self.num_experts, self.topk = config.moe_choices, config.moe_router_topk
         self.is_trained = lambda: weight.requires_grad
@@ -162,7 +166,7 @@ class Balance(nn.Module):
         bias = ParamMeta(f"{name}.expert_bias", (config.moe_choices,), init=Init("zeros"), role="state")
         self.expert_bias = make_state(bias, torch.float32, ctx) if biased else None
         self.tally = torch.zeros(PER_EXPERT * self.num_experts + EXTRA_COLUMNS, dtype=torch.float64, device=ctx.device)
-        """Sums over the tokens of the step so far: `PER_EXPERT` entries [E], extra columns."""
+        """Sums over the step's tokens so far: `PER_EXPERT` entries [E], then extra columns."""
 
     def forward(
         self,
@@ -174,10 +178,16 @@ class Balance(nn.Module):
         kept: Tensor | None,
         context: BatchContext,
     ) -> Tensor:
-        """Returns `weights` with the auxiliary losses of these tokens attached to their backward.
+        """Return `weights` with the auxiliary losses of these tokens attached to their backward.
 
-        logits, probabilities [s, b, E]; chosen [s, b, k]. `unbiased` [s, b, k] is the choice without expert bias, with
-        which the losses compare the probabilities. kept [s, b, k] is None if no token is dropped.
+        Args:
+            weights: Routing weights.
+            logits: [s, b, E].
+            probabilities: [s, b, E].
+            chosen: Selected experts [s, b, k].
+            unbiased: Selection without expert bias [s, b, k], with which the losses compare the probabilities.
+            kept: [s, b, k]; None if no token is dropped.
+            context: The micro-batch's context.
         """
         assert context.aux_scale is not None
         assigned = self._assignments(chosen)
@@ -193,10 +203,10 @@ class Balance(nn.Module):
         return _Attach.apply(weights, loss, context.aux_scale, entries, self.tally)
 
     def balancing_losses(self, probabilities: Tensor, counts: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Sums over these tokens of E sum_i f_i p_i: 1 a token under even load, E if one expert gets all. Returns all
-        times their coefficients, and the one of sequences.
+        """Return sums over these tokens of E sum_i f_i p_i, times their coefficients, and the value for sequences.
 
-        counts [b, E]: assignments of these tokens, of micro-batch `number`. The value is known for sequences only.
+        Under an even load a token's term is 1; if one expert gets all tokens, it is E. counts [b, E] are the
+        assignments of these tokens in micro-batch `number`. The value is known only for sequences.
         """
         loss = of_sequences = probabilities.new_zeros(())
         if self.running_coeff:
@@ -211,20 +221,20 @@ class Balance(nn.Module):
         return loss, of_sequences
 
     def _assignments(self, chosen: Tensor, kept: Tensor | None = None) -> Tensor:
-        """One-hot choice: chosen [s, b, k] -> [s, b, E]; of the `kept` [s, b, k] ones only, if given."""
+        """Return the one-hot selection: chosen [s, b, k] -> [s, b, E], only for `kept` [s, b, k] ones if given."""
         zeros = torch.zeros(*chosen.shape[:2], self.num_experts, device=chosen.device)
         return zeros.scatter_(-1, chosen, 1.0 if kept is None else kept.to(zeros.dtype))
 
     def begin_step(self) -> None:
-        """Forgets the loads of the step before."""
+        """Discard the previous step's loads."""
         self.loads.clear()
 
     @torch.no_grad()
     def end_step(self, sums: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Updates the expert bias from `sums`, the tally of the global batch, unless the scalar `skip` is 1.
+        """Update the expert bias from `sums`, the tally of the global batch, unless the scalar `skip` is 1.
 
-        The bias follows the assignments that experts accepted. Returns all assignments [E] and the extra columns, with
-        the balancing loss of the batch: a mean of both, weighted by their coefficients, where there are two.
+        The bias follows the assignments that experts accepted. Returns all assignments [E] and the extra columns with
+        the batch's balancing loss; two losses are averaged with their coefficients as weights.
         """
         *per_expert, extra = sums.split((*[self.num_experts] * PER_EXPERT, EXTRA_COLUMNS))
         assigned, accepted, wanted, mass = per_expert

@@ -1,8 +1,8 @@
 """Top-k router of mixture-of-experts layers: the experts of each token and their weights.
 
-The choice depends on the token alone and, where experts drop tokens or under Sinkhorn routing, on its sequence; never
-on the micro-batch, the rank or the layout. Scores are fp32, or fp64 for fp64 parameters, because small differences
-decide a choice.
+The selection depends only on the token and, if experts drop tokens or under Sinkhorn routing, on its sequence. It never
+depends on the micro-batch, the rank or the layout. Scores are fp32, or fp64 for fp64 parameters, because small
+differences decide a choice.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ class SoftmaxScores:
 
 @dataclass(frozen=True)
 class OwnScores:
-    """A positive function of each logit; the weights of several chosen experts sum to 1 (arXiv 2412.19437)."""
+    """A positive function of each logit; the weights of several selected experts sum to 1 (arXiv 2412.19437)."""
 
     function: Callable[[Tensor], Tensor]
     normalized: bool = True
     epsilon: float = 1e-20
-    """Added to their sum before the division."""
+    """Added to the sum of weights before the division."""
 
     def ranked(self, logits: Tensor) -> Tensor:
         return self.function(logits)
@@ -115,14 +115,14 @@ class OwnScores:
 
 
 def scores_of(config: TransformerConfig) -> Scores:
-    """Scores of a model, made by the router that lists them."""
+    """Creates the scores of a model; registered by the router that lists them."""
     name = SCORE_FUNCTIONS.router(config.moe_router_scores.removeprefix("pre_"))
     return ROUTERS[name].make_scores(config)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Chosen experts of each token, best first, and their weights."""
+    """Selected experts of each token, best first, and their weights."""
 
     experts: Tensor
     """[s, b, k] int64; E, one past the last expert, where the expert dropped the token."""
@@ -131,14 +131,14 @@ class Choice:
     """[s, b, k]; 0 for dropped tokens."""
 
     most: int | None = None
-    """Largest number of these tokens that an expert accepts; None if there is no limit and each token has k experts."""
+    """Maximum number of these tokens that an expert accepts; None if unlimited and each token has k experts."""
 
     kept: Tensor | None = None
-    """[s, b, 1]: the weight of the token itself in the output, which zero-computation experts return."""
+    """[s, b, 1]: weight of the token itself in the output, which zero-computation experts return."""
 
 
 class TopKRouter(nn.Module):
-    """Chooses k of E experts for each token. Ties go to the lower expert number."""
+    """Selects k of E experts for each token. Ties go to the lower expert number."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class TopKRouter(nn.Module):
         bias = ParamMeta(f"{name}.bias", shape[:1], init=random, partial_over=partial_over, role="bias")
         self.weight = make_parameter(weight, ctx)
         self.bias = make_parameter(bias, ctx) if config.add_bias_linear else None
-        """As in Megatron-LM, the bias is random too."""
+        """The bias is randomly initialized too, as in Megatron-LM."""
         self.balance = Balance(name, config, ctx, self.weight)
         self.scores = scores_of(config)
         self.groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
@@ -169,9 +169,10 @@ class TopKRouter(nn.Module):
 
     @staticmethod
     def make_scores(config: TransformerConfig) -> Scores:
-        """The scores of softmax, sigmoid or sqrtsoftplus. A custom router that lists other scores makes those.
+        """Create the scores: softmax, sigmoid or sqrtsoftplus. A router with other scores overrides this method.
 
-        Raises NotImplementedError for others."""
+        Raises NotImplementedError for other scores.
+        """
         kind = config.moe_router_scores
         if kind in ("softmax", "pre_softmax"):
             return SoftmaxScores(before_choice=kind == "pre_softmax")
@@ -213,11 +214,11 @@ class TopKRouter(nn.Module):
         return logits if self.bias is None else logits + self.bias.to(self.dtype)
 
     def ranked(self, logits: Tensor, context: BatchContext) -> Tensor:
-        """Scores [s, b, E] whose k largest are chosen, without expert bias and groups."""
+        """Return the scores [s, b, E] that are ranked, without expert bias and groups."""
         return self.scores.ranked(logits.detach())
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor, context: BatchContext) -> Tensor:
-        """The choice [s, b, k] with expert bias and within groups of experts; `unbiased` is the one without both."""
+        """Return the selection [s, b, k] with expert bias and groups; `unbiased` is the selection without either."""
         bias, summed = self.balance.expert_bias, None
         if bias is not None:
             ranked = summed = (logits if self.biased_logits else self.scores.positive(logits)) + bias
@@ -231,24 +232,25 @@ class TopKRouter(nn.Module):
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk]
 
     def _capacity(self, rows: int, factor: float) -> int:
-        """Tokens of a sequence, of which this rank has `rows`, that an expert accepts with this capacity factor."""
+        """Return the number of tokens per sequence, of which this rank has `rows`, that an expert accepts with a
+        capacity factor."""
         length = rows * self.sequence.size
         return max(ceil(factor * self.topk * length / self.num_experts), self.min_capacity)
 
     def _kept(self, chosen: Tensor, weights: Tensor, context: BatchContext, capacity: int) -> Tensor:
-        """Bool [s, b, k]: whether the expert has capacity for the token."""
+        """Return bool [s, b, k]: True if the expert has capacity for the token."""
         places = context.places_of(chosen, self.shard)
         priorities = torch.zeros_like(weights) if self.keep_first else without_rounding(weights)
         return within_capacity(chosen, priorities, places, capacity, self.num_experts, self.sequence)
 
 
 def sqrt_softplus(logits: Tensor) -> Tensor:
-    """sqrt(log(1 + e^x)), the scores of DeepSeek-V4."""
+    """Compute sqrt(log(1 + e^x)), the scores of DeepSeek-V4."""
     return F.softplus(logits).sqrt()
 
 
 def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int) -> Tensor:
-    """Bool [..., E], true for experts outside of the `group_topk` best groups of a token.
+    """Return bool [..., E], True for experts outside the `group_topk` best groups of a token.
 
     The experts of scores [..., E] form `groups` equal groups, in order. A group's score is the sum of its `each` best
     ones (DeepSeek-V3, arXiv 2412.19437, section 2.1.2; with one, DeepSeek-V2, arXiv 2405.04434, section 2.2.2). Ties go
@@ -262,10 +264,10 @@ def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int)
 
 
 def without_rounding(scores: Tensor) -> Tensor:
-    """Rounds scores to a grid far coarser than their rounding errors, which differ between layouts.
+    """Round scores to a grid far coarser than their rounding errors, which differ between layouts.
 
-    Tokens with equal context, such as the first ones of documents, have equal weights: they must tie, so that their
-    places decide. Under Sinkhorn routing, a sequence of equal tokens makes all experts tie.
+    Tokens with equal context, such as the first tokens of documents, have equal weights: they must tie, so that their
+    positions decide. Under Sinkhorn routing, a sequence of equal tokens makes all experts tie.
     """
     grid = 2.0 ** (40 if scores.dtype == torch.float64 else 16)
     return (scores * grid).round_().div_(grid)
@@ -284,7 +286,7 @@ def within_capacity(
     rows, samples, _ = chosen.shape
     table = priorities.new_full((rows, samples, num_experts), -1.0).scatter_(-1, chosen, priorities)
     table, places = all_gather(table, sequence), all_gather(places, sequence)
-    in_order = places.argsort()  # of the gathered rows, which lie rank by rank
+    in_order = places.argsort()  # of the gathered rows, which are ordered by rank
     best = table[in_order].sort(dim=0, descending=True, stable=True).indices
     standing = torch.empty_like(best)
     standing.scatter_(0, best, torch.arange(len(best), device=best.device)[:, None, None].expand_as(best))

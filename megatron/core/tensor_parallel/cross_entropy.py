@@ -18,7 +18,8 @@ from megatron.core.tensor_parallel.layers import check_ids, local_rows
 from megatron.core.torch_private import AutogradContext, is_view
 
 CHUNK, CPU_CHUNK = 2**24, 2**20
-"""Logits converted to fp32 at a time. Bounds temporary memory to a few times 64 MiB; on CPU to the size of caches."""
+"""Number of logits converted to fp32 at a time. Bounds temporary memory to a few times 64 MiB; on CPU to the size of
+caches."""
 
 
 def vocab_parallel_cross_entropy(
@@ -26,15 +27,15 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Per-token loss: logits [s, b, V/t], labels [s, b] -> [s, b], in fp32, or fp64 for fp64 logits.
 
-    With `z_loss_coeff` it includes that times log(sum of exp(logits))^2 (arXiv 2204.02311, section 5).
+    With `z_loss_coeff`, it includes the coefficient times log(sum of exp(logits))^2 (arXiv 2204.02311, section 5).
 
-    Columns from `vocab_size` on are padding: they are left out of the sum, and their gradient is zero. A token whose
-    loss is multiplied by zero contributes exactly zero to every gradient. Raises ValueError for a label outside [0,
+    Columns from `vocab_size` on are padding, which the sum excludes and whose gradient is zero. A token whose loss is
+    multiplied by zero contributes exactly zero to every gradient. Raises ValueError for a label outside [0,
     vocab_size).
 
     The gradient overwrites logits that are an intermediate result, which halves the memory; autograd then refuses a
-    second backward through them. Clone logits that you read after this call: where `compiled` kernels of a GPU have the
-    whole vocabulary, the forward makes the gradient.
+    second backward through them. Clone logits that you read after this call: if `compiled` GPU kernels hold the whole
+    vocabulary, even the forward overwrites them.
     """
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not is_view(logits)
@@ -42,13 +43,16 @@ def vocab_parallel_cross_entropy(
 
 
 LOSS_AND_GRADIENT = "loss_and_gradient_"
-"""A kernel, (logits [n, width], labels [n], vocabulary, z-loss coefficient) -> losses [n], that leaves the gradients of
-the losses in place of the logits. Plain torch has no operation like it: it computes the gradient in the backward."""
+"""A kernel (logits [n, width], labels [n], vocabulary, z-loss coefficient) -> losses [n] that overwrites the logits
+with their gradients.
+
+Plain torch has no such operator: it computes the gradient in the backward.
+"""
 
 
 class _CrossEntropyContext(AutogradContext):
     made: bool
-    """True if the logits have become their gradient: then the fields below are not set."""
+    """True if the logits were overwritten by their gradient; the fields below are then unset."""
     columns: int
     overwrite: bool
     compiled: bool
@@ -96,7 +100,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _CrossEntropyContext, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        """d loss / d logit = softmax * (1 + 2 * z_loss_coeff * log of the sum) - (1 at the label)"""
+        """d loss / d logit = softmax * (1 + 2 * z_loss_coeff * log of the sum) - (1 at the label)."""
         if ctx.made:
             (made,) = ctx.saved_tensors
             scale_rows_(made.view(-1, made.shape[-1]), grad_loss.flatten())
@@ -121,7 +125,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 @operation
 def scale_rows_(x: Tensor, factors: Tensor) -> None:
-    """x [n, width] *= factors [n]; rows whose factor is 0 become 0 whatever they hold."""
+    """x [n, width] *= factors [n]; rows with factor 0 become 0 even if they contain non-finite values."""
     x.copy_(torch.where(factors[:, None] == 0, 0, x.float() * factors[:, None]))
 
 
@@ -141,7 +145,7 @@ def _exponentials_(z: Tensor, top: Tensor, factor: Tensor) -> None:
 
 
 def _local_stats(logits: Tensor, local_labels: Tensor, columns: int, compiled: bool) -> Tensor:
-    """Softmax statistics of the first `columns` logits: [3, s, b] of maximum, sum of exp(logit - maximum), and the
+    """Return softmax statistics of the first `columns` logits, [3, s, b]: maximum, sum of exp(logit - maximum), and the
     label's logit."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     stats = torch.zeros(3, *local_labels.shape, dtype=dtype, device=logits.device)
@@ -159,15 +163,15 @@ def _local_stats(logits: Tensor, local_labels: Tensor, columns: int, compiled: b
 
 
 def _largest_and_sum(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Maximum of each row, and the row's sum of exp(z - maximum)."""
+    """Return the maximum of each row, and the row's sum of exp(z - maximum)."""
     if torch.compiler.is_compiling():
-        # Converted first, and with dimensions kept, the two become one pass: an online softmax (arXiv 1805.02867).
+        # converted first and with dims kept, both become one pass: an online softmax (arXiv 1805.02867)
         z = z.to(dtype)
     top = z.amax(1, keepdim=True).to(dtype)
     return top.squeeze(1), (z - top).exp_().sum(1, keepdim=True).squeeze(1)
 
 
 def _rows_at_a_time(rows: Tensor, compiled: bool) -> int:
-    """Rows in one chunk: all of them for compiled regions, which need no temporary memory."""
+    """Return the number of rows in a chunk: all of them for compiled regions, which need no temporary memory."""
     chunk = CPU_CHUNK if rows.device.type == "cpu" else CHUNK
     return max(1, rows.shape[0] if compiled else chunk // rows.shape[1])

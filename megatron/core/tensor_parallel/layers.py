@@ -5,8 +5,8 @@ needs one collective at each end (Shoeybi et al., Megatron-LM, arXiv 1909.08053,
 the activations between pairs are sharded along the sequence: an all-gather enters a pair, and a reduce-scatter replaces
 the all-reduce at its end (Korthikanti et al., arXiv 2205.05198, section 4.2).
 
-All linear layers of the model run in `LinearFunction`. Shapes: t tensor-parallel ranks, activations [s, b, h], under
-sequence parallelism [s/t, b, h].
+All linear layers of the model use `LinearFunction`. Shapes: t tensor-parallel ranks, activations [s, b, h], or [s/t, b,
+h] under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Answers for the device that tensors are on. Layers get it in their `TPContext`.
+    """Capabilities of the device that holds the tensors. Layers get it in their `TPContext`.
 
-    A plan builds the model with an instance of its own, which answers for a device that is not there.
+    A plan builds the model with its own instance, which describes an absent device.
     """
 
     compiled: bool = False
@@ -72,18 +72,19 @@ class Hardware:
         return x.is_cuda
 
     def attention(self, backend: str, operands: AttentionOperands) -> AttentionBackend:
-        """The kernels of --attention-backend for the attention of one layer."""
+        """Return the kernels of --attention-backend for one layer's attention."""
         made: AttentionBackend = ATTENTION_BACKENDS.build(backend, operands)
         return made
 
     def each(self, parts: Sequence[T]) -> Iterable[T]:
-        """The parts of a loop that makes equal passes over the chunks of a sequence. A plan runs some passes for all,
-        so no tensor that a pass makes may outlive the pass."""
+        """Iterate over the parts of a loop with equal passes over the chunks of a sequence.
+
+        A plan runs only some passes as representatives, so no tensor created in a pass may outlive it.
+        """
         return parts
 
     def at_one_time(self, count: int) -> AbstractContextManager[None]:
-        """Around `count` products of one shape that wait for each other nowhere, so that the device may compute several
-        of them at a time."""
+        """Return a context for `count` independent products of one shape, which the device may compute concurrently."""
         return nullcontext()
 
 
@@ -111,7 +112,7 @@ class TPContext(Section):
     """Number format of the GEMMs of linear layers; None for `dtype`."""
 
     pair: PassPair = field(default_factory=PassPair)
-    """The pass that computes while the collectives of this one are in flight."""
+    """The pass that computes while this pass's collectives are in flight."""
 
     seed: int = 1234
     """Seed of the run. Dropout masks depend on it and on the name of the dropout."""
@@ -120,7 +121,7 @@ class TPContext(Section):
     """True if parameters are created without memory, which `DistributedDataParallel` then allocates unit by unit."""
 
     initial: InitPolicy = field(default_factory=InitPolicy)
-    """Initial values of parameters by their roles."""
+    """Initial values of parameters by role."""
 
     layer: int = 0
     """Number of the transformer layer that is being built."""
@@ -135,7 +136,7 @@ class TPContext(Section):
         return self.hardware.compiled
 
     def of_layer(self, number: int) -> TPContext:
-        """Context of transformer layer `number`: without `format` if that layer stays in `dtype`."""
+        """Return the context of transformer layer `number`, without `format` if that layer stays in `dtype`."""
         used = self.format is not None and number in self.format.layers
         return replace(self, layer=number, format=self.format if used else None)
 
@@ -166,14 +167,14 @@ ROW_SEQUENCE = Boundary(leave=start_reduce_scatter, leave_adjoint=start_all_gath
 
 
 def column_boundary(ctx: TPContext) -> Boundary:
-    """Collectives of a layer with sharded output features: x [s, b, h] or [s/t, b, h] -> y [s, b, f/t]."""
+    """Return the collectives of a layer with sharded output features: x [s, b, h] or [s/t, b, h] -> y [s, b, f/t]."""
     if ctx.tp.size == 1:
         return LOCAL
     return COLUMN_SEQUENCE if ctx.sequence_parallel else COLUMN
 
 
 def row_boundary(ctx: TPContext) -> Boundary:
-    """Collectives of a layer whose output is a partial sum: x [s, b, f/t] -> y [s, b, h] or [s/t, b, h]."""
+    """Return the collectives of a layer whose output is a partial sum: x [s, b, f/t] -> y [s, b, h] or [s/t, b, h]."""
     if ctx.tp.size == 1:
         return LOCAL
     return ROW_SEQUENCE if ctx.sequence_parallel else ROW
@@ -194,8 +195,16 @@ def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
 def make_sharded_parameter(
     name: str, shape: tuple[int, ...], ctx: TPContext, *, role: Role, init: Init | None = None, stacked: int = 0
 ) -> nn.Parameter:
-    """Create a parameter [heads or channels, ...] named `name` with global shape `shape`, sharded along dim 0 over
-    tensor-parallel ranks."""
+    """Create a parameter [heads or channels, ...] that is sharded along dim 0 over tensor-parallel ranks.
+
+    Args:
+        name: Name of the parameter.
+        shape: Global shape.
+        ctx: Context of the layer.
+        role: Role that determines initial values and optimizer settings.
+        init: Initial values that differ from the role's.
+        stacked: Number of stacked matrices.
+    """
     return make_parameter(ParamMeta(name, shape, {"tp": 0}, init, role=role, stacked=stacked), ctx)
 
 
@@ -207,16 +216,16 @@ class LinearContext(AutogradContext):
     gemms: LinearGemms
     of_output: OutputGradient | None
     bias_shape: torch.Size
-    """Set where there is a bias."""
+    """Shape of the bias, if there is one."""
 
 
 class LinearFunction(torch.autograd.Function):
     """Linear layer with its collectives: y = leave(enter(x) Wᵀ) + bias. W [..., in] is used as a matrix [out, in].
-    With an addend y + addend, where `leave` is no collective.
 
-    Only the local part of the input is saved, as the GEMM for dW reads it. The backward gathers it again while it
-    computes dX, and reduces dX while it computes dW, which goes to `accumulate_weight_grad`. Without `saves` there
-    will be no backward. `of_output` may hold casts and the sum of dY then.
+    With an addend, it returns y + addend; `leave` must then not be a collective. Only the local part of the input is
+    saved, in the form that the dW GEMM reads. The backward gathers it again while it computes dX, and reduces dX while
+    it computes dW, which goes to `accumulate_weight_grad`. Without `saves` there is no backward. `of_output` may then
+    hold casts and the sum of dY.
     """
 
     # Column parallel: x [s, b, h] -> [s, b, f/t]; W [f/t, h]. With sequence parallelism x [s/t, b, h].
@@ -238,14 +247,14 @@ class LinearFunction(torch.autograd.Function):
         needs_dw = saves and ctx.needs_input_grad[1]
         local, saved = given_input(x) or gemms.cast_input(x, needs_dw)
         ctx.save_for_backward(*(saved if needs_dw else ()))
-        # The parameter itself: activation checkpointing returns saved tensors without their attributes.
+        # the parameter itself, because activation checkpointing returns saved tensors without their attributes
         ctx.weight = weight
         ctx.boundary = boundary
         ctx.axis = axis
         ctx.queue = queue
         ctx.gemms = gemms
         ctx.of_output = of_output
-        del saved  # keeps nothing alive that autograd drops
+        del saved  # keeps nothing alive that autograd frees
         full_x = entered(enter(local, boundary, axis))
         flat_bias = None
         if bias is not None:
@@ -290,7 +299,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 def enter(x: Operand, boundary: Boundary, axis: Axis) -> list[Pending]:
-    """Starts to enter a layer with the tensors of an operand. A scalar holds for the whole sequence."""
+    """Start to gather the tensors of an operand at the layer's input. A scalar applies to the whole sequence."""
     return [(boundary.enter if part.ndim else start_nothing)(part, axis) for part in x]
 
 
@@ -299,7 +308,7 @@ def entered(started: list[Pending]) -> Operand:
 
 
 class ParallelLinear(nn.Module):
-    """Linear layer y = x Wᵀ + bias: its parameters, as `metas` say, its collectives and its GEMMs."""
+    """Linear layer y = x Wᵀ + bias: its parameters, described by `metas`, its collectives and its GEMMs."""
 
     def __init__(self, name: str, metas: list[ParamMeta], boundary: Boundary, ctx: TPContext) -> None:
         super().__init__()
@@ -315,16 +324,24 @@ class ParallelLinear(nn.Module):
     def forward(
         self, x: Tensor, add_bias: bool = True, bias_gradient: bool = True, addend: Tensor | None = None
     ) -> Tensor:
-        """`add_bias` is false where a region that follows adds the bias, `bias_gradient` where its backward sums up the
-        gradient. An `addend` [s, b, out] is added to the output, where the layer `takes_addend`."""
+        """Apply the layer.
+
+        Args:
+            x: Input.
+            add_bias: False if a following region adds the bias.
+            bias_gradient: False if that region's backward computes the bias gradient.
+            addend: [s, b, out], added to the output if the layer `takes_addend`.
+        """
         saves, bias = torch.is_grad_enabled(), self.used_bias(add_bias, bias_gradient)
         of_output = self.output_gradient(bias) if saves and self.compiled else None
         settings = self.boundary, self.axis, self.queue, self.gemms, saves, of_output
         return attach(LinearFunction.apply(x, self.weight, bias, *settings, addend), of_output)
 
     def output_gradient(self, bias: Tensor | None) -> OutputGradient | None:
-        """Form of dY that the preceding backward can produce for this layer; None if nothing, or if dY is gathered
-        first, or if hooks see it."""
+        """Return the form of dY that the preceding backward can produce for this layer.
+
+        Returns None if there is none, if dY must be gathered first, or if a hook is registered.
+        """
         sums = bias is not None and bias.requires_grad
         makes = sums or self.gemms.grad_casts is not None
         if not makes or self.boundary.leave_adjoint is not start_nothing or observed(self):
@@ -332,7 +349,7 @@ class ParallelLinear(nn.Module):
         return OutputGradient(self.gemms, self.weight.requires_grad, sums)
 
     def used_bias(self, add_bias: bool, bias_gradient: bool) -> Tensor | None:
-        """The bias as `forward` is to use it."""
+        """Return the bias that `forward` uses."""
         if self.bias is None or not add_bias:
             return None
         return self.bias if bias_gradient else self.bias.detach()
@@ -341,7 +358,7 @@ class ParallelLinear(nn.Module):
 class ColumnParallelLinear(ParallelLinear):
     """Linear layer with sharded output features: y = x Wᵀ + bias.
 
-    A gated MLP has [2, ffn, h] sharded along dim 1, so that every shard is a rectangle of the whole. The output
+    A gated MLP's weight is [2, ffn, h] sharded along dim 1, so that every shard is a rectangle of the whole. The output
     features of a rank are flattened.
     """
 
@@ -351,7 +368,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 def observed(*modules: nn.Module) -> bool:
-    """Return whether hooks read the inputs or outputs of these modules, forward or backward."""
+    """Return whether hooks read the inputs or outputs of these modules, in forward or backward."""
     return any(map(is_hooked, modules))
 
 
@@ -362,12 +379,12 @@ class RowParallelLinear(ParallelLinear):
     def __init__(self, linear: RowLinear, ctx: TPContext) -> None:
         super().__init__(linear.name, linear.metas(ctx.sequence_parallel), row_boundary(ctx), ctx)
         self.adds_residual = True
-        """True if a GEMM that adds to the residual stream is faster here than an addition in the next norm, as
-        `gemm_choice` found."""
+        """True if `gemm_choice` found that a GEMM that adds to the residual stream is faster here than an addition in
+        the next norm."""
 
     def takes_addend(self) -> bool:
-        """Return True if the residual stream can be the addend of the layer's GEMM: no collective may sum its outputs,
-        and no hook may read them."""
+        """Return True if the residual stream can be the addend of the layer's GEMM: no collective sums the outputs, and
+        no hook reads them."""
         adds = self.compiled and self.training and self.adds_residual and self.gemms.adds_residual
         local = type(self) is RowParallelLinear and self.boundary.leave is start_nothing
         kernel = kernel_for("residual_gemm", None, matrix_of(self.weight))
@@ -387,7 +404,7 @@ def row_parallel(linear: RowLinear, ctx: TPContext) -> RowParallelLinear:
 
 
 class ReplicatedParallelLinear(ParallelLinear):
-    """Linear layer with a whole weight on every rank: y = x Wᵀ + bias, on the tokens that a rank has, without a
+    """Linear layer with a whole weight on every rank: y = x Wᵀ + bias, applied to the rank's tokens without a
     collective.
 
     Under sequence parallelism its gradients are partial sums, like the gradients of norms.
@@ -400,16 +417,16 @@ class ReplicatedParallelLinear(ParallelLinear):
 
 
 def local_rows(rows: int, axis: Axis) -> tuple[int, int]:
-    """Returns the vocabulary range [start, stop) that this rank holds."""
+    """Return the vocabulary range [start, stop) on this rank."""
     assert rows % axis.size == 0, f"{rows} vocabulary rows do not divide over {axis.size} ranks"
     part = rows // axis.size
     return axis.rank * part, (axis.rank + 1) * part
 
 
 def check_ids(ids: Tensor, size: int, what: str) -> None:
-    """Checks that every id is in [0, size). No rank owns any other id: it would silently contribute nothing.
+    """Check that every id is in [0, size). No rank owns any other id: it would silently contribute nothing.
 
-    Raises ValueError on CPU. On a GPU it asserts on the device, as reading the ids would stall the host.
+    Raises ValueError on CPU. On a GPU it asserts on the device, because reading the ids would stall the host.
     """
     message = f"{what} must be in [0, {size}), the vocabulary; check --vocab-size and the tokenizer of the data"
     if not ids.numel():
@@ -422,10 +439,10 @@ def check_ids(ids: Tensor, size: int, what: str) -> None:
 
 
 class OutputLayer(nn.Module):
-    """Output projection: hidden states to logits, with a sharded vocabulary. `metas` are those of the weight and, if it
-    has one, the bias.
+    """Output projection: hidden states to logits, with a sharded vocabulary.
 
-    With `tied_weight`, that parameter is the weight and receives both gradients.
+    `metas` describe the weight and the bias, if it has one. With `tied_weight`, that parameter is the weight and
+    receives both gradients.
     """
 
     def __init__(self, *metas: ParamMeta, ctx: TPContext, tied_weight: nn.Parameter | None = None) -> None:

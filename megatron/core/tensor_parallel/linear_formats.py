@@ -1,4 +1,4 @@
-"""Number formats of the products of linear layers, beside that of the parameters. This module does not import torch.
+"""Number formats for the GEMMs of linear layers, other than the parameters' format. This module does not import torch.
 
 LINEAR_FORMATS.register("my_format", "my_package.my_format:MyFormat", when=..., layers=..., ...)
 """
@@ -20,72 +20,81 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinearFormatFacts:
-    """Facts about a format of products."""
+    """Properties of a number format for GEMMs."""
 
     when: Callable[[ModelParallelConfig], bool]
-    """True if the configuration selects the format."""
+    """Predicate: does the configuration select the format?"""
 
     layers: Callable[[ModelParallelConfig, int], range]
-    """(config, layers of the model) -> numbers of those whose linear layers use it."""
+    """(config, layers of the model) -> numbers of the layers whose linear layers use it."""
 
     alignment: Callable[[ModelParallelConfig, int], tuple[int, str]]
-    """(config, ranks) -> number that divides a rank's features if `ranks` have a part of them, and the flag that asks
-    for it."""
+    """(config, ranks) -> required divisor of a rank's features if `ranks` ranks shard them, and the flag that requires
+    it."""
 
     tokens: int
-    """Number that divides the tokens of a micro-batch for every kernel."""
+    """Required divisor of the tokens in a micro-batch, for every kernel."""
 
     described: Callable[[ModelParallelConfig], str]
-    """The format in a few words."""
+    """Short description of the format."""
 
     peak_tflops: Mapping[str, float]
-    """Part of the name of a GPU -> peak of its data sheet."""
+    """Maps part of a GPU's name to the peak of its data sheet."""
 
     gathers: Callable[[ModelParallelConfig], bool] = lambda parallel: False
-    """True if data-parallel ranks gather weights of linear layers in this format. They then have buffers of their own.
-    """
+    """True if data-parallel ranks gather weights of linear layers in this format, which then have separate buffers."""
 
 
 class ParamGather(Protocol):
-    """Casts weights of linear layers before they are gathered. The gather processes the buckets that it supports
-    (`Bucket.gather_bytes`)."""
+    """Casts weights of linear layers before they are gathered.
+
+    The gather processes the buckets that it supports (`Bucket.gather_bytes`).
+    """
 
     def cast_(self) -> None:
-        """Casts this rank's shards, before the gathers start."""
+        """Cast this rank's shards before the gathers start."""
 
 
 class FormatOfProducts(Protocol):
-    """Makes what computes in a format."""
+    """Creates the GEMMs and gathers of a number format."""
 
     def build(self, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> LinearFormat:
-        """Returns the format of these layers of a model."""
+        """Return the format of these layers of a model."""
 
     def check(self, config: ModelParallelConfig, device: torch.device) -> None:
-        """Raises ValueError if the device cannot compute it."""
+        """Raise ValueError if the device does not support it."""
 
     def gather(self, ddp: object) -> ParamGather | None:
-        """Returns the gather of weights in it, given the `DistributedDataParallel` of a rank; None for their own
+        """Return the gather of weights in this format for a rank's `DistributedDataParallel`; None for the weights' own
         format."""
 
 
 LINEAR_FORMATS = Registry("format of products", LinearFormatFacts, protocol=FormatOfProducts)
-"""Name -> `FormatOfProducts`; none of the trunk's."""
+"""Registered `FormatOfProducts` by name; the trunk registers none."""
 
 
 def linear_format(parallel: ModelParallelConfig) -> str | None:
-    """The number format of linear layers that a configuration selects; None for the format of the parameters."""
+    """Return the number format of linear layers that a configuration selects; None for the parameters' format."""
     return LINEAR_FORMATS.chosen(parallel)
 
 
 def gathered_format(parallel: ModelParallelConfig) -> str | None:
-    """The number format in which a configuration gathers weights; None for the format of the parameters."""
+    """Return the number format in which a configuration gathers weights; None for the parameters' format."""
     name = linear_format(parallel)
     return name if name is not None and LINEAR_FORMATS.facts(name).gathers(parallel) else None
 
 
 def build_format(config: ModelParallelConfig, layers: int, modules: int, casts: WeightCasts) -> LinearFormat | None:
-    """The number format that a configuration selects; None for the format of the parameters in all `layers`. The
-    `modules` of multi-token prediction, whose numbers follow those of layers, use it if the last layer does."""
+    """Build the number format that a configuration selects; None if all layers use the parameters' format.
+
+    Multi-token prediction modules use it if the last layer does.
+
+    Args:
+        config: Parallelism settings.
+        layers: Number of layers of the model.
+        modules: Number of multi-token prediction modules, whose numbers follow the layers'.
+        casts: Weight copies in the format.
+    """
     name = linear_format(config)
     used = range(0) if name is None else LINEAR_FORMATS.facts(name).layers(config, layers)
     if name is None or not used:

@@ -2,10 +2,11 @@
 
 `LinearFunction` decides when they run and what the ranks exchange; a `LinearGemms` decides their precision.
 
-Kernels of a neighbour may cast and sum a layer's tensors, where they have these in registers. The operation that
-computes a layer's input may cast it: a tensor without values then replaces the input (`given_input`). In the backward,
-what reads the layer's output casts the gradient of that, and sums it up for the bias (`OutputGradient`). If no
-neighbour does, the layer casts it itself."""
+Adjacent kernels may cast and sum a layer's tensors while these are in registers. The operation that computes a layer's
+input may cast it, and then replaces the input by a tensor without values (`given_input`). In the backward, the consumer
+of the layer's output casts its gradient and sums it for the bias (`OutputGradient`). If no adjacent kernel casts, the
+layer does.
+"""
 
 from __future__ import annotations
 
@@ -24,48 +25,51 @@ from megatron.core.tensor_parallel.weight_grad import add_product_
 from megatron.core.torch_private import storage_id, version_of
 
 Operand = tuple[Tensor, ...]
-"""An activation as a GEMM reads it, in tensors that its `LinearGemms` knows. A sequence-parallel gather gathers them
-along dim 0: the first has the activation's shape, the others (fp8 scales) its sequence. A scalar holds for all."""
+"""An activation in the form that a GEMM reads, as tensors whose meaning its `LinearGemms` defines.
+
+A sequence-parallel gather gathers them along dim 0: the first has the activation's shape, the others (fp8 scales) its
+sequence length. A scalar applies to all.
+"""
 
 
 class Operands(NamedTuple):
-    """An activation, or its gradient, as the two GEMMs that multiply it read it. They may share tensors."""
+    """An activation or gradient in the forms that its two GEMMs read, which may share tensors."""
 
     output: Operand
-    """For Y, or for dX."""
+    """Operand of the GEMM for Y, or for dX."""
 
     weight_grad: Operand
-    """For dW. For an input it is the tensor saved for the backward."""
+    """Operand of the GEMM for dW. For an input it is the tensor saved for the backward."""
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """Which operands of a linear layer are sharded over the tensor-parallel ranks."""
+    """Operands of a linear layer that are sharded over the tensor-parallel ranks."""
 
     sequence: bool = False
-    """The input along the sequence; it is gathered before the GEMM."""
+    """The input is sharded along the sequence and gathered before the GEMM."""
 
     inputs: bool = False
-    """The input features, and the weight along them (row parallel)."""
+    """The input features are sharded, and the weight along them (row parallel)."""
 
     outputs: bool = False
-    """The output features, and the weight along them (column parallel)."""
+    """The output features are sharded, and the weight along them (column parallel)."""
 
     tokens: bool = False
-    """Input and output along the sequence, without a gather; the weight is whole."""
+    """Input and output are sharded along the sequence, without a gather; the weight is whole."""
 
 
 class GradCasts(Protocol):
-    """Casts of a gradient by kernels that compute it, in place of `LinearGemms.cast_grad`."""
+    """Gradient casts by the kernels that compute the gradient, in place of `LinearGemms.cast_grad`."""
 
     def grad_order(self, needs_dw: bool) -> Any:
-        """The casts that a kernel is to make."""
+        """Return the casts that a kernel should make."""
 
     def given_grad(self, pair: Any, tokens: tuple[int, ...]) -> Operands:
-        """`cast_grad` by such a kernel, of a gradient [*tokens, out]."""
+        """Return the result of `cast_grad` from such a kernel, for a gradient [*tokens, out]."""
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
-        """One NaN: what tensors that have casts in place of values consist of."""
+        """Return a NaN scalar, from which tensors that have casts instead of values are expanded."""
 
 
 @operation
@@ -77,7 +81,10 @@ def residual_gemm(
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """addend [n, m] + x [n, k] weight [m, k]ᵀ + bias [m] -> [n, m], summed in fp32 and rounded once to the addend's
-    dtype. fp8 operands have `scales` [], of x and of the weight."""
+    dtype.
+
+    fp8 operands have scalar `scales` of x and of the weight.
+    """
     wide = torch.promote_types(addend.dtype, torch.float32)
     total = F.linear(x.to(wide), weight.to(wide))
     total = total if scales is None else total * (scales[0] * scales[1])
@@ -86,28 +93,34 @@ def residual_gemm(
 
 
 class LinearGemms:
-    """The GEMMs of one linear layer, here in the precision of the parameters. Formats in `LINEAR_FORMATS` have objects
-    with the same attributes."""
+    """The GEMMs of one linear layer, in the precision of the parameters.
+
+    Formats in `LINEAR_FORMATS` provide objects with the same attributes.
+    """
 
     adds_residual = True
     """True if `forward` takes an addend."""
 
     splits_tokens = True
-    """True if the casts and products of some tokens are rows of those of all tokens, so that parts of a sequence can be
-    gathered and multiplied one by one, by `forward_rows_`, `input_grad_rows_`, `cast_grad_to_gather` and
-    `gathered_grad`."""
+    """True if casts and products of some tokens equal the corresponding rows of those of all tokens.
+
+    Parts of a sequence can then be gathered and multiplied separately, by `forward_rows_`, `input_grad_rows_`,
+    `cast_grad_to_gather` and `gathered_grad`.
+    """
 
     grad_casts: GradCasts | None = None
-    """Casts of gradients by other kernels; None where the GEMMs read them as they are, or scales are not known
-    before."""
+    """Gradient casts by other kernels; None if the GEMMs read gradients directly, or if scales are not known in
+    advance."""
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
-        """Casts x [s, b, in], before a gather. Without `needs_dw` no weight gradient will be asked for."""
+        """Cast x [s, b, in], before a gather. Without `needs_dw`, no weight gradient will be computed."""
         return Operands((x,), (x,))
 
     def forward(self, x: Operand, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
-        """x [s, b, in], weight [..., in], bias [out] -> y [s, b, out]; y + addend, rounded once, with an addend
-        [s, b, out]."""
+        """x [s, b, in], weight [..., in], bias [out] -> y [s, b, out].
+
+        With an addend [s, b, out], returns y + addend, rounded once.
+        """
         if addend is None:
             return F.linear(x[0], matrix_of(weight), bias)
         return residual_gemm(rows_of(x[0]), matrix_of(weight), rows_of(addend), bias).view(addend.shape)
@@ -137,11 +150,11 @@ class LinearGemms:
         torch.mm(dy[0], matrix_of(weight), out=out)
 
     def gathered_grad(self, dy: Operand) -> Operand:
-        """Converts the gathered result of `cast_grad_to_gather` to the form that `add_weight_grad_` reads."""
+        """Convert the gathered result of `cast_grad_to_gather` to the form that `add_weight_grad_` reads."""
         return dy
 
     def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
-        """out [out, in] += dYᵀ X; with `overwrite` out = dYᵀ X"""
+        """out [out, in] += dYᵀ X; with `overwrite`, out = dYᵀ X."""
         add_product_(out, rows_of(dy[0]), rows_of(x[0]), overwrite)
 
 
@@ -149,12 +162,12 @@ PLAIN = LinearGemms()
 
 
 def matrix_of(weight: Tensor) -> Tensor:
-    """[..., in] -> [out, in], a view"""
+    """View [..., in] as [out, in]."""
     return weight.view(-1, weight.shape[-1])
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[s, b, n] -> [s * b, n]"""
+    """View [s, b, n] as [s * b, n]."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -172,8 +185,11 @@ class WeightCasts:
 
     @contextmanager
     def kept(self, made: MadeCasts | None = None) -> Iterator[None]:
-        """Keeps casts until the end of the block, in which weights must not change. Within another such block, those of
-        the outer one. `made` holds casts of these weights already, and gets those that are made."""
+        """Keep casts until the end of the block, in which weights must not change.
+
+        A nested block uses the outer block's casts. `made` holds existing casts of these weights, and receives new
+        ones.
+        """
         if self._kept is not None:
             yield
             return
@@ -185,17 +201,17 @@ class WeightCasts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies that are kept."""
+        """Number of bytes in the cached copies."""
         storages = (part.untyped_storage() for made in (self._kept or {}).values() for part in made)
         return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())
 
     @property
     def keeps(self) -> bool:
-        """True if casts are kept now."""
+        """True if casts are currently cached."""
         return self._kept is not None
 
     def get(self, weight: Tensor, kind: str, make: Callable[[], Cast]) -> Cast:
-        """Returns the cast of `kind`, made by `make` where it is not kept."""
+        """Return the cast of `kind`, calling `make` if it is not cached."""
         if self._kept is None:
             return make()
         key = id(weight), kind
@@ -204,7 +220,7 @@ class WeightCasts:
         return cast("Cast", self._kept[key])
 
     def forget(self, weight: Tensor) -> None:
-        """Drops the casts of a weight; its next use repeats them."""
+        """Drop the casts of a weight; its next use repeats them."""
         for key in [key for key in self._kept or () if key[0] == id(weight)]:
             del self._kept[key]  # type: ignore[union-attr]
 
@@ -215,25 +231,41 @@ class WeightCasts:
 
 
 class LinearFormat(Protocol):
-    """Number format of the products of linear layers, of all layers of a model."""
+    """Number format for the GEMMs of all linear layers in a model."""
 
     layers: range
     """Numbers of the transformer layers that use it."""
 
     def linear(self, name: str, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> Any:
-        """The `LinearGemms` of the linear layer `name`."""
+        """Return the `LinearGemms` of the linear layer `name`.
+
+        Args:
+            name: Name of the layer.
+            tp: Tensor-parallel axis.
+            cuts: Sharded operands.
+            device: Device of the tensors.
+            compiled: True if regions are compiled.
+        """
 
     def grouped(
         self, expt_tp: Axis, cuts: Cuts, in_one_kernel: bool, compiled: bool, add_weight_grad_: Callable[..., None]
     ) -> Any:
-        """The `GroupedGemms` of a layer of experts. `add_weight_grad_` uses the format of the parameters."""
+        """Return the `GroupedGemms` of an expert layer.
+
+        Args:
+            expt_tp: Expert tensor-parallel axis.
+            cuts: Sharded operands.
+            in_one_kernel: True if one kernel multiplies all experts.
+            compiled: True if regions are compiled.
+            add_weight_grad_: Weight gradients in the parameters' format.
+        """
 
     def groups_in_one_kernel(self, device: torch.device) -> bool:
-        """Return True if one kernel multiplies all experts, and reads the numbers of rows on the device."""
+        """Return True if one kernel multiplies all experts and reads the row counts on the device."""
 
 
 def given_input(x: Tensor) -> Operands | None:
-    """The casts that a stand-in carries; None for a tensor that has values."""
+    """Return the casts that a stand-in tensor carries; None for a tensor with values."""
     return getattr(x, "given_casts", None)
 
 
@@ -243,17 +275,19 @@ class OutputGradient:
     def __init__(self, gemms: LinearGemms, needs_dw: bool, needs_sum: bool) -> None:
         self.gemms, self.needs_dw = gemms, needs_dw
         self.needs_sum = needs_sum
-        """True if the sum over tokens is of use, the gradient of a bias."""
+        """True if the sum over tokens, the bias gradient, is needed."""
         self._made: tuple[Tensor, int, Operands | None, Tensor | None] | None = None
 
     def order(self) -> Any:
-        """The casts of dY that the layer's GEMMs will read. None where they read dY itself, or scales are not known
-        before."""
+        """Casts of dY that the layer's GEMMs will read.
+
+        None if they read dY itself, or if scales are not known in advance.
+        """
         casts = self.gemms.grad_casts
         return None if casts is None else casts.grad_order(self.needs_dw)
 
     def put(self, grad: Tensor, pair: Any, row_sum: Tensor | None) -> None:
-        """Hands over what was made of dY [s, b, ...]: casts as `order` says, and the sum over tokens."""
+        """Attach results computed from dY [s, b, ...]: casts according to `order`, and the sum over tokens."""
         operands = None
         if pair is not None:
             assert self.gemms.grad_casts is not None
@@ -261,15 +295,18 @@ class OutputGradient:
         self._made = grad, version_of(grad), operands, row_sum
 
     def put_stand_in(self, pair: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """`put` in place of a gradient [s, b, ...] that nobody else reads: returns a tensor of NaN of its shape."""
+        """Like `put`, for a gradient [s, b, ...] that nobody else reads: returns a NaN tensor of its shape."""
         assert self.gemms.grad_casts is not None
         grad = self.gemms.grad_casts.no_value(dtype).expand(shape)
         self.put(grad, pair, None)
         return grad
 
     def take(self, grad: Tensor) -> tuple[Operands | None, Tensor | None]:
-        """(casts, sum over tokens) of `grad`, each None where it was not made, or made of another tensor: dY is that
-        alone if nothing was added to it on its way."""
+        """Return (casts, sum over tokens) of `grad`.
+
+        Each is None if it was not computed, or if it was computed from another tensor: dY is unchanged only if nothing
+        was added to it on its way.
+        """
         made, self._made = self._made, None
         if made is None or not _same_values(made[0], made[1], grad):
             return None, None
@@ -277,7 +314,7 @@ class OutputGradient:
 
 
 def attach(y: Tensor, gradient: OutputGradient | None) -> Tensor:
-    """Lets what reads y, the output of a layer, find its `OutputGradient`."""
+    """Let the consumer of y, a layer's output, find its `OutputGradient`."""
     if gradient is not None:
         y.output_gradient = gradient  # type: ignore[attr-defined]
     return y
@@ -288,7 +325,7 @@ def gradient_of_output(y: Tensor | None) -> OutputGradient | None:
 
 
 def _same_values(made: Tensor, version: int, grad: Tensor) -> bool:
-    """Return whether `grad` is `made`, or a view of all of it, unchanged since."""
+    """Return whether `grad` is `made`, or a full view of it, and unchanged since."""
     storages = (storage_id(x) for x in (made, grad))
     places = {(storage, x.storage_offset(), x.numel()) for storage, x in zip(storages, (made, grad), strict=True)}
     return len(places) == 1 and version_of(made) == version

@@ -1,5 +1,7 @@
-"""Descriptions of tensor-parallel linear layers, the parameters that the layers make of them, and the registry of the
-layers. This module does not import torch."""
+"""Descriptions of tensor-parallel linear layers and of their parameters, and the registry of linear layers.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def sequence_partial(sequence_parallel: bool) -> tuple[str, ...]:
-    """`partial_over` of a replicated parameter that acts between the linear layers.
+    """Return `partial_over` of a replicated parameter used between the linear layers.
 
-    Without sequence parallelism every rank sees all tokens and the whole gradient of them, so replicas agree as they
-    are; with it a rank sees its part of the sequence, and its gradient is one term of a sum.
+    Without sequence parallelism every rank sees all tokens and the whole gradient, so replicas agree. With it, a rank
+    sees its part of the sequence, and its gradient is one term of a sum.
     """
     return ("tp",) if sequence_parallel else ()
 
@@ -33,14 +35,14 @@ class ColumnLinear:
     bias: bool
     shard_dim: int = 0
     fused: Fused | None = None
-    """Linear maps whose weights lie side by side in the weight."""
+    """Linear maps whose weights are concatenated in the weight."""
     role: Role = "hidden"
     """`ParamMeta.role` of the weight."""
     init: Init | None = None
-    """Initial weights that differ from those of the role."""
+    """Initial weights that differ from the role's."""
 
     def metas(self, sequence_parallel: bool = False) -> list[ParamMeta]:
-        """The weight, and the bias if there is one."""
+        """Return the metadata of the weight, and of the bias if there is one."""
         sharded = {"tp": self.shard_dim}
         shape = (*self.out_dims, self.in_size)
         weight = ParamMeta(
@@ -70,12 +72,12 @@ class RowLinear:
     to_residual: bool = True
     """True if the output is added to the residual stream."""
     init: Init | None = None
-    """Initial weights that differ from those of the role."""
+    """Initial weights that differ from the role's."""
 
     sharded: ClassVar[Mapping[str, int]] = {"tp": 1}
 
     def metas(self, sequence_parallel: bool) -> list[ParamMeta]:
-        """The weight, and the bias if there is one."""
+        """Return the metadata of the weight, and of the bias if there is one."""
         shape, partial_over = (self.out_size, self.in_size), sequence_partial(sequence_parallel)
         of_weight = () if self.sharded else partial_over
         weight = ParamMeta(
@@ -95,9 +97,9 @@ class RowLinear:
 
 @dataclass(frozen=True)
 class ReplicatedLinear(RowLinear):
-    """A linear layer that every rank holds whole: weight [out_size, in_size].
+    """A linear layer with a whole weight on every rank: [out_size, in_size].
 
-    It acts between the sharded linear layers, on the tokens that a rank has there.
+    It runs between the sharded linear layers, on the rank's tokens there.
     """
 
     to_residual: bool = False
@@ -106,14 +108,14 @@ class ReplicatedLinear(RowLinear):
 
 
 class MakeLinear(Protocol):
-    """Makes a linear layer of transformer layers with sharded features."""
+    """Builds a linear layer of transformer layers with sharded features."""
 
     def __call__(self, linear: ColumnLinear | RowLinear, ctx: object) -> nn.Module:
-        """`ctx` is the `megatron.core.tensor_parallel.layers.TPContext` of the layer."""
+        """Build the layer; `ctx` is its `megatron.core.tensor_parallel.layers.TPContext`."""
 
 
 LINEARS = Registry("linear layer", NoFacts, protocol=MakeLinear)
-"""Name -> `MakeLinear`. A substitute computes and sends the same in another way."""
+"""Registered `MakeLinear` by name. A substitute computes and communicates the same in another way."""
 
 LINEARS.register("column_parallel", "megatron.core.tensor_parallel.layers:ColumnParallelLinear")
 LINEARS.register("row_parallel", "megatron.core.tensor_parallel.layers:RowParallelLinear")

@@ -1,7 +1,7 @@
 """Weight gradients: accumulated into `main_grad` during backward, or queued for the W passes of a zero-bubble schedule.
 
-The backward of a linear layer has two halves. The previous pipeline stage waits for the input gradient; nobody waits
-for the weight gradient, so zero-bubble schedules (Qi et al., arXiv 2401.10241) compute it where a rank would be idle.
+The backward of a linear layer has two halves. The previous pipeline stage waits for the input gradient. Nobody waits
+for the weight gradient, so zero-bubble schedules (Qi et al., arXiv 2401.10241) compute it when a rank would be idle.
 
 Every autograd Function with a weight hands its weight gradient to `accumulate_weight_grad`, which decides what to do
 with it. The pipeline executor owns the `WeightGradQueue` and gives it to the layers.
@@ -19,31 +19,31 @@ from megatron.core.dropout import mixed, round_to_bf16, uniform_of
 from megatron.core.torch_private import AutogradContext, index_put_impl_
 
 ROUNDED_AT_ONCE = 2**22
-"""Elements of a sum in bf16 that are rounded at a time: bounds the memory of temporary tensors."""
+"""Elements of a bf16 sum that are rounded at a time, which bounds the memory of temporary tensors."""
 
 SALT = 0x2545F491
-"""Tells the random bits of gradients from others."""
+"""Salt that separates the random bits of gradients from others."""
 
 CONVERTED_AT_ONCE = 2**19
-"""Elements of a bf16 product that are converted to fp32 at a time on CPU: as many as its cache holds."""
+"""Elements of a bf16 product converted to fp32 at a time on CPU, as many as fit in its cache."""
 
 
 class WeightGradQueue:
-    """Queue of weight-gradient jobs: backward passes between `begin(key)` and `end()` leave theirs for `run(key)`."""
+    """Queue of weight-gradient jobs: backward passes between `begin(key)` and `end()` add jobs for `run(key)`."""
 
     def __init__(self) -> None:
         self._jobs: dict[Hashable, list[Callable[[], None]]] = {}
         self._key: Hashable | None = None
 
     def begin(self, key: Hashable) -> None:
-        """Starts to queue weight gradients under `key`."""
+        """Start to queue weight gradients under `key`."""
         assert key is not None and self._key is None, f"{key} begins before {self._key} has ended"
         assert key not in self._jobs, f"the weight gradients of {key} have not been run"
         self._key = key
         self._jobs[key] = []
 
     def end(self) -> None:
-        """Stops queueing: backward passes compute their weight gradients themselves again."""
+        """Stop queueing: backward passes compute weight gradients directly again."""
         assert self._key is not None, "end() without begin()"
         self._key = None
 
@@ -57,13 +57,13 @@ class WeightGradQueue:
             jobs.pop()()
 
     def assert_empty(self) -> None:
-        """Checks, at the end of a step, that no weight gradient is left."""
+        """Check, at the end of a step, that no weight gradient is left."""
         assert self._key is None, f"{self._key} has not ended"
         assert not self._jobs, f"weight gradients left undone: {list(self._jobs)}"
 
     def defers(self, weight: Tensor) -> bool:
-        """Return True if the gradient of `weight` would be queued now. Without a `main_grad`, autograd needs it at
-        once."""
+        """Return True if the gradient of `weight` would be queued now. Without a `main_grad`, autograd needs it
+        immediately."""
         return self._key is not None and main_grad_of(weight) is not None
 
     def run_or_defer(self, job: Callable[[], None]) -> None:
@@ -77,15 +77,16 @@ class WeightGradQueue:
 def accumulate_weight_grad(
     weight: Tensor, add_: Callable[[Tensor, bool], object], queue: WeightGradQueue | None = None
 ) -> Tensor | None:
-    """Adds a weight gradient to `weight.main_grad`, now or from the queue. Returns what a Function's backward returns.
+    """Add a weight gradient to `weight.main_grad`, now or from the queue, and return the result for a Function's
+    backward.
 
-    `add_(out, overwrite)` adds dW to `out`, a tensor of the weight's shape, or writes it over what `out` holds, as the
-    first contribution of a step where `main_grad` has not been zeroed. It is called only when the gradient is computed,
-    so that a queued job may fetch its operands late, as a sequence-parallel input that has to be gathered first.
+    `add_(out, overwrite)` adds dW to `out`, a tensor of the weight's shape, or overwrites `out` if it is the first
+    contribution of a step without zeroed `main_grad`. It is called only when the gradient is computed, so a queued job
+    may fetch its operands late, for example a sequence-parallel input that must be gathered first.
 
-    Before each contribution `weight.before_main_grad` is called where it is set: a `main_grad` may have no memory yet.
-    A frozen weight needs nothing. A weight without `main_grad` gets its gradient from autograd: it is returned. After
-    each contribution to a `main_grad`, `weight.on_main_grad` is called where it is set (`GradReadiness` counts them).
+    `weight.before_main_grad`, if set, is called before each contribution, because a `main_grad` may have no memory yet.
+    A frozen weight needs nothing. The gradient of a weight without `main_grad` is returned to autograd. After each
+    contribution to a `main_grad`, `weight.on_main_grad` is called if it is set (`GradReadiness` counts the calls).
     """
     if not weight.requires_grad:
         return None
@@ -121,7 +122,7 @@ def accumulate_weight_grad(
 
 
 def mark_stale(weight: Tensor, stale: bool) -> None:
-    """Says whether `weight.main_grad` still holds the gradient of the step before, to be written over."""
+    """Mark whether `weight.main_grad` still holds the previous step's gradient, which must be overwritten."""
     weight.main_grad_is_stale = stale  # type: ignore[attr-defined]
 
 
@@ -130,12 +131,11 @@ def is_stale(weight: Tensor) -> bool:
 
 
 def rounding_sum(compiled: bool) -> Callable[[Tensor, Tensor], None]:
-    """Returns the function that adds an fp32 tensor, which it may overwrite, to a contiguous bf16 sum of the same
-    shape.
+    """Return the function that adds an fp32 tensor, which it may overwrite, to a contiguous bf16 sum of the same shape.
 
-    The sum is computed in fp32, then rounded up or down at random, so that the expected sum is exact. Rounded to
-    nearest, micro-batches would be lost that add less than half of the distance between two numbers. The random bits
-    are a hash of both addends, so that a step can be repeated.
+    The sum is computed in fp32, then rounded up or down at random, so that the expected sum is exact. With rounding to
+    nearest, micro-batches that add less than half the distance between two numbers would be lost. The random bits are a
+    hash of both addends, so a step can be repeated.
     """
     return region(_add_rounded_, True, static=True) if compiled else _add_rounded_in_parts_
 
@@ -151,12 +151,12 @@ def _add_rounded_in_parts_(total: Tensor, added: Tensor) -> None:
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """The buffer that sums up the gradients of `weight`; None if autograd does, in `weight.grad`."""
+    """Return the buffer that sums the gradients of `weight`; None if autograd sums them in `weight.grad`."""
     return getattr(weight, "main_grad", None)
 
 
 def saved_without_graph(ctx: AutogradContext) -> tuple[Tensor, ...]:
-    """The saved tensors of a Function, detached: otherwise a queued job would keep their graph alive."""
+    """Return the saved tensors of a Function, detached, because a queued job would otherwise keep their graph alive."""
     return tuple(x.detach() for x in ctx.saved_tensors)
 
 
@@ -164,8 +164,9 @@ def saved_without_graph(ctx: AutogradContext) -> tuple[Tensor, ...]:
 def add_product_(out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) -> None:
     """out [o, i] += dy [n, o]ᵀ x [n, i], summed in the precision of `out`. With `overwrite` out = dyᵀ x.
 
-    On CPU, a product of bf16 matrices is rounded once, to bf16, before it is added: a relative error of at most 2^-9 of
-    what one micro-batch adds. CPU kernels of bf16 have no fp32 result, and are several times as fast as fp32 ones.
+    On CPU, a product of bf16 matrices is rounded once, to bf16, before it is added. The relative error of a
+    micro-batch's contribution is at most 2^-9. CPU kernels for bf16 have no fp32 result, but are several times as fast
+    as fp32 kernels.
     """
     beta = 0 if overwrite else 1
     if out.dtype == dy.dtype:
@@ -184,10 +185,11 @@ def add_product_(out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) ->
 
 
 def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:
-    """out[index[i]] += rows[i], in the precision of `out` and in the same order each time.
+    """out[index[i]] += rows[i], in the precision of `out` and in a fixed order.
 
-    Indices must be in [0, len(out)). GPUs do not check: `index_put_` would read the largest and the smallest index on
-    the host in some versions of torch."""
+    Indices must be in [0, len(out)). GPUs do not check them: some versions of torch's `index_put_` would read the
+    largest and the smallest index on the host.
+    """
     if out.is_cuda:  # sorts; index_add_ would race
         index_put_impl_(out, [index], rows.to(out.dtype), accumulate=True, unsafe=True)
     else:
