@@ -1,7 +1,7 @@
-"""A micro-batch, and its context, which every layer receives.
+"""A micro-batch, and its context, which is passed to every layer.
 
-Both are passed as arguments down to core attention. No layer stores batch state, so that a pipeline stage can have many
-micro-batches in flight and recompute any of them.
+Both are arguments down to core attention. No layer stores batch state, so a pipeline stage can have many micro-batches
+in flight and recompute any of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Batch:
     """[b, s] int64."""
 
     labels: Tensor
-    """[b, s] int64: the token that follows each."""
+    """[b, s] int64: the token that follows each token."""
 
     loss_mask: Tensor
     """[b, s] float: 1 where the loss counts, 0 where it does not."""
@@ -38,7 +38,7 @@ class Batch:
     same masks."""
 
     source_ids: Tensor | None = None
-    """[b] int64: number of each sample's data set; None if nothing needs it."""
+    """[b] int64: dataset number of each sample; None if it is not needed."""
 
     position_ids: Tensor | None = None
     """[b, s] int64; None for 0 .. s-1."""
@@ -51,34 +51,41 @@ class Batch:
     """Document starts in the whole samples: `document_ids` of all context-parallel ranks, on the host."""
 
     shards: Shards | None = None
-    """Positions that each context-parallel rank holds; None for the default division."""
+    """Positions on each context-parallel rank; None for the default sharding."""
 
     places: Tensor | None = None
-    """[s/cp] int64: index of these tokens in their samples; None for 0 .. s-1. It determines dropout masks, and
-    positions if there are no `position_ids`."""
+    """[s/cp] int64: positions of these tokens in their samples; None for 0 .. s-1.
+
+    They determine dropout masks, and token positions if there are no `position_ids`.
+    """
 
     aux_scale: Tensor | None = None
-    """Scalar: factor for the gradients of auxiliary losses, which are sums over tokens
-    (`megatron.core.moe.load_balancing`); None without auxiliary losses."""
+    """Scalar factor for the gradients of auxiliary losses, which are sums over tokens
+    (`megatron.core.moe.load_balancing`).
+
+    None without auxiliary losses.
+    """
 
     loss_seed: Tensor | None = None
-    """Scalar: the gradient of the loss sum with which the backward begins, the loss scale of fp16; None for 1."""
+    """Scalar initial gradient of the loss sum in the backward, the loss scale of fp16; None for 1."""
 
     number: int = 0
     """Number of the micro-batch in its step."""
 
     future_tokens: Tensor | None = None
-    """[b, s, N] int64: the token k = 1 ... N places further on, for multi-token prediction (`with_future`); 0 beyond
-    the end of the sample. None without it, as the three below."""
+    """[b, s, N] int64: the tokens k = 1 ... N positions ahead, for multi-token prediction (`with_future`).
+
+    0 beyond the end of the sample; None without multi-token prediction, like the next three fields.
+    """
 
     future_labels: Tensor | None = None
-    """[b, s, N] int64: the label k places further on."""
+    """[b, s, N] int64: the labels k positions ahead."""
 
     future_loss_mask: Tensor | None = None
     """[b, s, N] float: 1 where the loss of that label counts."""
 
     future_position_ids: Tensor | None = None
-    """[b, s, N] int64: the position of that token."""
+    """[b, s, N] int64: the positions of those tokens."""
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> Batch:
@@ -94,11 +101,11 @@ class Batch:
         return self.loss_mask.sum()
 
     def with_future(self, depths: int) -> Batch:
-        """Return the batch, of whole samples, with the later tokens that multi-token prediction of this many depths
-        reads.
+        """Return the batch of whole samples with the later tokens for multi-token prediction of this many depths.
 
-        At depth k the loss of a token counts where that of the token itself counts and those of the k tokens after it,
-        and where the label k places further on is in the token's own document. Of the last k tokens it never counts.
+        At depth k, a token's loss counts under three conditions: its own loss and the losses of the following k tokens
+        count, the label k positions ahead is in the token's own document, and the token is not among the last k of the
+        sample.
         """
         if not depths:
             return self
@@ -109,7 +116,7 @@ class Batch:
         masks, documents = [self.loss_mask], self.document_ids
         for k in shifts:
             masks.append(masks[-1] * _later(self.loss_mask, k))
-        if documents is not None:  # of labels: that of the last one is not known, and counts as its token's
+        if documents is not None:  # of labels: the last token's label is unknown, so the token's own mask counts
             of_labels = torch.cat((documents[:, 1:], documents[:, -1:]), dim=1)
             masks[1:] = [masks[k] * (_later(of_labels, k) == documents) for k in shifts]
         return replace(
@@ -121,8 +128,7 @@ class Batch:
         )
 
     def local_to(self, cp: Axis, divide: DividesSequences | None = None) -> Batch:
-        """The shard of a context-parallel rank: [b, s] -> [b, s/cp], by default the usual one. Reads `document_ids` on
-        the host."""
+        """Return the shard of a context-parallel rank: [b, s] -> [b, s/cp]. Reads `document_ids` on the host."""
         documents = self.documents
         if documents is None and self.document_ids is not None:
             documents = document_starts(self.document_ids.tolist())
@@ -154,12 +160,12 @@ FUTURE = ("future_tokens", "future_labels", "future_loss_mask", "future_position
 
 
 def _later(x: Tensor, places: int) -> Tensor:
-    """x [b, s]: the value `places` positions further on, 0 beyond the end."""
+    """x [b, s]: return the values `places` positions ahead, 0 beyond the end."""
     return F.pad(x[:, places:], (0, places))
 
 
 class CachedCore(Protocol):
-    """The settings of a `megatron.core.attention.core_attention.CoreAttention` that attention to a cache reads."""
+    """Settings of a `megatron.core.attention.core_attention.CoreAttention` for attention to a cache."""
 
     scale: float
     span: Span
@@ -189,13 +195,16 @@ class EarlierTokens(Protocol):
         """Replace a layer's states."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CachedCore) -> Tensor:
-        """q [s, b, heads, d] of the new tokens, k [b, groups, columns, d] and v [b, groups, columns, dv] of all ->
-        [s, b, heads, dv], with the settings of a `CoreAttention`"""
+        """q [s, b, heads, d] of the new tokens, k [b, groups, columns, d] and v [b, groups, columns, dv] of all tokens
+        -> [s, b, heads, dv].
+
+        Uses the settings of a `CoreAttention`.
+        """
 
 
 @dataclass(frozen=True)
 class BatchContext:
-    """Properties of a micro-batch for layers, besides its hidden states. A stage derives it once per forward pass."""
+    """Properties of a micro-batch for layers, other than hidden states. A stage computes it once per forward pass."""
 
     sample_index: Tensor
     """[b] int64."""
@@ -204,22 +213,22 @@ class BatchContext:
     """[b, s]; None for 0 .. s-1."""
 
     documents: Documents | None = None
-    """Where the documents of the whole samples begin; None for one document a sample."""
+    """Document starts in the whole samples; None for one document per sample."""
 
     shards: Shards | None = None
     """As in `Batch`."""
 
     places: Tensor | None = None
-    """[s/cp] index of the tokens in their samples; None for 0 .. s-1."""
+    """[s/cp] positions of the tokens in their samples; None for 0 .. s-1."""
 
     rotary: Mapping[Rotation, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Cosines and sines [s, 1 or b, 1, rotary_dim / 2] of each rotary embedding that the stage's layers have."""
+    """Cosines and sines [s, 1 or b, 1, rotary_dim / 2] of each rotary embedding used by the stage's layers."""
 
     query_scales: Tensor | None = None
-    """[s, 1 or b, 1, 1] fp32: factors of the queries of layers that are `tempered`, if the stage has any."""
+    """[s, 1 or b, 1, 1] fp32: query factors of layers that are `tempered`, if the stage has any."""
 
     cache: EarlierTokens | None = None
-    """Earlier tokens of the texts, in generation."""
+    """Earlier tokens of the texts during generation."""
 
     tokens: Tensor | None = None
     """As in `Batch`."""
@@ -231,11 +240,12 @@ class BatchContext:
     """As in `Batch`."""
 
     left: dict[int, Tensor | None] = field(default_factory=dict)
-    """Tensors that layers leave for later layers of the stage, by the number of the layer."""
+    """Tensors that layers leave for later layers of the stage, by layer number."""
 
     @classmethod
     def of(cls, batch: Batch, cache: EarlierTokens | None = None) -> BatchContext:
-        """The context of a batch, behind the texts of a cache; the stage adds `rotary` and `query_scales`."""
+        """Create the context of a batch whose tokens follow the cached texts; the stage adds `rotary` and
+        `query_scales`."""
         documents = batch.documents
         if documents is None and batch.document_ids is not None:
             assert cache is None, "a text of generation is one document"
@@ -246,10 +256,11 @@ class BatchContext:
         return cls(**{name: getattr(batch, name) for name in shared}, documents=documents, cache=cache)
 
     def places_of(self, x: Tensor, tp_rank: int) -> Tensor:
-        """x [n, ...] -> [n]: index in their samples of the tokens of x.
+        """x [n, ...] -> [n]: positions in their samples of the tokens of x.
 
-        x is what this context-parallel rank holds of the sequence (`tp_rank` 0), or under sequence parallelism the
-        shard of it of tensor-parallel rank `tp_rank`."""
+        x is this context-parallel rank's part of the sequence (`tp_rank` 0), or under sequence parallelism the shard of
+        it on tensor-parallel rank `tp_rank`.
+        """
         rows = slice(tp_rank * x.shape[0], (tp_rank + 1) * x.shape[0])
         if self.places is not None:
             return self.places[rows]

@@ -1,4 +1,4 @@
-"""Batched matrix products whose operands are rounded to 16 bits and summed in fp32, with gradients of the same kind."""
+"""Batched matrix products with operands rounded to 16 bits and fp32 sums, and gradients computed in the same way."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from megatron.core.torch_private import AutogradContext
 
 @torch_function
 def bmm_in_fp32(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a [n, i, k] b [n, k, j] in 16 bits, summed in fp32 -> [n, i, j] in `dtype`, theirs or fp32. A product of two
-    numbers in 16 bits is exact in fp32."""
+    """a [n, i, k] b [n, k, j] in 16 bits, summed in fp32 -> [n, i, j] in `dtype`, which is the operands' or fp32.
+
+    A product of two 16-bit numbers is exact in fp32.
+    """
     if not a.is_cuda:
         return (a.float() @ b.float()).to(dtype)
     return torch.bmm(a, b) if dtype == a.dtype else torch.bmm(a, b, out_dtype=dtype)
 
 
 def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    """a [..., i, k] b [..., k, j], with the same leading sizes -> [..., i, j] in `out_dtype`. The operands are rounded
-    to `dtype`. 16 bits are summed in fp32, and `out_dtype` is fp32 or `dtype`; otherwise it is `dtype`.
+    """a [..., i, k] b [..., k, j] with the same leading sizes -> [..., i, j] in `out_dtype`.
 
-    With the unit roundoff u of `dtype` (2^-8 in bf16), each rounded operand adds up to u |a| |b| to the error of an
-    element, and a rounded result u of itself. Gradients are products of the rounded operands and the rounded gradient,
-    in the operands' own dtypes.
+    The operands are rounded to `dtype`. For 16-bit operands, sums are in fp32, and `out_dtype` is fp32 or `dtype`;
+    otherwise it is `dtype`. With unit roundoff u of `dtype` (2^-8 in bf16), each rounded operand adds up to u |a| |b|
+    to the error of an element, and a rounded result adds a relative error u. Gradients are products of the rounded
+    operands and the rounded gradient, in the operands' own dtypes.
     """
     out: Tensor = _Multiply.apply(a, b, dtype, out_dtype)
     return out
@@ -55,8 +57,8 @@ class _Multiply(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a [..., i, k] b [..., k, j] of one dtype, with the same leading sizes -> [..., i, j] in `dtype`, as `multiply`
-    has it but without a graph."""
+    """a [..., i, k] b [..., k, j] of one dtype with the same leading sizes -> [..., i, j] in `dtype`, like `multiply`
+    without a graph."""
     if a.itemsize > 2:
         return a @ b
     found: Tensor = bmm_in_fp32(a.flatten(0, -3), b.flatten(0, -3), dtype)

@@ -23,10 +23,16 @@ class FlatBox:
 def boxes_of_flat_range(
     local_offset: Sequence[int], local_shape: Sequence[int], start: int, stop: int
 ) -> list[FlatBox]:
-    """Divides elements [start, stop) of a row-major shard, itself the box (local_offset, local_shape), into boxes.
+    """Divide elements [start, stop) of a row-major shard into boxes.
 
     The boxes tile the range in flat order. There are at most 2 * ndim - 1: a partial row at either end takes one box
-    for each inner dimension, and the whole rows between them are one box.
+    per inner dim, and the whole rows in between are one box.
+
+    Args:
+        local_offset: Offset of the shard, which is itself a box.
+        local_shape: Shape of the shard.
+        start: First element.
+        stop: End of the elements.
     """
     assert 0 <= start <= stop <= prod(local_shape), (local_shape, start, stop)
     if start == stop:
@@ -58,7 +64,7 @@ def boxes_of_flat_range(
 def overlap(
     a_offset: Sequence[int], a_shape: Sequence[int], b_offset: Sequence[int], b_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Intersects two boxes: returns the common part as slices of each; None if they do not overlap."""
+    """Intersect two boxes: return the common part as slices of each; None if they do not overlap."""
     in_a, in_b = [], []
     for a, a_length, b, b_length in zip(a_offset, a_shape, b_offset, b_shape, strict=True):
         start, stop = max(a, b), min(a + a_length, b + b_length)

@@ -28,12 +28,12 @@ from megatron.core.torch_private import AutogradContext
 
 T = TypeVar("T")
 
-# torch 2.13 gave these two collectives new names; both are looked up when called.
+# torch 2.13 renamed these two collectives; both names are looked up when called
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 EXCHANGED_BYTES = 2**20
-"""Largest operand of an all-reduce between two ranks on CPU that is done by one exchange."""
+"""Maximum operand size in bytes of an all-reduce between two CPU ranks that uses a single exchange."""
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Pending:
     finish: Callable[[], object] | None = None
 
     def wait(self) -> Tensor:
-        """Completes the collective and returns its result. Further calls return it again."""
+        """Complete the collective and return its result. Further calls return it again."""
         if self.work is not None:
             self.work.wait()
             if self.finish is not None:
@@ -56,29 +56,29 @@ class Pending:
 
 
 class PassPair:
-    """Two passes of different micro-batches on one rank: one follows the other. A subclass may have them take turns."""
+    """Two passes of different micro-batches on one rank, run one after the other. Subclasses may run them in turns."""
 
     in_turns = False
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Runs both."""
+        """Run both."""
         first()
         second()
 
     def hand_over(self) -> None:
-        """Called by a pass between start and `wait()` of a collective: the other one may compute meanwhile."""
+        """Called by a pass between start and `wait()` of a collective: the other pass may compute in the meantime."""
 
 
 Start = Callable[[Tensor, Axis], Pending]
 
 
 def start_nothing(x: Tensor, axis: Axis) -> Pending:
-    """No collective, where the other direction of a layer boundary has one."""
+    """Do nothing, where the other direction of a layer boundary has a collective."""
     return Pending(x)
 
 
 def start_all_reduce_(x: Tensor, axis: Axis) -> Pending:
-    """Launches an in-place sum of the contiguous `x` over the axis."""
+    """Launch an in-place sum of the contiguous `x` over the axis."""
     if axis.size == 1:
         return Pending(x)
     if x.is_cpu and axis.exchanges_sums and axis.size == 2 and x.numel() * x.element_size() <= EXCHANGED_BYTES:
@@ -87,7 +87,7 @@ def start_all_reduce_(x: Tensor, axis: Axis) -> Pending:
 
 
 def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
-    """x [n, ...] -> [t * n, ...], written to `out` if given: launches an all-gather along dim 0, in order of rank."""
+    """x [n, ...] -> [t * n, ...], written to `out` if given: launch an all-gather along dim 0, in rank order."""
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
@@ -97,9 +97,9 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
-    """x [t * n, ...] -> [n, ...], written to `out` if given: launches a reduce-scatter (sum) along dim 0.
+    """x [t * n, ...] -> [n, ...], written to `out` if given: launch a reduce-scatter (sum) along dim 0.
 
-    `out` may be this rank's part of `x` itself; the rest of `x` stays as it is.
+    `out` may be this rank's part of `x` itself; the rest of `x` is unchanged.
     """
     if axis.size == 1:
         return Pending(x)
@@ -113,8 +113,10 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
 
 
 def start_all_to_all(x: Tensor, outgoing: list[int], incoming: list[int], axis: Axis) -> Pending:
-    """x [sum(outgoing), ...] -> [sum(incoming), ...]: launches an all-to-all that sends outgoing[i] rows to rank i and
-    receives incoming[i] rows from it, in order of rank."""
+    """x [sum(outgoing), ...] -> [sum(incoming), ...]: launch an all-to-all, in rank order.
+
+    It sends outgoing[i] rows to rank i and receives incoming[i] rows from it.
+    """
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
@@ -123,28 +125,28 @@ def start_all_to_all(x: Tensor, outgoing: list[int], incoming: list[int], axis: 
 
 
 def _exchanged(blocks: Tensor, result: Tensor, axis: Axis) -> Pending:
-    """Sends block i of blocks [t, ...] to rank i; each rank sums the blocks it receives into `result`."""
+    """Send block i of blocks [t, ...] to rank i, and sum the received blocks into `result`."""
     received = torch.empty_like(blocks)
     work = dist.all_to_all_single(received, blocks, group=axis.group, async_op=True)
     return Pending(result, work, blocks, partial(torch.sum, received, 0, dtype=result.dtype, out=result))
 
 
 def part_length(x: Tensor, axis: Axis, dim: int) -> int:
-    """Length of one rank's part of `x` along `dim`."""
+    """Return the length of one rank's part of `x` along `dim`."""
     length = x.shape[dim]
     assert length % axis.size == 0, f"dim {dim} of {tuple(x.shape)} does not divide over {axis.size} ranks"
     return length // axis.size
 
 
 def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduces the contiguous `x` over the axis, in place."""
+    """Reduce the contiguous `x` over the axis, in place."""
     if axis.size > 1:
         dist.all_reduce(x, op=op, group=axis.group)
     return x
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """x [..., n, ...] -> [..., t * n, ...]: concatenates the ranks' tensors along `dim`."""
+    """x [..., n, ...] -> [..., t * n, ...]: concatenate the ranks' tensors along `dim`."""
     gathered = start_all_gather(x, axis).wait()
     if axis.size == 1 or dim % x.ndim == 0:
         return gathered
@@ -152,12 +154,12 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """x [t * n, ...] -> [n, ...]: sums over the axis and keeps this rank's part of dim 0."""
+    """x [t * n, ...] -> [n, ...]: sum over the axis and keep this rank's part of dim 0."""
     return start_reduce_scatter(x, axis).wait()
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
-    """All-gathers Python objects: the value of every rank, in order."""
+    """All-gather Python objects: the value of every rank, in order."""
     if axis.size == 1:
         return [value]
     values = [value] * axis.size
@@ -166,7 +168,7 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
 
 
 def local_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """x [..., t * n, ...] -> [..., n, ...]: a view of this rank's part of `dim`."""
+    """x [..., t * n, ...] -> [..., n, ...]: view of this rank's part of `dim`."""
     if axis.size == 1:
         return x
     part = part_length(x, axis, dim)
@@ -184,8 +186,10 @@ class PairContext(AutogradContext):
 
 
 class _AdjointPair(torch.autograd.Function):
-    """A map, linear in each of several tensors, whose backward is its adjoint. The adjoint's backward is the map, so it
-    differentiates again."""
+    """A map that is linear in each of several tensors, with its adjoint as backward.
+
+    The adjoint's backward is the map, so it can be differentiated again.
+    """
 
     @staticmethod
     def forward(ctx: PairContext, forward: LinearMaps, adjoint: LinearMaps, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -199,12 +203,12 @@ class _AdjointPair(torch.autograd.Function):
 
 
 def apply_linear_together(tensors: Sequence[Tensor], forward: LinearMaps, adjoint: LinearMaps) -> tuple[Tensor, ...]:
-    """Computes forward(tensors), linear in each of them, and differentiates it by its adjoint."""
+    """Compute forward(tensors), which is linear in each of them, and differentiate it by its adjoint."""
     return _AdjointPair.apply(forward, adjoint, *tensors)
 
 
 def apply_linear(x: Tensor, forward: LinearMap, adjoint: LinearMap) -> Tensor:
-    """Computes forward(x), and differentiates it by its adjoint."""
+    """Compute forward(x), and differentiate it by its adjoint."""
     return apply_linear_together((x,), lambda xs: [forward(xs[0])], lambda ys: [adjoint(ys[0])])[0]
 
 
@@ -260,7 +264,7 @@ def swap_blocks(x: Tensor, axis: Axis) -> Tensor:
 
 
 def features_to_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """x [s, ..., f/t] -> [s/t, ..., f]: trades a sharding of the features for one of the sequence, by an all-to-all."""
+    """x [s, ..., f/t] -> [s/t, ..., f]: change the sharding from features to sequence with an all-to-all."""
     if axis.size == 1:
         return x
     blocks = x.unflatten(0, (axis.size, part_length(x, axis, 0)))
@@ -270,8 +274,8 @@ def features_to_sequence(x: Tensor, axis: Axis) -> Tensor:
 class RingExchange:
     """One ring step: send `x` to the next rank, receive a tensor of the same shape from the previous one.
 
-    Received values go `into` a contiguous tensor where one is given. All ranks start their exchanges in one order.
-    gloo cannot send CUDA tensors point to point: those travel through host memory.
+    The tensor is received `into` a contiguous tensor if given. All ranks must start their exchanges in the same order.
+    gloo cannot send CUDA tensors point to point, so these go through host memory.
     """
 
     def __init__(self, x: Tensor, axis: Axis, tag: int, into: Tensor | None = None) -> None:
@@ -288,7 +292,7 @@ class RingExchange:
         )
 
     def wait(self) -> Tensor:
-        """Returns what the previous rank sent. The tensor sent may be changed or dropped afterwards."""
+        """Return the tensor from the previous rank. The sent tensor may be modified or dropped afterwards."""
         for work in self._works:
             work.wait()
         if self._into is None:

@@ -1,7 +1,7 @@
 """torch.compile for element-wise code between GEMMs: each region becomes one kernel.
 
 A region is a pure function of tensors. GEMMs, attention and collectives stay outside: a compiler would call the same
-kernels, and outside of it hooks, weight-gradient queues and the order of collectives stay as they are written.
+kernels, and outside it does not affect hooks, weight-gradient queues and the order of collectives.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from torch.overrides import handle_torch_function, has_torch_function
 from megatron.core.torch_private import raise_recompile_limit
 
 RECOMPILE_LIMIT = 64
-"""Variants (shape, stride, dtype, needs a gradient) of one region. Beyond its limit torch runs a region uncompiled."""
+"""Maximum number of variants (shape, stride, dtype, needs a gradient) of a region. Beyond it, torch runs the region
+uncompiled."""
 
 K = ParamSpec("K")
 R = TypeVar("R")
 
 
 class CompiledRegion(Generic[K, R]):
-    """A region whose compiled twin runs. A `TorchFunctionMode` sees the call as that of one function, as it sees those
-    of torch."""
+    """A region that runs its compiled twin. A `TorchFunctionMode` sees the call as one function, like functions of
+    torch."""
 
     def __init__(self, function: Callable[K, R], static: bool) -> None:
         self.function, self.static = function, static
 
     @cached_property
     def twin(self) -> Callable[K, R]:
-        """Made by the first call, as to load the compiler takes a second."""
+        """Created by the first call, because loading the compiler takes a second."""
         raise_recompile_limit(RECOMPILE_LIMIT)
         if self.static:
             return torch.compile(self.function, dynamic=False, options={"deterministic": True})
@@ -44,8 +45,11 @@ class CompiledRegion(Generic[K, R]):
 
 
 def torch_function(function: Callable[K, R]) -> Callable[K, R]:
-    """Decorator of a function whose tensors are passed by position: a `TorchFunctionMode` sees a call of it as one of
-    `function`, as it sees functions of torch, and not what it consists of."""
+    """Decorator for a function whose tensors are positional.
+
+    A `TorchFunctionMode` sees a call as one call of `function`, like a function of torch, instead of the operations
+    inside.
+    """
 
     @wraps(function)
     def call(*operands: K.args, **options: K.kwargs) -> R:
@@ -57,11 +61,11 @@ def torch_function(function: Callable[K, R]) -> Callable[K, R]:
 
 
 def region(function: Callable[K, R], compiled: bool, static: bool = False) -> Callable[K, R]:
-    """Returns `function`, or its compiled twin, which is compiled when it first runs.
+    """Return `function`, or its compiled twin, which is compiled at its first run.
 
-    Shapes that change make a twin dynamic. A `static` one is compiled for each shape instead: its kernels use wide
-    loads, but it suits only tensors with the same few shapes in every step. Its sums have an order that no timing
-    decides: ranks that reduce the same values, as norms do in tensor parallelism, get the same bits.
+    Changing shapes make a twin dynamic. A `static` twin is instead compiled for each shape: its kernels use wide loads,
+    but it suits only tensors with the same few shapes in every step. Its sums have a fixed order, so tensor-parallel
+    ranks that reduce the same values, for example in norms, get the same bits.
     """
     return _compiled(function, static) if compiled else function
 

@@ -14,17 +14,22 @@ from megatron.core.compiled_regions import region
 from megatron.core.torch_private import AutogradContext
 
 HASH_CHUNK = 2**22
-"""Elements hashed at a time. Bounds temporary memory, and keeps it in a GPU's cache."""
+"""Elements hashed at a time, which bounds temporary memory and keeps it in a GPU's cache."""
 
 
 def dropout(
     x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0, compiled: bool = False
 ) -> Tensor:
-    """Dropout of hidden states: x [s, b, h] -> [s, b, h]. Values that are kept are scaled by 1 / (1 - p).
+    """Apply dropout to hidden states x [s, b, h] -> [s, b, h]; kept values are scaled by 1 / (1 - p).
 
-    `key` is the `site_key`, `sample_index` [b] the numbers of the samples in the run. `seq_offset` is the position of
-    x[0] in the whole sequence, or the positions [s] of all rows, so that ranks with parts of one sequence apply parts
-    of one mask.
+    Args:
+        x: Hidden states [s, b, h].
+        p: Probability of dropping a value.
+        key: The `site_key`.
+        sample_index: [b], numbers of the samples in the run.
+        seq_offset: Position of x[0] in the whole sequence, or the positions [s] of all rows. Ranks with parts of one
+            sequence apply parts of one mask.
+        compiled: True to use a compiled kernel.
     """
     if p == 0.0:
         return x
@@ -34,13 +39,16 @@ def dropout(
 
 
 def mask_bits(x: Tensor, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> tuple[Tensor, Tensor]:
-    """Int32 bits of the rows [s * b] and columns [h], by which `drop_at_once` has the mask of `dropout` of x [s, b, h].
-    The sum of a pair is the input of `_mix_`."""
+    """Return int32 bits of the rows [s * b] and columns [h], from which `drop_at_once` computes the mask of `dropout`
+    for x [s, b, h].
+
+    The sum of a pair is the input of `_mix_`.
+    """
     return _row_and_column_bits(*_rows_and_columns(x, key, sample_index, seq_offset))
 
 
 def _rows_and_columns(x: Tensor, key: int, sample_index: Tensor, seq_offset: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Hashes of the rows [s, b], and the columns [h], of x [s, b, h]."""
+    """Return hashes of the rows [s, b], and the columns [h], of x [s, b, h]."""
     sample = _absorb(key, sample_index)
     places = seq_offset if isinstance(seq_offset, Tensor) else _positions(seq_offset, x.shape[0], x)
     return _absorb(sample, places[:, None]), _positions(0, x.shape[2], x)
@@ -55,7 +63,7 @@ def attention_dropout(
     query_offset: int = 0,
     key_offset: int = 0,
 ) -> Tensor:
-    """Dropout of attention probabilities: probs [b, heads, q, k] -> same shape. Kept values are scaled by 1 / (1 - p).
+    """Apply dropout to attention probabilities [b, heads, q, k]; kept values are scaled by 1 / (1 - p).
 
     The offsets are the position of probs[:, 0, 0, 0] among all heads, queries and keys of the sequence.
     """
@@ -68,7 +76,8 @@ def attention_dropout(
 
 
 def random_bits(key: int, sample_index: Tensor, places: Tensor, columns: int) -> Tensor:
-    """Random int32 numbers [s, b, columns] over their whole range, for places [s] in the samples `sample_index` [b]."""
+    """Return random int32 numbers [s, b, columns] over their whole range, for positions `places` [s] in samples
+    `sample_index` [b]."""
     rows = _absorb(_absorb(key, sample_index), places[:, None])  # [s, b]
     row_bits, column_bits = _row_and_column_bits(rows, _positions(0, columns, rows))
     return _mix_(row_bits[:, None] + column_bits).view(*rows.shape, columns)
@@ -99,14 +108,16 @@ class _CompiledDropout(torch.autograd.Function):
 
 
 def drop_at_once(x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
-    """`_drop` for compilation: the compiled kernel stores no part of the hash in memory."""
+    """Apply `_drop` in a form for compilation: the compiled kernel stores no part of the hash in memory."""
     mixed = _mix_(row_bits[:, None] + column_bits)
     return x.masked_fill((mixed < threshold(p)).view(x.shape), 0.0).mul(1.0 / (1.0 - p))
 
 
 def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
-    """Dropout mask: bool [rows, columns], true with probability p, by comparing a 32-bit hash of each pair with a
-    threshold. Rows and columns are hashed to 64 bits already."""
+    """Return the dropout mask: bool [rows, columns], True with probability p.
+
+    It compares a 32-bit hash of each pair with a threshold. Rows and columns were already hashed to 64 bits.
+    """
     row_bits, column_bits = _row_and_column_bits(rows, columns)
     dropped = torch.empty(row_bits.numel(), column_bits.numel(), dtype=torch.bool, device=rows.device)
     step = max(1, HASH_CHUNK // max(1, column_bits.numel()))
@@ -116,22 +127,22 @@ def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def threshold(p: float) -> int:
-    """The int32 below which a share p of all int32 lies."""
+    """Return the int32 below which a share p of all int32 numbers lies."""
     return min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 
 def bits_of_columns(places: Tensor) -> Tensor:
-    """Int32 hashes of columns, which are features or positions of keys, from their int64 numbers."""
+    """Return int32 hashes of columns (features or key positions) from their int64 numbers."""
     return _low_bits(_absorb(0, places))
 
 
 def _row_and_column_bits(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Int32 hashes of rows and of columns. The sum of a pair is the input of `_mix_`."""
+    """Return int32 hashes of rows and of columns. The sum of a pair is the input of `_mix_`."""
     return _low_bits(rows.flatten()), bits_of_columns(columns)
 
 
 def _mix_(x: Tensor) -> Tensor:
-    """Mixes int32 numbers over their whole range: murmur's mixer with the constants of "lowbias32".
+    """Mix int32 numbers over their whole range: murmur's mixer with the constants of "lowbias32".
 
     The last xor-shift is left out: it would not change the upper bits, which decide the comparison.
     """
@@ -144,7 +155,7 @@ def _positions(start: int, length: int, like: Tensor) -> Tensor:
 
 
 def _absorb(state: Tensor | int, value: Tensor) -> Tensor:
-    """Next hash of a chain: mixes 64 bits of `state` and the integer `value` by splitmix64."""
+    """Return the next hash of a chain: mixes 64 bits of `state` and the integer `value` by splitmix64."""
     x = value * _signed(0x9E3779B97F4A7C15, 64) + state
     x = (x ^ _shift_right(x, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
     x = (x ^ _shift_right(x, 27, 64)) * _signed(0x94D049BB133111EB, 64)
@@ -152,34 +163,34 @@ def _absorb(state: Tensor | int, value: Tensor) -> Tensor:
 
 
 def _low_bits(x: Tensor) -> Tensor:
-    """The low 32 bits of int64 numbers, as int32."""
+    """Return the low 32 bits of int64 numbers, as int32."""
     return ((x & 0xFFFFFFFF) - 2**31).to(torch.int32)
 
 
 def _shift_right(x: Tensor, by: int, bits: int) -> Tensor:
-    """Logical shift to the right. Torch's own shift is arithmetic: it copies the sign."""
+    """Shift right logically. torch's own shift is arithmetic: it copies the sign."""
     return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
 
 
 def _signed(constant: int, bits: int) -> int:
-    """Converts an unsigned constant to the signed integer of the same bits; products wrap around alike."""
+    """Convert an unsigned constant to the signed integer with the same bits; products wrap around equally."""
     return constant - (1 << bits) if constant >= 1 << (bits - 1) else constant
 
 
 def round_to_bf16(x: Tensor, uniform: Tensor) -> Tensor:
-    """Rounds fp32 to bf16 with an exact expected value."""
+    """Round fp32 to bf16 with an exact expected value."""
     bits = x.view(torch.int32) + (uniform * 65536.0).to(torch.int32)
     return ((bits >> 16) << 16).view(torch.float32).to(torch.bfloat16)
 
 
 def mixed(bits: Tensor) -> Tensor:
-    """A hash of int32 numbers: each bit of the input changes each bit of the result in half of all cases."""
+    """Hash int32 numbers: each input bit changes each output bit in half of all cases."""
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x7FEB352D
     bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * -2073254261
     return bits ^ ((bits >> 16) & 0xFFFF)
 
 
 def uniform_of(key: Tensor, salt: int) -> Tensor:
-    """Numbers in [0, 1) from keys of 32 bits; other salts give other numbers."""
+    """Return numbers in [0, 1) from 32-bit keys; other salts give other numbers."""
     bits = mixed(key ^ salt)
     return ((bits >> 8) & 0xFFFFFF).float() * 2.0**-24

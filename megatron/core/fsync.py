@@ -29,7 +29,7 @@ def whole_file(path: Path, synced: bool = False) -> Iterator[Path]:
         return
     temporary = path.with_name(
         f".{path.name}.{os.urandom(16).hex()}.tmp"
-    )  # hosts that share a disk have equal process ids
+    )  # hosts that share a disk may have equal process ids
     try:
         yield temporary
         if synced:
@@ -44,7 +44,7 @@ def whole_file(path: Path, synced: bool = False) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs a folder to disk: a file created or renamed in it is durable only after that."""
+    """Sync a folder to disk: only then is a created or renamed file in it durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

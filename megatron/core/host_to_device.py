@@ -14,9 +14,9 @@ from megatron.core.torch_private import FakeTensor
 
 
 def copied_to(values: Tensor, device: torch.device | str) -> Tensor:
-    """Copies `values` to `device`, to a GPU without blocking the host.
+    """Copy `values` to `device`, without blocking the host if it is a GPU.
 
-    Host values are pinned first where they are not: the driver waits for a copy from pageable memory.
+    Host values are pinned first if necessary, because the driver waits for copies from pageable memory.
     """
     device = torch.device(device)
     if device.type == "cuda" and values.device.type == "cpu":
@@ -25,19 +25,18 @@ def copied_to(values: Tensor, device: torch.device | str) -> Tensor:
 
 
 def integers_on(device: torch.device, values: Iterable[int], dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copies Python integers to `device`, as a tensor [n]."""
+    """Copy Python integers to `device`, as a tensor [n]."""
     return copied_to(torch.tensor(values if isinstance(values, np.ndarray) else list(values), dtype=dtype), device)
 
 
 def has_values(x: Tensor) -> bool:
-    """Return whether `x` has values: fake and meta tensors, on which plans are made, have a shape alone."""
+    """Return whether `x` has values: fake and meta tensors, which plans use, have only a shape."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 @contextmanager
 def threads_on_host(number: int | None) -> Iterator[None]:
-    """Sets the number of threads of torch's operations on the host, where one is given; torchrun leaves one to each
-    rank."""
+    """Set the number of torch's host threads, if given, because torchrun sets one per rank."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:
@@ -50,10 +49,11 @@ N = TypeVar("N", int, float)
 
 
 class HostCopy(Generic[N]):
-    """A copy of `values` to the host, under way. To read it waits for what was launched before it, and for nothing that
-    was launched since.
+    """A copy of `values` to the host, in progress.
 
-    If `values` has none, as in plans of memory, the `expected` ones are used."""
+    Reading it waits only for work launched before it. If `values` has no values, as in memory plans, `expected` is
+    used.
+    """
 
     def __init__(self, values: Tensor, expected: Sequence[N] | None = None) -> None:
         fake = expected is not None and not has_values(values)
@@ -63,7 +63,7 @@ class HostCopy(Generic[N]):
             self._copied.record()
 
     def read(self) -> list[N]:
-        """The values of a tensor [n]."""
+        """Return the values of a tensor [n]."""
         if isinstance(self._values, Tensor):
             if self._copied is not None:
                 self._copied.synchronize()

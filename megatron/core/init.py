@@ -1,7 +1,7 @@
-"""Weight initialization that is bit-identical for every layout.
+"""Weight initialization that is bit-identical under every layout.
 
-Each value depends on (seed, parameter name, position in the global tensor) only, so that runs of different layouts can
-be compared number by number.
+Each value depends only on (seed, parameter name, position in the global tensor), so runs with different layouts can be
+compared number by number.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ DRAWN = ("normal", "uniform", "log_of_uniform", "inverse_softplus")
 """Kinds of initial values that are random numbers."""
 
 BLOCK = 2**20
-"""Consecutive elements of a global tensor that are drawn from one generator."""
+"""Number of consecutive elements of a global tensor that one generator draws."""
 
 Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Block:
-    """Part of a global tensor that one generator draws, and the place of its elements in this rank's shard."""
+    """Part of a global tensor that one generator draws, and the position of its elements in this rank's shard."""
 
     local: Tensor
     meta: ParamMeta
     index: int
     length: int
     copies: list[tuple[slice, tuple[int, ...], Index, Index]]
-    """Elements of the block, the shape of the box that they are, the common part within the box and in the shard."""
+    """Elements of the block, shape of the box that they form, and the common part within the box and within the
+    shard."""
 
 
 def alloc_storage(tensor: Tensor) -> None:
-    """Takes memory for a tensor whose storage was freed; the values are undefined. Its views are valid again."""
+    """Allocate memory for a tensor whose storage was freed; the values are undefined. Its views are valid again."""
     resize_storage(tensor, tensor.numel() * tensor.itemsize)
 
 
 def free_storage(tensor: Tensor) -> None:
-    """Gives back the memory of a tensor that has its storage for itself. Views stay."""
+    """Free the memory of a tensor that does not share its storage. Views remain."""
     resize_storage(tensor, 0)
 
 
@@ -61,9 +62,16 @@ def has_storage(tensor: Tensor) -> bool:
 def initialize_parameters_(
     params: Iterable[Tensor], seed: int, coords: Mapping[str, tuple[int, int]], threads: int = 1
 ) -> None:
-    """Initializes parameters by their `meta.init`. `coords` maps axis -> (rank, size), as `ParallelState.coords`.
+    """Initialize parameters by their `meta.init`.
 
-    Bit-identical for every layout, device type and number of threads. Temporary memory is one block, or two a thread.
+    The result is bit-identical under every layout, device type and number of threads. Temporary memory is one block, or
+    two per thread.
+
+    Args:
+        params: Parameters to initialize.
+        seed: Seed of the run.
+        coords: Maps an axis to (rank, size), like `ParallelState.coords`.
+        threads: Number of threads.
     """
     drawn: list[Iterator[Block]] = []
     for param in params:
@@ -96,13 +104,13 @@ def initialize_parameters_(
 
 
 def init_of(meta: ParamMeta) -> Init:
-    """The initial values of a parameter that `make_parameter` has made."""
+    """Return the initial values of a parameter created by `make_parameter`."""
     assert meta.init is not None, f"{meta.name} has no initial values: `make_parameter` completes its meta"
     return meta.init
 
 
 def _blocks(local: Tensor, meta: ParamMeta, offset: tuple[int, ...]) -> Iterator[Block]:
-    """The blocks of the global tensor that overlap the box of `local`, which begins at `offset`."""
+    """Yield the blocks of the global tensor that overlap the box of `local`, which starts at `offset`."""
     origin = (0,) * len(meta.global_shape)
     for start in range(0, meta.numel, BLOCK):
         stop, copies = min(start + BLOCK, meta.numel), []
@@ -117,10 +125,10 @@ def _blocks(local: Tensor, meta: ParamMeta, offset: tuple[int, ...]) -> Iterator
 def _in_threads(
     draw: Callable[[Block], Tensor], blocks: Iterator[Block], threads: int
 ) -> Iterator[tuple[Block, Tensor]]:
-    """Each block with its values, in order. Threads draw at most two blocks each ahead of the caller.
+    """Yield each block with its values, in order. Threads draw at most two blocks each ahead of the caller.
 
-    torch releases the interpreter's lock while it draws. Under a dispatch mode, as with fake tensors, the caller draws:
-    modes hold for the thread that entered them.
+    torch releases the interpreter lock while it draws. Under a dispatch mode, as with fake tensors, the caller draws,
+    because modes apply only to the thread that entered them.
     """
     if threads == 1 or in_dispatch_mode():
         yield from ((block, draw(block)) for block in blocks)
@@ -148,6 +156,6 @@ def _block_values(seed: int, name: str, index: int, length: int, init: Init) -> 
 
 
 def site_key(seed: int, name: str) -> int:
-    """Returns a seed in [0, 2**63) for one use of random numbers, such as one dropout of one layer, named by `name`."""
+    """Return a seed in [0, 2**63) for one use of random numbers, such as one dropout of one layer, named by `name`."""
     digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""Kernels that may compute an operation in place of plain torch. This module does not import torch."""
+"""Kernels that can replace plain torch for an operation. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from megatron.core.registry import NoFacts, Registry
 
 
 class Kernel(Protocol):
-    """A kernel that may compute an operation in place of plain torch. It takes the operands of the operation."""
+    """A kernel that can replace plain torch for an operation. It takes the operands of the operation."""
 
     def suits(self, *operands: Any) -> bool:
-        """Return whether it computes with these operands: their device, precision and sizes."""
+        """Return whether it supports these operands: their device, precision and sizes."""
 
     def __call__(self, *operands: Any) -> Any: ...
 
 
 KERNELS = Registry("kernel", NoFacts, protocol=Kernel)
-"""Name of an operation -> the kernel that may compute it. The library itself has none."""
+"""Registered kernels by operation name. The library itself registers none."""
 
 LEFT_OUT: set[str] = set()
-"""Kernels that this process does not use: those that are wrong, fail or are slower than torch."""
+"""Kernels that this process does not use because they are wrong, fail or are slower than torch."""
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def kernel_for(name: str, *operands: object) -> Kernel | None:
-    """The kernel to compute an operation with these operands by; None for plain torch."""
+    """Return the kernel for an operation with these operands; None for plain torch."""
     if name in LEFT_OUT or name not in KERNELS:
         return None
     kernel = _kernel(name)
@@ -36,7 +36,7 @@ def kernel_for(name: str, *operands: object) -> Kernel | None:
 
 
 def operation(plain: Function) -> Function:
-    """Decorator of a function of plain torch, called by position, which a kernel of its name may compute."""
+    """Decorator of a plain torch function, called with positional arguments, that a kernel of its name may replace."""
 
     @wraps(plain)
     def compute(*operands: object) -> object:

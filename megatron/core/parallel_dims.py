@@ -27,13 +27,13 @@ class ParallelDims:
     expt_tp: int = 1
     tp_pp_dp: bool = False
     instances: int = 1
-    """Groups of data-parallel ranks that shard states by themselves."""
+    """Number of instances: groups of data-parallel ranks that shard states separately."""
     cp_inner: int | None = None
-    """Neighbouring context-parallel ranks that share heads; None without two levels of them."""
+    """Number of neighbouring context-parallel ranks that divide heads; None without two levels."""
 
     @classmethod
     def from_config(cls, config: ModelParallelConfig, world_size: int) -> ParallelDims:
-        """The layout of a validated configuration. Raises ValueError if the sizes do not fit the world."""
+        """Return the layout of a validated configuration. Raises ValueError if the sizes do not fit the world."""
         model = config.model_parallel_size
         if world_size % model:
             raise ValueError(
@@ -74,32 +74,32 @@ class ParallelDims:
 
     @property
     def expert_order(self) -> tuple[str, ...]:
-        """Axes of the expert view, outermost first: the ranks of one stage, in dense order, cut another way."""
+        """Axes of the expert view, outermost first: the ranks of one stage in dense order, divided differently."""
         return ("pp", "expt_dp", "ep", "expt_tp")
 
     def shards(self, expert: bool) -> int:
-        """Ranks that states of dense parameters, or of experts, are sharded over."""
+        """Return the number of ranks over which states of dense parameters, or of experts, are sharded."""
         return (self.expt_dp if expert else self.dp * self.cp) // self.instances
 
     def order_of(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The view (its axes, outermost first) that has all of `axes`."""
+        """Return the view (its axes, outermost first) that contains all of `axes`."""
         for order in (self.dense_order, self.expert_order):
             if set(axes) <= set(order):
                 return order
         raise ValueError(f"no view of the mesh has all of {axes}")
 
     def size(self, *axes: str) -> int:
-        """Ranks in a group along `axes`."""
+        """Return the number of ranks in a group along `axes`."""
         return prod(getattr(self, axis) for axis in axes)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Coordinates of a rank on every axis of both views."""
+        """Return the coordinates of a rank on every axis of both views."""
         found = self._unfold(rank, self.dense_order)
         in_stage = self._fold(found, ("dp", "cp", "tp"))
         return found | self._unfold(in_stage, ("expt_dp", "ep", "expt_tp"))
 
     def rank(self, **coords: int) -> int:
-        """The rank at coordinates of one view; axes left out are at 0."""
+        """Return the rank at coordinates of one view; omitted axes are at 0."""
         if self.order_of(tuple(coords)) == self.expert_order:
             in_stage = self._fold(coords, ("expt_dp", "ep", "expt_tp"))
             coords = self._unfold(in_stage, ("dp", "cp", "tp")) | {"pp": coords.get("pp", 0)}
@@ -118,7 +118,8 @@ class ParallelDims:
         return coords
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups along one or several axes of a view, ranks in ascending order, groups by first rank."""
+        """Return all groups along one or several axes of a view, with ranks ascending and groups ordered by first
+        rank."""
         order = self.order_of(axes)
         inside = [range(self.size(axis)) if axis in axes else range(1) for axis in order]
         outside = [range(1) if axis in axes else range(self.size(axis)) for axis in order]
@@ -129,11 +130,12 @@ class ParallelDims:
         return sorted(groups)
 
     def instance_groups(self, *axes: str, parts: int | None = None) -> list[tuple[int, ...]]:
-        """The groups along axes, each cut into one part for each instance: consecutive ranks, as of one node."""
+        """Return the groups along axes, each divided into one part of consecutive ranks per instance, such as a
+        node."""
         size = self.size(*axes) // (parts or self.instances)
         return [ranks[i : i + size] for ranks in self.groups(*axes) for i in range(0, len(ranks), size)]
 
     def copy_groups(self, *axes: str, parts: int | None = None) -> list[tuple[int, ...]]:
-        """Ranks at the same place of each instance."""
+        """Return the ranks at the same position of each instance."""
         size = self.size(*axes) // (parts or self.instances)
         return [ranks[i::size] for ranks in self.groups(*axes) for i in range(size)]

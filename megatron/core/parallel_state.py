@@ -1,8 +1,8 @@
 """Process groups of a layout: tensor, pipeline, context, data and expert parallelism.
 
 `initialize_model_parallel` builds them once and returns a `ParallelState`. Library code receives the `Axis` it needs as
-an argument and never reads a global. The one global below is for entry points; the readers at the end of this file
-serve it under Megatron-LM's names.
+an argument and never reads a global. Only entry points use the one global below, through the readers at the end of this
+file, which have Megatron-LM's names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
 
 SINGLE_AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
-# Groups along several axes: gradients are reduced over the data axes, norms over the axes that shard the model.
+# groups along several axes: gradients are reduced over the data axes, norms over the axes that shard the model
 JOINT_AXES = {
     "dp_cp": ("dp", "cp"),
     "tp_cp": ("cp", "tp"),
@@ -43,10 +43,10 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
 
     exchanges_sums: bool = True
-    """True if sums of CPU tensors are exchanged and added up by the ranks, as gloo's own take longer."""
+    """True if ranks exchange and add up CPU tensors themselves for sums, because gloo's own collectives are slower."""
 
     levels: tuple[Axis, ...] = ()
-    """The two axes of which this one is made, the inner one first: of nested context-parallel ranks only."""
+    """The two axes that form this one, the inner one first; only for nested context-parallel ranks."""
 
     @property
     def first(self) -> bool:
@@ -74,7 +74,7 @@ class ParallelState:
     world: Axis = ALONE
 
     def axis(self, name: str) -> Axis:
-        """This rank's group along `name`: one of `SINGLE_AXES`, a key of `JOINT_AXES`, or "embd"."""
+        """Return this rank's group along `name`: one of `SINGLE_AXES`, a key of `JOINT_AXES`, or "embd"."""
         return self.axes.get(name, ALONE)
 
     @property
@@ -95,15 +95,16 @@ class ParallelState:
 
     @property
     def dp_cp(self) -> Axis:
-        """Ranks with the same dense parameters; their gradients are summed."""
+        """Ranks with the same dense parameters, over which gradients are summed."""
         return self.axis("dp_cp")
 
     def shard_axis(self, data_axis: str) -> Axis:
-        """Ranks that states of parameters are sharded over: those along a `data_axis`, or of one instance of them."""
+        """Return the ranks over which parameter states are sharded: the ranks along a `data_axis`, or of one instance
+        of them."""
         return self.axes.get(f"{data_axis}_shard", self.axis(data_axis))
 
     def copies_axis(self, data_axis: str) -> Axis:
-        """Ranks that hold the same shards in other instances."""
+        """Return the ranks that hold the same shards in other instances."""
         return self.axis(f"{data_axis}_copies")
 
     @property
@@ -113,12 +114,12 @@ class ParallelState:
 
     @property
     def lanes(self) -> tuple[Axis, ...]:
-        """Groups of pipeline messages: those of `LANES`, or "pp" alone where one suffices."""
+        """Groups for pipeline messages: the groups of `LANES`, or only "pp" if one suffices."""
         return tuple(self.axes[name] for name in LANES if name in self.axes)
 
     @cached_property
     def coords(self) -> dict[str, tuple[int, int]]:
-        """Maps axis -> (rank, size), for `ParamMeta.box`."""
+        """Map each axis to (rank, size), for `ParamMeta.box`."""
         return {name: (self.axis(name).rank, self.axis(name).size) for name in SINGLE_AXES}
 
 
@@ -130,10 +131,10 @@ def initialize_model_parallel(
     expert_tensor_parallel_size: int | None = None,
     use_tp_pp_dp_mapping: bool = False,
 ) -> ParallelState:
-    """Builds all process groups of a layout over the ranks of torch.distributed's default group.
+    """Build all process groups of a layout over the ranks of torch.distributed's default group.
 
-    Collective: all ranks call it with the same arguments. The readers below answer from the result.
-    Raises ValueError if the sizes do not divide the world.
+    Collective: all ranks call it with the same arguments, which have Megatron-LM's names. The readers below then return
+    its values. Raises ValueError if the sizes do not divide the world.
     """
     config = ModelParallelConfig(
         tensor_model_parallel_size=tensor_model_parallel_size,
@@ -149,8 +150,10 @@ def initialize_model_parallel(
 def build_groups(
     config: ModelParallelConfig, timeout: timedelta | None = None, backend: str | None = None
 ) -> ParallelState:
-    """`initialize_model_parallel` for a configuration; `timeout` is that of the groups' collectives, `backend` as in
-    `build_parallel_state`."""
+    """Call `initialize_model_parallel` for a configuration.
+
+    `timeout` is the timeout of the groups' collectives; `backend` is as in `build_parallel_state`.
+    """
     dims = ParallelDims.from_config(config, dist.get_world_size())
     global _STATE
     _STATE = build_parallel_state(dims, dist.get_rank(), timeout, backend)
@@ -160,13 +163,18 @@ def build_groups(
 def build_parallel_state(
     dims: ParallelDims, rank: int, timeout: timedelta | None = None, backend: str | None = None
 ) -> ParallelState:
-    """Builds the groups of `rank` as `backend` needs them, by default torch.distributed's own. Under NCCL a pipeline
-    has one group for each of `LANES`.
+    """Build the groups of `rank`. Under NCCL a pipeline has one group for each of `LANES`.
 
-    Every rank calls `new_group` equally often, and the n-th calls of all ranks cut the world into disjoint groups.
-    torch relies on it: it names a group after the number of groups made before, and NCCL with a bound device makes
-    each group by an `ncclCommSplit`, which is collective over the whole world. So a rank that stands alone in a cut
-    makes a group too. Equal cuts share one communicator.
+    Every rank calls `new_group` equally often, and the n-th calls of all ranks divide the world into disjoint groups.
+    torch relies on this: it names a group after the number of groups created before, and NCCL with a bound device
+    creates each group by an `ncclCommSplit`, which is collective over the whole world. A rank that is alone in a
+    division therefore creates a group too. Equal divisions share one communicator.
+
+    Args:
+        dims: Sizes of the layout.
+        rank: Global rank.
+        timeout: Timeout of the groups' collectives.
+        backend: Backend of the groups; the default is torch.distributed's own.
     """
     cuts = {name: dims.groups(*JOINT_AXES.get(name, (name,))) for name in (*SINGLE_AXES, *JOINT_AXES)}
     if dims.instances > 1:
@@ -211,13 +219,13 @@ _STATE: ParallelState | None = None
 
 
 def get_parallel_state() -> ParallelState:
-    """Returns the state that the last `initialize_model_parallel` made global. For entry points only."""
+    """Return the state that the last `initialize_model_parallel` made global. For entry points only."""
     assert _STATE is not None, "initialize_model_parallel() has not been called"
     return _STATE
 
 
 def _readers(axis: str) -> tuple[Callable[[], int], Callable[[], int], Callable[[], dist.ProcessGroup | None]]:
-    """This rank's number in its group along an axis, the size of the group, and the group."""
+    """Return three functions: this rank's number in its group along an axis, the group's size, and the group."""
     return (
         lambda: get_parallel_state().axis(axis).rank,
         lambda: get_parallel_state().axis(axis).size,
@@ -225,7 +233,7 @@ def _readers(axis: str) -> tuple[Callable[[], int], Callable[[], int], Callable[
     )
 
 
-# Megatron-LM's names, for entry points and users' scripts.
+# Megatron-LM's names, for entry points and user scripts
 get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size, get_tensor_model_parallel_group = _readers("tp")
 get_pipeline_model_parallel_rank, get_pipeline_model_parallel_world_size, get_pipeline_model_parallel_group = _readers(
     "pp"

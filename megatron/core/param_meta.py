@@ -15,8 +15,10 @@ from types import MappingProxyType
 from typing import Literal, Protocol, get_args
 
 HISTORY = "_history"
-"""Suffix of the names of tensors that record earlier steps, such as the amax histories of fp8. If a checkpoint lacks
-them, or has them with another length, they start empty. A run may ignore them."""
+"""Suffix of the names of tensors that record earlier steps, such as fp8 amax histories.
+
+If a checkpoint lacks them or has another length, they start empty. A run may ignore them.
+"""
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,10 @@ WIDTH_KINDS: Mapping[str, WidthKind] = {
     "router": "output",
     "gate": "output",
 }
-"""Role -> width kind; every other role is a vector."""
+"""Maps roles to width kinds; every other role is a vector."""
 
 KINDS = {"embedding": "embeddings", "norm": "norms"} | dict.fromkeys(("bias", "sink", "vector", "state"), "biases")
-"""Role -> kind for weight decay; parameters with any other role are matrices."""
+"""Maps roles to kinds for weight decay; every other role is a matrix."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,10 @@ class ParamMeta:
 
     @property
     def width_kind(self) -> WidthKind:
-        """ "input" for a map from a fixed number of inputs to the model's width, "hidden" for one from width to width,
-        "output" for one from the width to a fixed number of outputs, and "vector" for one number for each channel."""
+        """How its dims grow with the width: both ("hidden"), only the outputs ("input"), only the inputs ("output").
+
+        A "vector" has one number per channel.
+        """
         return WIDTH_KINDS.get(self.role, "vector")
 
     @property
@@ -187,7 +191,7 @@ class ParamMeta:
 
     @property
     def matrix(self) -> bool:
-        """True if this multiplies activations, as opposed to a norm weight, a bias or a scalar."""
+        """True if the parameter multiplies activations as a matrix, unlike a norm weight, a bias or a scalar."""
         return self.kind in ("matrices", "embeddings")
 
     @property
@@ -202,20 +206,22 @@ class ParamMeta:
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The tensor- and expert-parallel axes along which ranks hold replicas: those that do not cut the tensor."""
+        """The tensor- and expert-parallel axes along which ranks hold replicas, because they do not shard the
+        tensor."""
         return tuple(axis for axis in (("ep", "expt_tp") if self.expert else ("tp",)) if axis not in self.sharded)
 
     def is_first_replica(self, coords: Mapping[str, tuple[int, int]]) -> bool:
-        """Whether the rank at `coords` (axis -> (rank, size)) holds the replica that counts in norms and is saved.
+        """Return whether the rank at `coords` (axis -> (rank, size)) holds the replica that counts in norms and is
+        saved.
 
         It is the first along `replica_axes` and, for a parameter of several stages, on the first of them. Data-parallel
-        ranks get the same answer: they share the work out among themselves.
+        ranks get the same answer: they divide the work among themselves.
         """
         first_stage = not self.shared_stages or coords["pp"][0] == 0
         return first_stage and all(coords[axis][0] == 0 for axis in self.replica_axes)
 
     def box(self, coords: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offset, shape) in the global tensor of the part held at `coords`, a map axis -> (rank, size)."""
+        """Return (offset, shape) in the global tensor of the part at `coords`, which maps axis to (rank, size)."""
         offset = [0] * len(self.global_shape)
         shape = list(self.global_shape)
         for axis, dim in self.sharded.items():
@@ -230,32 +236,32 @@ class InitRule(Protocol):
     """Changes the initial values of parameters, as `megatron.core.config.param_groups.ParameterRule` does."""
 
     def initial(self, meta: ParamMeta, init: Init) -> Init:
-        """The initial values of a parameter, given those that it has without the rule."""
+        """Return the initial values of a parameter, given its values without the rule."""
 
 
 @dataclass(frozen=True)
 class InitPolicy:
-    """Initial values of every role. A `ParamMeta` states an `init` only where its values are others."""
+    """Initial values of every role. A `ParamMeta` sets `init` only if its values differ."""
 
     std: float = 0.02
     """Standard deviation of weights and sinks."""
 
     residual_std: float = 0.02
-    """Standard deviation of weights whose output is added to the residual stream. It shrinks with depth."""
+    """Standard deviation of weights whose output is added to the residual stream. It decreases with depth."""
 
     embedding_std: float = 0.02
     """Standard deviation of word and position embeddings."""
 
     norm_weight: float = 1.0
-    """Weight of norms: 0 where norms multiply by 1 + weight."""
+    """Initial norm weight: 0 if norms multiply by 1 + weight."""
 
     rules: Sequence[InitRule] = ()
-    """Rules that change these values, the last one last."""
+    """Rules that change these values, applied in order."""
 
     def complete(self, meta: ParamMeta) -> ParamMeta:
-        """The same parameter with its initial values.
+        """Return the parameter with its initial values.
 
-        Raises ValueError if it states none and its role has none.
+        Raises ValueError if neither the parameter nor its role has any.
         """
         init = meta.init or self._of_role(meta)
         for rule in self.rules:
@@ -269,7 +275,7 @@ class InitPolicy:
             return Init("ones" if self.norm_weight else "zeros")
         if meta.role == "bias":
             return Init("zeros")
-        if meta.role == "convolution":  # as torch has it
+        if meta.role == "convolution":  # as in torch
             return Init("uniform", low=-(meta.fan_in**-0.5), high=meta.fan_in**-0.5)
         if meta.role in ("vector", "state"):
             raise ValueError(f"{meta.name}: the role {meta.role!r} has no initial values; give its ParamMeta an init")

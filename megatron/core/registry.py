@@ -24,7 +24,7 @@ Given = TypeVar("Given")
 
 @dataclass(frozen=True)
 class NoFacts:
-    """Empty facts, for parts of which nothing needs to be known before they are imported."""
+    """Empty facts, for parts that need no properties before they are imported."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def imported(where: Any) -> Any:
 
 
 def _unwritten(part: Any) -> str:
-    """The methods of which a part's base class asks for one by `must_write`, if the part inherits all; else empty."""
+    """Return the methods that a base class marks with `must_write`, if the part inherits all of them; else empty."""
     base = next((base for base in getattr(part, "__mro__", ()) if "must_write" in vars(base)), None)
     if base is None or any(getattr(part, name) is not getattr(base, name) for name in base.must_write):
         return ""
@@ -75,13 +75,13 @@ def _call_form(protocol: type) -> str | None:
 
 
 def _refused(form: str, part: object) -> str:
-    """Rule and remedy if a part cannot be called with the arguments of `form`; otherwise empty."""
+    """Return rule and remedy if a part cannot be called with the arguments of `form`; otherwise empty."""
     words = form.split(", ")
     taken = f"a {type(part).__name__}"
     if callable(part):
         try:
             takes = signature(part)
-        except ValueError:  # of a function in C, which does not say what it takes
+        except ValueError:  # a C function without a signature
             return ""
         try:
             takes.bind(*(w for w in words if w[-1] != "="), **{w[:-1]: True for w in words if w[-1] == "="})
@@ -93,8 +93,7 @@ def _refused(form: str, part: object) -> str:
 
 
 def _refused_methods(protocol: type, part: type) -> str:
-    """The methods of `protocol` that a class does not write or that cannot be called as they are there, and the remedy;
-    else empty."""
+    """Return the methods of `protocol` that a class lacks or that have other arguments, and the remedy; else empty."""
     if unwritten := sorted(getattr(part, "__abstractmethods__", ())):
         return f"has no {', '.join(f'{name}()' for name in unwritten)} of its own; write it, or correct its spelling"
     for name in _members(protocol):
@@ -114,7 +113,7 @@ def _refused_methods(protocol: type, part: type) -> str:
 
 
 def _without_types(function: Callable[..., object]) -> Signature:
-    """The parameters of a method, without `self` and annotations."""
+    """Return the parameters of a method, without `self` and annotations."""
     parameters = list(signature(function).parameters.values())[1:]
     return Signature([each.replace(annotation=Parameter.empty) for each in parameters])
 

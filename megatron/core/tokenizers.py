@@ -1,5 +1,8 @@
-"""Tokenizers, under Megatron-LM's names: their interface, two without files, and the construction of the one of
-`--tokenizer-type`, whose package is imported then. Those of files are parts of an extension."""
+"""Tokenizers, under Megatron-LM's names: their interface, two without files, and the construction of
+`--tokenizer-type`.
+
+An extension provides the tokenizers that read files; their packages are imported only when they are built.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ class ByteTokenizer:
 
 
 def added_after(tokenizer: Tokenizer) -> list[int]:
-    """Ids that a tokenizer appends to each text, such as EOS."""
+    """Return the ids that a tokenizer appends to each text, such as EOS."""
     around = getattr(tokenizer, "added_around", None)
     if around is not None:
         return list(around()[1])
@@ -71,7 +74,8 @@ def added_after(tokenizer: Tokenizer) -> list[int]:
 
 
 def tokenize_beginning(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text that continues: without those that the tokenizer appends to each text."""
+    """Return the token ids of a text that will be continued, without the ids that the tokenizer appends to each
+    text."""
     ids = list(tokenizer.tokenize(text))
     return ids[: len(ids) - len(added_after(tokenizer))]
 
@@ -95,11 +99,11 @@ FILES = frozenset(
     "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
     "merges.txt chat_template.jinja generation_config.json".split()
 )
-"""Names of files that a tokenizer may read beside the one that a flag names."""
+"""Names of files that a tokenizer may read in addition to the one that a flag names."""
 
 
 def with_local_files(config: TokenizerConfig) -> TokenizerConfig:
-    """The configuration with local copies in place of URLs. Raises ValueError if one cannot be read."""
+    """Return the configuration with local copies in place of URLs. Raises ValueError if one cannot be read."""
     found: dict[str, Any] = {}
     for field in FILE_FIELDS:
         path = located(getattr(config, field) or "")
@@ -115,10 +119,9 @@ def with_local_files(config: TokenizerConfig) -> TokenizerConfig:
 
 
 def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of `--tokenizer-type`, which a process builds once for the same files. Only NullTokenizer uses
-    `vocab_size` (--vocab-size).
+    """Build the tokenizer of `--tokenizer-type`, once per process for the same files.
 
-    Raises ValueError naming every flag or file that is missing.
+    Only NullTokenizer uses `vocab_size` (--vocab-size). Raises ValueError naming every flag or file that is missing.
     """
     if config.tokenizer_type is None:
         raise ValueError(
@@ -138,7 +141,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
     if problems:
         raise ValueError("\n".join(problems))
     model = config.tokenizer_model
-    if model is not None and not Path(model).exists():  # a name, which may stand for other files the next time
+    if model is not None and not Path(model).exists():  # a name, which may refer to other files the next time
         return TOKENIZERS[kind](config, vocab_size)
     built = _built(config, tuple(_state_of_files(config)))
     if vocab_size not in built:
@@ -149,13 +152,15 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
 
 @cache
 def _built(config: TokenizerConfig, files: tuple[object, ...]) -> dict[int | None, Tokenizer]:
-    """--vocab-size -> the tokenizer that was built with it."""
+    """Tokenizers by the --vocab-size with which they were built."""
     return {}
 
 
 def _state_of_files(config: TokenizerConfig) -> Iterator[tuple[str, int, int]]:
-    """(path, time of the last change, size) of each file that the flags name, or that is in a folder which they name.
-    Equal as long as nobody changes them."""
+    """Return (path, modification time, size) of each file that the flags name, or that is in a folder which they name.
+
+    The result is equal as long as the files do not change.
+    """
     for value in vars(config).values():
         if isinstance(value, str) and (path := Path(value)).exists():
             for file in (path, *(path.iterdir() if path.is_dir() else ())):

@@ -231,11 +231,8 @@ class Order(Generic[T]):
 
 
 class UnitSharding(WholeUnits):
-    """Hooks of the units of one rank's modules.
-
-    With `shards_params`, parameters are gathered and freed; otherwise only gradients. Casts of parameters are freed
-    with them.
-    """
+    """Hooks of the units of one rank's modules. With `shards_params`, parameters are gathered and freed; otherwise only
+    gradients. Casts of parameters are freed with them."""
 
     buckets: Sequence[UnitBucket]
 
@@ -250,13 +247,7 @@ class UnitSharding(WholeUnits):
     ) -> None:
         """Install the hooks.
 
-        Args:
-            modules: Modules of this rank.
-            params: Their parameters.
-            buckets: Buckets of units.
-            shards_params: True if parameters are sharded.
-            queue: Holds back weight gradients of split backwards.
-            casts: Weight copies in another format.
+        `buckets` belong to units; `queue` holds back weight gradients of split backwards; `casts` are weight copies.
         """
         self.buckets = of_units = [bucket for bucket in buckets if isinstance(bucket, UnitBucket)]
         assert len(of_units) == len(buckets), "buckets of units are of another class"
@@ -417,10 +408,7 @@ class UnitSharding(WholeUnits):
 
 
 class ShardedUnits(UnitStore):
-    """Units of which each rank keeps its shards on the device.
-
-    Unit stores derive from it, and define where buckets keep shards and how they are gathered.
-    """
+    """Units whose shards each rank keeps on the device. Unit stores derive from it to keep shards elsewhere."""
 
     def bucket(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> Bucket:
         return UnitBucket(layout, buffer)

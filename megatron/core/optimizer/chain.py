@@ -1,10 +1,10 @@
-"""The chains of transforms (`transforms`) of all parameters of a rank's pipeline stage: every optimizer is one.
+"""Chains of transforms (`transforms`) for all parameters of a rank's pipeline stage. Every optimizer is such a chain.
 
-Fused links update flat shards. The other links of a chain run before and after it, over single parameters: the updates
-of a batch of parameters run side by side, as generators. When each has finished or asks for something, all requests are
+Fused links update flat shards. The other links of a chain run before and after it, on single parameters. The updates of
+a batch of parameters run concurrently, as generators. When each has finished or made a request, all requests are
 answered together: sums by one reduce-scatter and one all-gather over the stage, whole matrices by one exchange with
-their owners (`MatrixExchange`). Between reduce-scatter and all-gather, each rank takes its part of the sums into its
-part of the reduced states. So sharded states cost no more communication than replicated ones.
+their owners (`MatrixExchange`). Between reduce-scatter and all-gather, each rank applies its part of the sums to its
+part of the reduced states. Sharded states therefore cost no more communication than replicated ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Links:
     """The links of a parameter, divided at its fused link."""
 
     before: Sequence[Transform]
-    """All links if there is no fused one."""
+    """All links if there is no fused link."""
 
     fused: FusedTransform | None
     after: Sequence[Transform]
@@ -65,7 +65,7 @@ class _Param:
     links: _Links
     shard: OptimizerShard
     held: tuple[int, int]
-    """Elements [start, stop) of the local tensor that the shard has; (0, 0) for none."""
+    """Elements [start, stop) of the local tensor that are in the shard; (0, 0) for none."""
 
     span: slice
     """The same range in the shard."""
@@ -76,7 +76,7 @@ class _Param:
     """This rank's part of each state, flat."""
 
     matrices: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """The states of each matrix that this rank owns, by its number, in their shapes."""
+    """States of each matrix that this rank owns, in their shapes, by matrix number."""
 
 
 _Elements = tuple[_Param, slice]
@@ -85,7 +85,7 @@ _Elements = tuple[_Param, slice]
 
 @dataclass
 class _Run:
-    """The update of some elements of a parameter on its way."""
+    """The update of some elements of a parameter, in progress."""
 
     param: _Param
     cut: slice
@@ -98,7 +98,7 @@ class _Run:
     done: bool = False
 
     def advance(self, results: Sequence[Tensor] | None) -> None:
-        """Runs until the next requests, given the results of the last ones."""
+        """Run up to the next requests, given the results of the previous ones."""
         try:
             self.requests = next(self.steps) if results is None else self.steps.send(results)
         except StopIteration:
@@ -106,10 +106,10 @@ class _Run:
 
 
 class Chain(ShardUpdate):
-    """The chains of the parameters of `shards`, all on the device or all on the host. Collective over the stage, unless
-    each element is updated by itself.
+    """The chains of the parameters of `shards`, which are all on the device or all on the host.
 
-    `shards` hold main parameters, gradients and the states of fused links; the states of other links are kept here.
+    Collective over the stage, unless each element is updated independently. `shards` hold main parameters, gradients
+    and the states of fused links; the states of other links are kept here.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Chain(ShardUpdate):
         self.on_host = any(shard.on_host for shard in shards)
         self.device = shards[0].device if shards else ddp.device
         self.by_element = not config.updates_together
-        """True if each element of every parameter is updated by itself, so that there are no requests."""
+        """True if each element of every parameter is updated independently, so that there are no requests."""
         compiled = not self.on_host and ddp.parallel_config.compiles(ddp.device.type)
         stage = StageOfUpdate(ddp.layouts, state.dims, self.axis, self.dtype, self.device, compiled)
         self._fused = fused_parts(config, shards, stage)
@@ -145,7 +145,7 @@ class Chain(ShardUpdate):
         self._after = self._batches([param for param in self._params if param.links.after])
         changed = {id(param.shard) for param in self._params if param.links.before}
         self._scaling = [each for each in self._fused if not any(id(shard) in changed for shard in each.shards)]
-        """Kernels that scale gradients as they read them."""
+        """Kernels that scale gradients while reading them."""
         read_scaled = {id(shard) for each in self._scaling for shard in each.shards}
         self._scaled_here = [shard for shard in shards if id(shard) not in read_scaled]
 
@@ -230,7 +230,7 @@ class Chain(ShardUpdate):
             self._update(batch, values, after=True)
 
     def _update(self, batch: Sequence[_Elements], values: StepValues, after: bool) -> None:
-        """Updates the parameters of a batch side by side, by the links before their fused link or `after` it."""
+        """Update the parameters of a batch concurrently, by the links before their fused link or `after` it."""
         skipped = values.skip > 0
         runs = [self._begin(*each, values, after) for each in batch]
         for run in runs:
@@ -253,7 +253,7 @@ class Chain(ShardUpdate):
         states = {name: state[cut].to(self.dtype, copy=True) for name, state in param.elements.items()}
         main = shard.main.detach()[param.span][cut]
         grad = shard.main.grad[param.span][cut]
-        # No link need expect infinities and NaNs.
+        # links need not handle infinities and NaNs
         update = torch.zeros_like(grad) if after else grad.masked_fill(values.skip > 0, 0.0)
         scalars = (*values.rates.of(shard.group), values.updates + 1.0)
         x = ParameterUpdate(param.planned.meta, main, update, states, param.place, scalars, shard.group.eps_mult)
@@ -271,7 +271,7 @@ class Chain(ShardUpdate):
             kernel.set_step_count(updates)
 
     def _answers(self, runs: Sequence[_Run], skipped: Tensor) -> list[list[Tensor]]:
-        """The results of all requests of `runs`."""
+        """Return the results of all requests of `runs`."""
         sums = [(run.param, request) for run in runs for request in run.requests if isinstance(request, SumRequest)]
         found = iter(self._sums(sums, skipped) if sums else ())
         matrices = [(run.param, r) for run in runs for r in run.requests if isinstance(r, MatrixRequest)]
@@ -279,7 +279,7 @@ class Chain(ShardUpdate):
         return [[next(found if isinstance(r, SumRequest) else transformed) for r in run.requests] for run in runs]
 
     def _sums(self, asked: Sequence[tuple[_Param, SumRequest]], skipped: Tensor) -> list[Tensor]:
-        """Adds up the terms of all ranks, and takes the sums into the states that ask for it."""
+        """Sum the terms of all ranks, and apply the sums to the states that request them."""
         size = self.axis.size
         lengths = [self.plan.part_length(request.partial.numel()) for _, request in asked]
         blocks = torch.zeros(size, sum(lengths), dtype=self.dtype, device=self.device)
@@ -301,7 +301,7 @@ class Chain(ShardUpdate):
         ]
 
     def _transformed(self, asked: Sequence[tuple[_Param, MatrixRequest]], skipped: Tensor) -> list[Tensor]:
-        """Calls the functions of whole matrices on their owners."""
+        """Call the functions of whole matrices on their owners."""
         if not asked:
             return []
         plan = self.plan.matrices
@@ -333,13 +333,13 @@ class Chain(ShardUpdate):
         return [results[param.planned.meta.name] for param, _ in asked]
 
     def _held(self, flat: Tensor, part: Part) -> Tensor:
-        """The part's values in this rank's elements of its parameter."""
+        """Return the part's values in this rank's elements of its parameter."""
         first = self._by_name[self.plan.matrices.matrices[part.matrix].meta.name].span.start
         return flat[part.start - first : part.stop - first].view(part.held)[part.within]
 
 
 def _run_links(links: Sequence[Transform], x: ParameterUpdate) -> Requests:
-    """All links, one after another."""
+    """Run all links, one after another."""
     for link in links:
         requests = link.update(x)
         if requests is not None:
@@ -347,13 +347,14 @@ def _run_links(links: Sequence[Transform], x: ParameterUpdate) -> Requests:
 
 
 def _chunks(param: _Param) -> Iterator[_Elements]:
-    """The elements of a parameter that is updated element by element, at most `CHUNK` at a time."""
+    """Yield the elements of a parameter that is updated element by element, at most `CHUNK` at a time."""
     for start in range(0, param.held[1] - param.held[0], CHUNK):
         yield param, slice(start, start + CHUNK)
 
 
 def _batches(params: Sequence[_Param], limit: int) -> Iterator[list[_Elements]]:
-    """Consecutive parameters of `limit` elements in the whole model, or a larger one: bounds the memory of copies."""
+    """Yield consecutive parameters with `limit` elements in the whole model, or a single larger one, which bounds the
+    memory of copies."""
     batch: list[_Elements] = []
     filled = 0
     for param in params:
@@ -367,5 +368,5 @@ def _batches(params: Sequence[_Param], limit: int) -> Iterator[list[_Elements]]:
 
 
 def _keep_or_copy_(state: Tensor, new: Tensor, skipped: Tensor) -> None:
-    """Writes new values, unless the step is skipped."""
+    """Write new values, unless the step is skipped."""
     state.copy_(torch.where(skipped, state, new.to(state.dtype)))

@@ -1,7 +1,7 @@
-"""AdamW's update of a shard as a compiled region: one kernel, which also writes the parameters.
+"""AdamW's update of a shard as a compiled region: a single kernel, which also writes the parameters.
 
-Torch's fused kernel stores the gradient that it has scaled, and a copy reads the main parameters again to write those
-in 16 bits: 8 of 38 bytes an element.
+torch's fused kernel stores the scaled gradient, and a copy reads the main parameters again to write the 16-bit ones: 8
+of 38 bytes per element.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron.core.distributed.param_layout import ALIGNMENT
 from megatron.core.optimizer.optimizer import OptimizerShard, ShardUpdate, StepValues
 
 STATIC_SHAPES = 16
-"""Shapes of shards, up to which updates have a kernel for each; buckets of equal layers have equal shapes."""
+"""Number of shard shapes up to which each shape has its own kernel; buckets of equal layers have equal shapes."""
 
 
 class CompiledAdamKernel(ShardUpdate):
-    """AdamW of main parameters in fp32, in a compiled region for each shard."""
+    """AdamW for fp32 main parameters, with a compiled region for each shard."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
         self.config = config
@@ -30,7 +30,7 @@ class CompiledAdamKernel(ShardUpdate):
         for shard in shards:
             shard.written_by_update = True
         self._factor: Tensor | None = None
-        """Factor by which the gradients of the next step are multiplied."""
+        """Factor of the gradients in the next step."""
 
     def scale_gradients(self, factor: Tensor) -> None:
         self._factor = factor
@@ -45,7 +45,7 @@ class CompiledAdamKernel(ShardUpdate):
         }
         for shard in self.shards:
             tensors = shard.main, shard.grads, shard.states["exp_avg"], shard.states["exp_avg_sq"]
-            # Kernels know that rows are aligned.
+            # lets kernels assume that rows are aligned
             main, grad, first, second = (tensor.detach().view(-1, ALIGNMENT) for tensor in tensors)
             params = None if shard.aliased else shard.params.view(-1, ALIGNMENT)
             eps = self.config.adam_eps * shard.group.eps_mult
@@ -62,22 +62,23 @@ class CompiledAdamKernel(ShardUpdate):
 
 
 class AdamScalars(NamedTuple):
-    """Values common to all elements, fp32 scalars on the device: a change causes no compilation and no wait."""
+    """Values common to all elements, as fp32 scalars on the device, so that a change causes no compilation and no
+    wait."""
 
     factor: Tensor
     """Factor of the gradients."""
 
     skip: Tensor
-    """1 where nothing is to change, else 0."""
+    """1 if nothing is to change, else 0."""
 
     decay: Tensor
     """1 - learning rate * weight decay"""
 
     step_size: Tensor
-    """Learning rate / correction of the first moment's bias"""
+    """Learning rate divided by the bias correction of the first moment."""
 
     correction: Tensor
-    """Root of the correction of the second moment's bias"""
+    """Square root of the bias correction of the second moment."""
 
 
 def adamw_(
@@ -90,8 +91,18 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Make one update (arXiv 1711.05101, algorithm 2) of tensors of the same shape in fp32, in place; `params` receive
-    the new main parameters in their own dtype. The gradient is only read."""
+    """Make one update (arXiv 1711.05101, algorithm 2) of fp32 tensors of the same shape, in place.
+
+    Args:
+        main: Main parameters.
+        grad: Gradient; only read.
+        exp_avg: First moment.
+        exp_avg_sq: Second moment.
+        params: Receives the new main parameters in its own dtype.
+        scalars: Values of this update.
+        betas: Decays of the moments.
+        eps: Added to the root of the second moment.
+    """
     keeps = scalars.skip > 0
     g = grad * scalars.factor
     m = torch.lerp(exp_avg, g, 1.0 - betas[0])

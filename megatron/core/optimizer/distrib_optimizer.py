@@ -3,9 +3,9 @@
 Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). Without
 sharding (--no-use-distributed-optimizer) a rank's shard is the whole bucket, and everything else is the same.
 
-A step never waits for the device, except to move a dynamic loss scale, and for the gradients of states that are
-updated on the host. A loss or a gradient that is not finite leaves parameters and moments untouched, in
-every precision: the update kernels read the overflow flag on the device.
+A step waits for the device only to change a dynamic loss scale, and for the gradients of states that are updated on the
+host. A non-finite loss or gradient leaves parameters and moments unchanged, in every precision: the update kernels read
+the overflow flag on the device.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ from megatron.core.parallel_state import ParallelState
 
 
 class StepResult:
-    """The result of a step. Reading a value waits until the device has come as far as this step, and no further.
-    Nothing can be read until the verdict is there (`settle`)."""
+    """The result of a step. Reading a value waits until the device has finished this step, but no longer.
+
+    Nothing can be read before the verdict is available (`settle`).
+    """
 
     def __init__(self, loss_scale: float, scale_can_fall: bool) -> None:
         self._values: HostCopy | None = None
         self.loss_scale = loss_scale
-        """Loss scale that the step's gradients were computed with."""
+        """Loss scale with which the step's gradients were computed."""
         self._scale_can_fall = scale_can_fall
 
     def settle(self, values: Tensor) -> None:
-        """Takes up the values: [norm, overflow, skip, spike, *sums] float64 on the device."""
+        """Store the values: [norm, overflow, skip, spike, *sums] float64 on the device."""
         self.skip = values[2]
         """`skipped` as a float64 scalar on the device."""
         self._values = HostCopy[float](values)
@@ -67,12 +69,12 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """True if nothing was updated: not `finite`, or refused by the judge."""
+        """True if nothing was updated because of non-finite values or the judge."""
         return bool(self._read()[2])
 
     @property
     def spike(self) -> bool:
-        """True if the judge found the step out of the ordinary, whatever became of it."""
+        """True if the judge found the step exceptional, skipped or not."""
         return bool(self._read()[3])
 
     @property
@@ -82,13 +84,15 @@ class StepResult:
 
     @property
     def scale_overflow(self) -> bool:
-        """True if this was an overflow of fp16 that a lower loss scale can mend: `sums`, which it does not multiply,
-        are finite, and it is not at its lowest."""
+        """True if this was an fp16 overflow that a lower loss scale can fix.
+
+        In this case `sums`, which the scale does not multiply, are finite, and the scale is not at its minimum.
+        """
         return not self.finite and self._scale_can_fall and all(map(math.isfinite, self.sums))
 
 
 def _build_shards(config: OptimizerConfig, ddp: DistributedDataParallel) -> list[Shard]:
-    """The shards of this rank, by bucket and place."""
+    """Return the shards of this rank, by bucket and place."""
     build_shard, shards = STATE_STORES[config.state_store], []
     states = [states_of_shards(config, layout) for layout in ddp.layouts]
     for place in place_states(ddp.layouts, config):
@@ -106,7 +110,7 @@ def _build_host_update(
     chains: Sequence[Chain],
     threads: int | None,
 ) -> HostUpdateRule | None:
-    """The update of the shards in host memory, each by its chain; None if there are none."""
+    """Return the update of the shards in host memory, each by its chain; None if there are none."""
     if not shards:
         return None
     assert config.host_store is not None
@@ -116,8 +120,8 @@ def _build_host_update(
 
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(norm, overflow, sums) -> (1 if nothing is to be updated, else 0; 1 if the step is a spike, else 0), as float64
-scalars on the device."""
+"""(norm, overflow, sums) -> (1 to skip the update, else 0; 1 if the step is a spike, else 0), as float64 scalars on the
+device."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +134,14 @@ class Update:
     """Factor of the gradients that `reduce_model_grads` returned."""
 
     sums: Tensor | None = None
-    """[n] float64 of each rank, as the loss: added up along with the norm, and must be finite like it."""
+    """[n] float64 of each rank, such as the loss. They are summed together with the norm and must also be finite."""
 
     judge: Judge | None = None
-    """May refuse the update."""
+    """Decides whether to skip the update."""
 
     on_update: Callable[[Tensor], None] | None = None
-    """Called with `skip`, 1 if nothing was updated, before parameters are gathered: scales of casts follow from it."""
+    """Called with `skip`, 1 if nothing was updated, before parameters are gathered, because scales of casts depend on
+    it."""
 
 
 class DistributedOptimizer:
@@ -153,7 +158,7 @@ class DistributedOptimizer:
         state: ParallelState,
         host_threads: int | None = None,
     ) -> None:
-        """`host_threads` update states in host memory; by default torch's."""
+        """Create the optimizer. `host_threads` threads update states in host memory; the default is torch's number."""
         if config.use_distributed_optimizer != ddp.use_distributed_optimizer:
             raise ValueError(
                 f"use_distributed_optimizer is {config.use_distributed_optimizer} in OptimizerConfig and "
@@ -178,10 +183,12 @@ class DistributedOptimizer:
         self.chains = [self._chain, *chains_on_host]
         """The chains of all shards, on the device and on the host."""
         self.after_update: list[Callable[[Tensor], None]] = []
-        """Called after each update of main parameters on the device, before the parameters are written, with 1 on the
-        device where nothing was updated, else 0. A callback of a run may add to it in `meters`."""
+        """Hooks called after each update of main parameters on the device, before the parameters are written.
+
+        The argument is 1 on the device if nothing was updated, else 0. A run's callback may add hooks in `meters`.
+        """
         self.updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
-        """Updates made so far, on the device."""
+        """Number of updates so far, on the device."""
 
     @torch.no_grad()
     def step(self, update: Update) -> StepResult:
@@ -199,18 +206,21 @@ class DistributedOptimizer:
         return result
 
     def begin_update(self, update: Update, own: Tensor, result: StepResult) -> None:
-        """Waits for the gradient norm, of which this rank has `own`, and updates. A subclass may leave a part of it to
+        """Wait for the gradient norm, of which this rank has `own`, and update. Subclasses may leave part of it to
         `end_update`."""
         self.apply(update, *self.verdict(update, self.grad_norm.start(own).wait(), result))
         if self.scaler.dynamic:
             self.scaler.update(not result.finite)
 
     def end_update(self) -> None:
-        """Ends what the last `step` has begun: its result can be read afterwards. Collective over the world."""
+        """End the update that the last `step` started; its result can be read afterwards. Collective over the world."""
 
     def verdict(self, update: Update, summed: Tensor, result: StepResult) -> tuple[Tensor, Tensor | None]:
-        """(1 if nothing is to be updated, else 0; the factor, at most 1, that brings the norm down to --clip-grad, or
-        None without), and settles the result. `summed` is what `GradNorm.start` has summed over the world."""
+        """Return (1 to skip the update, else 0; the factor, at most 1, that reduces the norm to --clip-grad, None
+        without clipping).
+
+        Settles the result. `summed` is the sum over the world that `GradNorm.start` computes.
+        """
         norm, overflow, sums = self.grad_norm.finish(summed, update.factor)
         judge = update.judge
         refused, spike = (torch.zeros_like(overflow),) * 2 if judge is None else judge(norm, overflow, sums)
@@ -254,12 +264,13 @@ class DistributedOptimizer:
 
     @property
     def loss_scale(self) -> float:
-        """Factor for the next step's losses; 1 but in fp16."""
+        """Factor of the next step's losses; 1 except in fp16."""
         return self.scaler.scale
 
     @property
     def step_count(self) -> int:
-        """Updates made so far, in Adam's bias correction too; skipped steps do not count. Waits for the device."""
+        """Number of updates so far, also used in Adam's bias correction; skipped steps do not count. Waits for the
+        device."""
         return int(self.updates.item())
 
     @step_count.setter
@@ -270,15 +281,17 @@ class DistributedOptimizer:
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of main parameters and states: on the device, and in host memory with what passes through there."""
+        """Bytes of main parameters and states on the device, and bytes in host memory including transfer buffers."""
         device, host = (sum(sum(s.nbytes) for s in self.shards if s.on_host == place) for place in (False, True))
         device += sum(chain.nbytes for chain in self.chains if not chain.on_host)
         host += sum(chain.nbytes for chain in self.chains if chain.on_host)
         return device, host + (0 if self.host_update is None else self.host_update.nbytes)
 
     def sharded_state(self) -> list[OptimizerPiece]:
-        """Everything this rank owns, to read: live views, or copies on the host of what has scales. Main parameters are
-        left out where the parameters are the main parameters."""
+        """Return everything that this rank owns, to read: live views, or copies on the host of states with scales.
+
+        Main parameters are omitted if the parameters themselves are the main parameters.
+        """
         self.finish_param_sync()
         return [*(piece for shard in self.shards for piece in shard.pieces(shard.exported())), *self._of_chain()]
 
@@ -287,7 +300,7 @@ class DistributedOptimizer:
 
     @contextmanager
     def loading_state(self) -> Iterator[list[OptimizerPiece]]:
-        """`sharded_state` to write into: what was written is taken up at the end. Set `step_count` too."""
+        """Return `sharded_state` for writing; written values take effect at the end. Set `step_count` too."""
         self.finish_param_sync()
         exported = [(shard, shard.exported()) for shard in self.shards]
         yield [*(piece for shard, tensors in exported for piece in shard.pieces(tensors)), *self._of_chain()]
@@ -298,7 +311,9 @@ class DistributedOptimizer:
             self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Waits until the last update is made and the parameters are whole: for whoever reads them outside of a forward
-        pass."""
+        """Wait until the last update is made and the parameters are whole.
+
+        Call it before reading parameters outside a forward pass.
+        """
         self.end_update()
         self.ddp.finish_param_sync()

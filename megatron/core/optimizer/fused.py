@@ -1,5 +1,7 @@
-"""Fused links, which update whole shards in one pass over their memory: the choice of a link for the parameters of a
-buffer, and the links of Adam and SGD, which use torch's kernels."""
+"""Fused links, which update whole shards in one pass over their memory.
+
+Selects the link for a buffer's parameters, and provides the links of Adam and SGD, which use torch's kernels.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class FusedPart:
 
 
 def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform | None:
-    """The fused link that the chains of a buffer's parameters have in common. Raises ValueError if some parameters have
-    another link."""
+    """Return the fused link that the chains of a buffer's parameters have in common. Raises ValueError if links
+    differ."""
     found: dict[type[Transform] | None, FusedTransform | None] = {}
     for param in layout.params:
         fused = [link for link in chain_of(config, param.meta) if isinstance(link, FusedTransform)]
@@ -44,13 +46,13 @@ def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform 
 
 
 def states_of_shards(config: OptimizerConfig, layout: BufferLayout) -> Sequence[State]:
-    """States stored with the main parameters of a buffer, including padding: those of its fused link."""
+    """Return the states of the buffer's fused link, which are stored with its main parameters, including padding."""
     fused = fused_link(config, layout)
     return () if fused is None else fused.states(layout.params[0].meta)
 
 
 def fused_parts(config: OptimizerConfig, shards: Sequence[Shard], stage: StageOfUpdate) -> list[FusedPart]:
-    """The kernels of all fused links of a stage; on the host of those alone that `shards` have."""
+    """Return the kernels of all fused links of a stage; on the host, only kernels of links that `shards` use."""
     links: dict[type[FusedTransform], FusedTransform] = {}
     members: dict[type[FusedTransform], list[Shard]] = {}
     on_host = any(shard.on_host for shard in shards)
@@ -64,9 +66,10 @@ def fused_parts(config: OptimizerConfig, shards: Sequence[Shard], stage: StageOf
 
 
 class FusedAdam(FusedTransform):
-    """Adam with decoupled weight decay (arXiv 1711.05101), of moments, decay and learning rate in one kernel.
+    """Adam with decoupled weight decay (arXiv 1711.05101): moments, decay and learning rate in one kernel.
 
-    If regions are compiled, fp32 main parameters have a kernel that also writes the parameters."""
+    If regions are compiled, fp32 main parameters use a kernel that also writes the parameters.
+    """
 
     def states(self, meta: ParamMeta) -> Sequence[State]:
         return [elements("exp_avg", meta), elements("exp_avg_sq", meta)]
@@ -89,14 +92,14 @@ class FusedSGD(FusedTransform):
 
 
 def plain_shards(shards: Sequence[Shard]) -> list[OptimizerShard]:
-    """The same shards, whose main parameters and states must be plain tensors."""
+    """Return the same shards, whose main parameters and states must be plain tensors."""
     plain = [shard for shard in shards if isinstance(shard, OptimizerShard)]
     assert len(plain) == len(shards), "the kernel of this link cannot read the format of the states"
     return plain
 
 
 class TorchKernel(ShardUpdate):
-    """One of torch's fused optimizers, which CPU and CUDA both have: they take the overflow flag as a tensor."""
+    """One of torch's fused optimizers, available on CPU and CUDA: they accept the overflow flag as a tensor."""
 
     def __init__(self, shards: Sequence[OptimizerShard], fused: torch.optim.Optimizer) -> None:
         self.shards = shards
@@ -105,7 +108,10 @@ class TorchKernel(ShardUpdate):
             fused.state[shard.main].update(shard.states)
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """The kernels divide by a float32 scalar as they read and store the gradient; float64 needs a finer one."""
+        """Scale gradients.
+
+        The kernels divide by a float32 scalar while reading and storing the gradient; float64 needs a more precise one.
+        """
         if any(shard.main.dtype == torch.float64 for shard in self.shards):
             scale_gradients_(self.shards, factor)
         else:
@@ -120,7 +126,7 @@ class TorchKernel(ShardUpdate):
 
 
 class AdamKernel(TorchKernel):
-    """torch.optim.AdamW of shards."""
+    """torch.optim.AdamW on shards."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
         betas = (config.adam_beta1, config.adam_beta2)
@@ -136,18 +142,18 @@ class AdamKernel(TorchKernel):
 
 
 class SGDKernel(TorchKernel):
-    """torch.optim.SGD of shards."""
+    """torch.optim.SGD on shards."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
         super().__init__(shards, torch.optim.SGD(_groups(shards), 0.0, config.sgd_momentum, fused=True))
 
 
 def _groups(shards: Sequence[OptimizerShard]) -> list[dict]:
-    """Main parameters by group, as torch's optimizers take them."""
+    """Return main parameters by group, as torch's optimizers expect them."""
     groups: dict[ParamGroup, list[Tensor]] = {}
     for shard in shards:
         groups.setdefault(shard.group, []).append(shard.main)
-    if not groups:  # torch wants some, and a pipeline stage may have no parameters
+    if not groups:  # torch requires some, and a pipeline stage may have no parameters
         groups[ParamGroup()] = [torch.zeros(0)]
     return [{"params": params, "group": group} for group, params in groups.items()]
 

@@ -1,9 +1,10 @@
-"""The global gradient norm, without waiting for the device.
+"""The global gradient norm, computed without waiting for the device.
 
-Each element of the model counts once: every data-parallel rank adds up its own shard, with or without the distributed
-optimizer, and of the replicas over model axes and of a tied embedding's two copies one counts. Rows of `ROW` elements
-are added up in the gradients' precision and their sums in float64: all in float32, a flat shard of 10^7 elements is off
-in the third digit; all in float64, it would have to be converted, which takes forty times as long on CPU.
+Each element of the model counts once. Every data-parallel rank sums its own shard, with or without the distributed
+optimizer. Among replicas over model axes, and between a tied embedding's two copies, only one counts. Rows of `ROW`
+elements are summed in the gradients' precision and the row sums in float64. With float32 throughout, a flat shard of
+10^7 elements would be off in the third digit. With float64 throughout, the shard would have to be converted, which
+takes forty times as long on CPU.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ ROW = 4096
 
 
 class GradNorm:
-    """The tensors whose squares this rank sums, decided once, and the norm over the world: one collective, which adds
-    up `sums` [n] of each rank too."""
+    """Tensors whose squares this rank sums, and the norm over the world.
+
+    A single collective also sums `sums` [n] of each rank.
+    """
 
     def __init__(
         self, buckets: Sequence[Bucket], state: ParallelState, device: torch.device, host_threads: int | None = None
     ) -> None:
-        """`host_threads` read gradients in host memory; by default torch's."""
+        """Select the tensors. `host_threads` threads read gradients in host memory; the default is torch's number."""
         self.world, self.device = state.world, device
         self._threads = host_threads
         self.counted: list[Tensor] = []
@@ -48,18 +51,20 @@ class GradNorm:
                 (self.counted if counts else self.replicas).append(view)
 
     def own(self, sums: Tensor | None = None) -> Tensor:
-        """[squares that count, squares of replicas, *sums] float64 of this rank."""
+        """Return [squares that count, squares of replicas, *sums] float64 of this rank."""
         squares = torch.stack([self._sum_of_squares(self.counted), self._sum_of_squares(self.replicas)])
         return squares if sums is None else torch.cat([squares, sums.to(squares)])
 
     def start(self, own: Tensor) -> Pending:
-        """Launches the sum of `own` over the world, in place."""
+        """Launch the sum of `own` over the world, in place."""
         return start_all_reduce_(own, self.world)
 
     def finish(self, summed: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(norm, overflow, sums) in float64 on the device, from the sum over the world: overflow is 1 if any gradient
-        anywhere, replicas included, or any of `sums` is infinite or NaN, else 0. With a `factor`, the result is the
-        norm of gradients multiplied by it."""
+        """Return (norm, overflow, sums) in float64 on the device, from the sum over the world.
+
+        Overflow is 1 if any gradient anywhere, including replicas, or any of `sums` is infinite or NaN, else 0. With a
+        `factor`, the result is the norm of the gradients times the factor.
+        """
         norm = summed[0].sqrt() if factor is None else summed[0].sqrt() * factor
         return norm, (~torch.isfinite(summed).all()).to(torch.float64), summed[2:]
 
@@ -78,8 +83,10 @@ class GradNorm:
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Returns the sum of squares of a 1-D tensor as a float64 scalar. A float32 sum would overflow if an element
-    exceeded about 10^18."""
+    """Return the sum of squares of a 1-D tensor as a float64 scalar.
+
+    A float32 sum would overflow if an element exceeded about 10^18.
+    """
     whole, dtype = x.numel() // ROW * ROW, torch.promote_types(x.dtype, torch.float32)
     rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), dim=1, dtype=dtype)
     rest = torch.linalg.vector_norm(x[whole:], dtype=dtype)

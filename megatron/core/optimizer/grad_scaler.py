@@ -1,4 +1,5 @@
-"""Loss scale of fp16 training: large enough that small gradients survive, small enough that large ones do."""
+"""Loss scaling for fp16 training: the scale is large enough to keep small gradients and small enough not to
+overflow."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 
 
 class LossScaler:
-    """A fixed scale; 1 where no scaling is needed."""
+    """A fixed scale; 1 if no scaling is needed."""
 
     dynamic = False
 
@@ -15,24 +16,24 @@ class LossScaler:
 
     @property
     def can_fall(self) -> bool:
-        """True if an overflow may be the scale's fault, and be gone with a lower one."""
+        """True if a lower scale may avoid an overflow."""
         return False
 
     def update(self, overflow: bool) -> None:
-        """Learns whether the step's gradients overflowed."""
+        """Record whether the step's gradients overflowed."""
 
     def state_dict(self) -> dict[str, float]:
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """A fixed scale is what the configuration says, whatever was saved."""
+        """Do nothing: a fixed scale is set by the configuration, whatever was saved."""
 
 
 class DynamicLossScaler(LossScaler):
-    """Halves on overflow and doubles after `window` good steps in a row.
+    """Halves on overflow and doubles after `window` consecutive good steps.
 
-    `hysteresis` overflows are forgiven before the scale falls; from then on each one halves it, until a full window
-    of good steps doubles it and restores the allowance. Never below `min_scale`.
+    `hysteresis` overflows are tolerated before the scale decreases. From then on each overflow halves it, until a full
+    window of good steps doubles it and restores the allowance. The scale never falls below `min_scale`.
     """
 
     dynamic = True
@@ -70,7 +71,7 @@ class DynamicLossScaler(LossScaler):
 
 
 def build_loss_scaler(config: OptimizerConfig, fp16: bool) -> LossScaler:
-    """The scaler a run needs: none (scale 1) but in fp16, there dynamic unless --loss-scale fixes it."""
+    """Build the scaler of a run: scale 1 except in fp16, where it is dynamic unless --loss-scale is given."""
     if not fp16:
         return LossScaler()
     if config.loss_scale is not None:

@@ -1,4 +1,4 @@
-"""Gathers the whole matrices that a rank owns from the flat shards of its pipeline stage, and sends them back."""
+"""Gathers a rank's whole matrices from the flat shards of its pipeline stage, and sends them back."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ Read = Callable[[Part, Tensor], None]
 """Writes this rank's values of a part into a tensor of its shape."""
 
 Write = Callable[[Part, Matrix, Tensor], None]
-"""Takes up the transformed values of a part."""
+"""Stores the transformed values of a part."""
 
 Direction = Callable[[Tensor, Sequence[int]], Tensor]
-"""Maps matrices [n, rows, columns] to the same shape, each by itself, given their numbers in the plan."""
+"""Maps matrices [n, rows, columns] to the same shape, each independently, given their numbers in the plan."""
 
 
 @dataclass(frozen=True)
 class _Round:
-    """Parts that are sent together: for each rank of the stage the parts of one message, in order."""
+    """Parts that are sent together: for each rank of the stage, the parts of one message, in order."""
 
     read: list[list[Part]]
-    """Elements that this rank sends to the owners."""
+    """Number of elements that this rank sends to the owners."""
     arriving: list[list[Part]]
-    """Elements of this rank's matrices that other ranks send to it."""
+    """Number of elements of this rank's matrices that other ranks send to it."""
     returned: list[list[Part]]
-    """Elements of this rank's matrices that it returns to all holders of a part."""
+    """Number of elements of its matrices that this rank returns to the holders of a part."""
     written: list[list[Part]]
-    """Elements that the owners return to this rank."""
+    """Number of elements that the owners return to this rank."""
     stacks: list[list[int]]
     """Matrices that this rank owns, grouped by size."""
 
 
 class MatrixExchange:
-    """Exchange of one rank over the ranks of its pipeline stage, `axis`, in tensors of `dtype`. Collective over
-    them."""
+    """Exchange among the ranks of a pipeline stage, `axis`, in tensors of `dtype`. Collective over them."""
 
     def __init__(self, plan: MatrixPlan, axis: Axis, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan
@@ -50,7 +49,7 @@ class MatrixExchange:
         self.device = device
         self._owned = plan.owned(axis.rank)
         self._mine = plan.parts(axis.rank)
-        """This rank's parts of all matrices, by the number of the matrix."""
+        """This rank's parts of all matrices, by matrix number."""
         self._theirs = [
             self._mine if place == axis.rank else plan.parts(place, self._owned) for place in range(axis.size)
         ]
@@ -58,7 +57,7 @@ class MatrixExchange:
         self._rounds: dict[tuple[int, ...], _Round] = {}
 
     def _round(self, numbers: Sequence[int]) -> _Round:
-        """The round of the matrices with these numbers."""
+        """Return the round of the matrices with these numbers."""
         key = tuple(numbers)
         if key not in self._rounds:
             self._rounds[key] = self._planned_round(numbers)
@@ -83,11 +82,15 @@ class MatrixExchange:
         return _Round(read, arriving, returned, written, stacks)
 
     def transform(self, read: Read, direction: Direction, write: Write, numbers: Sequence[int] | None = None) -> None:
-        """Writes direction(x) for every matrix x of the stage, or of `numbers` in one round, where `read` says what x
-        is.
+        """Transform every matrix x of the stage, or the matrices `numbers` in one round, and write direction(x).
 
-        The next matrices are gathered while these are transformed, and these are sent back while the next ones are
-        transformed.
+        The next matrices are gathered during a transformation, and the results are sent back during the following one.
+
+        Args:
+            read: Reads this rank's parts of x.
+            direction: The transformation.
+            write: Stores this rank's parts of the result.
+            numbers: Matrix numbers, or None for all.
         """
         rounds = [self._round(each) for each in (self.plan.rounds if numbers is None else [numbers])]
         returning: tuple[_Round, Pending] | None = None
@@ -111,7 +114,7 @@ class MatrixExchange:
         return start_all_to_all(packed, outgoing, incoming, self.axis)
 
     def _stacked(self, current: _Round, received: Tensor) -> list[Tensor]:
-        """Tensors [n, rows, columns] of the matrices that have arrived."""
+        """Return tensors [n, rows, columns] of the received matrices."""
         boxes, stacks = self._empty_stacks(current)
         for part, values in _views(received, current.arriving):
             boxes[part.matrix][part.place].copy_(values)
@@ -137,7 +140,7 @@ class MatrixExchange:
         return self._boxes(current, stacks), stacks
 
     def _boxes(self, current: _Round, stacks: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Views of the matrices in `stacks`, in the shapes of their boxes."""
+        """Return views of the matrices in `stacks`, in the shapes of their boxes."""
         return {
             number: matrix.view(self.plan.matrices[number].shape)
             for group, stack in zip(current.stacks, stacks, strict=True)
@@ -158,7 +161,7 @@ def _sizes(messages: list[list[Part]]) -> list[int]:
 
 
 def _views(packed: Tensor, messages: list[list[Part]]) -> list[tuple[Part, Tensor]]:
-    """Each part of the messages, and its place in their buffer."""
+    """Yield each part of the messages with its place in their buffer."""
     found, start = [], 0
     for part in (part for message in messages for part in message):
         found.append((part, packed[start : start + part.numel].view(part.shape)))

@@ -1,12 +1,12 @@
-"""Which rank of a pipeline stage transforms which matrix, and where the parts of each lie. This module does not import
-torch.
+"""Assigns the matrices of a pipeline stage to ranks that transform them, and locates their parts. This module does not
+import torch.
 
-Main parameters, gradients and momentum stay in flat shards, cut by tensor and expert parallelism and by ZeRO-1, and
-what needs a whole matrix gathers it: each matrix of a stage has one owner among the ranks of the stage. The owner
-receives the parts of the matrix, transforms the whole, and sends the parts back. So every matrix is transformed once,
-not on each rank that holds some of it, and each rank sends and receives its own shard once, in each direction.
+Main parameters, gradients and momentum stay in flat shards, divided by tensor and expert parallelism and by ZeRO-1. An
+operation on whole matrices gathers them: each matrix of a stage has one owner among the ranks of the stage, which
+receives the parts, transforms the whole, and sends the parts back. Every matrix is therefore transformed once, instead
+of on each rank that holds a part, and each rank sends and receives its own shard once in each direction.
 
-All ranks of a stage have parameters of the same names and shapes, so that each computes the same plan from integers.
+All ranks of a stage have parameters of the same names and shapes, so each computes the same plan from integers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 
 ROUND = 2**26
-"""Elements that a rank gathers at a time, or one matrix if that is larger: bounds the memory of the exchange."""
+"""Maximum number of elements that a rank gathers at a time, or one matrix if that is larger. Bounds the exchange's
+memory."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The box of `shape` at `offset` of a parameter: rows in all dimensions but the last."""
+    """The box of `shape` at `offset` of a parameter. All dims but the last are rows."""
 
     meta: ParamMeta
     offset: tuple[int, ...]
@@ -54,11 +55,11 @@ class Part:
     """Number of the matrix."""
 
     shard: int
-    """Number of its optimizer shard among those of the plan's buffers."""
+    """Index of its optimizer shard among the shards of the plan's buffers."""
 
     start: int
     stop: int
-    """Elements of that shard which hold a box of shape `held`, row-major."""
+    """Elements of that shard, which contain a box of shape `held`, row-major."""
 
     held: tuple[int, ...]
     within: tuple[slice, ...]
@@ -77,11 +78,16 @@ class Part:
 
 
 class MatrixPlan:
-    """Exchange of one rank's stage. `layouts` are the buffers of the stage's ranks, `ranks` those ranks.
+    """Exchange of a rank's stage. By default it contains all matrices of buffers of whole matrices.
 
-    `splits` decides by its name whether a fused weight is divided into its linear maps. With `blockwise`, each shard of
-    tensor parallelism counts as a matrix of its own. `round_size` replaces `ROUND`. By default all matrices of buffers
-    of whole matrices take part; with `wanted`, the chosen parameters of any buffer."""
+    Args:
+        layouts: Buffers of the stage's ranks.
+        ranks: Ranks of the stage.
+        splits: Decides by name whether a fused weight is split into its linear maps.
+        blockwise: Treat each tensor-parallel shard as a separate matrix.
+        round_size: Replaces `ROUND`.
+        wanted: Selects parameters of any buffer.
+    """
 
     def __init__(
         self,
@@ -114,7 +120,7 @@ class MatrixPlan:
                 self._numbers[param.meta.name] = list(range(len(self.matrices), len(self.matrices) + len(found)))
                 self.matrices += found
         self.owners = balanced([matrix.cost for matrix in self.matrices], len(self.ranks))
-        """Index in `ranks` of the owner of each matrix."""
+        """Index in `ranks` of each matrix's owner."""
         self.rounds = self._in_rounds(round_size or ROUND)
         """Numbers of the matrices that are gathered at the same time."""
 
@@ -144,16 +150,16 @@ class MatrixPlan:
         return [sorted(matrices) for matrices in rounds]
 
     def owned(self, place: int) -> list[int]:
-        """Numbers of the matrices whose owner is ranks[place], equal sizes one after another."""
+        """Return the numbers of the matrices owned by ranks[place], grouped by size."""
         mine = [number for number, owner in enumerate(self.owners) if owner == place]
         return sorted(mine, key=lambda number: (self.matrices[number].size, number))
 
     def numbers(self, name: str) -> Sequence[int]:
-        """Numbers of the matrices of a parameter, in the order of their offsets."""
+        """Return the numbers of a parameter's matrices in offset order."""
         return self._numbers[name]
 
     def parts(self, place: int, wanted: Sequence[int] | None = None) -> dict[int, list[Part]]:
-        """Number of a matrix -> the parts that ranks[place] holds, of `wanted` matrices or of all."""
+        """Return the parts that ranks[place] holds, by matrix number, for `wanted` matrices or all."""
         rank, found = self.ranks[place], dict[int, list[Part]]()
         chosen = None if wanted is None else set(wanted)
         for shard, param, flat, start, stop in self._held(rank):
@@ -171,8 +177,11 @@ class MatrixPlan:
         return found
 
     def sends(self, source: int, matrix: int) -> bool:
-        """Return True if ranks[source] sends its parts of a matrix to the owner. Among ranks that hold the same parts,
-        this is the one that shares the owner's position on every axis along which the parameter is replicated."""
+        """Return True if ranks[source] sends its parts of a matrix to the owner.
+
+        Of the ranks that hold the same parts, the sender has the owner's position on every axis along which the
+        parameter is replicated.
+        """
         meta, owner = self.matrices[matrix].meta, self.owners[matrix]
         a, b = self.ranks[source], self.ranks[owner]
         data = self._data_rank[meta.data_axis]
@@ -180,7 +189,8 @@ class MatrixPlan:
         return same_data and all(self._coords[a][axis] == self._coords[b][axis] for axis in meta.replica_axes)
 
     def _held(self, rank: int) -> Iterator[tuple[int, ParamRange, int, int, int]]:
-        """(shard, parameter, where in the shard, elements [start, stop) of the local tensor) of what `rank` updates."""
+        """Yield (shard, parameter, position in the shard, elements [start, stop) of the local tensor) for updates of
+        `rank`."""
         buckets = [(layout, bucket) for layout in self._layouts for bucket in layout.buckets]
         for shard, (layout, bucket) in enumerate(buckets):
             data_rank = self._data_rank["expt_dp" if layout.expert else "dp_cp"][rank]
@@ -195,8 +205,10 @@ class MatrixPlan:
 
 
 def balanced(costs: Sequence[int], ranks: int) -> list[int]:
-    """A rank for each cost, so that sums are close: the dearest first, each to the rank with the least so far
-    (Graham's LPT rule: the largest sum is at most 4/3 of the least possible)."""
+    """Assign each cost to a rank so that the sums are close: largest cost first, to the rank with the smallest sum.
+
+    By Graham's LPT rule the largest sum is at most 4/3 of the optimum.
+    """
     heap, owners = [(0, rank) for rank in range(ranks)], [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         total, owners[i] = heap[0]
@@ -205,8 +217,10 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
 
 
 def linear_maps(meta: ParamMeta, split: bool = True) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes (offset, shape) of the global tensor, each of which is the weight of one linear map: all dimensions except
-    the last one index its rows. Weights that are `fused` count as one without `split`."""
+    """Return boxes (offset, shape) of the global tensor, one per linear map.
+
+    All dims except the last index the map's rows. `fused` weights count as one map without `split`.
+    """
     spans = [[(i, 1) for i in range(size)] for size in meta.global_shape[: meta.stacked]]
     spans += [[(0, size)] for size in meta.global_shape[meta.stacked :]]
     if split and meta.fused is not None:

@@ -1,7 +1,8 @@
-"""The shards of main parameters and optimizer states that a rank updates, and the interfaces of what updates them.
+"""Shards of main parameters and optimizer states that a rank updates, and interfaces for updating them.
 
 Every optimizer is a chain of transforms (`transforms`, `chain`); Adam and SGD are chains of one fused link (`fused`).
-`DistributedOptimizer` does the rest of a step, from the norm of the gradients to the gather of updated parameters."""
+`DistributedOptimizer` performs the rest of a step, from the gradient norm to the gather of updated parameters.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +26,22 @@ from megatron.core.parallel_state import Axis
 from megatron.core.torch_private import foreach_mul_
 
 MAIN_PARAM = "main_param"
-"""Kind of state of main parameters."""
+"""Kind of state for main parameters."""
 
 CHUNK = 2**22
-"""Elements that are updated at a time, element by element: bounds the memory of the copies that an update works on."""
+"""Elements per chunk of an element-wise update, which bounds the memory of its temporary copies."""
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Part of a bucket that a rank updates, with the optimizer states that it keeps for it."""
+    """Part of a bucket that a rank updates, with the optimizer states that it keeps for the part."""
 
     bucket: Bucket
     layout: BufferLayout
     """Layout of the bucket's buffer."""
 
     place: StateRange
-    """The elements of the bucket, and whether their states are in host memory."""
+    """Elements of the bucket, and whether their states are in host memory."""
 
     states: Sequence[State]
     """Optimizer states of the fused link that updates the bucket's parameters."""
@@ -50,9 +51,12 @@ class ShardSpec:
 
 
 class Shard:
-    """One rank's part of a bucket, or a range of it: its main parameters and their states, in any storage format, in
-    device or host memory. States are allocated at once, so that a checkpoint can load into them and memory is final
-    before the first step."""
+    """One rank's part of a bucket, or a range of it: main parameters and states in any storage format, on the device or
+    host.
+
+    States are allocated immediately, so that a checkpoint can be loaded into them and memory is final before the first
+    step.
+    """
 
     def __init__(self, spec: ShardSpec) -> None:
         bucket, place = spec.bucket, spec.place
@@ -66,53 +70,53 @@ class Shard:
         self.device_params = bucket.owned_params[place.start : place.stop]
         self.device_grads = bucket.owned_grads[place.start : place.stop]
         self.params, self.grads = self.device_params, self.device_grads
-        """Tensors that an update writes and reads; of a shard on the host what was attached."""
+        """Tensors that an update writes and reads; for a shard on the host, the attached copies."""
         self.device = torch.device("cpu") if self.on_host else self.params.device
         """Device on which states are stored and updated."""
         self.params_are_main = self.params.dtype == spec.main_dtype
-        """True if the parameters have the values of the main parameters, which are not saved then."""
+        """True if the parameters equal the main parameters, which are then not saved."""
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for states, on its device."""
+        """Allocate memory for states on its device."""
         if self.on_host:
             return self.bucket.host_zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     changes_params_when_loaded = False
-    """True if main parameters that were loaded may round parameters in another way."""
+    """True if loading main parameters may change how parameters are rounded."""
 
     def attach(self, grads: Tensor, params: Tensor) -> None:
-        """Makes the next update read `grads` and write `params`, copies on the host."""
+        """Let the next update read `grads` and write `params`, which are copies on the host."""
         self.grads, self.params = grads, params
 
     def write_params(self) -> None:
-        """Main parameters into this rank's part of the parameters."""
+        """Write main parameters to this rank's part of the parameters."""
         raise NotImplementedError
 
     def read_main(self, start: int, stop: int) -> Tensor:
-        """Main parameters of elements [start, stop) of the shard, where they lie."""
+        """Return main parameters of elements [start, stop) of the shard on their device."""
         raise NotImplementedError
 
     def exported(self) -> dict[str, Tensor]:
-        """Kind of state -> a flat tensor of its values, which a checkpoint saves, or loads into."""
+        """Return the states by kind as flat tensors that a checkpoint saves or loads into."""
         raise NotImplementedError
 
     def take_up(self, loaded: Mapping[str, Tensor]) -> None:
-        """Stores what was loaded into the tensors of `exported`, where they are not the memory itself."""
+        """Store the values loaded into the tensors of `exported`, unless these are the memory itself."""
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """(main parameters, states)"""
+        """Return the bytes of (main parameters, states)."""
         raise NotImplementedError
 
     def owned_pieces(self, start: int, stop: int) -> Iterator[tuple[Piece, slice]]:
-        """Parts of parameters of the shard within [start, stop) of the buffer, and their places in the shard."""
+        """Return the parts of parameters within [start, stop) of the buffer, and their places in the shard."""
         first, last = self.range
         for piece in self.bucket.layout.pieces(max(start, first), min(stop, last)):
             yield piece, slice(piece.offset - first, piece.offset - first + piece.stop - piece.start)
 
     def pieces(self, exported: Mapping[str, Tensor]) -> Iterator[OptimizerPiece]:
-        """Views of `exported`, one for each kind of state and owned part of a parameter."""
+        """Return views of `exported`, one for each kind of state and owned part of a parameter."""
         for piece, span in self.owned_pieces(*self.range):
             for key, tensor in exported.items():
                 yield OptimizerPiece(key, piece.meta, tensor[span], piece.start, piece.stop)
@@ -121,8 +125,8 @@ class Shard:
 class OptimizerShard(Shard):
     """A shard whose main parameters, with the gradient attached, and states are tensors in the main dtype.
 
-    On the device, main parameters are the parameter memory itself if that has the main dtype; otherwise they are a copy
-    in the main dtype.
+    On the device, main parameters share the parameter memory if that has the main dtype; otherwise they are a copy in
+    the main dtype.
     """
 
     def __init__(self, spec: ShardSpec) -> None:
@@ -133,7 +137,7 @@ class OptimizerShard(Shard):
         self.states = {state.name: self._zeros(state) for state in spec.states}
         """Optimizer states of a fused link, by name."""
         self.written_by_update = False
-        """True if an update of the main parameters writes the parameters."""
+        """True if an update of the main parameters also writes the parameters."""
 
     def _zeros(self, state: State) -> Tensor:
         assert not state.scale_block, "states with scales have a store of their own"
@@ -170,16 +174,16 @@ class Rates:
     lr: float
     weight_decay: float = 0.0
     decoupled_lr: float | None = None
-    """Learning rate of decoupled groups, where there is one."""
+    """Learning rate of decoupled groups, if there are any."""
 
     def of(self, group: ParamGroup) -> tuple[float, float]:
-        """(learning rate, weight decay) of a group of parameters."""
+        """Return (learning rate, weight decay) of a group of parameters."""
         return group.lr(self.lr, self.decoupled_lr), group.decay(self.weight_decay)
 
 
 @dataclass(frozen=True)
 class StepValues:
-    """Values of one update. The tensors are float64 scalars on the device, and never waited for."""
+    """Values of one update. The tensors are float64 scalars on the device; the host does not wait for them."""
 
     rates: Rates
     skip: Tensor
@@ -190,19 +194,18 @@ class StepValues:
 
 
 class ShardUpdate:
-    """Base class of objects that update the shards of one rank: a chain of transforms, or the kernels of one fused
-    link."""
+    """Base class for updating the shards of one rank: a chain of transforms, or the kernels of one fused link."""
 
     def step(self, values: StepValues) -> None:
-        """One update of all shards."""
+        """Update all shards once."""
         raise NotImplementedError
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Makes the next `step` use the gradients times `factor`, a float64 scalar on the device."""
+        """Let the next `step` use the gradients times `factor`, a float64 scalar on the device."""
         raise NotImplementedError
 
     def set_step_count(self, updates: int) -> None:
-        """Takes up a count of updates that a checkpoint was saved with."""
+        """Set the number of updates recorded in a checkpoint."""
 
 
 def scale_gradients_(shards: Sequence[Shard], factor: Tensor) -> None:
@@ -214,30 +217,35 @@ def scale_gradients_(shards: Sequence[Shard], factor: Tensor) -> None:
 
 @runtime_checkable
 class HostUpdateRule(Protocol):
-    """Interface of an update of shards in host memory, for `DistributedOptimizer`."""
+    """Interface of updates of shards in host memory, for `DistributedOptimizer`."""
 
     nbytes: int
     """Bytes of host memory in addition to the states."""
 
     def start(self) -> None:
-        """Starts to copy the first gradients. They must be final but for a factor, and no later kernel may read the
-        parameters before `update` has been called."""
+        """Start to copy the first gradients.
+
+        They must be final except for a factor, and no later kernel may read the parameters before `update` has been
+        called.
+        """
 
     def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:
-        """Starts to copy what `update` needs to know, so that it does not wait for kernels launched later."""
+        """Start to copy the inputs of `update`, so that it does not wait for kernels launched later."""
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
-        """One update after `start`, with the `scalars` of this step; gradients are `scaled` by their factor, or taken
-        as they are. Kernels launched from now on see the new parameters. Waits for the gradients."""
+        """Make one update after `start`, with the `scalars` of this step. Waits for the gradients.
+
+        With `scaled`, gradients are multiplied by their factor. Kernels launched afterwards see the new parameters.
+        """
 
 
 def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, world: Axis) -> list[str]:
-    """Freeze the parameters that a rule freezes, before gradient buffers are built, and return lines about the groups
-    of the other parameters, if there are groups other than the usual ones. Collective if there are rules or such
-    groups.
+    """Freeze the parameters that a rule freezes, before gradient buffers are built.
 
-    A frozen parameter has no gradient, no place in a bucket and no optimizer state. Raises ValueError, on every rank,
-    for a rule that does not fit the parameters of the whole model."""
+    Returns lines about the groups of the other parameters, if there are custom groups. A frozen parameter has no
+    gradient, no place in a bucket and no optimizer state. Collective if there are rules or custom groups. Raises
+    ValueError, on every rank, for a rule that does not fit the parameters of the whole model.
+    """
     if not config.parameter_rules and not config.has_own_groups:
         return []
     trained = {meta.name: (meta, param) for meta, param in tagged_parameters(modules) if param.requires_grad}

@@ -1,5 +1,7 @@
-"""Tensors with an element for each parameter element that a rank updates: weights, states of callbacks, other weights
-to evaluate with. They are divided as the optimizer's states are, so that checkpoints load at any layout."""
+"""Tensors with one element per parameter element that a rank updates: weights, callback states, weights for evaluation.
+
+They are sharded like the optimizer's states, so checkpoints load under any layout.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def owned_weights(ddp: DistributedDataParallel) -> Iterator[OptimizerPiece]:
-    """Live views of the trained parameters' elements that this rank updates, in the dtype of the parameters."""
+    """Return live views of the trained parameter elements that this rank updates, in the parameters' dtype."""
     for bucket in ddp.buckets:
         first = bucket.owned_range[0]
         for piece in bucket.owned_pieces:
@@ -26,10 +28,11 @@ def owned_weights(ddp: DistributedDataParallel) -> Iterator[OptimizerPiece]:
 def with_main_weights(
     optimizer: DistributedOptimizer, pieces: Iterable[OptimizerPiece]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs (elements of `pieces` [n], to write in place; main weights of the same elements [n], to read), on the same
-    device, for all trained parameters: fp32 under --bf16 and --fp16, as the optimizer updates them.
+    """Yield pairs (elements of `pieces` [n], to write in place; main weights of the same elements [n], to read).
 
-    `pieces` are of elements that this rank updates, in any order, such as the states of a callback."""
+    Both are on the same device, and main weights are fp32 under --bf16 and --fp16. `pieces` are elements that this rank
+    updates, in any order, such as callback states.
+    """
     if any(shard.on_host for shard in optimizer.shards):
         optimizer.finish_param_sync()  # the host has updated its part
     by_name = pieces_by_name(pieces)
@@ -46,8 +49,16 @@ def with_main_weights(
 def owned_zeros(
     ddp: DistributedDataParallel, names: Sequence[str], dtype: str | None = None, on_host: bool = False
 ) -> list[OptimizerPiece]:
-    """For each of `names`, zeros for the elements of `owned_weights`: in the dtype named `dtype`, by default the main
-    dtype, on the device or in host memory. The memory has the padding of buckets, as plans count it."""
+    """Return zeros for the elements of `owned_weights`, for each of `names`.
+
+    The memory has the padding of buckets, as plans count it.
+
+    Args:
+        ddp: Parameters of the rank.
+        names: Names of the states.
+        dtype: Name of the dtype; the default is the main dtype.
+        on_host: Allocate host memory.
+    """
     kind = ddp.main_dtype if dtype is None else getattr(torch, dtype)
     found = []
     for name in names:
@@ -63,11 +74,11 @@ def owned_zeros(
 
 @contextmanager
 def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPiece]) -> Iterator[None]:
-    """Within the block parameters have the values of `offered`, rounded to their dtype; after it they are to the bit
-    what they were. Elements that no rank offers keep their values.
+    """Set the parameters to the values of `offered`, rounded to their dtype, within the block.
 
-    `offered` are pieces of the elements that this rank updates, wherever they lie. The block may run forward passes,
-    and no updates. Collective over the data-parallel ranks; it takes the memory of a copy of `owned_weights`.
+    After the block, parameters have exactly their previous values. Elements that no rank offers keep their values.
+    `offered` are pieces of the elements that this rank updates, on any device. The block may run forward passes but no
+    updates. Collective over the data-parallel ranks; needs the memory of a copy of `owned_weights`.
     """
     optimizer.finish_param_sync()
     by_name = pieces_by_name(offered)
@@ -86,7 +97,7 @@ def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPi
 
 
 def _copy_common(source: OptimizerPiece, target: OptimizerPiece) -> None:
-    """Copies the elements that both pieces have."""
+    """Copy the elements that both pieces have."""
     start, stop = max(source.start, target.start), min(source.stop, target.stop)
     if start < stop:
         values = source.data[start - source.start : stop - source.start]
@@ -94,6 +105,6 @@ def _copy_common(source: OptimizerPiece, target: OptimizerPiece) -> None:
 
 
 def _spread(ddp: DistributedDataParallel) -> None:
-    """Gives all data-parallel ranks the weights that one of them has written."""
+    """Broadcast the weights that one data-parallel rank has written to all others."""
     ddp.start_param_sync()
     ddp.finish_param_sync()

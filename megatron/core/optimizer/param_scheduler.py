@@ -1,8 +1,8 @@
 """Learning rate and weight decay as functions of progress.
 
-Progress is counted in samples of steps that updated the weights, also where a run is given in iterations: an iteration
-then counts as its global batch, so a batch-size ramp stretches the schedule in iterations, not in samples. The formulas
-are Megatron-LM's.
+Progress is counted in samples of steps that updated the weights. If a run is given in iterations, an iteration counts
+as its global batch, so a batch-size ramp stretches the schedule in iterations but not in samples. The formulas are
+Megatron-LM's.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.optimizers import LR_SCHEDULES
 
-# Fraction of max_lr - min_lr that is left at a given fraction of the way from the end of warm-up to the end of decay.
+# Remaining fraction of max_lr - min_lr, as a function of the fraction of the way from the end of warm-up to the end of
+# decay.
 DECAY: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
 }
-# The same for the final anneal of warmup-stable-decay.
+# likewise for the final anneal of warmup-stable-decay
 WSD_ANNEAL: dict[str, Callable[[float], float]] = DECAY | {
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
     "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
@@ -38,14 +39,14 @@ class ScheduleLength:
     warmup: float
     decay: float
     anneal: float
-    """Final anneal of WSD."""
+    """Length of WSD's final anneal."""
 
     total: float
     """Length of the run, over which weight decay ramps."""
 
     @classmethod
     def in_samples(cls, config: OptimizerConfig, samples: int) -> ScheduleLength:
-        """Reads the flags in samples, for a run of `samples` samples."""
+        """Read the flags in samples, for a run of `samples` samples."""
         decay = samples if config.lr_decay_samples is None else config.lr_decay_samples
         return cls._of(config, config.lr_warmup_samples, decay, config.lr_wsd_decay_samples or 0, samples)
 
@@ -53,8 +54,10 @@ class ScheduleLength:
     def in_iterations(
         cls, config: OptimizerConfig, iterations: int, samples_at: Callable[[int], int]
     ) -> ScheduleLength:
-        """Reads the flags in iterations, for a run of `iterations` iterations. `samples_at` returns the samples that a
-        number of iterations consumes."""
+        """Read the flags in iterations, for a run of `iterations` iterations.
+
+        `samples_at` returns the samples that a number of iterations consumes.
+        """
         last = iterations if config.lr_decay_iters is None else config.lr_decay_iters
         decay = samples_at(last)
         anneal = decay - samples_at(last - (config.lr_wsd_decay_iters or 0))
@@ -70,23 +73,23 @@ class ScheduleLength:
 
 
 def constant(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """The peak, to the end."""
+    """Keep the peak until the end."""
     assert config.lr is not None
     return config.lr
 
 
 def linear(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """From the peak to --min-lr in a straight line."""
+    """Decay linearly from the peak to --min-lr."""
     return _decayed(samples, length, config, DECAY["linear"])
 
 
 def cosine(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """From the peak to --min-lr along half a cosine (arXiv 1608.03983)."""
+    """Decay from the peak to --min-lr along half a cosine (arXiv 1608.03983)."""
     return _decayed(samples, length, config, DECAY["cosine"])
 
 
 def inverse_square_root(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """Learning rate proportional to 1 / sqrt(samples) (arXiv 1706.03762), at least --min-lr."""
+    """Decay in proportion to 1 / sqrt(samples) (arXiv 1706.03762), down to --min-lr."""
     assert config.lr is not None
     if samples > length.decay:
         return config.min_lr
@@ -94,7 +97,7 @@ def inverse_square_root(samples: float, length: ScheduleLength, config: Optimize
 
 
 def wsd(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """Warmup-stable-decay (arXiv 2404.06395): the peak until a final anneal to --min-lr."""
+    """Warmup-stable-decay (arXiv 2404.06395): keep the peak until a final anneal to --min-lr."""
     into_anneal = samples - (length.decay - length.anneal)
 
     def left(ratio: float) -> float:
@@ -104,8 +107,8 @@ def wsd(samples: float, length: ScheduleLength, config: OptimizerConfig) -> floa
 
 
 def _decayed(samples: float, length: ScheduleLength, config: OptimizerConfig, left: Callable[[float], float]) -> float:
-    """`left` maps the fraction of the way from the end of warm-up to the end of decay to the remaining fraction of lr -
-    min_lr."""
+    """Return the decayed rate. `left` maps the fraction of the way from the end of warm-up to the end of decay to the
+    remaining fraction of lr - min_lr."""
     assert config.lr is not None
     if samples > length.decay:
         return config.min_lr
@@ -127,11 +130,11 @@ class OptimizerParamScheduler:
         self.end_wd = config.weight_decay if config.end_weight_decay is None else config.end_weight_decay
 
     def lr_at(self, samples: int) -> float:
-        """Learning rate of the update that follows `samples` consumed samples."""
+        """Return the learning rate of the update after `samples` consumed samples."""
         return self._lr_at(samples, self.config)
 
     def decoupled_lr_at(self, samples: int) -> float | None:
-        """Schedule of parameters with their own learning rate, if there are any."""
+        """Return the learning rate of parameters with a separate schedule, if there are any."""
         return None if self.config.decoupled is None else self._lr_at(samples, self.config.decoupled)
 
     def _lr_at(self, samples: int, config: OptimizerConfig) -> float:
@@ -149,7 +152,7 @@ class OptimizerParamScheduler:
         return float(lr)
 
     def weight_decay_at(self, samples: int) -> float:
-        """Weight decay of the update that follows `samples` consumed samples."""
+        """Return the weight decay of the update after `samples` consumed samples."""
         style = self.config.weight_decay_incr_style
         if style == "constant" or samples > self.length.total:
             return self.end_wd
@@ -157,7 +160,7 @@ class OptimizerParamScheduler:
 
 
 def _check(config: OptimizerConfig, length: ScheduleLength) -> None:
-    """Checks the lengths, which validation cannot where the data decide how long the run is."""
+    """Check the lengths, which validation cannot do if the data determine the length of the run."""
     if length.warmup >= length.decay:
         raise ValueError(
             f"learning-rate warm-up of {length.warmup:g} samples must be shorter than the decay length of "

@@ -30,7 +30,7 @@ REDUCED = "reduced"
 MATRICES = "matrices"
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""Name of a dtype that a state may have -> bytes of an element."""
+"""Bytes per element of the dtypes that a state may have."""
 
 FLOAT8 = "float8_e4m3fn"
 """A one-byte dtype, only for states of fused links, which have scales."""
@@ -60,43 +60,49 @@ class State:
         return prod(self.shape)
 
     def nbytes(self, numel: int, main: int) -> int:
-        """Bytes of some of its elements, where the main dtype has `main` bytes, with their scales."""
+        """Return the bytes of some of its elements and their scales; elements of the main dtype have `main` bytes."""
         width = main if self.dtype is None else (DTYPES | {FLOAT8: 1})[self.dtype]
         return numel * width + (numel // self.scale_block if self.scale_block else 0)
 
 
 def elements(name: str, meta: ParamMeta, dtype: str | None = None, scale_block: int = 0) -> State:
-    """A state with one element for each element of the parameter. A fused link may keep a scale for each block of
-    `scale_block` elements."""
+    """Return a state with one element per element of the parameter.
+
+    A fused link may keep a scale for each block of `scale_block` elements.
+    """
     return State(name, meta.global_shape, ELEMENTS, dtype, scale_block)
 
 
 def reduced(name: str, meta: ParamMeta, *dims: int, dtype: str | None = None) -> State:
-    """A state with the parameter's shape and 1 in `dims`: -1 for a number for each row, -2 for each column. Without
-    `dims` it is one number."""
+    """Return a state with the parameter's shape and size 1 in `dims`.
+
+    -1 gives a number per row, -2 a number per column. Without `dims` the state is a single number.
+    """
     return State(name, reduced_shape(meta, dims), REDUCED, dtype)
 
 
 def of_matrices(name: str, meta: ParamMeta, *shape: int, dtype: str | None = None) -> State:
-    """A state of `shape` for each of the parameter's matrices, whose sizes are `matrix_size`."""
+    """Return a state of `shape` for each of the parameter's matrices, whose sizes are `matrix_size`."""
     return State(name, (*meta.global_shape[: meta.stacked], *shape), MATRICES, dtype)
 
 
 def matrix_size(meta: ParamMeta) -> tuple[int, int]:
-    """(rows, columns) of each matrix of a parameter: all dims but the last one, and those that number matrices, are
-    rows."""
+    """Return (rows, columns) of each matrix of a parameter.
+
+    The last dim contains columns; the dims that index matrices are excluded, and all others are rows.
+    """
     return prod(meta.global_shape[meta.stacked : -1]), meta.global_shape[-1]
 
 
 def reduced_shape(meta: ParamMeta, dims: Sequence[int]) -> tuple[int, ...]:
-    """The parameter's shape with 1 in `dims`, or in all dims if none are given."""
+    """Return the parameter's shape with 1 in `dims`, or in all dims if none are given."""
     rank = len(meta.global_shape)
     chosen = {dim % rank for dim in dims} if dims else set(range(rank))
     return tuple(1 if dim in chosen else size for dim, size in enumerate(meta.global_shape))
 
 
 def check_states(meta: ParamMeta, states: Sequence[State]) -> None:
-    """Raises ValueError, with every error at once, for states that cannot be kept of a parameter."""
+    """Raise ValueError, with every error at once, for states that a parameter cannot have."""
     names = [state.name for state in states]
     errors = [f"two states are named {name}" for name in sorted(set(names)) if names.count(name) > 1]
     errors += [
@@ -128,17 +134,21 @@ class PlannedParam:
     states: tuple[State, ...]
 
     def part_within(self, first: int, last: int) -> tuple[int, int]:
-        """Elements [start, stop) of the local tensor that lie within [first, last) of the buffer; (0, 0) for none."""
+        """Return elements [start, stop) of the local tensor within [first, last) of the buffer; (0, 0) for none."""
         start, stop = max(first, self.range.start), min(last, self.range.stop)
         return (start - self.range.start, stop - self.range.start) if start < stop else (0, 0)
 
 
 class ChainPlan:
-    """States that chains keep for one stage's parameters; states of fused links are in shards. `layouts` are the
-    buffers of the stage's ranks, `ranks` those ranks.
+    """States that chains keep for one stage's parameters; states of fused links are in shards.
 
-    `states_of` returns the states of a parameter, `whole` whether its matrices are exchanged though none has a state.
-    `ranges` are the result of `place_states`."""
+    Args:
+        layouts: Buffers of the stage's ranks.
+        ranks: Ranks of the stage.
+        states_of: Returns the states of a parameter.
+        whole: True if a parameter's matrices are exchanged although none has a state.
+        ranges: Result of `place_states`.
+    """
 
     def __init__(
         self,
@@ -176,30 +186,29 @@ class ChainPlan:
         }
 
     def owned_range(self, param: PlannedParam, place: int) -> tuple[int, int]:
-        """Elements [start, stop) of the buffer that ranks[place] updates of a parameter's bucket."""
+        """Return elements [start, stop) of the buffer that ranks[place] updates of a parameter's bucket."""
         if not self.distributed:
             return param.bucket.start, param.bucket.stop
         return param.bucket.shard(self._data_rank[param.meta.data_axis][self.ranks[place]])
 
     def part(self, state: State, place: int) -> tuple[int, int]:
-        """Elements [start, stop) of a `reduced` state that ranks[place] holds."""
+        """Return elements [start, stop) of a `reduced` state that ranks[place] holds."""
         length = self.part_length(state.numel)
         return min(state.numel, place * length), min(state.numel, (place + 1) * length)
 
     def part_length(self, numel: int) -> int:
-        """The most elements of a `reduced` state that a rank holds."""
+        """Return the largest number of elements of a `reduced` state on a rank."""
         return -(-numel // len(self.ranks))
 
     def owned(self, param: PlannedParam, state: State, place: int) -> list[tuple[int, int, int]]:
-        """(number of the matrix, start, stop) of the parts [start, stop) of a state of matrices that ranks[place]
-        holds."""
+        """Yield (matrix number, start, stop) of the parts [start, stop) of a matrix state that ranks[place] holds."""
         numbers = self.matrices.numbers(param.meta.name)
         size = state.numel // len(numbers)
         return [(n, i * size, (i + 1) * size) for i, n in enumerate(numbers) if self.matrices.owners[n] == place]
 
     def bytes_by_place(self, main: int, on_host: bool = False) -> list[int]:
-        """Bytes of states on each rank of the stage, on the device or `on_host`, where the main dtype has `main`
-        bytes."""
+        """Return the state bytes on each rank of the stage, on the device or `on_host`; elements of the main dtype have
+        `main` bytes."""
         size, data = len(self.ranks), {axis: [0] * len(self.ranks) for axis in self._data_rank}
         steps, further = [0] * (size + 1), [0] * (size + 1)
         """Bytes of reduced states from a rank on, and of single ranks."""
@@ -227,7 +236,7 @@ class ChainPlan:
         ]
 
     def _by_shard(self, param: PlannedParam, on_host: bool) -> Iterator[tuple[int, int]]:
-        """(data-parallel rank, elements of the parameter that it updates on the device or `on_host`)."""
+        """Return (data-parallel rank, number of elements that it updates on the device or `on_host`)."""
         bucket, shards = param.bucket, range(param.bucket.num_shards)
         if self.distributed:
             length = (bucket.stop - bucket.start) // bucket.num_shards

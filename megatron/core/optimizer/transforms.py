@@ -10,13 +10,13 @@ A chain maps the gradient of a parameter to the change that is added to the para
         def update(self, x):
             x.update = x.states["momentum"].mul_(0.9).add_(x.update)
 
-A rank has only a flat part of each parameter. A link that needs more requests it: `update` is then a generator, and
+A rank holds only a flat part of each parameter. A link that needs more requests it: `update` is then a generator, and
 `yield from` a request returns its result. `x.sum` and `x.mean` reduce over the whole parameter, `x.fold` accumulates
 sums in a `reduced` state, and `x.whole` calls a function with each whole matrix on the rank that owns it. The requests
 of all parameters are sent together, and all layouts compute the same result.
 
 A `FusedTransform` updates the flat shards of many parameters at once: torch's fused Adam, or Muon, which exchanges all
-matrices of a stage. Links before it receive the gradient of each parameter, and links after it the updated parameter:
+matrices of a stage. Earlier links receive the gradient of each parameter, and later links the updated parameter:
 `[FusedAdam(config), AverageWeights(0.999)]`.
 """
 
@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 MatrixFunction = Callable[[Tensor, dict[str, Tensor]], Tensor]
-"""(matrix [rows, columns], its states by name, which the function changes in place) -> [rows, columns]."""
+"""(matrix [rows, columns], its states by name, which the function modifies in place) -> [rows, columns]."""
 
 
 class Request:
@@ -95,7 +95,7 @@ class SumRequest(Request):
 
 @dataclass(frozen=True)
 class MatrixRequest(Request):
-    """Request for a function of each whole matrix of a parameter, of which this rank has elements."""
+    """Request for a function of each whole matrix of a parameter, of which this rank holds elements."""
 
     values: Tensor
     function: MatrixFunction
@@ -122,7 +122,7 @@ class ParameterUpdate:
     parameter."""
 
     states: Mapping[str, Tensor]
-    """Name -> [n], for states of kind `elements`. Links change them in place."""
+    """States of kind `elements`, [n], by name. Links modify them in place."""
 
     lr: float
     weight_decay: float
@@ -153,8 +153,11 @@ class ParameterUpdate:
         self._place = place
 
     def sum(self, values: Tensor, *dims: int) -> SumRequest:
-        """Request the sum of `values` [n] over `dims` of the whole parameter. The result has the parameter's shape,
-        with size 1 in these dims. Without `dims` the result is the sum of all values, a scalar."""
+        """Request the sum of `values` [n] over `dims` of the whole parameter.
+
+        The result has the parameter's shape, with size 1 in these dims. Without `dims` the result is the sum of all
+        values, a scalar.
+        """
         partial = self._partial(values, reduced_shape(self.meta, dims))
         return SumRequest(partial if dims else partial.view(()))
 
@@ -164,25 +167,30 @@ class ParameterUpdate:
         return SumRequest(partial / (self.meta.numel // partial.numel()))
 
     def fold(self, state: str, values: Tensor, by: Callable[[Tensor, Tensor], Tensor]) -> SumRequest:
-        """Request by(state, mean): the mean of `values` [n] over the dims in which a `reduced` state has size 1 updates
-        the state. The result is the whole new state. `by` is called with parts of both."""
+        """Request by(state, mean), where mean is the mean of `values` [n] over the dims in which a `reduced` state has
+        size 1.
+
+        It replaces the state, and the result is the whole new state. `by` is called with parts of both.
+        """
         partial = self._partial(values, self._place.reduced[state])
         return SumRequest(partial / (self.meta.numel // partial.numel()), state, by)
 
     def whole(self, values: Tensor, function: MatrixFunction) -> MatrixRequest:
-        """Asks for function(matrix, states) of each whole matrix, given `values` [n] of it. `function` runs on the
-        matrix's owner. The result is [n] again."""
+        """Request function(matrix, states) for each whole matrix, given `values` [n] of it.
+
+        `function` runs on the matrix's owner. The result is [n] again.
+        """
         return MatrixRequest(values, function)
 
     def spread(self, values: Tensor) -> Tensor:
-        """[n]: for each element its value in a tensor that broadcasts to the parameter's shape, such as a result of
+        """Return [n]: each element's value in a tensor that broadcasts to the parameter's shape, such as a result of
         `sum` or `fold`."""
         parts = [values[_within(box.offset, box.shape, values.shape)] for box in self._place.boxes]
         parts = [part.expand(box.shape).reshape(-1) for part, box in zip(parts, self._place.boxes, strict=True)]
         return torch.cat(parts) if parts else values.new_empty(0)
 
     def _partial(self, values: Tensor, shape: Sequence[int]) -> Tensor:
-        """This rank's term of a sum; zero if another rank counts the same elements."""
+        """Return this rank's term of a sum; zero if another rank counts the same elements."""
         found = values.new_zeros(shape)
         summed = [dim for dim, size in enumerate(shape) if size == 1]
         for box in self._place.boxes if self._place.counts else ():
@@ -192,7 +200,7 @@ class ParameterUpdate:
 
 
 class Place:
-    """The elements [start, stop) of a parameter's local tensor that a rank holds, as boxes of the whole one."""
+    """Elements [start, stop) of a parameter's local tensor on a rank, as boxes of the whole parameter."""
 
     def __init__(
         self,
@@ -201,8 +209,14 @@ class Place:
         counts: bool,
         reduced: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """`local` is the box of the local tensor. `counts`: True if sums count this rank's elements, False if they
-        belong to a replica. `reduced`: shapes of states by name."""
+        """Compute the boxes.
+
+        Args:
+            local: Box of the local tensor.
+            held: Elements [start, stop) of the local tensor.
+            counts: True if sums count this rank's elements, False if another replica counts.
+            reduced: Shapes of states by name.
+        """
         self.start = held[0]
         self.counts = counts
         self.reduced = reduced
@@ -210,7 +224,7 @@ class Place:
 
 
 def _within(offset: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> tuple[slice, ...]:
-    """The part of a tensor of shape `whole`, which broadcasts to the parameter's, that belongs to a box."""
+    """Return the part of a tensor of shape `whole`, which broadcasts to the parameter's, that belongs to a box."""
     return tuple(
         slice(0, 1) if size == 1 else slice(start, start + length)
         for start, length, size in zip(offset, shape, whole, strict=True)
@@ -221,25 +235,31 @@ class Transform:
     """A link of a chain, for one parameter. Derive from it."""
 
     whole_matrices: ClassVar[bool] = False
-    """True if it asks for whole matrices (`ParameterUpdate.whole`) without a state of them."""
+    """True if it requests whole matrices (`ParameterUpdate.whole`) although it keeps no matrix state."""
 
     def states(self, meta: ParamMeta) -> Sequence[State]:
-        """The tensors that it keeps for a parameter. They follow from `meta` alone: plans call it too."""
+        """Return the tensors that it keeps for a parameter.
+
+        They must depend only on `meta`, because plans call it too.
+        """
         return ()
 
     def update(self, x: ParameterUpdate) -> Requests | None:
-        """Replaces `x.update`, and changes `x.states` in place. Which requests it makes may depend on `x.meta` only,
-        since all ranks make the same. A skipped step leaves everything as it was."""
+        """Replace `x.update`, and modify `x.states` in place.
+
+        Its requests may depend only on `x.meta`, since all ranks must make the same ones. A skipped step must not
+        change anything.
+        """
         raise NotImplementedError(f"{type(self).__name__} must write update()")
 
     def flops(self, meta: ParamMeta) -> int:
-        """FLOPs of the products of matrices in one update of a parameter of the whole model, for plans."""
+        """Return the matrix-product FLOPs of one update of a parameter of the whole model, for plans."""
         return 0
 
 
 @dataclass(frozen=True)
 class StageOfUpdate:
-    """The pipeline stage of a rank, as far as a fused link needs to know it."""
+    """Properties of a rank's pipeline stage for fused links."""
 
     layouts: Sequence[BufferLayout]
     """The buffers of the rank's parameters."""
@@ -255,11 +275,11 @@ class StageOfUpdate:
 
 
 class FusedTransform(Transform):
-    """A link that updates the main parameters of whole shards in place, by kernels over many parameters at once.
+    """A link that updates the main parameters of whole shards in place, with kernels over many parameters at once.
 
     Its states have the kind `elements`, and the same names and dtypes (`states`) for every parameter. They are stored
-    with the main parameters (`OptimizerShard.states`), including padding. The chains of all parameters of a buffer have
-    the same fused link, or none. Matrices of an optimizer's `whole_roles` have buffers of their own.
+    with the main parameters (`OptimizerShard.states`), including padding. All parameters of a buffer have the same
+    fused link, or none. Matrices with roles in an optimizer's `whole_roles` have separate buffers.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -269,13 +289,16 @@ class FusedTransform(Transform):
         raise AssertionError("a fused link updates shards, not single parameters")
 
     def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
-        """Return the object that updates these shards, with learning rate and weight decay. It must not change them in
-        a skipped step. Collective over the stage, also without shards, if `ShardUpdate.step` is."""
+        """Return the object that updates these shards, with learning rate and weight decay.
+
+        It must not change them in a skipped step. If `ShardUpdate.step` is collective over the stage, so is this
+        method, even without shards.
+        """
         raise NotImplementedError(f"{type(self).__name__} must write kernel()")
 
 
 class AddDecay(Transform):
-    """Adds the weight decay times the parameter: before `ScaleByRate`, decoupled weight decay."""
+    """Adds the weight decay times the parameter. Before `ScaleByRate`, this is decoupled weight decay."""
 
     def update(self, x: ParameterUpdate) -> None:
         if x.weight_decay:
@@ -283,7 +306,7 @@ class AddDecay(Transform):
 
 
 class AdamMoments(Transform):
-    """Divides the average of gradients by the root of the average of their squares, as Adam (arXiv 1412.6980)."""
+    """Divides the gradient average by the root of the squared-gradient average, as Adam does (arXiv 1412.6980)."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.beta1 = config.adam_beta1
@@ -302,14 +325,15 @@ class AdamMoments(Transform):
 
 
 class ScaleByRate(Transform):
-    """Multiply by minus the learning rate."""
+    """Multiplies by minus the learning rate."""
 
     def update(self, x: ParameterUpdate) -> None:
         x.update = x.update * -x.lr
 
 
 class AverageWeights(Transform):
-    """Keeps an exponential moving average of the weights in the state `averaged`: the last link of a chain."""
+    """Keeps an exponential moving average of the weights in the state `averaged`. It must be the last link of a
+    chain."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
@@ -323,8 +347,11 @@ class AverageWeights(Transform):
 
 
 def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
-    """The chain of a parameter. Raises ValueError for a link without `update`, for a second fused link, and for one
-    that looks at other elements if the optimizer is registered with `by_element`."""
+    """Return the chain of a parameter.
+
+    Raises ValueError for a link without `update`, for a second fused link, and for a link that reads other elements if
+    the optimizer is registered with `by_element`.
+    """
     name = config.optimizer if meta.matrix and meta.role in config.whole_roles else config.elementwise
     made = OPTIMIZERS.build(name, config, meta)
     links = tuple(link for link in made if isinstance(link, Transform))
@@ -346,7 +373,7 @@ def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
 
 
 def states_of_parameter(config: OptimizerConfig, meta: ParamMeta) -> list[State]:
-    """States of the other links, which the chain itself keeps."""
+    """Return the states of the other links, which the chain itself keeps."""
     links = (link for link in chain_of(config, meta) if not isinstance(link, FusedTransform))
     return [state for link in links for state in link.states(meta)]
 
@@ -354,7 +381,14 @@ def states_of_parameter(config: OptimizerConfig, meta: ParamMeta) -> list[State]
 def plan_of_chain(
     config: OptimizerConfig, layouts: Sequence[BufferLayout], dims: ParallelDims, ranks: Sequence[int]
 ) -> ChainPlan:
-    """The plan of the states of a stage: `layouts` are the buffers of its ranks, `ranks` those ranks."""
+    """Return the plan of the states of a stage.
+
+    Args:
+        config: Optimizer settings.
+        layouts: Buffers of its ranks.
+        dims: Sizes of the layout.
+        ranks: Ranks of the stage.
+    """
 
     def states_of(meta: ParamMeta) -> list[State]:
         return states_of_parameter(config, meta)

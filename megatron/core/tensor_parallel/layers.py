@@ -356,11 +356,8 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Linear layer with sharded output features: y = x Wᵀ + bias.
-
-    A gated MLP's weight is [2, ffn, h] sharded along dim 1, so that every shard is a rectangle of the whole. The output
-    features of a rank are flattened.
-    """
+    """Linear layer with sharded output features: y = x Wᵀ + bias. A gated MLP's weight is [2, ffn, h] sharded along dim
+    1, so that every shard is a rectangle of the whole. The output features of a rank are flattened."""
 
     # x [s, b, in], or [s/t, b, in] under sequence parallelism -> [s, b, out/t]; W [out/t, in]
     def __init__(self, linear: ColumnLinear, ctx: TPContext) -> None:
@@ -405,10 +402,7 @@ def row_parallel(linear: RowLinear, ctx: TPContext) -> RowParallelLinear:
 
 class ReplicatedParallelLinear(ParallelLinear):
     """Linear layer with a whole weight on every rank: y = x Wᵀ + bias, applied to the rank's tokens without a
-    collective.
-
-    Under sequence parallelism its gradients are partial sums, like the gradients of norms.
-    """
+    collective. Under sequence parallelism its gradients are partial sums, like the gradients of norms."""
 
     # x [s, b, in] -> [s, b, out], or [s/t, b, in] -> [s/t, b, out] under sequence parallelism; W [out, in]
     def __init__(self, linear: ReplicatedLinear, ctx: TPContext) -> None:
@@ -424,10 +418,8 @@ def local_rows(rows: int, axis: Axis) -> tuple[int, int]:
 
 
 def check_ids(ids: Tensor, size: int, what: str) -> None:
-    """Check that every id is in [0, size). No rank owns any other id: it would silently contribute nothing.
-
-    Raises ValueError on CPU. On a GPU it asserts on the device, because reading the ids would stall the host.
-    """
+    """Check that every id is in [0, size). No rank owns any other id: it would silently contribute nothing. Raises
+    ValueError on CPU. On a GPU it asserts on the device, because reading the ids would stall the host."""
     message = f"{what} must be in [0, {size}), the vocabulary; check --vocab-size and the tokenizer of the data"
     if not ids.numel():
         return
@@ -439,11 +431,8 @@ def check_ids(ids: Tensor, size: int, what: str) -> None:
 
 
 class OutputLayer(nn.Module):
-    """Output projection: hidden states to logits, with a sharded vocabulary.
-
-    `metas` describe the weight and the bias, if it has one. With `tied_weight`, that parameter is the weight and
-    receives both gradients.
-    """
+    """Output projection: hidden states to logits, with a sharded vocabulary. `metas` describe the weight and the bias,
+    if it has one. With `tied_weight`, that parameter is the weight and receives both gradients."""
 
     def __init__(self, *metas: ParamMeta, ctx: TPContext, tied_weight: nn.Parameter | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Interface of extensions that keep activations saved for the backward elsewhere than on the device."""
+"""Interface of extensions that store activations for the backward outside the device."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from megatron.core.config.parallel import HOST_MEMORY, ModelParallelConfig
 
 
 class StoredPass(Protocol):
-    """One micro-batch's way through the layers of a stage."""
+    """Forward pass of one micro-batch through the layers of a stage."""
 
     def part(self, stored: bool, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Around the forward pass of a part: a layer, or layers that are recomputed together. `stored` says whether
-        what it saves is kept elsewhere; its `parameters` never are."""
+        """Return the context for the forward pass of a part: a layer, or layers that are recomputed together.
+
+        If `stored`, its saved tensors are stored elsewhere, except for its `parameters`.
+        """
 
     def watch(self, output: object) -> None:
-        """Told the output of the last part, whose backward begins when its gradient is known."""
+        """Receive the output of the last part, whose backward starts when its gradient is known."""
 
     def end(self) -> None:
-        """Behind the last part."""
+        """End the pass after the last part."""
 
 
 class Pool(Protocol):
-    """The memory of a store."""
+    """Memory of a store."""
 
     nbytes: int
-    """Bytes that it holds."""
+    """Number of allocated bytes."""
 
     allocate: Callable[[int], Tensor]
     """Number of bytes -> a new buffer."""
@@ -39,10 +41,10 @@ class Pool(Protocol):
 
 @runtime_checkable
 class ActivationStore(Protocol):
-    """Store of one rank's stages, made by an entry of HOST_MEMORY."""
+    """Store of one rank's stages, created by an entry of HOST_MEMORY."""
 
     num_layers: int
-    """Layers of each stage, from its first one, whose activations it keeps."""
+    """Number of layers of each stage, from its first one, whose activations are stored."""
 
     sent: int
     """Bytes that have been stored so far."""
@@ -52,14 +54,15 @@ class ActivationStore(Protocol):
         """Pool of memory for the stored activations."""
 
     def reset(self, pinned: bool = True) -> Pool:
-        """Starts again with an empty pool, for plans; `pinned` allows pinned memory."""
+        """Start again with an empty pool, for plans; `pinned` allows pinned memory."""
 
     def begin(self, x: Tensor, shared: object) -> StoredPass:
-        """A forward pass with input x of a stage's layers. Tensors in `shared`, an object or a mapping, stay."""
+        """Start a forward pass with input x of a stage's layers. Tensors in `shared`, an object or a mapping, are not
+        stored."""
 
 
 def build_store(config: ModelParallelConfig, device: torch.device | str) -> ActivationStore | None:
-    """The store that the configuration asks for; None without one."""
+    """Build the store that the configuration selects; None if there is none."""
     if (name := config.activation_store) is None:
         return None
     store = HOST_MEMORY[name].activations(config, torch.device(device))
@@ -71,18 +74,18 @@ class Stored(Protocol):
     """Placeholder of a saved tensor in the autograd graph."""
 
     def stored_tensor(self) -> Tensor:
-        """The tensor, on the device again."""
+        """Return the tensor on the device."""
 
 
 class Saver(Protocol):
     """Receives each tensor that autograd saves."""
 
     def pack(self, x: Tensor) -> Tensor | Stored:
-        """Placeholder of x in the graph: x itself if it stays."""
+        """Return the placeholder of x in the graph, or x itself if it is not stored."""
 
 
 class _Now(threading.local):
-    """Store that saves this thread's tensors: passes that run in turns have a thread each."""
+    """Store that saves this thread's tensors. Passes that run in turns have separate threads."""
 
     saver: Saver | None = None
 
@@ -92,7 +95,7 @@ _now = _Now()
 
 @contextmanager
 def saving_by(saver: Saver | None) -> Iterator[None]:
-    """`packed` asks `saver`."""
+    """Let `packed` call `saver` within the block."""
     before, _now.saver = _now.saver, saver
     try:
         yield
@@ -101,22 +104,23 @@ def saving_by(saver: Saver | None) -> Iterator[None]:
 
 
 def nothing_saved() -> AbstractContextManager[None]:
-    """Around a function that will be recomputed, of which nothing is kept."""
+    """Store nothing within a function that will be recomputed."""
     return saving_by(None)
 
 
 def packed(x: Tensor) -> Tensor | Stored:
-    """For hooks of saved tensors within those of a saver, which alone are called: what stands in the graph for x."""
+    """Return the placeholder of x. For saved-tensor hooks nested in a saver's, because only the innermost hooks are
+    called."""
     return x if _now.saver is None else _now.saver.pack(x)
 
 
 def unpacked(x: Tensor | Stored) -> Tensor:
-    """The tensor that `packed` was given."""
+    """Return the tensor that was passed to `packed`."""
     return x if isinstance(x, Tensor) else x.stored_tensor()
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in a tensor, a tuple, a mapping, or an object's attributes."""
+    """Yield the tensors in a tensor, a tuple, a mapping, or an object's attributes."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):

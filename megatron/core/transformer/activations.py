@@ -1,6 +1,7 @@
 """Activation functions of MLPs and experts.
 
-Each is built by a function (name, config, ctx); one with parameters of its own is a module that makes them so named.
+Each is built by a function (name, config, ctx). An activation with its own parameters is a module that uses this name
+for them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.torch_private import AutogradContext
 
 PARTIAL_SUMS = 32
-"""Groups of rows whose gradients of a bias are summed apart: parallel work for a GPU where there are few features."""
+"""Groups of rows whose bias gradients are summed separately, which gives GPUs parallel work if there are few
+features."""
 
 
 class Bounded(NamedTuple):
@@ -39,30 +41,34 @@ Kind = str | Bounded
 
 
 class FusedActivation:
-    """An activation function of `functions_of`, which saves its input alone. Compiled, it can add the bias of the
-    preceding linear layer: the pass that computes the gradient of its input then also sums the gradient of the bias."""
+    """An activation function of `functions_of` that saves only its input.
+
+    If compiled, it can add the bias of the preceding linear layer. The kernel that computes its input gradient then
+    also sums the bias gradient.
+    """
 
     def __init__(self, kind: Kind, compiled: bool) -> None:
         self.kind, self.compiled = kind, compiled
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """f(x + bias): x [..., f] -> [..., f], or [..., f / 2] of a gated function; bias of f elements, any shape"""
+        """f(x + bias): x [..., f] -> [..., f], or [..., f / 2] for a gated function; bias has f elements in any
+        shape."""
         return _ActivationFunction.apply(x, None if bias is None else bias.flatten(), self.kind, self.compiled)
 
 
 def build_activation(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    """The model's activation function, its parameters under `name`. Gated ones halve the width."""
+    """Build the model's activation function with parameters under `name`. Gated functions halve the width."""
     return ACTIVATIONS[config.activation](name, config, ctx)
 
 
 def build_plain(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    """A function of `FUNCTIONS` that keeps the width."""
+    """Build a function of `FUNCTIONS` that keeps the width."""
     kind = config.activation
     return FusedActivation(kind, True) if ctx.compiled else FUNCTIONS[kind][0]
 
 
 def build_gated(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    """A gated function of `FUNCTIONS` with --activation-func-clamp-value and --glu-linear-offset."""
+    """Build a gated function of `FUNCTIONS` with --activation-func-clamp-value and --glu-linear-offset."""
     kind = config.activation
     clamp = config.activation_func_clamp_value
     offset = config.glu_linear_offset
@@ -100,7 +106,7 @@ Functions = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]
 
 
 def _gated_by(plain: Functions) -> Functions:
-    """The gated function of a plain one: f(gate) * up."""
+    """Return the gated version of a plain function: f(gate) * up."""
     forward, backward = plain
 
     def gated(x: Tensor) -> Tensor:
@@ -143,11 +149,11 @@ FUNCTIONS: dict[str, Functions] = {
     "geglu_tanh": _gated_by(GELU_TANH),
     "quick_geglu": (_quick_geglu_forward, _quick_geglu_backward),
 }
-"""Activation function -> forward(x) and backward(x, gradient of the output)."""
+"""Maps an activation function to forward(x) and backward(x, gradient of the output)."""
 
 
 def functions_of(kind: Kind) -> Functions:
-    """forward(x) and backward(x, gradient of the output) of a function that may be bounded."""
+    """Return forward(x) and backward(x, gradient of the output) of a function that may be bounded."""
     if isinstance(kind, str):
         return FUNCTIONS[kind]
     (forward, backward) = FUNCTIONS[kind.name]
@@ -165,7 +171,7 @@ def functions_of(kind: Kind) -> Functions:
 
 
 _regions_of = cache(functions_of)
-"""Returns the same functions each time, so that each is compiled once."""
+"""Return the functions, cached so that each is compiled once."""
 
 
 def _bounded(x: Tensor, clamp: float | None, offset: float) -> Tensor:
@@ -176,7 +182,7 @@ def _bounded(x: Tensor, clamp: float | None, offset: float) -> Tensor:
 
 
 def _within(x: Tensor, clamp: float) -> Tensor:
-    """Bool: whether the gradient passes the bounds."""
+    """Return a mask of the elements whose gradient passes the bounds."""
     gate, up = x.chunk(2, dim=-1)
     return torch.cat((gate <= clamp, up.abs() <= clamp), dim=-1)
 
@@ -186,8 +192,10 @@ def _biased_forward(x: Tensor, bias: Tensor, kind: Kind) -> Tensor:
 
 
 def _biased_backward(x: Tensor, bias: Tensor, grad: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """x [groups of rows, rows, f] -> gradients of x and of the bias. torch.compile makes one pass of both, which it
-    does not of x [rows, f]."""
+    """x [groups of rows, rows, f] -> gradients of x and of the bias.
+
+    With this shape, torch.compile fuses both in one kernel, which it does not do for x [rows, f].
+    """
     dx = functions_of(kind)[1](x + bias, grad)
     wide = torch.promote_types(dx.dtype, torch.float32)
     return dx, dx.sum(1, dtype=wide).sum(0).to(bias.dtype)

@@ -28,8 +28,11 @@ class Pending(Protocol):
 
 
 Stream = Tensor | Pending
-"""A layer may take and return its stream with an addition pending where its `takes_pending()` is true. Such a layer is
-called with `pending=True`. A norm after the layers may accept one too."""
+"""Input or output of layers.
+
+A layer whose `takes_pending()` is true may take and return a stream with a pending addition, and is then called with
+`pending=True`. A norm after the layers may accept one too.
+"""
 
 
 def added(stream: Stream) -> Tensor:
@@ -42,10 +45,9 @@ def takes_pending(module: nn.Module) -> bool:
 
 
 class TransformerBlock(nn.Module):
-    """The layers `numbers` of the model, and the norm after the last one if it is here. May be empty of layers.
+    """The layers `numbers` of the model, and the final norm if it belongs to this stage. May have no layers.
 
-    The `first` block makes the residual stream of hidden states, the one with the norm hidden states of the stream.
-
+    The `first` block converts hidden states to the residual stream, and the block with the norm converts it back.
     Parameters are named after `layer` with the number filled in, and after `norm`.
     """
 
@@ -79,16 +81,18 @@ class TransformerBlock(nn.Module):
         kinds = [config.layer(number) for number in numbers]
         rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)
         self.rotary = {rotation: RotaryEmbedding(config, ctx.device, ctx.dtype, rotation) for rotation in rotations}
-        """The tables of layers, by the rotation that these were built with."""
+        """Rotary tables of layers, by the rotation with which the tables were built."""
         self._built = kinds
         self.scales_of = partial(query_scales, config) if any(kind.tempered for kind in kinds) else None
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
         self.watch: dict[int, Callable[[Stream], None]] = {}
-        """By id of a layer: called with the residual stream after it, in each pass. A hook on the layer would leave no
-        addition pending."""
+        """Hooks by layer id, called with the residual stream after the layer in each pass.
+
+        A module hook on the layer would prevent pending additions.
+        """
 
     def set_positions(self, config: TransformerConfig) -> None:
-        """Replace the tables with those of `config`, whose layers must share rotations in the same way."""
+        """Replace the tables with tables for `config`, whose layers must share rotations in the same way."""
         for number, built in zip(self.numbers, self._built, strict=True):
             rotation = config.layer(number).rotation
             if built.rotation is not None and rotation is not None:
@@ -108,7 +112,7 @@ class TransformerBlock(nn.Module):
         return self.final_layernorm(stream if takes_pending(self.final_layernorm) else added(stream))
 
     def _offloaded(self, x: Tensor, context: BatchContext, offload: ActivationStore) -> Stream:
-        """All layers, with offload of what segments save."""
+        """Run all layers and offload the activations that segments save."""
         stream: Stream = x
         through = offload.begin(x, context)
         for segment in self.segments:
@@ -136,7 +140,7 @@ class TransformerBlock(nn.Module):
         return stream
 
     def _complete(self, context: BatchContext, x: Tensor) -> BatchContext:
-        """Adds what layers share: rotary tables and factors of queries."""
+        """Add shared inputs of layers: rotary tables and query factors."""
         if not self.rotary and self.scales_of is None:
             return context
         positions = context.position_ids if context.position_ids is not None else context.places

@@ -1,4 +1,4 @@
-"""One transformer layer."""
+"""A transformer layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.core.transformer.recompute import with_input_recomputed
 
 
 class HiddenDropout(nn.Module):
-    """Dropout of hidden states with a mask that is the same at every layout."""
+    """Dropout of hidden states with a mask that is the same under every layout."""
 
     def __init__(self, name: str, p: float, ctx: TPContext) -> None:
         super().__init__()
@@ -40,23 +40,26 @@ Sublayer = Callable[[Tensor, BatchContext], Tensor]
 """Hidden states [s, b, h] -> [s, b, h]."""
 
 Residual = Callable[[Tensor, Sublayer, BatchContext], Tensor]
-"""A residual stream -> the same with the output of a sublayer (`megatron.core.config.layers.ResidualModule`)."""
+"""Maps a residual stream to the stream with a sublayer's output added
+(`megatron.core.config.layers.ResidualModule`)."""
 
 
 def add_output(x: Tensor, sublayer: Sublayer, context: BatchContext) -> Tensor:
-    """The plain residual stream."""
+    """Add an output to the plain residual stream."""
     return x + sublayer(x, context)
 
 
 def build_residual(sublayer: str, config: TransformerConfig, ctx: TPContext) -> Residual:
-    """Adds the output of the sublayer of this name to the residual stream, as an entry of RESIDUALS says."""
+    """Build the module that adds the named sublayer's output to the residual stream, according to RESIDUALS."""
     return add_output if config.residual is None else RESIDUALS.build(config.residual, sublayer, config, ctx)
 
 
 class TransformerLayer(nn.Module):
-    """Two sublayers f, attention and an MLP or experts, or one of them, each of which adds dropout(post(f(pre(x)))) to
-    the residual stream x. pre and post are norms, or identities, by `--norm-placement`. Norms of sums make x
-    post(x + dropout(f(x)))."""
+    """Two sublayers f (attention, and an MLP or experts), or one of them.
+
+    Each adds dropout(post(f(pre(x)))) to the residual stream x. pre and post are norms or identities, according to
+    `--norm-placement`. With norms of sums, the layer computes x = post(x + dropout(f(x))).
+    """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -85,8 +88,11 @@ class TransformerLayer(nn.Module):
         self.norms_sums = config.norms_sums
 
     def build_mlp(self, name: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
-        """Makes the MLP of a layer without experts: a module that is called with x [s, b, h] and the context, and
-        returns [s, b, h], [s/tp, b, h] under sequence parallelism. A custom layer may return another one."""
+        """Build the MLP of a layer without experts.
+
+        The module is called with x [s, b, h] and the context, and returns [s, b, h], or [s/tp, b, h] under sequence
+        parallelism. A custom layer may return another module.
+        """
         return MLP(name, config, ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -123,7 +129,7 @@ class TransformerLayer(nn.Module):
         return self._scaled(self.attention_dropout(attended, context) + self.mlp_dropout(mixed, context))
 
     def _of_norm(self, norm: nn.Module, x: Tensor, sublayer: Callable[..., Tensor], context: BatchContext) -> Tensor:
-        """sublayer(norm(x)); --recompute-modules layernorm computes the norm again in the backward."""
+        """Compute sublayer(norm(x)); with --recompute-modules layernorm, the norm is recomputed in the backward."""
         if self.recompute_norms and self.training:
             return with_input_recomputed(norm, x, sublayer, context)
         return sublayer(norm(x), context)

@@ -31,8 +31,10 @@ class MLP(nn.Module):
         self.recompute, self.recompute_activation = config.recomputes("mlp"), config.recomputes("mlp_act")
 
     def forward(self, x: Tensor, context: BatchContext | None = None, addend: Tensor | None = None) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With an `addend` [s, b, h] their sum,
-        where the last layer `takes_addend`."""
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism.
+
+        An `addend` [s, b, h] is added to the result if the last layer `takes_addend`.
+        """
         return recomputed(self._run, x, addend) if self.recompute and self.training else self._run(x, addend)
 
     def _run(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
@@ -49,7 +51,7 @@ class MLP(nn.Module):
 
 
 def mlp_linears(name: str, config: TransformerConfig, ffn: int) -> tuple[ColumnLinear, RowLinear]:
-    """linear_fc1 and linear_fc2. A gated fc1 stacks gate and up as [2, ffn, h], each sharded over the ranks."""
+    """Return linear_fc1 and linear_fc2. A gated fc1 stacks gate and up as [2, ffn, h], each sharded over the ranks."""
     hidden, bias = config.hidden_size, config.add_bias_linear or config.add_mlp_bias
     out_dims, shard_dim = ((2, ffn), 1) if config.gated else ((ffn,), 0)
     fused = Fused("gate_up", 0, (1, 1)) if config.gated else None

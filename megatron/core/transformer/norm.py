@@ -17,8 +17,10 @@ from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_spec import sequence_partial
 
 HEAD_NORM_PARTIAL_OVER = ("tp",)
-"""`partial_over` of a weight that all heads share. A rank has some of the heads: its gradient is partial, sequence
-parallel or not."""
+"""`partial_over` of a weight that all heads share.
+
+A rank has only some of the heads, so its gradient is a partial sum, with or without sequence parallelism.
+"""
 
 
 class LayerNorm(nn.Module):
@@ -61,15 +63,18 @@ class RMSNorm(LayerNorm):
 
 
 def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMeta:
-    """Weight of query or key norms that heads do not share: one dim for a norm over the channels of all heads, or
-    [heads, channels] for one norm per head. Heads are sharded."""
+    """Return the metadata of query or key norm weights that heads do not share.
+
+    They have one dim for a norm over the channels of all heads, or [heads, channels] for one norm per head. Heads are
+    sharded.
+    """
     widths = (heads, config.head_dim)
     shape = widths if config.qk_layernorm_scope == "each" else (prod(widths),)
     return ParamMeta(f"{name}.weight", shape, {"tp": 0}, role="norm")
 
 
 class WideRMSNorm(nn.Module):
-    """RMSNorm over the channels of all `heads`, of which tensor parallelism leaves a rank some; in fp32 for 16-bit
+    """RMSNorm over the channels of all `heads`, of which a tensor-parallel rank holds some; computed in fp32 for 16-bit
     inputs."""
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
@@ -84,7 +89,7 @@ class WideRMSNorm(nn.Module):
         """x [s, b, heads/tp, d]"""
         wide = x.float() if x.itemsize == 2 else x
         squares = wide.square().sum((-1, -2), keepdim=True)
-        # The sum of all ranks enters each rank's own computation, so its gradient is a sum over ranks too.
+        # every rank's computation uses the sum of all ranks, so the sum's gradient is a sum over ranks too
         squares = copy_to(reduce_from(squares, self.tp), self.tp)
         weight = self.weight.to(wide.dtype).view(x.shape[-2:])
         weight = weight + 1 if self.one_plus else weight
@@ -92,7 +97,7 @@ class WideRMSNorm(nn.Module):
 
 
 class NormOfEachHead(nn.Module):
-    """The model's norm over the channels of a head, times a weight of that head; in fp32 for 16-bit inputs."""
+    """The model's norm over a head's channels, times a weight of that head; computed in fp32 for 16-bit inputs."""
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -124,10 +129,10 @@ def _divided_by_root_mean_square(x: Tensor, eps: float) -> Tensor:
 
 
 def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) -> tuple[nn.Module, nn.Module]:
-    """Norms of queries and keys [s, b, heads/tp, d]; identities without any.
+    """Return the norms of queries and keys [s, b, heads/tp, d], or identities.
 
-    They come before the rotary embedding, or after it under --qk-layernorm-after-rotary. With --qk-l2-norm they could
-    equally come after it, which changes no norm.
+    They run before the rotary embedding, or after it with --qk-layernorm-after-rotary. With --qk-l2-norm the order
+    makes no difference.
     """
     if config.qk_l2_norm and config.layer(ctx.layer).rotation is not None:
         return L2Norm(config, ctx), L2Norm(config, ctx)
@@ -144,8 +149,8 @@ def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) 
 
 
 def _one_plus(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(x, 1 + weight) for --apply-layernorm-1p, in fp32 if x has 16 bits, because small weights would be lost next to
-    1."""
+    """Return (x, 1 + weight) for --apply-layernorm-1p, in fp32 for 16-bit x, because small weights would be lost next
+    to 1."""
     wide = x.float() if x.itemsize == 2 else x
     return wide, weight.to(wide.dtype) + 1
 
@@ -153,9 +158,16 @@ def _one_plus(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def build_norm(
     name: str, size: int, config: TransformerConfig, ctx: TPContext, partial_over: tuple[str, ...] | None = None
 ) -> nn.Module:
-    """The model's norm over `size` channels, its parameters under `name`.
+    """Build the model's norm over `size` channels.
 
     By default it acts on hidden states between the linear layers (`sequence_partial`).
+
+    Args:
+        name: Prefix of its parameters' names.
+        size: Number of channels.
+        config: The model.
+        ctx: Context of the layer.
+        partial_over: Axes over which weight gradients are partial sums.
     """
     partial_over = sequence_partial(ctx.sequence_parallel) if partial_over is None else partial_over
     return NORMALIZATIONS.build(config.normalization, name, size, config, ctx, partial_over)

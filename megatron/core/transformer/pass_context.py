@@ -1,4 +1,4 @@
-"""Objects that the passes of all stages of a rank share."""
+"""Objects shared by the passes of all stages of a rank."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from megatron.core.transformer.activation_store import ActivationStore
 
 @dataclass(frozen=True)
 class PassContext:
-    """Objects that the passes of all stages of a rank share: one for the stages, their gradient buffers and the
-    pipeline."""
+    """Objects shared by the passes of all stages of a rank, their gradient buffers and the pipeline."""
 
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
     """Weight gradients that a split backward leaves for later."""
 
     casts: WeightCasts = field(default_factory=WeightCasts)
-    """Kept casts of parameters."""
+    """Cached casts of parameters."""
 
     pair: PassPair = field(default_factory=PassPair)
     """Runs two passes in turns."""
 
     offload: ActivationStore | None = None
-    """Store of activations until the backward; None for the device."""
+    """Store of activations until the backward; None to keep them on the device."""

@@ -1,6 +1,6 @@
-"""Activations that are computed again in the backward in place of being kept.
+"""Activation recomputation: activations are computed again in the backward instead of being saved.
 
-Random numbers need no care: dropout masks are functions of the batch, so the second time gives the same bits.
+Random numbers need no special handling: dropout masks are functions of the batch, so recomputation gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 Results = Tensor | Iterable[Tensor]
 Input = TypeVar("Input", bound=Tensor | tuple[Tensor, ...])
-"""A tensor, or a tuple of several, which may be named."""
+"""A tensor, or a tuple or NamedTuple of tensors."""
 
 
 def recomputed(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
-    """function(*args), of which only the arguments are kept; it runs again, whole, when its backward begins."""
+    """Call function(*args) and save only the arguments; the whole function runs again when its backward starts."""
     contexts = lambda: (nothing_saved(), again())  # noqa: E731
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 class _Running(threading.local):
-    """Number of functions that this thread is recomputing, nested in each other; alternating passes have separate
-    threads."""
+    """Depth of nested recomputations in this thread. Passes that run in turns have separate threads."""
 
     depth = 0
 
@@ -46,7 +45,7 @@ _running = _Running()
 
 @contextmanager
 def again() -> Iterator[None]:
-    """Mark the code of a block as computed a second time, for a backward pass."""
+    """Mark the code of a block as recomputation for a backward pass."""
     _running.depth += 1
     try:
         yield
@@ -55,12 +54,12 @@ def again() -> Iterator[None]:
 
 
 def computing_again() -> bool:
-    """Return whether what runs now is computed a second time, for a backward pass."""
+    """Return whether the current code is a recomputation for a backward pass."""
     return _running.depth > 0
 
 
 class _View(NamedTuple):
-    """Placeholder of a view of a dropped tensor in the autograd graph."""
+    """Placeholder in the autograd graph of a view of a freed tensor."""
 
     number: int
     size: torch.Size
@@ -69,11 +68,11 @@ class _View(NamedTuple):
 
 
 def with_input_recomputed(produce: Callable[[Input], Results], x: Input, consume: Callable[..., T], *args: object) -> T:
-    """consume(produce(x), *args), which keeps x where it would keep produce(x), a tensor or several.
+    """Compute consume(produce(x), *args), saving x where autograd would save produce(x), which is a tensor or several.
 
-    For a cheap `produce`, such as a norm or an activation function, whose input is saved anyway: it alone runs again,
-    each time the backward of `consume` needs a result that the last run has not kept. Each result must have memory of
-    its own.
+    Suitable for a cheap `produce`, such as a norm or an activation function, whose input is saved anyway. Only
+    `produce` runs again, when the backward of `consume` needs a result that is no longer in memory. Each result must
+    have its own memory.
     """
     return with_recomputed(_tuple(produce(x)), produce, x, consume, *args)
 
@@ -85,7 +84,14 @@ def with_recomputed(
     consume: Callable[..., T],
     *args: object,
 ) -> T:
-    """consume(*results, *args), which keeps nothing of the results: the backward calls produce(x) for them again."""
+    """Compute consume(*results, *args) without saving the results: the backward calls produce(x) again.
+
+    Args:
+        results: Results of produce(x).
+        produce: Recomputes the results.
+        x: Input of `produce`, which is saved.
+        consume: Function of the results.
+    """
     inputs = tuple(packed(part) for part in _tuple(x))
     joined = _joiner(x)
     del x  # its memory may be offloaded
@@ -114,7 +120,7 @@ def with_recomputed(
 
 
 def _joiner(x: Tensor | tuple[Tensor, ...]) -> Callable[[Sequence[Tensor]], Any]:
-    """Turns the parts of `x` into what `x` is: a tensor, a tuple or a NamedTuple."""
+    """Return a function that restores the structure of `x` from its parts: a tensor, a tuple or a NamedTuple."""
     if isinstance(x, Tensor):
         return itemgetter(0)
     return getattr(x, "_make", tuple)
@@ -126,16 +132,16 @@ def _tuple(results: Results) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Segment:
-    """A layer of a stage, by place in the stage, or consecutive ones that the backward recomputes together."""
+    """A layer of a stage, by position in the stage, or consecutive layers that the backward recomputes together."""
 
     layers: range
     recompute: bool = False
     offload: bool = False
-    """True if tensors saved for the backward wait in host memory."""
+    """True if tensors saved for the backward are offloaded to host memory."""
 
 
 def recompute_segments(config: TransformerConfig, num_layers: int, offloaded: int = 0) -> list[Segment]:
-    """How the layers of a stage are recomputed. Groups that begin in the first `offloaded` layers are offloaded.
+    """Return how the layers of a stage are recomputed. Groups that start in the first `offloaded` layers are offloaded.
 
     "uniform" saves the input of each group of `recompute_num_layers` layers; "block" saves the inputs of the first
     `recompute_num_layers` layers, and all activations of the others.

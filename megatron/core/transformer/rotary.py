@@ -1,6 +1,6 @@
-"""Rotary position embedding (arXiv:2104.09864), over pairs of distant or of neighbouring channels.
+"""Rotary position embedding (arXiv:2104.09864) over pairs of distant or neighbouring channels.
 
-Frequencies can be scaled as in Llama 3.1 or by YaRN, or belong to a wider head, and positions can be interpolated.
+Frequencies can be scaled as in Llama 3.1 or by YaRN, or computed for a wider head, and positions can be interpolated.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from megatron.core.config.model import TransformerConfig
 
 
 def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
-    """[rotary_dim / 2] fp32: radians per position of pairs of channels, of all pairs under --rope-type proportional.
+    """Return [rotary_dim / 2] fp32: radians per position of channel pairs, including unrotated pairs under --rope-type
+    proportional.
 
-    Interpolation divides positions (arXiv:2306.15595, section 2.3); dividing the frequencies is the same.
+    Interpolation divides positions (arXiv:2306.15595, section 2.3), which is equivalent to dividing frequencies.
     """
     channels = config.rotated_channels(rotation)
     exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
@@ -35,8 +36,8 @@ def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
 
 
 def _proportional_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
-    """[half of the channels with positions]: frequencies of a head that is rotated as a whole, 0 for pairs that are not
-    rotated."""
+    """Return [half of the channels with positions]: frequencies computed for the whole head, with 0 for unrotated
+    pairs."""
     channels = config.rotated_channels(replace(rotation, percent=1))
     pairs = torch.arange(channels // 2, dtype=torch.float32)
     frequencies = 1.0 / (rotation.base ** (2 * pairs / channels))
@@ -44,11 +45,14 @@ def _proportional_frequencies(config: TransformerConfig, rotation: Rotation) -> 
 
 
 def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: TransformerConfig) -> Tensor:
-    """Divides slow frequencies by the scaling factor, keeps fast ones, and blends linearly over the pairs in between
-    (YaRN, arXiv:2309.00071, section 3.2). The bounds are rounded to pairs, as in most published models, or not."""
+    """Divide slow frequencies by the scaling factor, keep fast ones, and interpolate linearly between (YaRN,
+    arXiv:2309.00071, section 3.2).
+
+    The bounds are optionally rounded to pairs, as in most published models.
+    """
 
     def pair(rotations: float) -> float:
-        """The pair, as a real number, that makes this many rotations over the original context length."""
+        """Return the (fractional) pair that makes this many rotations over the original context length."""
         wavelengths = config.original_max_position_embeddings / (2 * math.pi * rotations)
         return channels * math.log(wavelengths) / (2 * math.log(base))
 
@@ -62,9 +66,9 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: T
 
 
 def _scale_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor:
-    """Divides low frequencies by the scaling factor, keeps high ones, and blends linearly in between.
+    """Divide low frequencies by the scaling factor, keep high ones, and interpolate linearly between.
 
-    The bounds are wavelengths, as shares of the context length that the model was first trained at.
+    The bounds are wavelengths, as fractions of the original training context length.
     """
     original = config.rope_scaling_original_max_position_embeddings
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
@@ -79,7 +83,7 @@ def _scale_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor
 class RotaryEmbedding:
     """Cosines and sines of position * frequency, times YaRN's factor.
 
-    Angles are fp32 whatever the model's dtype, as the published models were trained and are run.
+    Angles are always fp32, as in the training and inference of published models.
     """
 
     def __init__(self, config: TransformerConfig, device: torch.device, dtype: torch.dtype, rotation: Rotation) -> None:
@@ -96,8 +100,10 @@ class RotaryEmbedding:
 
 
 def query_scales(config: TransformerConfig, positions: Tensor) -> Tensor:
-    """positions [s] or [b, s] -> [s, 1 or b, 1, 1] fp32: factors of queries by their positions, which keep attention
-    without a rotary embedding sharp over long contexts (--attention-temperature-coeff)."""
+    """positions [s] or [b, s] -> [s, 1 or b, 1, 1] fp32: query factors that depend on positions.
+
+    They keep attention without rotary embedding sharp over long contexts (--attention-temperature-coeff).
+    """
     positions = positions[None] if positions.ndim == 1 else positions
     first = 0 if config.attention_temperature_everywhere else 1
     steps = ((positions.t().float() + first) / config.attention_temperature_floor).floor()
@@ -105,22 +111,22 @@ def query_scales(config: TransformerConfig, positions: Tensor) -> Tensor:
 
 
 def scaled_queries(q: Tensor, scales: Tensor) -> Tensor:
-    """q [s, b, heads, d] times `query_scales`"""
+    """q [s, b, heads, d] times `query_scales`."""
     return (q * scales).to(q.dtype)
 
 
 def rotate_queries_and_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Both by the angles of their positions."""
+    """Rotate queries and keys by the angles of their positions."""
     return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
 
 def rotate_queries_and_keys_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for pairs of adjacent channels."""
+    """Rotate queries and keys in pairs of adjacent channels."""
     return apply_rotary_interleaved(q, cos, sin), apply_rotary_interleaved(k, cos, sin)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [s, b, heads, head_dim], its first rotary_dim channels turned: channel i pairs with i + rotary_dim / 2."""
+    """x [s, b, heads, head_dim] with its first rotary_dim channels rotated: channel i pairs with i + rotary_dim / 2."""
     half = cos.shape[-1]
     first = x[..., :half]
     second = x[..., half : 2 * half]
@@ -129,7 +135,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [s, b, heads, head_dim], its first rotary_dim channels turned: channel 2i pairs with 2i + 1."""
+    """x [s, b, heads, head_dim] with its first rotary_dim channels rotated: channel 2i pairs with 2i + 1."""
     rotary_dim = 2 * cos.shape[-1]
     first, second = x[..., :rotary_dim].unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)

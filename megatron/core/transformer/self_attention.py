@@ -1,4 +1,5 @@
-"""Self-attention with grouped queries (arXiv:2305.13245), its query groups cut over the tensor-parallel ranks."""
+"""Self-attention with grouped queries (arXiv:2305.13245), whose query groups are sharded over the tensor-parallel
+ranks."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ Heads = tuple[Tensor, Tensor | None, Tensor, Tensor]
 
 
 class SelfAttention(nn.Module):
-    """Projection to queries, keys and values, optional head norms, positions, core, projection back.
+    """Projection to queries, keys and values, optional head norms, positions, core attention, and output projection.
 
     linear_qkv is [groups, q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value. With
-    --attention-output-gate the gates follow the query heads. If heads differ in width, the rows of a group are one
-    dimension."""
+    --attention-output-gate the gates follow the query heads. If head widths differ, the rows of a group are one dim.
+    """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -57,12 +58,14 @@ class SelfAttention(nn.Module):
         self.linear_proj = row_parallel(proj, ctx)
 
     def linears(self, name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
-        """linear_qkv and linear_proj. A class whose heads have other rows overrides this and `split`."""
+        """Return linear_qkv and linear_proj. A class whose heads have other rows overrides this method and `split`."""
         return attention_linears(name, config)
 
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism. With an
-        `addend` [s, b, h] their sum, where the last layer `takes_addend`."""
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism; s/cp under context parallelism.
+
+        An `addend` [s, b, h] is added to the result if the last layer `takes_addend`.
+        """
         q, gate, k, v = self._project(x, context)
         v = v if self.value_scale == 1 else v * self.value_scale
         if self.tempered:
@@ -79,12 +82,12 @@ class SelfAttention(nn.Module):
         return self.linear_proj(out if gate is None else self.gated(out, gate, self.gate_function), addend=addend)
 
     def logit_rows(self) -> tuple[HeadRows, ...]:
-        """The rows of linear_qkv: queries, gates, keys and values."""
+        """Return the rows of linear_qkv: queries, gates, keys and values."""
         kinds = RowKind.QUERY, RowKind.OTHER, RowKind.KEY, RowKind.OTHER
         return (HeadRows(self.linear_qkv, self.head_counts[0], tuple(zip(kinds, self.group_rows, strict=True))),)
 
     def split(self, qkv: Tensor) -> Heads:
-        """The output of linear_qkv as heads, before norms and positions."""
+        """Split the output of linear_qkv into heads, before norms and positions."""
         q, gate, k, v = qkv.unflatten(-1, (-1, sum(self.group_rows))).split(self.group_rows, dim=-1)
         gate = gate.flatten(2) if gate.shape[-1] else None
         return q.unflatten(-1, (-1, self.head_dim)).flatten(2, 3), gate, k, v
@@ -101,9 +104,11 @@ class SelfAttention(nn.Module):
 
 
 def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
-    """linear_qkv [groups, heads, channels, h], or [groups, rows, h] where heads differ in width, and linear_proj. A
-    group's rows of linear_qkv: its query heads, the gates of their outputs if there are any, then its key, then its
-    value."""
+    """Return linear_qkv [groups, heads, channels, h], or [groups, rows, h] if head widths differ, and linear_proj.
+
+    A group's rows of linear_qkv are its query heads, the gates of their outputs if there are any, its key, and its
+    value.
+    """
     hidden, bias = config.hidden_size, config.add_bias_linear
     of_output = bias or config.add_attention_output_bias
     even = config.has_even_heads

@@ -74,9 +74,7 @@ class FakeGroup(dist.ProcessGroup):
 @contextmanager
 def fake_state(parallel: ModelParallelConfig, exchanges_sums: bool = True) -> Iterator[ParallelState]:
     """Return the parallel state of a layout's first model-parallel rank, as needed to build and run a stage.
-
-    `exchanges_sums` is as in `Axis`.
-    """
+    `exchanges_sums` is as in `Axis`."""
     groups: list[FakeGroup] = []
     known = known_groups()
 
@@ -115,12 +113,8 @@ ANSWERS: dict[object, Callable[..., object]] = {
     torch.ops.aten.addmm.dtype_out: lambda *args, out, **options: out,
     torch.ops.prim.device.default: lambda x: x.fake_device,
 }
-"""Results of operators that torch does not support on fake tensors.
-
-A number read from a tensor, for example by the check of token ids, is 0. A grouped product has its shape, which torch
-supports only in bf16. A 16-bit product is added to an fp32 sum. The device query is included because it is called as
-often as any operator.
-"""
+"""Results of operators that torch does not support on fake tensors: numbers read from tensors are 0, grouped products
+have their shape, and 16-bit products are added to fp32 sums. The frequent device query is included for speed."""
 
 
 class NoValues(TorchDispatchMode):
@@ -278,9 +272,7 @@ class LayersKey(NamedTuple):
 
 def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -> tuple[int, ...]:
     """Return, for each layer, the number of the first identical layer, which has the same modules, shapes and settings.
-
-    `known` keeps results that layouts with the same layers share.
-    """
+    `known` keeps results that layouts with the same layers share."""
     plain = replace(
         batch.parallel,
         tensor_model_parallel_size=1,
@@ -335,10 +327,8 @@ class StageParts:
     def __init__(
         self, batch: MicroBatch, cache: PlannerCache | None = None, kinds: tuple[int, ...] | None = None
     ) -> None:
-        """Create the parts. `cache` keeps recordings of other configurations with the same layers.
-
-        `kinds` are the kinds of the layers; by default they are found by building the layers.
-        """
+        """Create the parts. `cache` keeps recordings of other configurations with the same layers. `kinds` are the
+        kinds of the layers; by default they are found by building the layers."""
         self.batch, cache = batch, cache or PlannerCache()
         self._alike = numbered_kinds(batch, cache.kinds) if kinds is None else kinds
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
@@ -388,10 +378,8 @@ def _kind_of_part(part: Part) -> str:
 
 
 def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
-    """Return a key that is equal for micro-batches that do the same at the ends of the model.
-
-    The ends contain layers only with multi-token prediction.
-    """
+    """Return a key that is equal for micro-batches that do the same at the ends of the model. The ends contain layers
+    only with multi-token prediction."""
     if batch.model.mtp_depths:
         return batch
     none: dict[str, Any] = dict.fromkeys(each.name for each in fields(RecomputeConfig))

@@ -211,23 +211,11 @@ def progress_text(effort: Effort) -> str:
 def print_suggestions(
     asked: Prepared, device: str, gpus_per_node: int | None, device_memory: float | None, most_timed: int | None
 ) -> bool:
-    """Print whether the layout of a configuration fits and how long it takes, and the ten fastest layouts that fit.
+    """Print whether the given layout fits and how long it takes, and the ten fastest layouts that fit.
 
-    Args:
-        asked: The validated configuration and options.
-        device: Device file for predictions.
-        gpus_per_node: Ranks per node; the default is the device file's.
-        device_memory: Memory limit in GiB; the default is the device file's.
-        most_timed: As in `LayoutSearch`.
-
-    Returns:
-        True if any layout is legal.
-
-    Raises:
-        OutputError: The file of --json cannot be written.
-        DeviceError: No step of this kind can be predicted.
-
-    The file of --json gets the same content; if it is "", only the JSON is printed.
+    Returns True if any layout is legal. `device_memory` is in GiB, by default the device file's; `most_timed` is as in
+    `LayoutSearch`. The file of --json gets the same content; if it is "", only the JSON is printed. Raises OutputError
+    if that file cannot be written, DeviceError if no step of this kind can be predicted.
     """
     config = asked.config
     world_size = asked.world_size
