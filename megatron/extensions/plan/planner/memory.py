@@ -102,14 +102,11 @@ def buffer_bytes(
     of_chain: tuple[int, int] = (0, 0),
     units: str = DEVICE,
 ) -> BufferBytes:
-    """Return the memory of buffers and optimizer state on one rank, exact except for a step count per range of states.
+    """Return the memory of buffers and optimizer state on one rank.
 
-    Args:
-        buffers: The rank's buffers. Whole units of buffers `by_unit` are counted separately.
-        params_dtype, main_dtype, optimizer: Precision and optimizer of the run.
-        drops_parameters: True if parameters are sharded (ZeRO-3).
-        of_chain: Bytes of chain states outside shards and of callbacks, on the device and the host.
-        units: Storage of the buffers between passes.
+    It is exact except for a scalar step count per range of states. Whole units of buffers `by_unit` are counted
+    separately. `of_chain` are bytes of chain states outside shards and of callbacks, on the device and the host.
+    `units` is the storage of the buffers between passes.
     """
     from megatron.core.optimizer.fused import states_of_shards  # imports torch
 
