@@ -190,9 +190,11 @@ class PeerCopies(Callback):
         why, before = "", sum(len(held.copies) for held in self._held)
         self._held, left = mine, sum(len(held.copies) for held in mine)
         if left < before:
-            why = f"they do not belong to what is in --save {save} now"
             what = "copies in memory" if not left else "some copies in memory"
-            say(f" {what} are not used, and are deleted: {why}, which was deleted, replaced or resumed without them")
+            foreign = f"do not belong to what is in --save {save} now"
+            then = "which was deleted, replaced or resumed without them"
+            say(f" {what} are not used, and are deleted: they {foreign}, {then}")
+            why = f"copies in memory {foreign}"
         return "" if left else why
 
     def _renew_identity(self, say: Callable[[str], None], world: Axis) -> None:
