@@ -43,6 +43,18 @@ def test_copies_are_not_loaded_after_checkpoints_were_deleted(tmp_path: Path) ->
         run.end()
 
 
+def test_copies_are_not_loaded_after_a_start_without_them(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, ["--train-iters", "6", "--save-interval", "3", "--no-async-save"])
+    try:
+        run.start(Planned("copied", 0, 5))
+        run.start(flags=["--peer-copies", "0", "--exit-interval", "4", "--lr", "3e-2"])
+        said = run.start()
+        assert "copies in memory are not used, and are deleted: they do not belong to what is in --save" in said
+        assert f"loaded checkpoint of iteration 4 from {run.save}" in said
+    finally:
+        run.end()
+
+
 def test_a_local_checkpoint_that_is_not_uploaded_hides_no_copies(tmp_path: Path) -> None:
     flags = ["--save-local", str(tmp_path / "local"), "--save-local-interval", "1", "--save-interval", "9"]
     run = Run(tmp_path / "run", 1, [*flags, "--no-async-save"])

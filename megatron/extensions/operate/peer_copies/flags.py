@@ -48,4 +48,11 @@ def keeps_copies(config: RunConfig) -> bool:
     return config.options(PeerCopyConfig).peer_copies > 0 and not config.training.skip_train
 
 
+def trains_without_copies(config: RunConfig) -> bool:
+    """Return True if a run saves checkpoints, and does not copy its state."""
+    wanted = config.options(PeerCopyConfig).peer_copies > 0
+    return config.checkpoint.save is not None and not (wanted or config.training.skip_train)
+
+
 CALLBACKS.register("peer copies", f"{__package__}.hooks:PeerCopies", when=keeps_copies)
+CALLBACKS.register("no peer copies", f"{__package__}.runs_without:DropsIdentity", when=trains_without_copies)

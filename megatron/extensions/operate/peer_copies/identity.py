@@ -2,8 +2,9 @@
 
 Copies outlive the ranks, and also the folder: somebody may delete it, or put another run in its place. So a start that
 does not continue from copies writes a new random identity to SAVE/peer_copies_id before its first step, and its copies
-carry this identity. A start that continues from copies keeps it. Copies with another identity than the folder's are
-never loaded. If two starts race, the copies of the one that has written first do not count.
+carry this identity. A start that continues from copies keeps it. A start without --peer-copies removes it. Copies with
+another identity than the folder's are never loaded. If two starts race, the copies of the one that has written first do
+not count.
 
 This module does not import torch.
 """
@@ -47,3 +48,10 @@ def keep_identity(root: PurePath, identity: str) -> None:
     OSError."""
     if read_identity(root) is None:
         write_identity(root, identity)
+
+
+def drop_identity(root: PurePath) -> None:
+    """Remove the identity of a --save folder, if it has one: no start can then use copies made before. Raises
+    OSError."""
+    if read_identity(root) is not None:
+        storage_of(root).remove(root / FILE)
