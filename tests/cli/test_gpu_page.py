@@ -23,7 +23,7 @@ def test_rates_of_another_device_are_left_out(capsys: pytest.CaptureFixture[str]
     assert list(planner_tflops(config, [], h100, "NVIDIA H100 80GB HBM3")) == [str(h100)]
     assert capsys.readouterr().out == ""
     assert planner_tflops(config, [], h100, "NVIDIA H200") == {}
-    assert "h100.yaml: it is of NVIDIA H100 80GB HBM3, and this is NVIDIA H200" in capsys.readouterr().out
+    assert "h100.yaml: it describes NVIDIA H100 80GB HBM3, and this device is NVIDIA H200" in capsys.readouterr().out
     assert planner_tflops(config, [], ROOT / "none.yaml", "NVIDIA H200") == {}
     assert "none.yaml" in capsys.readouterr().out
 

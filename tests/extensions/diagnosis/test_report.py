@@ -247,7 +247,7 @@ def test_the_trace_of_a_tensorboard_folder_that_moved_with_its_run(tmp_path: Pat
 
 LARGE = "1" + 600 * "0"
 REMAINS: list[Any] = [
-    ({"outcome": "name=FAILED"}, "metrics.jsonl: not there"),
+    ({"outcome": "name=FAILED"}, "metrics.jsonl: is missing"),
     ({"metrics.jsonl": ""}, "has no record with an iteration"),
     ({"metrics.jsonl": "\x00\x01\n[1]\n{}\n" + '"text"\n', "run_config.yaml": "a: [1"}, "3 damaged lines skipped"),
     ({"run_config.yaml": "- 1\n", "run_events.jsonl": '{"event": 3}\n{"event": "end"}'}, "The layout is not known"),
